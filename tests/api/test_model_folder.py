@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,22 @@ def test_a_file_that_leads_elsewhere_is_refused(root: Path) -> None:
     (root / "own/model.safetensors").symlink_to(root.parent / "outside/config.json")
     with pytest.raises(RatoonError):
         model_folder("spec.model_folder", "own", root)
+
+
+@pytest.mark.parametrize("target", ["", "/dev/zero", "/etc/passwd", "../..", "loop"])
+def test_what_is_neither_a_file_nor_a_folder_is_refused_by_its_name(
+    root: Path, target: str
+) -> None:
+    """A FIFO was let in, and hung the worker that read it."""
+    path = root / "own/loop"
+    if target:
+        path.symlink_to(target)
+    else:
+        os.mkfifo(path)
+    with pytest.raises(RatoonError, match=r"own.*loop") as refused:
+        model_folder("spec.model_folder", "own", root)
+    assert refused.value.field == "spec.model_folder"
+    assert str(root.parent) not in refused.value.message
 
 
 def test_links_within_the_root_are_followed(root: Path) -> None:

@@ -16,6 +16,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
+from ratoon.model.folder import ModelFolder
 from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.stream.blobs import decode_manifest, encode_manifest
@@ -169,6 +170,6 @@ def bad_imports(folder: Path) -> Callable[[random.Random], None]:
 
     def take(dice: random.Random) -> None:
         path.write_bytes(mutated_bytes(dice, [whole]))
-        imported.read_weights(model, path.parent, "")
+        imported.read_weights(model, ModelFolder.of(path.parent), "")
 
     return take

@@ -45,6 +45,7 @@ from tests.api.fake_engine import INFO, FakeEngine
 from tests.api.open_gate import OPEN_GATE
 from tests.hostile import corpus
 from tests.hostile.disk_targets import bad_checkpoints, bad_deltas, bad_files, bad_imports
+from tests.hostile.folder_targets import bad_configs
 from tests.hostile.mutate import mutated_bytes, mutated_json, mutated_message
 
 POLICY = requests.POLICY
@@ -102,6 +103,7 @@ def all_targets(folder: Path) -> list[Target]:
         Target(name="files", weight=3, take=bad_files(folder), may_raise=(RatoonError,)),
         Target(name="delta", weight=2, take=bad_deltas(folder), may_raise=(IntegrityError,)),
         Target(name="checkpoint", weight=1, take=bad_checkpoints(folder), may_raise=(RatoonError,)),
+        Target(name="config", weight=6, take=bad_configs(folder), may_raise=(RatoonError,)),
         Target(name="imported", weight=1, take=bad_imports(folder), may_raise=(RatoonError,)),
         Target(
             name="answers",

@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 from tests.oracle.merged_lora import has_experts, merge
 
 
-def load_stock(folder: Path, *, dtype: torch.dtype, adapter: Path | None = None) -> nn.Module:
+def load_stock(
+    folder: Path, *, dtype: torch.dtype, adapter: Path | None = None, attention: str = "sdpa"
+) -> nn.Module:
     """The folder's model with torch's own attention, and with a trainable adapter if given."""
     model = cast(Any, AutoModelForCausalLM).from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
+        folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
     )
     # A sequence has no padding: all of its tokens have gradients.
     model.get_input_embeddings().padding_idx = None

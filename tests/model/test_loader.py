@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,26 +160,26 @@ def wrong_type(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "field"),
     [
-        drop_weight,
-        add_weight,
-        reshape_weight,
-        truncate,
-        remove_config,
-        break_config,
-        list_config,
-        remove_weights,
-        wrong_type,
+        (drop_weight, "model_folder['model.layers.1.self_attn.q_proj.weight']"),
+        (add_weight, "model_folder['model.layers.0.self_attn.sinks']"),
+        (reshape_weight, "model_folder['model.norm.weight']"),
+        (truncate, "model_folder/model.safetensors"),
+        (remove_config, "model_folder/config.json"),
+        (break_config, "model_folder/config.json"),
+        (list_config, "model_folder/config.json"),
+        (remove_weights, "model_folder"),
+        (wrong_type, "config.hidden_size"),
     ],
-    ids=lambda damage: damage.__name__,
 )
-def test_damaged_folder_is_a_typed_error(tmp_path: Path, damage: object) -> None:
-    assert callable(damage)
+def test_damaged_folder_is_a_typed_error(
+    tmp_path: Path, damage: Callable[[Path], None], field: str
+) -> None:
     folder = write_folder(tmp_path / "base", "llama")
     damage(folder)
     error = error_of(lambda: load(folder))
-    assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, "model_folder")
+    assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, field)
     assert error.got
     assert error.expected
 
@@ -216,3 +218,64 @@ def test_fused_experts_load_as_those_of_one_tensor_each(tmp_path: Path) -> None:
     found = load(folder).module.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_names_of_a_decoder_without_its_head_are_taken(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "base", "qwen3")
+    stored = load_file(folder / "model.safetensors")
+    short = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    short["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(short, folder / "model.safetensors", {"format": "pt"})
+    found = load(folder, dtype=ModelDtype.FLOAT32).named_trainable()
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], value) for name, value in stored.items())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 2.0**127])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("llama", "lm_head.weight"),
+        ("qwen2", "model.layers.1.self_attn.k_proj.bias"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.3.up_proj.weight"),
+    ],
+)
+def test_a_weight_that_is_not_finite_is_named(
+    tmp_path: Path, architecture: str, name: str, value: float
+) -> None:
+    """One NaN in one row of a head made a policy whose log-probs were all NaN."""
+    folder = write_folder(tmp_path / "base", architecture)
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[-1] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for dtype in (ModelDtype.FLOAT32, ModelDtype.BFLOAT16):
+        error = error_of(partial(load, folder, dtype=dtype))
+        assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, f"model_folder[{name!r}]")
+        assert "not finite" in error.got
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool])
+def test_weights_that_are_no_floats_of_16_bits_or_more_are_refused(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    folder = write_folder(tmp_path / "base", "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(16).to(dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    error = error_of(lambda: load(folder))
+    assert (error.code, error.field) == (
+        ErrorCode.UNSUPPORTED,
+        "model_folder['model.norm.weight']",
+    )
+
+
+def test_sizes_are_those_of_the_files_before_anything_is_allocated(tmp_path: Path) -> None:
+    """A size that only the configuration has was allocated before it was refused."""
+    folder = write_folder(tmp_path / "base", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    huge = {"intermediate_size": 2**20, "vocab_size": 2**24, "hidden_size": 2**20}
+    for name, value in huge.items():
+        (folder / "config.json").write_text(json.dumps(config | {name: value}))
+        assert error_of(lambda: load(folder)).field.startswith("model_folder['")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1024}))
+    assert error_of(lambda: load(folder)).field == "model_folder"

@@ -118,11 +118,32 @@ def test_other_targets_are_refused_by_index(tmp_path: Path, architecture: str, t
         (2, 0.0, "alpha"),
         (2, float("nan"), "alpha"),
         (2, float("inf"), "alpha"),
+        (2, 1e30, "alpha"),
+        (2, 1e-30, "alpha"),
+        # Keys and values of `tiny` are the narrowest, 64.
+        (65, 4.0, "rank"),
+        (10**9, 4.0, "rank"),
+        (2**63, 4.0, "rank"),
     ],
 )
 def test_rank_and_alpha_out_of_range_are_refused(rank: int, alpha: float, field: str) -> None:
+    """A rank of 1e9 was allocated first."""
     error = error_of(lambda: load(TINY, tuning=LoraTuning(rank=rank, alpha=alpha)))
     assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, f"tuning.lora.{field}")
+
+
+@pytest.mark.parametrize(
+    ("targets", "most"), [((), 16), (("gate_proj", "up_proj", "down_proj"), 16), (("q_proj",), 16)]
+)
+def test_a_rank_goes_up_to_the_smallest_dimension_of_what_is_adapted(
+    tmp_path: Path, targets: tuple[str, ...], most: int
+) -> None:
+    folder = write_folder(tmp_path / "base", "qwen3_moe")
+    tuning = LoraTuning(rank=most, alpha=4.0, target_modules=targets)
+    assert load(folder, tuning=tuning).info().num_trainable_parameters > 0
+    error = error_of(lambda: load(folder, tuning=replace(tuning, rank=most + 1)))
+    assert (error.field, error.got) == ("tuning.lora.rank", str(most + 1))
+    assert str(most) in error.expected
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])

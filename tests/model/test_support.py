@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from transformers import MistralConfig
 
 from ratoon.errors import ErrorCode
-from ratoon.model.support import read_config
+from ratoon.model.config_fields import FIELD_RULES, ROPE_FIELDS
+from ratoon.model.folder import ModelFolder
+from ratoon.model.stored_weights import open_tensors
+from ratoon.model.support import (
+    SUPPORTED_ARCHITECTURES,
+    add_undeclared,
+    longest_sequence,
+    read_config,
+)
 from tests.model.builders import error_of
 from tests.tiny_models import ARCHITECTURES, write_folder
 
@@ -24,9 +35,15 @@ def edited(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> Path:
     return folder
 
 
+def config_of(folder: Path) -> Any:
+    config, said = read_config(ModelFolder.of(folder))
+    add_undeclared(config, said)
+    return config
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
-    config = read_config(write_folder(tmp_path / "base", architecture))
+    config = config_of(write_folder(tmp_path / "base", architecture))
     assert config.hidden_size == 16
 
 
@@ -39,14 +56,6 @@ def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
         ("llama", {"architectures": []}, "architectures", "[]"),
         ("llama", {"model_type": "mistral"}, "model_type", "mistral"),
         ("llama", {"auto_map": {"AutoModelForCausalLM": "m.M"}}, "auto_map", "m.M"),
-        ("mistral", {"sliding_window": 4096}, "sliding_window", "4096"),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window", "8"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "layer_types": None},
-            "sliding_window",
-            "8",
-        ),
         (
             "qwen3",
             {"layer_types": ["full_attention", "sliding_attention"]},
@@ -99,7 +108,6 @@ def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
             "rope_parameters.rope_theta",
             "None",
         ),
-        ("mistral", {"pad_token_id": 64}, "pad_token_id", "64"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor", "0.5"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:20],
@@ -107,7 +115,7 @@ def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
 def test_unsupported_configuration_is_refused_by_field(
     tmp_path: Path, architecture: str, changes: dict[str, Any], field: str, got: str
 ) -> None:
-    error = error_of(lambda: read_config(edited(tmp_path, architecture, changes)))
+    error = error_of(lambda: config_of(edited(tmp_path, architecture, changes)))
     assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, f"config.{field}")
     assert got in error.got
     assert error.expected
@@ -130,7 +138,7 @@ def test_unsupported_configuration_is_refused_by_field(
 def test_what_changes_nothing_is_accepted(
     tmp_path: Path, architecture: str, changes: dict[str, Any]
 ) -> None:
-    assert read_config(edited(tmp_path, architecture, changes)).hidden_size == 16
+    assert config_of(edited(tmp_path, architecture, changes)).hidden_size == 16
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
@@ -138,6 +146,81 @@ def test_pickled_weights_are_refused_without_being_opened(tmp_path: Path, name: 
     folder = write_folder(tmp_path / "base", "llama")
     (folder / "model.safetensors").rename(folder / name)
     (folder / name).chmod(0)
-    error = error_of(lambda: read_config(folder))
+    error = error_of(lambda: open_tensors(ModelFolder.of(folder)))
     assert (error.code, error.field, error.got) == (ErrorCode.UNSUPPORTED, "model_folder", name)
     assert "safetensors" in error.expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "longest"),
+    [
+        ("mistral", {"sliding_window": 4096}, 4096),
+        ("mistral", {"sliding_window": 10**6}, 32_768),
+        ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, 8),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, 8),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 8}, 32_768),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": None,
+                "max_window_layers": 1,
+            },
+            8,
+        ),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": None,
+                "max_window_layers": 2,
+            },
+            32_768,
+        ),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            8,
+        ),
+        # transformers has no window there, other readers may.
+        ("llama", {"sliding_window": 8}, 8),
+        (
+            "mistral",
+            {
+                "sliding_window": 60_000,
+                "rope_parameters": None,
+                "rope_scaling": {"type": "yarn", "factor": 2.0},
+            },
+            60_000,
+        ),
+    ],
+)
+def test_a_sequence_is_as_long_as_the_window_of_any_layer(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], longest: int
+) -> None:
+    """A published Mistral, whose window is 4096, was refused."""
+    config = config_of(edited(tmp_path, architecture, changes))
+    assert longest_sequence(config) == longest
+    assert longest_sequence(MistralConfig()) == 4096
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_every_field_of_every_family_has_a_rule(architecture: str) -> None:
+    """A field that a new version of transformers declares is looked at before it is served."""
+    family = getattr(transformers, architecture).config_class
+    looked_at = {*FIELD_RULES, *ROPE_FIELDS, "attention_dropout", "architectures"}
+    left_out = {"transformers_version", "return_dict", "id2label", "label2id", "problem_type"}
+    off = {
+        "output_hidden_states",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "output_router_logits",
+    }
+    declared = {field.name for field in dataclasses.fields(family)}
+    assert declared <= looked_at | left_out | off

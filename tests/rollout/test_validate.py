@@ -317,6 +317,16 @@ def test_a_batch_at_its_sequence_length_passes() -> None:
     assert len(batch.sequence_tokens(0)) == LIMITS.max_sequence_tokens
 
 
+def test_a_sequence_that_is_too_long_for_a_window_says_so() -> None:
+    groups = [group([1] * 10, [rollout([2] * 11)])]
+    for window, is_why in ((20, True), (0, False), (30, False)):
+        limits = replace(LIMITS, sliding_window=window)
+        error = _refused(groups, ErrorCode.INVALID_ARGUMENT, limits)
+        assert error.field == "groups[0].rollouts[0]"
+        assert " which the model takes" in error.message
+        assert ("sliding window" in error.message) == is_why
+
+
 def test_a_rollout_without_tokens_may_leave_columns_out() -> None:
     batch = validate_groups(
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import time
@@ -15,7 +16,7 @@ import xxhash
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream import files
-from ratoon.stream.blobs import FOLDER_MANIFEST, Blobs
+from ratoon.stream.blobs import FOLDER_MANIFEST, Blobs, decode_manifest
 from ratoon.stream.local_blobs import LocalBlobs
 from ratoon.stream.object_store import ObjectStore
 from tests.network.proxy import Fault
@@ -255,3 +256,25 @@ def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3: S3Server):
     assert refused(ErrorCode.INVALID_ARGUMENT, absent.check).field == "storage_url"
     for url in ("s3://", "file:///tmp", "bucket/prefix", "s3://bucket/../other"):
         refused(ErrorCode.INVALID_ARGUMENT, lambda url=url: ObjectStore(url, timeout_s=5.0))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        [],
+        {},
+        {"format": 1},
+        {"format": 2, "files": []},
+        {"format": 1, "files": 3},
+        {"format": 1, "files": [3]},
+        {"format": 1, "files": [{"name": "a"}]},
+        {"format": 1, "files": [{"name": "a", "size_bytes": "x", "digest": ""}]},
+        {"format": 1, "files": [{"name": "../a", "size_bytes": 1, "digest": ""}]},
+        {"format": 1, "files": [{"name": "/etc/passwd", "size_bytes": 1, "digest": ""}]},
+    ],
+)
+def test_a_sealed_manifest_that_is_none_is_damage(document: Any) -> None:
+    """Whoever writes to the store can seal anything."""
+    sealed = files.seal_bytes(json.dumps(document).encode())
+    error = refused(ErrorCode.INTERNAL, lambda: decode_manifest("key", sealed))
+    assert error.field == f"key/{FOLDER_MANIFEST}"

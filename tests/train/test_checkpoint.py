@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -126,7 +127,17 @@ def _remove(path: Path) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [_flip_byte, _cut, _remove])
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [_flip_byte, _cut, _remove, _fifo, _folder])
 def test_damaged_file_is_named_and_nothing_is_applied(
     base: FolderBase, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -274,6 +275,10 @@ def _set(name: str, tensor: Tensor) -> Callable[[Path], None]:
     return _edited(lambda tensors: tensors.update({name: tensor}))
 
 
+def _link(target: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "b.safetensors").symlink_to(target)
+
+
 def _grow(folder: Path) -> None:
     with (folder / "more.safetensors").open("wb") as file:
         file.truncate(2**30)
@@ -286,6 +291,10 @@ def _damages() -> Iterator[tuple[str, Callable[[Path], object], str]]:
     yield "empty file", lambda folder: (folder / WEIGHTS).write_bytes(b""), WEIGHTS
     yield "no files", lambda folder: (folder / WEIGHTS).unlink(), "no weights"
     yield "a folder", lambda folder: (folder / "b.safetensors").mkdir(), "b.safetensors"
+    yield "a fifo", lambda folder: os.mkfifo(folder / "b.safetensors"), "b.safetensors"
+    yield "a device", _link("/dev/zero"), "b.safetensors"
+    yield "a system's file", _link("/etc/passwd"), "b.safetensors"
+    yield "another folder's", _link("../other/model.safetensors"), "b.safetensors"
     yield "too large", _grow, "bytes of weights"
     # By safetensors' order and by name the last one read.
     yield "nan", _spoil(NORM, torch.nan), NORM
@@ -347,6 +356,15 @@ def _config(**changes: object) -> Callable[[Path], None]:
     return write
 
 
+def _deep(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"a":' * 5000 + "1" + "}" * 5000)
+
+
+def _fifo(folder: Path) -> None:
+    (folder / "adapter_config.json").unlink()
+    os.mkfifo(folder / "adapter_config.json")
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -356,6 +374,8 @@ def _config(**changes: object) -> Callable[[Path], None]:
         (_config(r=3), ": r:"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "adapter_config.json"),
+        (_deep, "adapter_config.json"),
+        (_fifo, "adapter_config.json"),
     ],
 )
 def test_an_adapter_that_means_something_else_is_refused(

@@ -218,7 +218,9 @@ class LoraTuning(_message.Message):
     ALPHA_FIELD_NUMBER: _builtins.int
     TARGET_MODULES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
+    """At most the smallest dimension of the matrices that are adapted."""
     alpha: _builtins.float
+    """In [2^-20, 2^20]; what an adapter adds is scaled by alpha / rank."""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Default: every linear projection of attention and MLP. An expert has factors of its own for
@@ -546,7 +548,7 @@ class Policy(_message.Message):
     vocab_size: _builtins.int
     max_sequence_tokens: _builtins.int
     """Longest sequence, in tokens: max_position_embeddings of the model, with YaRN its original length
-    times the factor where that is more.
+    times the factor where that is more; at most the sliding window of its layers, if any has one.
     """
     attention_backend: _builtins.str
     published_version: _builtins.int

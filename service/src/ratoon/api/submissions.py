@@ -239,6 +239,7 @@ def _batch(groups: Groups, policy: Policy, limits: LimitsConfig) -> RolloutBatch
             num_experts=info.num_experts,
             experts_per_token=info.experts_per_token,
         ),
+        sliding_window=info.sliding_window,
     )
     return validate_groups(raw_groups(groups, max_tokens=limits.max_tokens), bounds)
 

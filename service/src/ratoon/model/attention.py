@@ -109,12 +109,13 @@ def tree_attention_forward(
     scaling: float,
     ratoon_tree: LayerAttention,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query [1, N, T, H], key and value [1, K, T, H] -> ([1, T, N, H], no attention weights)."""
+    """query [1, N, T, H], key and value [1, K, T, H] -> ([1, T, N, H], no attention weights).
+
+    A layer's sliding window is not looked at: no path is longer (`support.longest_sequence`).
+    """
     assert attention_mask is None, "the layout is the mask"
-    assert dropout == 0.0, "refused by support.check_config"
-    assert sliding_window is None, "refused by support.check_config"
+    assert dropout == 0.0, "refused by support.read_config"
     q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1) for x in (query, key, value))
     return ratoon_tree.attend(module, q_TNH, k_TKH, v_TKH, scaling)[None], None

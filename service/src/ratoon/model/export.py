@@ -7,8 +7,8 @@ the base's.
 from __future__ import annotations
 
 import functools
+import json
 import mmap
-import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,29 +27,16 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.config_words import write_both_words
-from ratoon.model.loader import TORCH_DTYPES, quiet_transformers
+from ratoon.model.folder_model import quiet_transformers
+from ratoon.model.loader import TORCH_DTYPES
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
 from ratoon.model.spec import PresetBase
+from ratoon.model.stored_weights import part_experts
+from ratoon.model.support import CONFIG_NAME
 from ratoon.model.tokenizer import write_tokenizer
 
-# Of a folder base: what is copied beside the weights, where the folder has it.
-_COPIED_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-
 _ADAPTER_NAME = "adapter_model.safetensors"
-# Of experts that are one parameter [E, F, D]: what lies one after the other in the features F.
-_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 # Elements of a tensor that is copied together with others, such as those of norms: a GPU takes some
 # hundreds of copies, and then has the host wait.
@@ -219,9 +206,8 @@ def _rest_of(model: PolicyModel, files: Mapping[str, Sequence[str]]) -> dict[str
         else:
             with quiet_transformers():
                 cast("Any", model.module).save_pretrained(folder, state_dict={})
-            base = model.spec.base
-            said_by = None if isinstance(base, PresetBase) else Path(base.folder)
-            write_both_words(folder / "config.json", said_by, model.config)
+            said = json.loads(model.base_files.get(CONFIG_NAME, "{}"))
+            write_both_words(folder / CONFIG_NAME, said, model.config)
             if len(files) > 1:
                 write_index(folder, files, exported_like(model))
             _export_tokenizer(model, folder)
@@ -301,24 +287,6 @@ def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, 
     return part_experts(values) if model.adapter is None else _part_adapters(values)
 
 
-def part_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fused experts as a view for each projection of each expert, as the hub has them.
-
-    What has such a name and another shape stays as it is.
-    """
-    parted: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        experts, _, leaf = name.rpartition(".")
-        parts = _FUSED_EXPERTS.get(leaf, ())
-        if not parts or tensor.ndim != 3 or tensor.shape[1] % len(parts):
-            parted[name] = tensor
-            continue
-        for expert, fused in enumerate(tensor.unbind()):
-            for part, rows in zip(parts, fused.tensor_split(len(parts)), strict=True):
-                parted[f"{experts}.{expert}.{part}.weight"] = rows
-    return parted
-
-
 def _part_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By the names of peft's files: without the adapter's own, and one for each expert."""
     parted: dict[str, Tensor] = {}
@@ -366,7 +334,6 @@ def _export_tokenizer(model: PolicyModel, folder: Path) -> None:
     if isinstance(model.spec.base, PresetBase):
         write_tokenizer(folder)
         return
-    base = Path(model.spec.base.folder)
-    for name in _COPIED_FILES:
-        if (base / name).is_file():
-            shutil.copyfile(base / name, folder / name)
+    for name, content in model.base_files.items():
+        if name != CONFIG_NAME:
+            (folder / name).write_bytes(content)

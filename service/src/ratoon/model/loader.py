@@ -5,28 +5,27 @@ parameter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch.nn import Parameter
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
-from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.attention import register_tree_attention
+from ratoon.model.experts import register_grouped_experts
+from ratoon.model.folder import ModelFolder
+from ratoon.model.folder_model import load_folder, published_files
 from ratoon.model.layer_shards import RING, LayerShards
 from ratoon.model.parts import Part, parts_of, shared_out
 from ratoon.model.policy_model import PolicyModel, names_by_layer
 from ratoon.model.presets import build_preset
-from ratoon.model.router import replace_routers
 from ratoon.model.spec import LoraTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.model.support import read_config, unsupported
+from ratoon.model.support import CONFIG_NAME
 from ratoon_kernels import BackendUnavailableError, select_backend
 
 if TYPE_CHECKING:
@@ -42,12 +41,13 @@ TORCH_DTYPES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostModel:
     """A model that was read, on the host. `num_copies` 2: its initial weights are to stay, for
-    `PolicyModel.reference`."""
+    `PolicyModel.reference`. `base_files` are published beside the weights, by name."""
 
     spec: ModelSpec
     module: PreTrainedModel
     adapter: PeftModel | None
     num_copies: int
+    base_files: Mapping[str, bytes]
 
     def place(
         self,
@@ -88,24 +88,31 @@ class HostModel:
             deterministic=deterministic,
             compile_layers=compile_layers,
             shards=shards,
+            base_files=self.base_files,
         )
 
 
-def read_model(spec: ModelSpec, *, keep_reference: bool = False) -> HostModel:
+def read_model(
+    spec: ModelSpec, *, keep_reference: bool = False, models_root: Path | None = None
+) -> HostModel:
     """Build or load the model of `spec`.
 
     `keep_reference` copies the initial weights (LoRA needs no copy: its reference is the base).
+    Links in a folder below `models_root` may lead to other places below it; None: out of no folder.
     Raises INVALID_ARGUMENT (no such preset, unreadable folder, wrong adapter settings) and
     UNSUPPORTED (a model feature or an adapter target that is not served).
     """
     register_tree_attention()
     register_grouped_experts()
     dtype = TORCH_DTYPES[spec.dtype]
+    base_files: dict[str, bytes] = {}
     if isinstance(spec.base, PresetBase):
         module, name = build_preset(spec.base.name, spec.seed), spec.base.name
     else:
-        folder = Path(spec.base.folder)
-        module, name = _load_folder(folder, dtype), folder.name
+        folder = ModelFolder.of(Path(spec.base.folder), models_root)
+        name = folder.path.name
+        module, said = load_folder(folder, dtype)
+        base_files = {**published_files(folder), CONFIG_NAME: json.dumps(said).encode()}
     _cast_parameters(module, dtype)
     # Nothing is padded: a token that is also the padding is trained as any other.
     cast("Any", module.get_input_embeddings()).padding_idx = None
@@ -115,7 +122,14 @@ def read_model(spec: ModelSpec, *, keep_reference: bool = False) -> HostModel:
 
         adapter = add_adapter(module, spec.tuning, spec.seed, name)
     num_copies = 2 if keep_reference and adapter is None else 1
-    return HostModel(spec=spec, module=module, adapter=adapter, num_copies=num_copies)
+    return HostModel(
+        spec=spec,
+        module=module,
+        adapter=adapter,
+        num_copies=num_copies,
+        # An adapter's reader has those of its base.
+        base_files={} if adapter is not None else base_files,
+    )
 
 
 def placed_bytes(module: PreTrainedModel, num_sharing: int = 1, num_copies: int = 1) -> int:
@@ -172,50 +186,6 @@ def _shareable(module: PreTrainedModel) -> dict[str, Parameter]:
     return {name: p for name, p in named.items() if not (is_frozen and p.requires_grad)}
 
 
-def _load_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    config = read_config(folder)
-    # Models without experts refuse to be told.
-    has_experts = getattr(config, "num_experts", 0)
-    settings = {"experts_implementation": EXPERTS_NAME} if has_experts else {}
-    try:
-        with torch.random.fork_rng(devices=[]), quiet_transformers():
-            loaded = cast("Any", AutoModelForCausalLM).from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                **settings,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as err:
-        raise invalid("model_folder", f"weights that do not load ({err})", "whole ones") from err
-    module, loading = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys := sorted(map(str, loading[kind])):
-            got = f"{len(keys)} {kind.replace('_', ' ')}, the first {keys[0]}"
-            raise invalid("model_folder", got, "every weight of the model and no other")
-    _check_tie(module)
-    replace_routers(module)
-    # Generation settings are the sampler's: export copies the folder's own file.
-    module.generation_config = GenerationConfig.from_model_config(module.config)
-    return module
-
-
-def _check_tie(module: PreTrainedModel) -> None:
-    """A tied configuration with a head of its own would be two models under one name."""
-    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
-    is_tied = cast("Any", head).weight is cast("Any", embedding).weight
-    if bool(module.config.tie_word_embeddings) != is_tied:
-        raise unsupported(
-            "config.tie_word_embeddings",
-            module.config.tie_word_embeddings,
-            "what the weights are" if is_tied else "false where lm_head.weight differs",
-        )
-
-
 def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast parameters alone: rotary frequencies are buffers and stay float32, as where transformers
     loads a folder; `module.to(dtype)` would round them."""
@@ -249,15 +219,3 @@ def _select_backend(
             got=requested,
             expected="a backend that is available here",
         ) from err
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars of transformers inside."""
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()

@@ -16,15 +16,16 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ratoon.errors import invalid, shown
+from ratoon.model.config_fields import unsupported
+from ratoon.model.folder import ModelFolder, file_field
 from ratoon.model.lora_experts import LoraExperts
 from ratoon.model.seeding import tensor_generator
 from ratoon.model.spec import LoraTuning
-from ratoon.model.support import unsupported
 
 CONFIG_NAME = "adapter_config.json"
 # The fields that LoRA had in the first peft, which are all that an adapter here sets.
@@ -42,12 +43,15 @@ _EARLY_FIELDS = (
     "target_modules",
     "task_type",
 )
+_MAX_CONFIG_BYTES = 2**20
 # Of its configuration: what decides how its tensors enter the model.
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # By this name peft finds them.
 _EXPERTS = "experts"
+# What an adapter adds is scaled by alpha / rank: neither rounded to zero nor without bound.
+MIN_ALPHA, MAX_ALPHA = 2.0**-20, 2.0**20
 
 
 def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: str) -> PeftModel:
@@ -63,15 +67,20 @@ def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: st
 def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> PeftModel:
     """The same without values.
 
-    Raises INVALID_ARGUMENT for a rank or alpha out of range, UNSUPPORTED for a target module that
-    is not a projection of attention, MLP or experts (the LM head, embeddings, a router), for a part
-    of the projections of experts, and for none named where experts are beside dense layers.
+    Raises INVALID_ARGUMENT for an alpha out of range, and for a rank above the smallest dimension
+    of what is adapted, beyond which an adapter reaches nothing new. Raises UNSUPPORTED for a target
+    module that is not a projection of attention, MLP or experts (the LM head, embeddings, a
+    router), for a part of the projections of experts, and for none named where experts are beside
+    dense layers.
     """
-    if tuning.rank < 1:
-        raise invalid("tuning.lora.rank", tuning.rank, "at least 1")
-    if not (math.isfinite(tuning.alpha) and tuning.alpha > 0):
-        raise invalid("tuning.lora.alpha", tuning.alpha, "a finite number above 0")
+    if not MIN_ALPHA <= tuning.alpha <= MAX_ALPHA:
+        expected = f"a number in [{MIN_ALPHA:g}, {MAX_ALPHA:g}]"
+        raise invalid("tuning.lora.alpha", tuning.alpha, expected)
     targets = _resolve_targets(module, tuning.target_modules)
+    smallest = _smallest_dimension(module, targets)
+    if not 1 <= tuning.rank <= smallest:
+        expected = f"in [1, {smallest}], the smallest dimension of what is adapted"
+        raise invalid("tuning.lora.rank", tuning.rank, expected)
     if _has_experts(module) and not targets.isdisjoint(_MLP):
         targets = targets - {*_MLP} | {_EXPERTS}
     config = LoraConfig(
@@ -91,21 +100,18 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
     return model
 
 
-def check_adapter_config(adapter: PeftModel, folder: Path) -> None:
+def check_adapter_config(adapter: PeftModel, folder: ModelFolder) -> None:
     """Check that an adapter folder's values mean there what they mean here.
 
     Raises INVALID_ARGUMENT for another rank or scale, and where adapter_config.json is unreadable.
     """
-    try:
-        given = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        got = {name: given.get(name) for name in _MEANING}
-    except (OSError, ValueError, AttributeError) as err:
-        raise invalid("model_folder", f"no readable {CONFIG_NAME}", "an adapter's") from err
+    given = folder.read_object(CONFIG_NAME, _MAX_CONFIG_BYTES)
+    got = {name: given.get(name) for name in _MEANING}
     config = adapter.peft_config["default"]
     for name, value in got.items():
         own = getattr(config, name)
         if (value or None) != (own or None):
-            raise invalid(f"model_folder/{CONFIG_NAME}: {name}", shown(value), f"{own}")
+            raise invalid(f"{file_field(CONFIG_NAME)}: {name}", shown(value), f"{own}")
 
 
 def export_config(adapter: PeftModel, folder: Path) -> None:
@@ -154,6 +160,19 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
             f"all of {', '.join(_MLP)}, or none of them",
         )
     return {*requested} or available
+
+
+def _smallest_dimension(module: nn.Module, targets: set[str]) -> int:
+    """Of the linear maps with these names, and of each expert's where these are named."""
+    shapes = [
+        each.weight.shape
+        for name, each in module.named_modules()
+        if isinstance(each, nn.Linear) and name.rsplit(".", 1)[-1] in targets
+    ]
+    if not targets.isdisjoint(_MLP):
+        experts = [each for each in module.modules() if isinstance(each, Qwen3MoeExperts)]
+        shapes += [cast("Tensor", each.down_proj).shape[1:] for each in experts]
+    return min(min(shape) for shape in shapes)
 
 
 def _has_experts(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from ratoon.model.sizes import decoder_sizes
 from ratoon.model.spec import LoraTuning, ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
-from ratoon.model.support import longest_sequence
+from ratoon.model.support import attention_window, longest_sequence
 from ratoon_kernels import TreeLayout
 
 if TYPE_CHECKING:
@@ -52,14 +53,17 @@ class PolicyModel:
         deterministic: bool,
         compile_layers: bool,
         shards: LayerShards | None = None,
+        base_files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing.
         `shards`: of the weights of the decoder layers of `module`, and then of those of `frozen`.
+        `base_files` are published beside the weights, by name.
         """
         self.spec = spec
         self.module = module
         self.adapter = adapter
         self.shards = shards
+        self.base_files = base_files
         self._frozen = frozen
         self._active = module
         self._is_reference = False
@@ -215,6 +219,7 @@ class PolicyModel:
             route_layers=self.routes.num_layers,
             num_experts=self.sizes.num_experts,
             experts_per_token=self.sizes.experts_per_token,
+            sliding_window=attention_window(self.config) or 0,
         )
 
     def _precision(self) -> Float64Math | nullcontext[None]:

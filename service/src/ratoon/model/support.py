@@ -1,21 +1,31 @@
 """Which model folders are served: decoders whose attention is plain causal softmax.
 
-What would change a token's value in a packed run, or is random, is refused by its configuration
-field.
+In: a folder. Out: its configuration, judged. Invariant: transformers is given no field that is not
+one of the family's own with a value that `config_fields` takes. What would change a token's value
+in a packed run, or is random, is refused by its field.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from pathlib import Path
+import copy
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING
 from typing import Any, cast
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+import transformers
+from transformers import GenerationConfig, PreTrainedConfig
 
-from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.model.config_words import check_words
+from ratoon.errors import invalid, shown
+from ratoon.model.config_fields import (
+    FIELD_RULES,
+    ROPE_FIELDS,
+    check_field,
+    check_together,
+    read_rope,
+    unsupported,
+)
+from ratoon.model.folder import FIELD, ModelFolder
 
 # Architecture and its model_type. No remote code: the classes are those of transformers.
 SUPPORTED_ARCHITECTURES = {
@@ -25,157 +35,207 @@ SUPPORTED_ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-# Their frequencies are functions of the position alone. "dynamic" and "longrope" depend on the
-# length of the sequence, which a packed run does not have.
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+CONFIG_NAME = "config.json"
+_MAX_CONFIG_BYTES = 2**20
 
 # Fields that must be absent, null, false or 0, wherever a configuration has them.
 _FIELDS_OFF = (
-    "quantization_config",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_softcapping",
-    "attention_sinks",
-    "num_attention_sinks",
-    "sink_size",
     "attention_chunk_size",
-    "use_bidirectional_attention",
-    "output_router_logits",
-    "router_jitter_noise",
+    "attention_sinks",
+    "attn_logit_softcapping",
+    "chunk_size_feed_forward",
+    "compression_config",
+    "distributed_config",
+    "dual_chunk_attention_config",
+    "final_logit_softcapping",
+    "fusion_config",
+    "gradient_checkpointing",
+    "interleaved_sliding_window",
+    "is_encoder_decoder",
+    "logit_softcapping",
+    "num_attention_sinks",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
+    "per_layer_config",
+    "quantization_config",
+    "router_jitter_noise",
+    "sink_size",
+    "use_bidirectional_attention",
+    # They lead to code, or to other files.
+    "auto_map",
+    "configuration_files",
+    "transformers_weights",
 )
 _DROPOUT_WORDS = ("dropout", "pdrop")
+# These decide nothing of a causal decoder's weights or log-probs, and what transformers makes of
+# them does not depend on the folder.
+_FIELDS_LEFT_OUT = {
+    "attn_implementation",
+    "experts_implementation",
+    "id2label",
+    "label2id",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "problem_type",
+    "return_dict",
+    "transformers_version",
+    "use_return_dict",
+}
+# What is looked at in every family: other readers go by it where the family does not declare it.
+_LOOKED_AT_ANYWHERE = ("head_dim", "layer_types", "sliding_window")
+# A dense family has none, and our own code asks any configuration for them.
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok")
+# Where transformers has the window in the layers that say so; the others have it in all layers.
+_WINDOW_BY_LAYER = ("qwen2", "qwen3")
 
 
-def unsupported(field: str, got: object, expected: str) -> RatoonError:
-    """A model feature that is refused: `config.sliding_window: got 4096, expected null`."""
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        f"{field}: got {got}, expected {expected}",
-        field=field,
-        got=str(got),
-        expected=expected,
-    )
+def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object]]:
+    """The configuration of a model folder, and all that its config.json says.
 
-
-def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a model folder that is supported and has safetensors weights.
-
-    Raises INVALID_ARGUMENT where the folder or its config.json cannot be read, UNSUPPORTED for what
-    it asks for and is not served.
+    What the family does not have is in the second alone, for what is published.
+    Raises INVALID_ARGUMENT where config.json cannot be read or has a value that its field cannot
+    have, UNSUPPORTED for what it asks for and is not served.
     """
-    raw = _read_raw_config(folder)
-    architectures = raw.get("architectures")
-    _check_architecture(architectures, raw.get("model_type"))
-    if raw.get("auto_map"):
-        raise unsupported("config.auto_map", raw["auto_map"], "none: no remote code is run")
-    _check_weights(folder)
+    said = folder.read_object(CONFIG_NAME, _MAX_CONFIG_BYTES)
+    architecture = _architecture(said)
+    family = cast("type[PreTrainedConfig]", getattr(transformers, architecture).config_class)
+    own = _judged(said, family)
+    own["architectures"] = [architecture]
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as err:
-        raise invalid(
-            "model_folder", f"a config.json that is wrong ({err})", "a valid one"
-        ) from err
-    check_config(config)
-    check_words(raw, config)
-    return config
-
-
-def check_config(config: PreTrainedConfig) -> None:
-    """Raise UNSUPPORTED for the first field of `config` that is not served."""
-    for field in _FIELDS_OFF:
-        if value := getattr(config, field, None):
-            raise unsupported(f"config.{field}", value, "none")
-    for field, value in sorted(vars(config).items()):
-        if any(word in field for word in _DROPOUT_WORDS) and value:
-            raise unsupported(f"config.{field}", value, "0: dropout is not reproducible")
-    if getattr(config, "is_causal", True) is not True:
-        raise unsupported("config.is_causal", config.is_causal, "true")
-    vocab, pad = cast("int", config.vocab_size), cast("int | None", config.pad_token_id)
-    if pad is not None and not -vocab <= pad < vocab:
-        raise unsupported("config.pad_token_id", pad, f"a token below {vocab}, or null")
+        config = family(**own)
+    except Exception as err:
+        got = f"a config.json that is wrong ({shown(str(err))})"
+        raise invalid(FIELD, got, "a valid one") from err
     _check_window(config)
-    _check_rope(config)
+    return config, said
+
+
+def add_undeclared(config: PreTrainedConfig, said: Mapping[str, object]) -> None:
+    """Add what is looked at in every family to the `config` of a loaded model, as the folder has
+    `said` it where the family does not declare it."""
+    for name in _LOOKED_AT_ANYWHERE:
+        if name in said and not hasattr(config, name):
+            setattr(config, name, copy.deepcopy(said[name]))
+
+
+def attention_window(config: PreTrainedConfig) -> int | None:
+    """Tokens that a layer attends to, if it is not all: up to so many, attention is full in each.
+
+    Of any architecture: what transformers ignores other readers of the folder may not.
+    """
+    window = cast("int | None", getattr(config, "sliding_window", None))
+    if config.model_type in _WINDOW_BY_LAYER and "sliding_attention" not in (
+        cast("Any", config).layer_types or ()
+    ):
+        return None
+    return window
 
 
 def longest_sequence(config: PreTrainedConfig) -> int:
-    """Tokens that the model is made for: with YaRN its original length times the factor.
+    """Tokens that the model is made for, and for which its attention is full.
 
-    A folder that is lengthened by YaRN keeps its max_position_embeddings, and samplers go by the
-    product, as here. The other kinds of scaling say in max_position_embeddings what they reach.
+    A folder that is lengthened by YaRN keeps its max_position_embeddings, and samplers go by its
+    original length times the factor, as here. The other kinds of scaling say in
+    max_position_embeddings what they reach.
     """
-    stated = int(cast("int", config.max_position_embeddings))
+    longest = int(cast("int", config.max_position_embeddings))
     rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
-    if rope.get("rope_type") != "yarn":
-        return stated
-    # A factor of null stands for max_position_embeddings over the original length.
-    return max(stated, int(rope["original_max_position_embeddings"] * (rope["factor"] or 1)))
+    if rope.get("rope_type") == "yarn":
+        # A factor of null stands for max_position_embeddings over the original length.
+        reached = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
+        longest = max(longest, reached)
+    return min(longest, attention_window(config) or longest)
 
 
-def _read_raw_config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise invalid("model_folder", folder.name, "a folder that exists")
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        raise invalid("model_folder", f"no readable config.json ({err})", "one") from err
-    if not isinstance(raw, dict):
-        raise invalid("model_folder", "a config.json that is no object", "an object")
-    return cast("dict[str, Any]", raw)
-
-
-def _check_architecture(architectures: object, model_type: object) -> None:
+def _architecture(raw: Mapping[str, object]) -> str:
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
-    if not isinstance(architectures, list) or len(cast("list[object]", architectures)) != 1:
-        raise unsupported("config.architectures", architectures, f"one of {supported}")
-    architecture = cast("list[object]", architectures)[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise unsupported("config.architectures", architecture, f"one of {supported}")
-    expected = SUPPORTED_ARCHITECTURES[cast("str", architecture)]
-    if model_type != expected:
-        raise unsupported("config.model_type", model_type, f"{expected} ({architecture})")
+    given = raw.get("architectures")
+    named = cast("list[object]", given) if isinstance(given, list) else []
+    architecture = named[0] if len(named) == 1 else None
+    if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
+        raise unsupported("config.architectures", shown(given), f"one of {supported}")
+    expected = SUPPORTED_ARCHITECTURES[architecture]
+    if raw.get("model_type") != expected:
+        got = shown(raw.get("model_type"))
+        raise unsupported("config.model_type", got, f"{expected} ({architecture})")
+    return architecture
 
 
-def _check_weights(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
-        return
-    pickles = sorted(
-        path.name for path in folder.glob("*") if path.suffix in {".bin", ".pt", ".pth"}
-    )
-    if pickles:
-        raise unsupported("model_folder", ", ".join(pickles), "safetensors: no pickle is loaded")
-    raise invalid("model_folder", "no weights", "*.safetensors files")
+def _judged(raw: Mapping[str, object], family: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The fields that transformers is given."""
+    defaults = {
+        field.name: None if field.default is MISSING else field.default
+        for field in dataclasses.fields(family)
+    }
+    looked_at = _looked_at(_renamed(raw), family, defaults)
+    effective = {"model_type": family.model_type, **defaults, **looked_at}
+    check_together(effective)
+    rope = read_rope(raw, effective["max_position_embeddings"])
+    own = {
+        name: value
+        for name, value in looked_at.items()
+        # Classes that do not declare it look for it all the same.
+        if name in defaults or name == "head_dim"
+    }
+    return {**own, "rope_parameters": rope}
+
+
+def _looked_at(
+    raw: Mapping[str, object], family: type[PreTrainedConfig], declared: Collection[str]
+) -> dict[str, Any]:
+    """The fields that there are rules for, which they keep."""
+    looked_at: dict[str, Any] = {}
+    left_out = {*_FIELDS_LEFT_OUT, *ROPE_FIELDS, *vars(GenerationConfig())} - {*declared}
+    for name, value in raw.items():
+        _check_off(name, value, declared)
+        if name in FIELD_RULES and (name in declared or name in _LOOKED_AT_ANYWHERE):
+            check_field(name, value)
+            looked_at[name] = value
+        elif name in left_out or name.startswith("_") or _is_off(name, declared):
+            continue
+        elif name not in declared and hasattr(family, name):
+            expected = "none: transformers has something else by that name"
+            raise unsupported(_field(name), shown(value), expected)
+    return looked_at
+
+
+def _is_off(name: str, declared: Collection[str]) -> bool:
+    is_of_experts = name in _OF_EXPERTS and name not in declared
+    return is_of_experts or name in _FIELDS_OFF or any(word in name for word in _DROPOUT_WORDS)
+
+
+def _check_off(name: str, value: object, declared: Collection[str]) -> None:
+    """Raises UNSUPPORTED for a field that must be off, and is not."""
+    if name == "is_causal" and value is not True:
+        raise unsupported(_field(name), shown(value), "true")
+    if value and _is_off(name, declared):
+        is_dropout = any(word in name for word in _DROPOUT_WORDS)
+        expected = "0: dropout is not reproducible" if is_dropout else "none"
+        raise unsupported(_field(name), shown(value), expected)
+
+
+def _field(name: str) -> str:
+    return f"config.{shown(name)[1:-1]}"
+
+
+def _renamed(raw: Mapping[str, object]) -> dict[str, object]:
+    """With one name for what has two."""
+    renamed = dict(raw)
+    for old, new in (("torch_dtype", "dtype"), ("num_local_experts", "num_experts")):
+        value = renamed.pop(old, None)
+        if value is None:
+            continue
+        if renamed.get(new, value) not in (value, None):
+            got = f"{shown(renamed[new])}, and {old} {shown(value)}"
+            raise invalid(f"config.{new}", got, "one value")
+        renamed[new] = value
+    return renamed
 
 
 def _check_window(config: PreTrainedConfig) -> None:
-    window = getattr(config, "sliding_window", None)
-    if window is not None:
-        raise unsupported("config.sliding_window", window, "null: full attention in every layer")
-    layer_types = getattr(config, "layer_types", None) or []
-    if others := sorted(set(layer_types) - {"full_attention"}):
-        raise unsupported("config.layer_types", ", ".join(others), "full_attention in every layer")
-
-
-def _check_rope(config: PreTrainedConfig) -> None:
-    rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        expected = f"one of {', '.join(SUPPORTED_ROPE_TYPES)}"
-        raise unsupported("config.rope_parameters.rope_type", rope_type, expected)
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise unsupported("config.rope_parameters", "one a layer type", "one for all layers")
-    for name in ("factor", "original_max_position_embeddings"):
-        value = rope.get(name)
-        if value is not None and not _is_length(value):
-            raise unsupported(f"config.rope_parameters.{name}", value, "a finite number >= 1")
-    theta, share = rope.get("rope_theta"), rope.get("partial_rotary_factor")
-    if not (isinstance(theta, int | float) and math.isfinite(theta) and theta > 0):
-        raise unsupported("config.rope_parameters.rope_theta", theta, "a finite number > 0")
-    if share not in (None, 1):
-        # transformers 5 would rotate all of a head without a word, other engines a part.
-        raise unsupported("config.rope_parameters.partial_rotary_factor", share, "1, or none")
-
-
-def _is_length(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 1
+    types = cast("list[str]", getattr(config, "layer_types", None) or [])
+    if "sliding_attention" in types and cast("Any", config).sliding_window is None:
+        expected = "a sliding_window, and use_sliding_window, for layers of sliding_attention"
+        raise unsupported("config.layer_types", "sliding_attention", expected)

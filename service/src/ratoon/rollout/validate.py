@@ -40,6 +40,8 @@ class BatchLimits:
     max_sequences: int
     max_tokens: int
     routes: RouteSizes = DENSE
+    # Of the model's attention; 0: none.
+    sliding_window: int = 0
 
 
 def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutBatch:
@@ -152,11 +154,11 @@ def _check_lengths(
     length_S = prompt_length_S + np.diff(fields.response_offsets)
     s = first_true(length_S > limits.max_sequence_tokens)
     if s is not None:
-        raise invalid(
-            fields.sequence(s),
-            f"{length_S[s]} tokens, {prompt_length_S[s]} of them prompt",
-            f"at most {limits.max_sequence_tokens}, which the model takes",
-        )
+        expected = f"at most {limits.max_sequence_tokens}, which the model takes"
+        if limits.sliding_window == limits.max_sequence_tokens:
+            expected += ": its sliding window, beyond which attention is not full"
+        got = f"{length_S[s]} tokens, {prompt_length_S[s]} of them prompt"
+        raise invalid(fields.sequence(s), got, expected)
 
 
 def _prompt_ids(

@@ -18,9 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.stream.files import (
-    DamagedFileError,
     digest_bytes,
     digest_file,
     fsync_tree,
@@ -135,20 +134,28 @@ def encode_manifest(files: Sequence[WeightFile]) -> bytes:
 
 def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
     """The files by name. Raises INTERNAL for bytes that `encode_manifest` would not write."""
+    what = f"{key}/{FOLDER_MANIFEST}"
     try:
         document = json.loads(unseal_bytes(data))
-    except DamagedFileError as err:
-        raise damaged(f"{key}/{FOLDER_MANIFEST}", str(err), "a manifest") from err
-    if document["format"] != _FORMAT:
-        raise damaged(f"{key}/{FOLDER_MANIFEST}", f"format {document['format']}", f"{_FORMAT}")
-    return tuple(
-        WeightFile(
-            name=checked_key(str(file["name"])),
-            size_bytes=int(file["size_bytes"]),
-            digest=str(file["digest"]),
+        if document["format"] != _FORMAT:
+            raise damaged(what, f"format {document['format']}", f"{_FORMAT}")
+        return tuple(
+            WeightFile(
+                name=_file_name(what, str(file["name"])),
+                size_bytes=int(file["size_bytes"]),
+                digest=str(file["digest"]),
+            )
+            for file in document["files"]
         )
-        for file in document["files"]
-    )
+    # A seal says that the bytes are whole, not who wrote them.
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
+        raise damaged(what, shown(str(err)), "a manifest") from err
+
+
+def _file_name(what: str, name: str) -> str:
+    if not _COMPONENT.fullmatch(name):
+        raise damaged(what, shown(name), "plain names")
+    return name
 
 
 def check_same(key: str, manifest: bytes, files: Sequence[WeightFile]) -> None:

@@ -15,6 +15,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
 
@@ -161,10 +162,15 @@ def digest_bytes(data: bytes) -> str:
 
 def digest_file(path: Path) -> str:
     """xxh3-128 of a file, read in blocks, 32 hexadecimal digits."""
-    state, block = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(block):
-            state.update(block[:size])
+        return digest_stream(file)
+
+
+def digest_stream(file: RawIOBase) -> str:
+    """xxh3-128 of what is left to read of an open file."""
+    state, block = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
+    while size := file.readinto(block):
+        state.update(block[:size])
     return state.hexdigest()
 
 

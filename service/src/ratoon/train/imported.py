@@ -6,9 +6,9 @@ checked and digested is what is applied, even if the folder changes meanwhile.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -16,12 +16,17 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ratoon.errors import invalid, shown
-from ratoon.model.export import exported_like, imported_values, part_experts
+from ratoon.model.export import exported_like, imported_values
+from ratoon.model.folder import FIELD, ModelFolder, file_field
 from ratoon.model.policy_model import PolicyModel
-from ratoon.stream.files import digest_bytes, digest_file
-from ratoon.train.optim.adamw import are_finite
+from ratoon.model.stored_weights import (
+    check_finite,
+    check_names_and_shapes,
+    part_experts,
+    tensor_field,
+)
+from ratoon.stream.files import digest_bytes, digest_stream
 
-_FIELD = "model_folder"
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 # Of all files' headers together.
 _MAX_HEADER_BYTES = 2**27
@@ -42,7 +47,7 @@ class ImportedWeights:
     dtypes: tuple[str, ...]
 
 
-def read_weights(model: PolicyModel, folder: Path, digest: str) -> ImportedWeights:
+def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> ImportedWeights:
     """Read `folder` for `model`; `digest`: of the files that it must have, "": any.
 
     Takes as much of the host's memory as all files and the largest of them. Raises INVALID_ARGUMENT
@@ -50,24 +55,20 @@ def read_weights(model: PolicyModel, folder: Path, digest: str) -> ImportedWeigh
     may be fused, values bfloat16 or float32, and finite.
     """
     expected = exported_like(model)
-    try:
-        files = _files(folder, sum(tensor.numel() for tensor in expected.values()))
-        if digest:
-            # First, for a folder that was changed may not even load.
-            _check_digest(_digest({path.name: digest_file(path) for path in files}), digest)
-        if model.adapter is not None:
-            from ratoon.model.lora import check_adapter_config
+    files = _files(folder, sum(tensor.numel() for tensor in expected.values()))
+    if digest:
+        # First, for a folder that was changed may not even load.
+        _check_digest(_digest({name: _digest_of(folder, name) for name in files}), digest)
+    if model.adapter is not None:
+        from ratoon.model.lora import check_adapter_config
 
-            check_adapter_config(model.adapter, folder)
-        tensors: dict[str, Tensor] = {}
-        digests: dict[str, str] = {}
-        for path, size in files.items():
-            with path.open("rb") as file:
-                data = file.read(size)
-            digests[path.name] = digest_bytes(data)
-            _add(tensors, path.name, data)
-    except OSError as err:
-        raise invalid(_FIELD, f"a file that cannot be read ({err.strerror})", "whole ones") from err
+        check_adapter_config(model.adapter, folder)
+    tensors: dict[str, Tensor] = {}
+    digests: dict[str, str] = {}
+    for name, size in files.items():
+        data = folder.read(name, size)
+        digests[name] = digest_bytes(data)
+        _add(tensors, name, data)
     if digest:
         _check_digest(_digest(digests), digest)
     _check(tensors, expected)
@@ -80,19 +81,24 @@ def read_weights(model: PolicyModel, folder: Path, digest: str) -> ImportedWeigh
     )
 
 
-def _files(folder: Path, num_elements: int) -> dict[Path, int]:
+def _files(folder: ModelFolder, num_elements: int) -> dict[str, int]:
     """Its safetensors files by name, with their sizes: no more bytes than the model in float32."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
-    if not paths:
-        raise invalid(_FIELD, "no weights", "*.safetensors files")
-    for path in paths:
-        if not path.is_file():
-            raise invalid(f"{_FIELD}/{shown(path.name)}", "no file", "a safetensors file")
-    files = {path: path.stat().st_size for path in paths}
+    files: dict[str, int] = {}
+    for name in folder.names():
+        if name.endswith(".safetensors"):
+            with folder.open(name) as file:
+                files[name] = os.fstat(file.fileno()).st_size
+    if not files:
+        raise invalid(FIELD, "no weights", "*.safetensors files")
     size, most = sum(files.values()), 4 * num_elements + _MAX_HEADER_BYTES
     if size > most:
-        raise invalid(_FIELD, f"{size} bytes of weights", f"at most {most}: the model's as float32")
+        raise invalid(FIELD, f"{size} bytes of weights", f"at most {most}: the model's as float32")
     return files
+
+
+def _digest_of(folder: ModelFolder, name: str) -> str:
+    with folder.open(name) as file:
+        return digest_stream(file)
 
 
 def _add(tensors: dict[str, Tensor], file: str, data: bytes) -> None:
@@ -101,42 +107,28 @@ def _add(tensors: dict[str, Tensor], file: str, data: bytes) -> None:
         found = load(data)
     except (SafetensorError, KeyError, ValueError) as err:
         got = f"no safetensors file that can be read ({shown(str(err))})"
-        raise invalid(f"{_FIELD}/{shown(file)}", got, "one") from err
+        raise invalid(file_field(file), got, "one") from err
     for name, tensor in found.items():
         parts = part_experts({name: tensor})
         if twice := parts.keys() & tensors.keys():
-            raise invalid(_of(min(twice)), "there twice", "each tensor once")
+            raise invalid(tensor_field(min(twice)), "there twice", "each tensor once")
         tensors.update(parts)
 
 
 def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raises INVALID_ARGUMENT naming the first tensor that is not the model's, or not finite."""
-    for kind, names in (
-        ("missing", expected.keys() - tensors.keys()),
-        ("not the policy's", tensors.keys() - expected.keys()),
-    ):
-        if names:
-            got = f"{len(names)} tensors {kind}, the first of them this one"
-            raise invalid(_of(min(names)), got, "every weight of the policy and no other")
-    for name, like in expected.items():
-        tensor = tensors[name]
-        if tensor.shape != like.shape:
-            raise invalid(_of(name), f"shape {tuple(tensor.shape)}", f"{tuple(like.shape)}")
+    check_names_and_shapes(tensors, expected)
+    for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise invalid(_of(name), tensor.dtype, "bfloat16 or float32")
-        if not are_finite(tensor):
-            raise invalid(_of(name), "a value that is not finite", "below 2**127 in magnitude")
+            raise invalid(tensor_field(name), tensor.dtype, "bfloat16 or float32")
+        check_finite(name, tensor)
 
 
 def _check_digest(got: str, expected: str) -> None:
     if got != expected:
         what = "the bytes that were imported at first, which recovery needs, of digest"
-        raise invalid(_FIELD, f"files of digest {got}", f"{what} {expected}")
+        raise invalid(FIELD, f"files of digest {got}", f"{what} {expected}")
 
 
 def _digest(digests: Mapping[str, str]) -> str:
     return digest_bytes("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode())
-
-
-def _of(name: str) -> str:
-    return f"{_FIELD}[{shown(name)}]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ratoon.model.spec import ModelSpec
 from ratoon.train.config import (
@@ -37,6 +38,8 @@ class TrainerSpec:
     # A self-check (`train.self_check`) at every version that this divides; 0: never.
     self_check_every: int = 0
     guard: NumericsGuard = DEFAULT_GUARD
+    # Below it links in a model folder may lead from one place to another; None: out of no folder.
+    models_root: Path | None = None
     parallel: ParallelLayout = ONE_DEVICE
 
     @property

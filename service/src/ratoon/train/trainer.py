@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.device_costs import DeviceRates
+from ratoon.model.folder import ModelFolder
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
@@ -349,8 +350,11 @@ class Trainer:
         self.version = manifest.version
 
     def read_weights(self, folder: Path, digest: str) -> ImportedWeights:
-        """A folder's weights, for `import_weights`; changes nothing. Raises as `read_weights`."""
-        return read_weights(self.model, folder, digest)
+        """A folder's weights, for `import_weights`; changes nothing.
+
+        Raises what `ModelFolder.of` and `imported.read_weights` raise.
+        """
+        return read_weights(self.model, ModelFolder.of(folder, self.spec.models_root), digest)
 
     def import_weights(
         self, weights: ImportedWeights, *, adds: bool, resets_optimizer: bool

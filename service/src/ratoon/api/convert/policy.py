@@ -198,6 +198,12 @@ def policy_message(policy: Policy, models_root: Path) -> wire.Policy:
     message.spec.CopyFrom(spec_message(policy.spec, models_root))
     if policy.info is not None:
         # These are for the validation of rollouts alone, and for a start.
-        own = ("route_layers", "num_experts", "experts_per_token", "uses_gpu")
+        own = (
+            "route_layers",
+            "num_experts",
+            "experts_per_token",
+            "uses_gpu",
+            "sliding_window",
+        )
         write(message, policy.info, skip=own)
     return message

@@ -104,6 +104,7 @@ class RayCluster:
             host_activation_bytes=self._settings.host_activation_bytes,
             self_check_every=self._settings.self_check_every,
             guard=spec.numerics_guard,
+            models_root=self._settings.models_root,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 from ratoon.errors import RatoonError, invalid, shown
+from ratoon.model.folder import ModelFolder
 
 _EXPECTED = "a model folder below the server's models root, given relative to it"
 _MAX_LENGTH = 1024
@@ -29,9 +30,11 @@ def plain_path(field: str, given: str) -> str:
 
 
 def model_folder(field: str, given: str, models_root: Path) -> Path:
-    """A caller's model folder, absolute; with links followed its files are below `models_root`.
+    """A caller's model folder, absolute. What is in it are files and folders, and with links
+    followed all of them are below `models_root`.
 
-    Raises INVALID_ARGUMENT; the message says nothing of folders outside the root.
+    Who reads a file looks at it again (`ModelFolder.open`). Raises INVALID_ARGUMENT; the message
+    says nothing of folders outside the root.
     """
     if not given or "\0" in given or Path(given).is_absolute():
         raise _refused(field, given)
@@ -39,14 +42,14 @@ def model_folder(field: str, given: str, models_root: Path) -> Path:
     try:
         folder = (root / given).resolve()
         is_folder = folder.is_relative_to(root) and folder != root and folder.is_dir()
-        # Its files may be links too, as in a Hugging Face cache.
-        is_inside = is_folder and all(
-            file.resolve().is_relative_to(root) for file in folder.iterdir()
-        )
     except (OSError, RuntimeError) as err:
         raise _refused(field, given) from err
-    if not is_inside:
+    if not is_folder:
         raise _refused(field, given)
+    try:
+        ModelFolder(path=folder, root=root).check_kinds()
+    except RatoonError as err:
+        raise invalid(field, f"{shown(given)}, where {err.message}", _EXPECTED) from err
     return folder
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import invalid
+from ratoon.model.stored_weights import are_finite
 from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.loss.spec import OptimStep
 
@@ -30,8 +31,6 @@ _NORM_CHUNK = 1 << 25
 _MIN_NORM = 2.0**-32
 # Fields of a state that make up the weights.
 _OF_WEIGHTS = ("weights", "weight_remainder")
-# Magnitudes below it are finite however they are rounded.
-_MAX_WEIGHT = 2.0**127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,12 +280,6 @@ class MasterAdamW(Optimizer):
             gradient.div_(divisor)
             if clip < 1.0:
                 gradient.mul_(clip)
-
-
-def are_finite(weights: Tensor) -> bool:
-    """Whether all are, and stay so however they are rounded; at least one."""
-    # A NaN is in no range.
-    return bool(weights.abs().amax() < _MAX_WEIGHT)
 
 
 def check_sum(name: str, weights: Tensor) -> None:

@@ -1,0 +1,301 @@
+"""What the fields of a configuration may be, of any family that is served.
+
+In: a value by the name that config.json has for it. Out: nothing, or the error that names the
+field. Invariant: a configuration that passes computes finite numbers with finite weights, and none
+of its sizes makes anybody count or allocate without bound. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ratoon.errors import ErrorCode, RatoonError, invalid, shown
+
+# Positions are float32 where they are turned into angles, and exact up to here.
+MAX_POSITIONS = 2**24
+_MAX_SIZE = 2**20
+_MAX_LAYERS = 1024
+# Routed experts of all layers: each has tensors of its own name.
+_MAX_EXPERTS = 2**16
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """`holds` takes any value that JSON has."""
+
+    expected: str
+    holds: Callable[[object], bool]
+
+
+def _integer(low: int, high: int) -> Rule:
+    def holds(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+    return Rule(expected=f"an integer in [{low}, {high}]", holds=holds)
+
+
+def _number(low: float, high: float) -> Rule:
+    def holds(value: object) -> bool:
+        # A NaN is in no range.
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        )
+
+    return Rule(expected=f"a number in [{low:g}, {high:g}]", holds=holds)
+
+
+def _word(*words: str) -> Rule:
+    def holds(value: object) -> bool:
+        return isinstance(value, str) and value in words
+
+    return Rule(expected=f"one of {', '.join(words)}", holds=holds)
+
+
+def _list_of(rule: Rule, most: int) -> Rule:
+    def holds(value: object) -> bool:
+        if not isinstance(value, list) or len(cast("list[object]", value)) > most:
+            return False
+        return all(map(rule.holds, cast("list[object]", value)))
+
+    return Rule(expected=f"a list of at most {most}, each {rule.expected}", holds=holds)
+
+
+def _or(first: Rule, second: Rule) -> Rule:
+    return Rule(
+        expected=f"{first.expected}, or {second.expected}",
+        holds=lambda value: first.holds(value) or second.holds(value),
+    )
+
+
+def _or_null(rule: Rule) -> Rule:
+    return _or(rule, Rule(expected="null", holds=lambda value: value is None))
+
+
+_FLAG = Rule(expected="true or false", holds=lambda value: isinstance(value, bool))
+_SIZE = _integer(1, _MAX_SIZE)
+_HEADS = _integer(1, 4096)
+_TOKEN = _integer(0, MAX_POSITIONS - 1)
+
+FIELD_RULES: Mapping[str, Rule] = {
+    "vocab_size": _integer(1, MAX_POSITIONS),
+    "hidden_size": _SIZE,
+    "intermediate_size": _SIZE,
+    "num_hidden_layers": _integer(1, _MAX_LAYERS),
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _or_null(_HEADS),
+    "head_dim": _or_null(_integer(2, 4096)),
+    "hidden_act": _word(
+        "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"
+    ),
+    "max_position_embeddings": _integer(1, MAX_POSITIONS),
+    "initializer_range": _number(0, 1),
+    # Of float32: what is added to a mean of squares that may be zero.
+    "rms_norm_eps": _number(1e-12, 1),
+    "use_cache": _FLAG,
+    # -1 stands for none in early folders.
+    "pad_token_id": _or_null(_integer(-1, MAX_POSITIONS - 1)),
+    "bos_token_id": _or_null(_TOKEN),
+    "eos_token_id": _or_null(_or(_TOKEN, _list_of(_TOKEN, 1024))),
+    "pretraining_tp": _or_null(_integer(1, 4096)),
+    "tie_word_embeddings": _FLAG,
+    "attention_bias": _FLAG,
+    "mlp_bias": _FLAG,
+    "use_sliding_window": _FLAG,
+    "sliding_window": _or_null(_integer(1, MAX_POSITIONS)),
+    "max_window_layers": _or_null(_integer(0, _MAX_SIZE)),
+    "layer_types": _or_null(_list_of(_word(_FULL, _SLIDING), _MAX_LAYERS)),
+    "num_experts": _integer(2, 4096),
+    "num_experts_per_tok": _integer(1, 4096),
+    "moe_intermediate_size": _SIZE,
+    "decoder_sparse_step": _integer(1, _MAX_SIZE),
+    "mlp_only_layers": _or_null(_list_of(_integer(0, _MAX_LAYERS - 1), _MAX_LAYERS)),
+    "norm_topk_prob": _FLAG,
+    "router_aux_loss_coef": _number(0, 1e6),
+    "dtype": _or_null(_word("float32", "bfloat16", "float16", "float64")),
+}
+_FACTOR = _number(1, 2**16)
+_FINITE = _number(-1e300, 1e300)
+_ROTATIONS = _number(1e-3, 1e6)
+# What transformers does not look at.
+_PLAIN = Rule(
+    expected="a finite number, a flag, a text or null, for all layers",
+    holds=lambda value: value is None or isinstance(value, str | bool) or _FINITE.holds(value),
+)
+_ROPE_RULES: Mapping[str, Rule] = {
+    "rope_theta": _number(2, 1e12),
+    "partial_rotary_factor": _or_null(_number(1, 1)),
+    "factor": _FACTOR,
+    "original_max_position_embeddings": _integer(1, MAX_POSITIONS),
+    "attention_factor": _or_null(_number(1e-3, 1e3)),
+    "beta_fast": _or_null(_ROTATIONS),
+    "beta_slow": _or_null(_ROTATIONS),
+    "mscale": _or_null(_number(0, 100)),
+    "mscale_all_dim": _or_null(_number(0, 100)),
+    "truncate": _or_null(_FLAG),
+    "low_freq_factor": _ROTATIONS,
+    "high_freq_factor": _ROTATIONS,
+}
+# Their frequencies are functions of the position alone, with what each must say. "dynamic" and
+# "longrope" depend on the length of the sequence, which a packed run does not have.
+_ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+SUPPORTED_ROPE_TYPES = tuple(_ROPE_NEEDS)
+_LENGTHENED = ("llama3", "yarn")
+# Of the configuration itself, as older folders have them; newer ones have them in rope_parameters.
+_ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+ROPE_FIELDS = ("rope_parameters", "rope_scaling", *_ROPE_OUTSIDE)
+
+
+def unsupported(field: str, got: object, expected: str) -> RatoonError:
+    """A model feature that is refused: `config.use_bidirectional_attention: got True, ...`."""
+    return RatoonError(
+        ErrorCode.UNSUPPORTED,
+        f"{field}: got {got}, expected {expected}",
+        field=field,
+        got=str(got),
+        expected=expected,
+    )
+
+
+def check_field(name: str, value: object) -> None:
+    """Raises INVALID_ARGUMENT for a value that the field `name` cannot have in any model."""
+    rule = FIELD_RULES[name]
+    if not rule.holds(value):
+        raise invalid(f"config.{name}", shown(value), rule.expected)
+
+
+def check_together(config: Mapping[str, Any]) -> None:
+    """Raises INVALID_ARGUMENT for the first of the fields, all of a configuration that were looked
+    at one by one, that does not go with another."""
+    hidden, layers, heads = (
+        cast("int", config[name])
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    if heads % (config["num_key_value_heads"] or heads):
+        got = config["num_key_value_heads"]
+        raise invalid("config.num_key_value_heads", got, f"a divisor of the {heads} heads")
+    head_dim = cast("int | None", config.get("head_dim"))
+    if hidden % heads and (head_dim is None or config["model_type"] == "llama"):
+        raise invalid("config.num_attention_heads", heads, f"a divisor of hidden_size, {hidden}")
+    if (head_dim or hidden // heads) % 2:
+        got = head_dim or hidden // heads
+        raise invalid("config.head_dim", got, "an even number: pairs are rotated")
+    types = cast("list[str] | None", config.get("layer_types"))
+    if types is not None and len(types) != layers:
+        raise invalid("config.layer_types", f"{len(types)} of them", f"one for each of {layers}")
+    _check_tokens(config)
+    if "num_experts" in config:
+        _check_experts(config, layers)
+
+
+def _check_tokens(config: Mapping[str, Any]) -> None:
+    vocab_size = cast("int", config["vocab_size"])
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        given = config[name]
+        for token in cast("list[int]", given if isinstance(given, list) else [given or 0]):
+            if token >= vocab_size:
+                raise invalid(f"config.{name}", token, f"null, or below vocab_size, {vocab_size}")
+
+
+def _check_experts(config: Mapping[str, Any], layers: int) -> None:
+    num_experts = cast("int", config["num_experts"])
+    if num_experts * layers > _MAX_EXPERTS:
+        expected = f"at most {_MAX_EXPERTS} in all layers"
+        raise invalid("config.num_experts", f"{num_experts} in each of {layers}", expected)
+    if config["num_experts_per_tok"] > num_experts:
+        expected = f"at most num_experts, {num_experts}"
+        raise invalid("config.num_experts_per_tok", config["num_experts_per_tok"], expected)
+    for layer in cast("list[int]", config["mlp_only_layers"] or []):
+        if layer >= layers:
+            raise invalid("config.mlp_only_layers", layer, f"below num_hidden_layers, {layers}")
+
+
+def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
+    """What a configuration says of rotary embeddings, wherever it says it: `rope_parameters`.
+
+    Raises UNSUPPORTED for a value out of its range, for one that is there twice and different, and
+    for a type whose frequencies are not functions of the position alone.
+    """
+    rope = _gathered(raw)
+    rope_type = rope.setdefault("rope_type", "default")
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_NEEDS:
+        expected = f"one of {', '.join(SUPPORTED_ROPE_TYPES)}"
+        raise _no_rope("rope_type", rope_type, expected)
+    # null is not the default to every reader.
+    rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
+    original = raw.get("original_max_position_embeddings")
+    if rope_type in _LENGTHENED:
+        # As transformers has it.
+        rope.setdefault("original_max_position_embeddings", original or max_positions)
+        _check_same("original_max_position_embeddings", rope, original)
+    is_implied = rope_type == "yarn" and rope.get("factor", 0) is None
+    for name, value in rope.items():
+        if name == "factor" and is_implied:
+            continue
+        rule = _ROPE_RULES.get(name, _PLAIN)
+        if not rule.holds(value):
+            raise _no_rope(name, value, rule.expected)
+    for name in _ROPE_NEEDS[rope_type]:
+        if name not in rope:
+            raise _no_rope(name, "nothing", f"a number, which {rope_type} needs")
+    _check_rope_together(rope, max_positions)
+    return rope
+
+
+def _gathered(raw: Mapping[str, object]) -> dict[str, Any]:
+    """The entries of `rope_parameters` and of the older `rope_scaling`, and what stands outside."""
+    rope: dict[str, Any] = {}
+    for field in ("rope_parameters", "rope_scaling"):
+        given = raw.get(field)
+        if given is None:
+            continue
+        if not isinstance(given, dict):
+            raise unsupported(f"config.{field}", shown(given), "an object, or null")
+        for name, value in cast("dict[str, object]", given).items():
+            own = "rope_type" if name == "type" else name
+            _check_same(own, rope, value)
+            rope[own] = value
+    for name in ("rope_theta", "partial_rotary_factor"):
+        value = raw.get(name)
+        _check_same(name, rope, value)
+        if value is not None:
+            rope[name] = value
+    scaling = cast("dict[str, object]", raw.get("rope_scaling") or {})
+    if scaling and "rope_theta" in rope.keys() - scaling.keys() - raw.keys():
+        # transformers takes 10000 then: it reads `rope_scaling` in place of all `rope_parameters`.
+        raise _no_rope("rope_theta", rope["rope_theta"], "beside rope_scaling, or in it, as well")
+    return rope
+
+
+def _check_same(name: str, rope: Mapping[str, object], value: object) -> None:
+    """Nobody knows which of two values another reader of the folder takes."""
+    if value is not None and rope.get(name, value) not in (value, None):
+        got = f"{shown(rope[name])} and {shown(value)}"
+        raise _no_rope(name, got, "one value", is_text=True)
+
+
+def _check_rope_together(rope: Mapping[str, Any], max_positions: int) -> None:
+    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        expected = f"above low_freq_factor, {rope['low_freq_factor']}"
+        raise _no_rope("high_freq_factor", rope["high_freq_factor"], expected)
+    if rope["rope_type"] != "yarn":
+        return
+    if (rope.get("beta_fast") or 32) < (slow := rope.get("beta_slow") or 1):
+        raise _no_rope("beta_fast", rope.get("beta_fast"), f"at least beta_slow, {slow}")
+    original = cast("int", rope["original_max_position_embeddings"])
+    factor = rope["factor"] or max_positions / original
+    if not _FACTOR.holds(factor) or original * factor > MAX_POSITIONS:
+        expected = f"at least 1 and at most {MAX_POSITIONS} positions, of {original}"
+        raise _no_rope("factor", factor, expected)
+
+
+def _no_rope(name: str, got: object, expected: str, *, is_text: bool = False) -> RatoonError:
+    field = f"config.rope_parameters.{shown(name)[1:-1]}"
+    return unsupported(field, got if is_text else shown(got), expected)

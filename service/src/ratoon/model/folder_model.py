@@ -1,0 +1,170 @@
+"""From a folder that a caller names to a model on the host.
+
+In: a folder. Out: a module of transformers, and the files that every version of it has beside its
+weights. Invariant: transformers is given a configuration and tensors that were judged, and no path,
+so that it opens nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from ratoon.errors import invalid, shown
+from ratoon.model.attention import ATTENTION_NAME
+from ratoon.model.config_fields import unsupported
+from ratoon.model.experts import EXPERTS_NAME
+from ratoon.model.folder import FIELD, ModelFolder
+from ratoon.model.router import replace_routers
+from ratoon.model.stored_weights import (
+    Stored,
+    check_finite,
+    check_names_and_shapes,
+    on_meta,
+    open_tensors,
+    part_experts,
+)
+from ratoon.model.support import add_undeclared, read_config
+
+# What is published beside the weights, where the folder has it.
+_PUBLISHED_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+_MAX_PUBLISHED_BYTES = 2**26
+# Names of tensors: the head's, what those of its decoder begin with, and how those end that
+# transformers computes.
+_HEAD, _PREFIX, _COMPUTED = "lm_head.weight", "model.", "rotary_emb.inv_freq"
+
+
+def published_files(folder: ModelFolder) -> dict[str, bytes]:
+    """The tokenizer's files and the sampler's settings, by name, as they are now.
+
+    Raises INVALID_ARGUMENT for one that is no regular file, or has more than 64 MiB.
+    """
+    names = [name for name in _PUBLISHED_FILES if folder.has(name)]
+    return {name: folder.read(name, _MAX_PUBLISHED_BYTES) for name in names}
+
+
+def load_folder(
+    folder: ModelFolder, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, object]]:
+    """The model of a folder, on the host, and all that its config.json says.
+
+    Raises what `read_config` and `open_tensors` raise, and INVALID_ARGUMENT naming a tensor that is
+    missing, not the model's, of another shape, or not finite.
+    """
+    config, said = read_config(folder)
+    tensors = _judged_tensors(open_tensors(folder), config)
+    # Models without experts refuse to be told.
+    has_experts = getattr(config, "num_experts", 0)
+    settings = {"experts_implementation": EXPERTS_NAME} if has_experts else {}
+    try:
+        with torch.random.fork_rng(devices=[]), quiet_transformers():
+            loaded = _model_class(config).from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                **settings,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+            module, loading = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+            # Generation settings are the sampler's: export copies the folder's own file.
+            module.generation_config = GenerationConfig.from_model_config(module.config)
+    except Exception as err:
+        got = f"weights that do not load ({shown(str(err))})"
+        raise invalid(FIELD, got, "whole ones") from err
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := sorted(map(str, loading[kind])):
+            got = f"{len(keys)} {kind.replace('_', ' ')}, the first {shown(keys[0])}"
+            raise invalid(FIELD, got, "every weight of the model and no other")
+    _check_tie(module)
+    _check_buffers(module)
+    replace_routers(module)
+    add_undeclared(module.config, said)
+    return module, said
+
+
+def _judged_tensors(stored: dict[str, Stored], config: PreTrainedConfig) -> dict[str, Stored]:
+    """Those of `stored` that the model of `config` has, which are all that it has, and finite."""
+    # Older folders have these of each layer, which transformers computes.
+    stored = {name: each for name, each in stored.items() if not name.endswith(_COMPUTED)}
+    # Before so many layers are made of it, if only on no device.
+    layers = int(cast("int", config.num_hidden_layers))
+    if layers > len(stored):
+        expected = f"a tensor for each of num_hidden_layers, {layers}"
+        raise invalid(FIELD, f"{len(stored)} tensors", expected)
+    try:
+        with torch.device("meta"), quiet_transformers():
+            model = _model_class(config)(config)
+        like = cast("dict[str, Tensor]", model.state_dict())
+        found = part_experts({name: on_meta(each) for name, each in stored.items()})
+    except Exception as err:
+        raise invalid(FIELD, f"no model that can be made ({shown(str(err))})", "one") from err
+    if config.tie_word_embeddings and _HEAD not in stored:
+        like.pop(_HEAD)
+    expected = part_experts(like)
+    # transformers takes the names of a decoder without its head, too.
+    with_prefix = {name: f"{_PREFIX}{name}" for name in found}
+    names = {n: p if n not in expected and p in expected else n for n, p in with_prefix.items()}
+    check_names_and_shapes({names[name]: tensor for name, tensor in found.items()}, expected)
+    for name, each in stored.items():
+        check_finite(name, each[...])
+    return stored
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    (architecture,) = cast("list[str]", config.architectures)
+    return getattr(transformers, architecture)
+
+
+def _check_buffers(module: PreTrainedModel) -> None:
+    """Rotary frequencies are computed from the configuration."""
+    for name, buffer in module.named_buffers():
+        if not torch.isfinite(buffer).all():
+            expected = "one whose frequencies are finite"
+            raise unsupported("config.rope_parameters", f"a {name} that is not", expected)
+
+
+def _check_tie(module: PreTrainedModel) -> None:
+    """A tied configuration with a head of its own would be two models under one name."""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    is_tied = cast("Any", head).weight is cast("Any", embedding).weight
+    if bool(module.config.tie_word_embeddings) != is_tied:
+        raise unsupported(
+            "config.tie_word_embeddings",
+            module.config.tie_word_embeddings,
+            "what the weights are" if is_tied else "false where lm_head.weight differs",
+        )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers inside."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
