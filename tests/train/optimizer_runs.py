@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.loss.spec import NoDivisor, OptimStep
-from ratoon.train.optim.adamw import OptimizerState
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.rounding import join_float32
+from ratoon.train.optim.state import OptimizerState
 
 CONFIG = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
 # Whose bfloat16 weights are all there is.

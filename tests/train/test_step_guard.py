@@ -78,6 +78,7 @@ def test_loss_that_is_not_finite_skips_a_step_without_asking_the_optimizer(
     forward_backward(trainer, batch, loss)
     report = trainer.optim_step(make_step(trainer, loss))
     _assert_skipped(trainer, report, SkipReason.NON_FINITE_LOSS, digest)
+    assert report.loss is not None
     assert not math.isfinite(report.loss)
     assert report.grad_norm is None
     assert not _run(trainer, range(1)).skipped
@@ -98,6 +99,7 @@ def test_gradient_that_is_not_finite_skips_a_step_of_a_finite_loss(
     gradient.view(-1)[0] = value
     report = trainer.optim_step(make_step(trainer, loss))
     _assert_skipped(trainer, report, SkipReason.NON_FINITE_GRADIENT, digest)
+    assert report.loss is not None
     assert math.isfinite(report.loss)
     assert report.grad_norm is not None
     assert not math.isfinite(report.grad_norm)

@@ -19,7 +19,7 @@ from ratoon.errors import invalid, shown
 from ratoon.model.export import exported_like, imported_values, part_experts
 from ratoon.model.policy_model import PolicyModel
 from ratoon.stream.files import digest_bytes, digest_file
-from ratoon.train.optim.adamw import are_finite
+from ratoon.train.optim.state import are_finite
 
 _FIELD = "model_folder"
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
