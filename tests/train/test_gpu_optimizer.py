@@ -25,6 +25,7 @@ from tests.train.optimizer_runs import (
     changed_bits,
     copied,
     make_gradients,
+    make_optimizer_of,
     make_parameters,
     optim_step,
 )
@@ -37,10 +38,7 @@ _DEVICE = torch.device("cuda")
 def _optimizer(
     kind: OptimizerStates, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> Optimizer:
-    parameters = {
-        n: nn.Parameter(p.detach().to(device, dtype)) for n, p in make_parameters().items()
-    }
-    return make_optimizer(parameters, CONFIG, kind, 0)
+    return make_optimizer_of(dtype, kind, device)
 
 
 def _run(optimizer: Optimizer, device: torch.device, steps: range) -> dict[str, Tensor]:
