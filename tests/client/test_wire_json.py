@@ -137,7 +137,7 @@ def test_a_number_that_is_not_finite_is_nan_and_an_absent_one_stays_absent():
     report = from_json(operation_pb2.Operation, to_json(message)).step.report
     assert math.isnan(report.loss)
     assert not report.HasField("kl")
-    assert report.entropy == 0.0
+    assert report.truncated_fraction == 0.0
 
 
 def test_fields_and_names_of_a_newer_service_are_passed_over():

@@ -290,6 +290,25 @@ def test_a_step_that_is_skipped_changes_no_rank(pair: tuple[Trainer, Trainer]) -
     assert update_over(two, 5, (0, 1)).grad_norm == report.grad_norm
 
 
+@_SHARDS
+@pytest.mark.parametrize("dtype", [ModelDtype.FLOAT32, ModelDtype.BFLOAT16])
+def test_a_step_that_is_not_finite_on_one_rank_changes_none(
+    base: FolderBase, shard: Shard, dtype: ModelDtype
+) -> None:
+    """The moments of one part are such; the other rank's share of the step would be sound."""
+    with ranked(alone_of(base, dtype=dtype).spec, 2, 100, shard) as (two, _):
+        moments = two.ranks.own.optimizer.state().exp_avg
+        list(moments.values())[-1].fill_(3e38)
+        before, weights = two.state_digest(), weights_of(two)
+        report = update_over(two, 0, (0, 1), learning_rate=10.0)
+        assert report.skip_reason is SkipReason.NON_FINITE_STEP
+        assert report.grad_norm is not None
+        assert (two.version, two.state_digest()) == (0, before)
+        assert_equal(weights_of(two), weights)
+        list(moments.values())[-1].zero_()
+        assert not update_over(two, 0, (0, 1)).skipped
+
+
 def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
     pair: tuple[Trainer, Trainer],
 ) -> None:
