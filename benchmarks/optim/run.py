@@ -32,8 +32,9 @@ from ratoon.train.config import (
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.numerics import configure_torch
-from ratoon.train.optim.adamw import CLIP_EPSILON, MasterAdamW, OptimizerState
+from ratoon.train.optim.adamw import MasterAdamW
 from ratoon.train.optim.rounding import join_float32
+from ratoon.train.optim.state import OptimizerState
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 
@@ -112,12 +113,12 @@ class NearestAdamW(MasterAdamW):
             fused=True,
         )
 
-    def apply(
+    def _apply(
         self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
     ) -> None:
-        """Like `MasterAdamW.apply`, but rounds the gradients too."""
+        """Like `MasterAdamW._apply`, but rounds the gradients too."""
         assert self._adamw is not None
-        scale = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON)) / divisor
+        scale = step.clip_factor(norm) / divisor
         for group in self._adamw.param_groups:
             group["lr"], group["weight_decay"] = step.learning_rate, step.weight_decay
         for name, parameter in self._parameters.items():
@@ -231,4 +232,5 @@ def _update(trainer: Trainer, batch: RolloutBatch, plan: Plan, learning_rate: fl
     report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
     if report.skipped:
         raise RuntimeError(f"the step was skipped: {report.warnings}")
+    assert report.loss is not None
     return report.loss

@@ -98,6 +98,7 @@ def measure_packed(
     def packed() -> float:
         prepared = trainer.prepare(batch, loss)
         report = trainer.forward_backward(batch, loss, prepared.plan)
+        assert report.loss is not None
         return report.loss * len(group.responses)
 
     baseline = _load_replicated(trainer)

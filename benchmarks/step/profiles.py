@@ -22,7 +22,7 @@ from benchmarks.common.timing import measure as measure_samples
 from benchmarks.common.timing import release, require_time, timed
 from benchmarks.step.run import Row, Run, Scale, Section, figures_or_refusal
 from benchmarks.step.subjects import Way, run_step
-from benchmarks.step.updates import open_update
+from benchmarks.step.updates import clip_fraction, open_update
 from benchmarks.step.ways import Plan, Ways, load_packed
 from benchmarks.step.workload import make_batch
 from ratoon.rollout.batch import RolloutBatch
@@ -109,7 +109,7 @@ def _profile_update(run: Run, batch: RolloutBatch) -> Row:
 
     def step() -> None:
         report = update.step(None)
-        clipped.append(report.clip_fraction_low + report.clip_fraction_high)
+        clipped.append(clip_fraction(report))
 
     return {**_profile(run, step, has_optimizer=True), "clip_fraction": max(clipped)}
 

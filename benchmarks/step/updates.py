@@ -240,8 +240,15 @@ def run_phases(update: Update) -> dict[str, float]:
         **phases,
         "update_s": update_s,
         "total_s": sum(phases.values()),
-        "clip_fraction": report.clip_fraction_low + report.clip_fraction_high,
+        "clip_fraction": clip_fraction(report),
     }
+
+
+def clip_fraction(report: StepReport) -> float:
+    """The share of tokens that the clip holds, of a batch that was run."""
+    assert report.clip_fraction_low is not None
+    assert report.clip_fraction_high is not None
+    return report.clip_fraction_low + report.clip_fraction_high
 
 
 UPDATES = Section(cases=cases, measure=measure)

@@ -74,3 +74,23 @@ async def test_bad_nested_spec_is_refused(api: Api, wire_name: str, field: str) 
     with pytest.raises(WireError) as caught:
         await api.wire(wire_name).call("CreatePolicy", service_pb2.CreatePolicyRequest(spec=spec))
     assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("beta1", value) for value in (-0.1, 1.0, 2.0)),
+        *(("beta2", value) for value in (-0.1, 1.0)),
+        *(("eps", value) for value in (0.0, 1e-31, 1e31, 1e300)),
+        *(("weight_decay", value) for value in (-0.1, 1e31, 1e300)),
+    ],
+)
+async def test_optimizer_of_a_policy_has_the_bounds_of_a_step(
+    api: Api, wire_name: str, field: str, value: float
+) -> None:
+    spec = requests.spec()
+    spec.optimizer.CopyFrom(policy_pb2.AdamWConfig(**{field: value}))
+    with pytest.raises(WireError) as caught:
+        await api.wire(wire_name).call("CreatePolicy", service_pb2.CreatePolicyRequest(spec=spec))
+    detail = caught.value.detail
+    assert (detail.code, detail.field) == ("INVALID_ARGUMENT", f"spec.optimizer.{field}")

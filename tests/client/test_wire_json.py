@@ -133,11 +133,14 @@ def test_an_answer_of_the_service_is_the_message_it_was(answer: type[Message]):
 
 def test_a_number_that_is_not_finite_is_nan_and_an_absent_one_stays_absent():
     message = operation_pb2.Operation()
+    message.step.report.seconds.forward = math.inf
     message.step.report.loss = math.inf
     report = from_json(operation_pb2.Operation, to_json(message)).step.report
-    assert math.isnan(report.loss)
+    assert math.isnan(report.seconds.forward)
+    # As of every figure that may be absent: JSON has one null for both.
+    assert not report.HasField("loss")
     assert not report.HasField("kl")
-    assert report.entropy == 0.0
+    assert report.truncated_fraction == 0.0
 
 
 def test_fields_and_names_of_a_newer_service_are_passed_over():

@@ -67,7 +67,8 @@ def test_the_example_of_the_clients_readme_runs(
     monkeypatch.chdir(tmp_path)
     exec(code.replace("grpc://127.0.0.1:8443", service.addresses.grpc), {})  # noqa: S102
     out = capsys.readouterr().out
-    assert re.match(r"version 1, loss [+-]\d\.\d{4}\nverified weights in weights/version-1\n", out)
+    number = r"-?\d\.\d+(e-\d+)?"
+    assert re.match(rf"version 1, loss {number}\nverified weights in weights/version-1\n", out)
     assert (tmp_path / "weights" / "latest" / "model.safetensors").is_file()
     with RatoonClient(service.addresses.grpc) as client:
         client.delete_policy("copy").result()

@@ -161,8 +161,8 @@ def test_the_name_of_a_class_is_nowhere_in_the_journal(rename: Callable[[], None
     text = (
         '{"$":"command.optim_step","expected_version":null,"include_seqs":[2],"optim":{"$":"optim",'
         '"beta1":null,"beta2":0.99,"changed_share":false,"divide_by":null,"divide_constant":null,'
-        '"eps":null,"learning_rate":0.5,"max_grad_norm":null,"tensor_grad_norms":false,'
-        '"weight_decay":null}}'
+        '"eps":null,"learning_rate":0.5,"max_grad_norm":null,'
+        '"step_on_zero_gradient":false,"tensor_grad_norms":false,"weight_decay":null}}'
     )
     values = (command, policy_spec(), update(1, loss=LOSS), StepResult(version=3, report=REPORT))
     before = [to_text(value) for value in values]

@@ -176,6 +176,47 @@ def test_every_figure_of_a_report_is_shown(kind: OperationKind) -> None:
     assert {name for name, value in numbers.items() if value not in shown} == set()
 
 
+def test_a_figure_that_a_newer_report_has_not_is_shown_no_more() -> None:
+    """An entropy, KL or gradient norm of an older batch stood beside figures of the newest one."""
+    router = RouterReport(layer=0, max_load=1.5, unused_experts=2, entropy=1.25)
+    old = StepReport(
+        loss=0.5,
+        kl=0.25,
+        entropy=1.5,
+        clip_fraction_low=0.1,
+        clip_fraction_high=0.2,
+        token_reduction=3.0,
+        tokens_per_second=10.0,
+        rank_gap=0.1,
+        grad_norm=2.0,
+        changed_share=0.3,
+        planned_memory_bytes=7,
+        routers=(router,),
+        self_check=SelfCheckReport(
+            sequence=0, tokens=1, logprob_max_difference=0.5, logprob_mean_difference=0.25
+        ),
+    )
+    totals = MetricsTotals()
+    for policy in "pq":
+        result = StepResult(version=1, report=old)
+        totals.send(telemetry.result(policy, OperationKind.UPDATE, result))
+    before = set(series(totals))
+    result = StepResult(version=1, report=StepReport(loss=0.75, clip_fraction_high=0.3))
+    totals.send(telemetry.result("p", OperationKind.UPDATE, result))
+    gone = (
+        *("kl", "entropy", "token_reduction_ratio", "tokens_per_second", "rank_gap_ratio"),
+        *("grad_norm", "changed_share", "planned_memory_bytes", "router_max_load_ratio"),
+        *("router_unused_experts", "router_entropy"),
+    )
+    expected = {f'ratoon_{name}{{policy_id="p"}}' for name in gone}
+    # Self-checks have a time of their own, and another policy its own figures.
+    assert before - set(series(totals)) == {
+        *expected,
+        'ratoon_clip_fraction{bound="low",policy_id="p"}',
+    }
+    assert series(totals)['ratoon_loss{policy_id="p"}'] == 0.75
+
+
 def test_a_quantile_and_a_clip_have_the_names_of_what_they_are() -> None:
     report = StepReport(ratio_min=0.5, ratio_p99=1.5, ratio_max=2.5, clip_fraction_dual=0.25)
     totals = MetricsTotals()

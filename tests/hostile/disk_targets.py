@@ -25,7 +25,7 @@ from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
 from ratoon.train import checkpoint, imported
 from ratoon.train.config import OptimizerStates
-from ratoon.train.optim.adamw import OptimizerState
+from ratoon.train.optim.state import OptimizerState
 from ratoon_client.weights.deltas import read_delta, rebuild
 from tests import builders
 from tests.hostile.mutate import mutated_bytes, mutated_json

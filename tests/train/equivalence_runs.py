@@ -269,10 +269,11 @@ def assert_same_report(
     assert got == (counters.tokens, counters.sequences, len(counters.groups))
     # The weights of a path's terms add up to their number or to one.
     weight = counters.tokens if token_weight == "per_token" else counters.sequences
+    assert (report.loss is None, report.entropy is None) == (counters.tokens == 0, sums.weight == 0)
     pairs = [
-        (report.loss * divisor, sums.total),
-        (report.policy_gradient_loss * divisor, sums.policy_gradient),
-        (report.entropy * sums.weight, sums.entropy),
+        ((report.loss or 0.0) * divisor, sums.total),
+        ((report.policy_gradient_loss or 0.0) * divisor, sums.policy_gradient),
+        ((report.entropy or 0.0) * sums.weight, sums.entropy),
         ((report.kl or 0.0) * weight, sums.kl),
     ]
     scale = abs(sums.policy_gradient) + abs(sums.kl) + abs(sums.entropy)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.loss.spec import NoDivisor, OptimStep
-from ratoon.train.optim.adamw import OptimizerState
+from ratoon.train.optim.adamw import Optimizer
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.rounding import join_float32
+from ratoon.train.optim.state import OptimizerState
 
 CONFIG = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
 # Whose bfloat16 weights are all there is.
@@ -45,6 +46,17 @@ def make_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
         name: nn.Parameter(torch.randn(shape, generator=generator).to(torch.bfloat16))
         for name, shape in shapes.items()
     }
+
+
+def make_optimizer_of(
+    dtype: torch.dtype, kind: OptimizerStates, device: torch.device | None = None
+) -> Optimizer:
+    """Of `make_parameters` in another dtype, or on another device."""
+    parameters = {
+        name: nn.Parameter(parameter.detach().to(device or "cpu", dtype))
+        for name, parameter in make_parameters().items()
+    }
+    return make_optimizer(parameters, CONFIG, kind, 0)
 
 
 def make_gradients(seed: int) -> dict[str, Tensor]:

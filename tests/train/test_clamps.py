@@ -155,6 +155,7 @@ def test_bad_rollout_is_told_and_ends_no_policy(
         step = make_step(trainer, loss, learning_rate=1e-4)
         report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
         assert (report.skipped, report.skip_reason) == (False, None)
+        assert report.loss is not None
         assert math.isfinite(report.loss)
         assert report.sampler_kl is not None
         assert report.sampler_kl <= 10.0

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.config import OptimizerStates
-from ratoon.train.optim.adamw import OptimizerState
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.digest import (
     BLOCK,
@@ -21,6 +20,7 @@ from ratoon.train.optim.digest import (
     host_sums,
     odd_words,
 )
+from ratoon.train.optim.state import OptimizerState
 from ratoon.train.trainer import Trainer
 from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer

@@ -25,6 +25,7 @@ from tests.train.optimizer_runs import (
     changed_bits,
     copied,
     make_gradients,
+    make_optimizer_of,
     make_parameters,
     optim_step,
 )
@@ -37,10 +38,7 @@ _DEVICE = torch.device("cuda")
 def _optimizer(
     kind: OptimizerStates, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> Optimizer:
-    parameters = {
-        n: nn.Parameter(p.detach().to(device, dtype)) for n, p in make_parameters().items()
-    }
-    return make_optimizer(parameters, CONFIG, kind, 0)
+    return make_optimizer_of(dtype, kind, device)
 
 
 def _run(optimizer: Optimizer, device: torch.device, steps: range) -> dict[str, Tensor]:
@@ -273,6 +271,53 @@ def test_a_gradient_that_is_not_finite_touches_nothing(kind: OptimizerStates, ba
     assert optimizer.step(sums, 2.0, optim_step()).skipped
     for name, tensor in copied(optimizer.state()).items():
         assert torch.equal(tensor, before[name]), name
+
+
+_STATES = [
+    *((torch.bfloat16, kind) for kind in OptimizerStates),
+    (torch.float32, OptimizerStates.FP32),
+    (torch.float64, OptimizerStates.FP32),
+]
+
+
+def _filled(optimizer: Optimizer, value: float) -> dict[str, Tensor]:
+    state = optimizer.state().weights
+    wide = {name: torch.promote_types(w.dtype, torch.float32) for name, w in state.items()}
+    return {name: torch.full_like(w, value, dtype=wide[name]) for name, w in state.items()}
+
+
+@pytest.mark.parametrize(("dtype", "kind"), _STATES)
+def test_a_step_that_would_not_be_finite_touches_nothing(
+    dtype: torch.dtype, kind: OptimizerStates
+) -> None:
+    """Moments over epsilon alone, all within what a caller may ask for."""
+    optimizer = make_optimizer_of(dtype, kind, _DEVICE)
+    step = optim_step(0.0, max_grad_norm=math.inf)
+    assert not optimizer.step(_filled(optimizer, 1e6), 1.0, step).skipped
+    before = copied(optimizer.state())
+    far = replace(step, learning_rate=1e4, weight_decay=0.0, beta2=0.0, eps=1e-30)
+    assert optimizer.step(_filled(optimizer, 0.0), 1.0, far).skipped
+    assert optimizer.state().num_steps == 1
+    for name, tensor in copied(optimizer.state()).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize(("dtype", "kind"), _STATES)
+def test_a_finite_step_that_no_bound_proves_has_its_bits(
+    dtype: torch.dtype, kind: OptimizerStates
+) -> None:
+    """The step is tried on copies, and then taken as if nobody had asked."""
+    judged, asked = (make_optimizer_of(dtype, kind, _DEVICE) for _ in range(2))
+    step = replace(optim_step(1e4, max_grad_norm=math.inf), weight_decay=0.0, eps=1e-30)
+    norm = global_norm(_filled(judged, 1e5).values())
+    assert judged.bounds_after(judged.bounds(), norm, step) is None
+    outcome = judged.step(_filled(judged, 1e5), 1.0, step)
+    assert (outcome.skipped, outcome.grad_norm) == (False, norm)
+    asked.apply(_filled(asked, 1e5), 1.0, norm, step)
+    theirs = copied(asked.state())
+    for name, tensor in copied(judged.state()).items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert judged.state().is_finite()
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_loss_and_gradients_are_those_of_each_rollout_alone(
     assert report.router_aux_loss is not None
     assert 2.0 < report.router_aux_loss < 2 * NUM_EXPERTS / TOP_K
     balance = COEFFICIENT * total / default_divisor(request, batch, sums)
+    assert report.policy_gradient_loss is not None
     assert report.loss == pytest.approx(report.policy_gradient_loss + balance, rel=1e-10)
 
 
@@ -163,6 +164,7 @@ def test_rollouts_without_an_advantage_are_run(expert_pair: Pair) -> None:
     report = expert_pair.trainer.forward_backward(batch, loss, prepared.plan)
     total = _balance_alone(expert_pair.oracle.model, batch, _weights(REQUESTS["of_tokens"], batch))
     assert report.policy_gradient_loss == 0
+    assert report.loss is not None
     assert report.loss > 0
     assert report.router_aux_loss == pytest.approx(total / report.trained_tokens, rel=1e-10)
     # The experts of the last layer have none.

@@ -290,6 +290,31 @@ def test_a_step_that_is_skipped_changes_no_rank(pair: tuple[Trainer, Trainer]) -
     assert update_over(two, 5, (0, 1)).grad_norm == report.grad_norm
 
 
+@_SHARDS
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_step_that_is_not_finite_on_one_rank_changes_none(
+    base: FolderBase, tmp_path: Path, shard: Shard, owner: int
+) -> None:
+    """The moments of one part are such; the other rank's share of the step would be sound."""
+    spec = alone_of(base, dtype=ModelDtype.FLOAT32).spec
+    with ranked(spec, 1, 100) as (alone, _):
+        part = shared_out(parts_of(alone.model.named_trainable(), 100), 2)[owner][-1]
+        alone.ranks.own.optimizer.state().exp_avg[part.name].fill_(3e38)
+        alone.save_checkpoint(tmp_path / "far")
+    with ranked(spec, 2, 100, shard) as (two, _):
+        assert not update_over(two, 1, (0, 1)).skipped
+        two.save_checkpoint(tmp_path / "sound")
+        two.load_checkpoint(tmp_path / "far")
+        before, weights = two.state_digest(), weights_of(two)
+        report = update_over(two, 0, (0, 1), learning_rate=10.0)
+        assert report.skip_reason is SkipReason.NON_FINITE_STEP
+        assert report.grad_norm is not None
+        assert (two.version, two.state_digest()) == (0, before)
+        assert_equal(weights_of(two), weights)
+        two.load_checkpoint(tmp_path / "sound")
+        assert not update_over(two, 0, (0, 1)).skipped
+
+
 def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
     pair: tuple[Trainer, Trainer],
 ) -> None:

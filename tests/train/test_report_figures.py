@@ -303,3 +303,61 @@ def test_clip_that_leaves_no_token_warns(pair: Pair, kind: LossKind) -> None:
     texts = [text for text in report.warnings if "leave none of" in text]
     assert len(texts) == (kind is not LossKind.CISPO)
     assert (report.policy_gradient_loss == 0.0) == (kind is LossKind.IPO)
+
+
+# Means over tokens, and ratios of what was run.
+_OF_WHAT_WAS_RUN = (
+    *("kl", "entropy", "clip_fraction_low", "clip_fraction_high", "clip_fraction_dual"),
+    *("token_reduction", "attention_pair_reduction", "tokens_per_second"),
+)
+
+
+def _absent(report: StepReport) -> set[str]:
+    names = ("loss", "policy_gradient_loss", *_OF_WHAT_WAS_RUN)
+    return {name for name in names if getattr(report, name) is None}
+
+
+def test_figures_of_rollouts_that_were_not_run_are_absent(pair: Pair) -> None:
+    """They were 0, an entropy as of a policy that has collapsed; the losses are what they are."""
+    batch = _batch(pair, 3, "advantages")
+    assert batch.advantages is not None
+    flat = replace(batch, advantages=np.zeros_like(batch.advantages))
+    report = _run(pair, flat, LossRequest(kind=LossKind.GRPO))
+    assert report.zero_advantage_sequences == report.num_sequences > 0
+    assert (report.loss, report.policy_gradient_loss) == (0.0, 0.0)
+    assert _absent(report) == {*_OF_WHAT_WAS_RUN}
+    # Beside a batch that is run they are that one's.
+    own = _run(pair, batch, LossRequest(kind=LossKind.GRPO))
+    step = resolve_optim(OptimRequest(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
+    window = pair.trainer.optim_step(step)
+    assert window.entropy == own.entropy
+    assert _absent(window) == {
+        *("kl", "token_reduction", "attention_pair_reduction", "tokens_per_second")
+    }
+
+
+@pytest.mark.parametrize("kind", [LossKind.DAPO, LossKind.REINFORCE])
+def test_losses_of_no_token_are_absent(pair: Pair, kind: LossKind) -> None:
+    """Whatever divides them: a sum that nothing divides is of nothing, too."""
+    batch = replace(_batch(pair, 3), truncated=np.ones_like(_batch(pair, 3).truncated))
+    report = _run(pair, batch, LossRequest(kind=kind, overlong=OverlongFilter()))
+    assert report.trained_tokens == 0
+    assert _absent(report) == {"loss", "policy_gradient_loss", *_OF_WHAT_WAS_RUN}
+    step = resolve_optim(OptimRequest(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
+    window = pair.trainer.optim_step(step)
+    assert _absent(window) == {"loss", "policy_gradient_loss", *_OF_WHAT_WAS_RUN}
+
+
+def test_forward_has_no_loss_and_without_trained_tokens_no_entropy(pair: Pair) -> None:
+    """Its loss and clip fractions were 0, and the mean entropy of no token was NaN."""
+    batch = _batch(pair, 3)
+    losses = {"loss", "policy_gradient_loss", "kl", *(n for n in _OF_WHAT_WAS_RUN if "clip" in n)}
+    for mask_J, absent in (
+        (batch.loss_mask, losses),
+        (np.zeros_like(batch.loss_mask), losses | {*_OF_WHAT_WAS_RUN}),
+    ):
+        masked = replace(batch, loss_mask=mask_J)
+        plan = pair.trainer.plan_forward(masked)
+        run = pair.trainer.forward
+        arrays = run(masked, plan, with_entropy=True, use_reference=False)
+        assert _absent(arrays.report) == absent

@@ -262,7 +262,7 @@ def test_an_update_of_which_nothing_remains_is_a_skipped_step(
     assert report.skipped
     assert report.skip_reason is SkipReason.NO_TOKENS
     assert report.grad_norm is None
-    assert (report.trained_tokens, report.num_groups, report.loss) == (0, 0, 0.0)
+    assert (report.trained_tokens, report.num_groups, report.loss) == (0, 0, None)
     assert report.dropped_truncated == 3
     assert any("dropped" in warning for warning in report.warnings)
     assert trainer.version == 0
@@ -300,6 +300,7 @@ def test_report_counts_what_was_done(base: FolderBase) -> None:
     assert report.hardware_mfu is None
     assert report.logical_mfu is None
     assert report.peak_memory_bytes > 0
+    assert report.tokens_per_second is not None
     assert report.tokens_per_second > 0
     assert report.seconds.forward > 0
     assert report.seconds.backward > 0

@@ -266,6 +266,7 @@ def test_normalisation_is_global(pair: Pair, kind: LossKind) -> None:
     for micro_batch_tokens in (WHOLE, 60, 1):
         report, _ = forward_backward(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
         assert_close(pair.gradient_errors(), pair.tolerance)
+        assert report.loss is not None
         losses.append(report.loss)
         pair.discard()
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)

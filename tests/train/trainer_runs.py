@@ -28,7 +28,7 @@ from ratoon.train.config import (
 )
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import Loss, OptimStep
-from ratoon.train.optim.adamw import OptimizerState
+from ratoon.train.optim.state import OptimizerState
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer

@@ -34,9 +34,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """Drops every series that has these labels, whatever others it has."""
+    """Drops every series that has these labels, whatever others it has; of one metric, or of all
+    metrics where `metric` is empty."""
 
     labels: Mapping[str, str]
+    metric: str = ""
 
 
 Change = Sample | Gone
@@ -54,6 +56,12 @@ class Metric:
     def sample(self, value: float, *labels: str) -> Sample:
         assert len(labels) == len(self.labels), f"{self.name} has labels {self.labels}"
         return Sample(metric=self.name, labels=labels, value=value)
+
+    def newest(self, value: float | None, *labels: str) -> Change:
+        """A sample of a figure that exists; no series of one that does not, nor an older value."""
+        if value is not None:
+            return self.sample(value, *labels)
+        return Gone(labels=dict(zip(self.labels, labels, strict=True)), metric=self.name)
 
 
 def _counter(name: str, text: str, *labels: str) -> Metric:
@@ -314,7 +322,7 @@ class MetricsTotals:
         """Add changes to the totals. Raises `KeyError` for a sample of an undeclared metric."""
         for change in changes:
             if isinstance(change, Gone):
-                self._forget(change.labels)
+                self._forget(change)
                 continue
             collector = self._collectors[change.metric]
             series = collector.labels(*change.labels) if change.labels else collector
@@ -329,10 +337,10 @@ class MetricsTotals:
         """Prometheus text format 0.0.4."""
         return generate_latest(self._registry)
 
-    def _forget(self, labels: Mapping[str, str]) -> None:
+    def _forget(self, gone: Gone) -> None:
         for metric in METRICS:
-            if labels.keys() <= {*metric.labels}:
-                self._collectors[metric.name].remove_by_labels(dict(labels))
+            if gone.metric in ("", metric.name) and gone.labels.keys() <= {*metric.labels}:
+                self._collectors[metric.name].remove_by_labels(dict(gone.labels))
 
 
 def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:

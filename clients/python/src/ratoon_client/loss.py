@@ -130,7 +130,8 @@ class Optim:
 
     `beta1`, `beta2`, `eps`: AdamW's for this step; None: the policy's. `tensor_grad_norms`: the
     report has norm and largest value of each tensor's gradient too; `changed_share`: and the share
-    of bfloat16 weights that the step changed.
+    of bfloat16 weights that the step changed. `step_on_zero_gradient`: a gradient of zeros is
+    stepped on, by moments and weight decay alone; without it the step is skipped.
     """
 
     learning_rate: float
@@ -143,3 +144,4 @@ class Optim:
     eps: float | None = None
     tensor_grad_norms: bool = False
     changed_share: bool = False
+    step_on_zero_gradient: bool = False

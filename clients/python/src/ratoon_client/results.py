@@ -173,6 +173,8 @@ SkipReason = Literal[
     "gradient_norm",
     "reference_kl",
     "sampler_kl",
+    "non_finite_step",
+    "zero_gradient",
 ]
 
 
@@ -197,14 +199,19 @@ class RouterReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one ForwardBackward, Update or OptimStep did; training.proto says what each field is."""
+    """What one ForwardBackward, Update or OptimStep did; training.proto says what each field is.
 
-    loss: float
-    policy_gradient_loss: float
+    None stands for a figure that was not computed.
+    """
+
+    # None of a Forward, and where no token counts.
+    loss: float | None = None
+    policy_gradient_loss: float | None = None
     kl: float | None = None
-    entropy: float
-    clip_fraction_low: float
-    clip_fraction_high: float
+    # None, as every other mean over tokens, where no token was run.
+    entropy: float | None = None
+    clip_fraction_low: float | None = None
+    clip_fraction_high: float | None = None
     ratio_max: float | None = None
     sampler_kl: float | None = None
     sampler_gap_max: float | None = None
@@ -215,11 +222,12 @@ class StepReport:
     trained_tokens: int
     unshared_tokens: int
     packed_tokens: int
-    token_reduction: float
-    attention_pair_reduction: float
+    # Ratios of what was run; None of an OptimStep, and where nothing was run.
+    token_reduction: float | None = None
+    attention_pair_reduction: float | None = None
     num_micro_batches: int
     seconds: PhaseSeconds
-    tokens_per_second: float
+    tokens_per_second: float | None = None
     hardware_mfu: float | None = None
     logical_mfu: float | None = None
     peak_memory_bytes: int
@@ -241,7 +249,7 @@ class StepReport:
     ratio_p01: float | None = None
     ratio_p50: float | None = None
     ratio_p99: float | None = None
-    clip_fraction_dual: float
+    clip_fraction_dual: float | None = None
     correction_masked_fraction: float | None = None
     correction_truncated_fraction: float | None = None
     correction_weight_mean: float | None = None

@@ -244,7 +244,7 @@ Global___LoraTuning: _TypeAlias = LoraTuning  # noqa: Y015
 
 @_typing.final
 class AdamWConfig(_message.Message):
-    """AdamW (Loshchilov and Hutter, 2019)."""
+    """AdamW (Loshchilov and Hutter, 2019). Numbers have the bounds of OptimStepConfig."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

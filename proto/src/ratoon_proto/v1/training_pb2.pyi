@@ -319,9 +319,13 @@ class _SkipReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SkipReason
     """Above a limit of the policy's NumericsGuard."""
     SKIP_REASON_REFERENCE_KL: _SkipReason.ValueType  # 5
     SKIP_REASON_SAMPLER_KL: _SkipReason.ValueType  # 6
+    SKIP_REASON_NON_FINITE_STEP: _SkipReason.ValueType  # 7
+    """The gradient is finite, but weights or moments after the step would not be."""
+    SKIP_REASON_ZERO_GRADIENT: _SkipReason.ValueType  # 8
+    """The gradient is zero in every element, and step_on_zero_gradient is off."""
 
 class SkipReason(_SkipReason, metaclass=_SkipReasonEnumTypeWrapper):
-    """Why an optimizer step was skipped. All but NO_TOKENS count for max_skipped_in_row."""
+    """Why an optimizer step was skipped. All but NO_TOKENS and ZERO_GRADIENT count for max_skipped_in_row."""
 
 SKIP_REASON_UNSPECIFIED: SkipReason.ValueType  # 0
 SKIP_REASON_NO_TOKENS: SkipReason.ValueType  # 1
@@ -332,6 +336,10 @@ SKIP_REASON_GRADIENT_NORM: SkipReason.ValueType  # 4
 """Above a limit of the policy's NumericsGuard."""
 SKIP_REASON_REFERENCE_KL: SkipReason.ValueType  # 5
 SKIP_REASON_SAMPLER_KL: SkipReason.ValueType  # 6
+SKIP_REASON_NON_FINITE_STEP: SkipReason.ValueType  # 7
+"""The gradient is finite, but weights or moments after the step would not be."""
+SKIP_REASON_ZERO_GRADIENT: SkipReason.ValueType  # 8
+"""The gradient is zero in every element, and step_on_zero_gradient is off."""
 Global___SkipReason: _TypeAlias = SkipReason  # noqa: Y015
 
 @_typing.final
@@ -674,7 +682,11 @@ Global___LossConfig: _TypeAlias = LossConfig  # noqa: Y015
 
 @_typing.final
 class OptimStepConfig(_message.Message):
-    """One optimizer step. Schedules are the caller's: each step says its own learning rate."""
+    """One optimizer step. Schedules are the caller's: each step says its own learning rate.
+
+    Numbers have bounds: learning_rate 0 to 10,000, betas from 0 to below 1, and all others 1e-30 to
+    1e30 unless they are 0 and may be. learning_rate times weight_decay is at most 1.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -688,6 +700,7 @@ class OptimStepConfig(_message.Message):
     EPS_FIELD_NUMBER: _builtins.int
     TENSOR_GRAD_NORMS_FIELD_NUMBER: _builtins.int
     CHANGED_SHARE_FIELD_NUMBER: _builtins.int
+    STEP_ON_ZERO_GRADIENT_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     """Required, also where it is 0."""
     weight_decay: _builtins.float
@@ -706,6 +719,10 @@ class OptimStepConfig(_message.Message):
     """Report norm and largest value of each tensor's gradient too: the gradient is read twice more."""
     changed_share: _builtins.bool
     """Count the bfloat16 weights that change: some per cent of the step's own time."""
+    step_on_zero_gradient: _builtins.bool
+    """Step on a gradient that is zero in every element, too: by moments and weight decay alone. Without
+    it such a step is skipped.
+    """
     def __init__(
         self,
         *,
@@ -719,10 +736,11 @@ class OptimStepConfig(_message.Message):
         eps: _builtins.float | None = ...,
         tensor_grad_norms: _builtins.bool = ...,
         changed_share: _builtins.bool = ...,
+        step_on_zero_gradient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_divide_constant", b"_divide_constant", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "divide_constant", b"divide_constant", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_divide_constant", b"_divide_constant", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "changed_share", b"changed_share", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "tensor_grad_norms", b"tensor_grad_norms", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_divide_constant", b"_divide_constant", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "changed_share", b"changed_share", "divide_by", b"divide_by", "divide_constant", b"divide_constant", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "step_on_zero_gradient", b"step_on_zero_gradient", "tensor_grad_norms", b"tensor_grad_norms", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
@@ -925,7 +943,7 @@ class StepReport(_message.Message):
     """What one ForwardBackward, Update or OptimStep did; of an OptimStep, its whole window. Means and
     fractions are over what the loss counts (each counted token once, but loss, policy_gradient_loss,
     kl and entropy, which carry the token weight), unless said otherwise. No figure depends on how
-    rollouts are cut into calls and micro-batches.
+    rollouts are cut into calls and micro-batches. A figure that was not computed is absent.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1000,10 +1018,12 @@ class StepReport(_message.Message):
     ROUTE_CONFLICTS_FIELD_NUMBER: _builtins.int
     PLANNED_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
+    """Absent of a Forward, and where no token counts; 0 where rollouts count but were not run."""
     policy_gradient_loss: _builtins.float
     kl: _builtins.float
     """Mean of the KL estimate to the reference; absent without one."""
     entropy: _builtins.float
+    """Absent, as every other mean over tokens, where no token was run."""
     clip_fraction_low: _builtins.float
     clip_fraction_high: _builtins.float
     ratio_max: _builtins.float
@@ -1023,7 +1043,9 @@ class StepReport(_message.Message):
     """Tokens of all rollouts run, each alone: prompt and response."""
     packed_tokens: _builtins.int
     token_reduction: _builtins.float
-    """unshared_tokens / packed_tokens."""
+    """unshared_tokens / packed_tokens; absent, as the two other ratios of what was run, of an OptimStep
+    and where nothing was run.
+    """
     attention_pair_reduction: _builtins.float
     """Causal attention pairs replicated over packed."""
     num_micro_batches: _builtins.int
@@ -1153,12 +1175,12 @@ class StepReport(_message.Message):
     def __init__(
         self,
         *,
-        loss: _builtins.float = ...,
-        policy_gradient_loss: _builtins.float = ...,
+        loss: _builtins.float | None = ...,
+        policy_gradient_loss: _builtins.float | None = ...,
         kl: _builtins.float | None = ...,
-        entropy: _builtins.float = ...,
-        clip_fraction_low: _builtins.float = ...,
-        clip_fraction_high: _builtins.float = ...,
+        entropy: _builtins.float | None = ...,
+        clip_fraction_low: _builtins.float | None = ...,
+        clip_fraction_high: _builtins.float | None = ...,
         ratio_max: _builtins.float | None = ...,
         sampler_kl: _builtins.float | None = ...,
         sampler_gap_max: _builtins.float | None = ...,
@@ -1169,11 +1191,11 @@ class StepReport(_message.Message):
         trained_tokens: _builtins.int = ...,
         unshared_tokens: _builtins.int = ...,
         packed_tokens: _builtins.int = ...,
-        token_reduction: _builtins.float = ...,
-        attention_pair_reduction: _builtins.float = ...,
+        token_reduction: _builtins.float | None = ...,
+        attention_pair_reduction: _builtins.float | None = ...,
         num_micro_batches: _builtins.int = ...,
         seconds: Global___PhaseSeconds | None = ...,
-        tokens_per_second: _builtins.float = ...,
+        tokens_per_second: _builtins.float | None = ...,
         hardware_mfu: _builtins.float | None = ...,
         logical_mfu: _builtins.float | None = ...,
         peak_memory_bytes: _builtins.int = ...,
@@ -1192,7 +1214,7 @@ class StepReport(_message.Message):
         ratio_p01: _builtins.float | None = ...,
         ratio_p50: _builtins.float | None = ...,
         ratio_p99: _builtins.float | None = ...,
-        clip_fraction_dual: _builtins.float = ...,
+        clip_fraction_dual: _builtins.float | None = ...,
         correction_masked_fraction: _builtins.float | None = ...,
         correction_truncated_fraction: _builtins.float | None = ...,
         correction_weight_mean: _builtins.float | None = ...,
@@ -1223,16 +1245,24 @@ class StepReport(_message.Message):
         route_conflicts: _builtins.int = ...,
         planned_memory_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_changed_share", b"_changed_share", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "changed_share", b"changed_share", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "old_kl", b"old_kl", "planned_memory_bytes", b"planned_memory_bytes", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_staleness_mean", b"token_staleness_mean", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "old_kl", b"old_kl", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_changed_share", b"_changed_share", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_staleness_mean", b"_token_staleness_mean", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "route_conflicts", b"route_conflicts", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "routers", b"routers", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_mean", b"_reward_mean", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "reward_mean", b"reward_mean", "reward_std", b"reward_std", "route_conflicts", b"route_conflicts", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "routers", b"routers", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "warnings", b"warnings", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage_mean: _TypeAlias = _typing.Literal["advantage_mean"]  # noqa: Y015
     _WhichOneofArgType__advantage_mean: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean"]  # noqa: Y015
     _WhichOneofReturnType__advantage_std: _TypeAlias = _typing.Literal["advantage_std"]  # noqa: Y015
     _WhichOneofArgType__advantage_std: _TypeAlias = _typing.Literal["_advantage_std", b"_advantage_std"]  # noqa: Y015
+    _WhichOneofReturnType__attention_pair_reduction: _TypeAlias = _typing.Literal["attention_pair_reduction"]  # noqa: Y015
+    _WhichOneofArgType__attention_pair_reduction: _TypeAlias = _typing.Literal["_attention_pair_reduction", b"_attention_pair_reduction"]  # noqa: Y015
     _WhichOneofReturnType__changed_share: _TypeAlias = _typing.Literal["changed_share"]  # noqa: Y015
     _WhichOneofArgType__changed_share: _TypeAlias = _typing.Literal["_changed_share", b"_changed_share"]  # noqa: Y015
+    _WhichOneofReturnType__clip_fraction_dual: _TypeAlias = _typing.Literal["clip_fraction_dual"]  # noqa: Y015
+    _WhichOneofArgType__clip_fraction_dual: _TypeAlias = _typing.Literal["_clip_fraction_dual", b"_clip_fraction_dual"]  # noqa: Y015
+    _WhichOneofReturnType__clip_fraction_high: _TypeAlias = _typing.Literal["clip_fraction_high"]  # noqa: Y015
+    _WhichOneofArgType__clip_fraction_high: _TypeAlias = _typing.Literal["_clip_fraction_high", b"_clip_fraction_high"]  # noqa: Y015
+    _WhichOneofReturnType__clip_fraction_low: _TypeAlias = _typing.Literal["clip_fraction_low"]  # noqa: Y015
+    _WhichOneofArgType__clip_fraction_low: _TypeAlias = _typing.Literal["_clip_fraction_low", b"_clip_fraction_low"]  # noqa: Y015
     _WhichOneofReturnType__clip_fraction_negative: _TypeAlias = _typing.Literal["clip_fraction_negative"]  # noqa: Y015
     _WhichOneofArgType__clip_fraction_negative: _TypeAlias = _typing.Literal["_clip_fraction_negative", b"_clip_fraction_negative"]  # noqa: Y015
     _WhichOneofReturnType__clip_fraction_positive: _TypeAlias = _typing.Literal["clip_fraction_positive"]  # noqa: Y015
@@ -1245,6 +1275,8 @@ class StepReport(_message.Message):
     _WhichOneofArgType__correction_truncated_fraction: _TypeAlias = _typing.Literal["_correction_truncated_fraction", b"_correction_truncated_fraction"]  # noqa: Y015
     _WhichOneofReturnType__correction_weight_mean: _TypeAlias = _typing.Literal["correction_weight_mean"]  # noqa: Y015
     _WhichOneofArgType__correction_weight_mean: _TypeAlias = _typing.Literal["_correction_weight_mean", b"_correction_weight_mean"]  # noqa: Y015
+    _WhichOneofReturnType__entropy: _TypeAlias = _typing.Literal["entropy"]  # noqa: Y015
+    _WhichOneofArgType__entropy: _TypeAlias = _typing.Literal["_entropy", b"_entropy"]  # noqa: Y015
     _WhichOneofReturnType__grad_norm: _TypeAlias = _typing.Literal["grad_norm"]  # noqa: Y015
     _WhichOneofArgType__grad_norm: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm"]  # noqa: Y015
     _WhichOneofReturnType__hardware_mfu: _TypeAlias = _typing.Literal["hardware_mfu"]  # noqa: Y015
@@ -1253,10 +1285,14 @@ class StepReport(_message.Message):
     _WhichOneofArgType__kl: _TypeAlias = _typing.Literal["_kl", b"_kl"]  # noqa: Y015
     _WhichOneofReturnType__logical_mfu: _TypeAlias = _typing.Literal["logical_mfu"]  # noqa: Y015
     _WhichOneofArgType__logical_mfu: _TypeAlias = _typing.Literal["_logical_mfu", b"_logical_mfu"]  # noqa: Y015
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     _WhichOneofReturnType__old_kl: _TypeAlias = _typing.Literal["old_kl"]  # noqa: Y015
     _WhichOneofArgType__old_kl: _TypeAlias = _typing.Literal["_old_kl", b"_old_kl"]  # noqa: Y015
     _WhichOneofReturnType__planned_memory_bytes: _TypeAlias = _typing.Literal["planned_memory_bytes"]  # noqa: Y015
     _WhichOneofArgType__planned_memory_bytes: _TypeAlias = _typing.Literal["_planned_memory_bytes", b"_planned_memory_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__policy_gradient_loss: _TypeAlias = _typing.Literal["policy_gradient_loss"]  # noqa: Y015
+    _WhichOneofArgType__policy_gradient_loss: _TypeAlias = _typing.Literal["_policy_gradient_loss", b"_policy_gradient_loss"]  # noqa: Y015
     _WhichOneofReturnType__rank_gap: _TypeAlias = _typing.Literal["rank_gap"]  # noqa: Y015
     _WhichOneofArgType__rank_gap: _TypeAlias = _typing.Literal["_rank_gap", b"_rank_gap"]  # noqa: Y015
     _WhichOneofReturnType__ratio_max: _TypeAlias = _typing.Literal["ratio_max"]  # noqa: Y015
@@ -1293,8 +1329,12 @@ class StepReport(_message.Message):
     _WhichOneofArgType__staleness_max: _TypeAlias = _typing.Literal["_staleness_max", b"_staleness_max"]  # noqa: Y015
     _WhichOneofReturnType__staleness_mean: _TypeAlias = _typing.Literal["staleness_mean"]  # noqa: Y015
     _WhichOneofArgType__staleness_mean: _TypeAlias = _typing.Literal["_staleness_mean", b"_staleness_mean"]  # noqa: Y015
+    _WhichOneofReturnType__token_reduction: _TypeAlias = _typing.Literal["token_reduction"]  # noqa: Y015
+    _WhichOneofArgType__token_reduction: _TypeAlias = _typing.Literal["_token_reduction", b"_token_reduction"]  # noqa: Y015
     _WhichOneofReturnType__token_staleness_mean: _TypeAlias = _typing.Literal["token_staleness_mean"]  # noqa: Y015
     _WhichOneofArgType__token_staleness_mean: _TypeAlias = _typing.Literal["_token_staleness_mean", b"_token_staleness_mean"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_per_second: _TypeAlias = _typing.Literal["tokens_per_second"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_second: _TypeAlias = _typing.Literal["_tokens_per_second", b"_tokens_per_second"]  # noqa: Y015
     _WhichOneofReturnType__zero_variance_fraction: _TypeAlias = _typing.Literal["zero_variance_fraction"]  # noqa: Y015
     _WhichOneofArgType__zero_variance_fraction: _TypeAlias = _typing.Literal["_zero_variance_fraction", b"_zero_variance_fraction"]  # noqa: Y015
     @_typing.overload
@@ -1302,7 +1342,15 @@ class StepReport(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__advantage_std) -> _WhichOneofReturnType__advantage_std | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attention_pair_reduction) -> _WhichOneofReturnType__attention_pair_reduction | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__changed_share) -> _WhichOneofReturnType__changed_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_fraction_dual) -> _WhichOneofReturnType__clip_fraction_dual | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_fraction_high) -> _WhichOneofReturnType__clip_fraction_high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_fraction_low) -> _WhichOneofReturnType__clip_fraction_low | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_fraction_negative) -> _WhichOneofReturnType__clip_fraction_negative | None: ...
     @_typing.overload
@@ -1316,6 +1364,8 @@ class StepReport(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__correction_weight_mean) -> _WhichOneofReturnType__correction_weight_mean | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy) -> _WhichOneofReturnType__entropy | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grad_norm) -> _WhichOneofReturnType__grad_norm | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hardware_mfu) -> _WhichOneofReturnType__hardware_mfu | None: ...
@@ -1324,9 +1374,13 @@ class StepReport(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logical_mfu) -> _WhichOneofReturnType__logical_mfu | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__old_kl) -> _WhichOneofReturnType__old_kl | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__planned_memory_bytes) -> _WhichOneofReturnType__planned_memory_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_gradient_loss) -> _WhichOneofReturnType__policy_gradient_loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rank_gap) -> _WhichOneofReturnType__rank_gap | None: ...
     @_typing.overload
@@ -1364,7 +1418,11 @@ class StepReport(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness_mean) -> _WhichOneofReturnType__staleness_mean | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_reduction) -> _WhichOneofReturnType__token_reduction | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__token_staleness_mean) -> _WhichOneofReturnType__token_staleness_mean | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_second) -> _WhichOneofReturnType__tokens_per_second | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__zero_variance_fraction) -> _WhichOneofReturnType__zero_variance_fraction | None: ...
 

@@ -111,7 +111,7 @@ def forward(
 
 def optim_step(request: service_pb2.OptimStepRequest, policy: Policy) -> Submission:
     optim = optim_request(_optim(request))
-    check_optim(optim)
+    check_optim(optim, policy.spec.optimizer)
     command = OptimStepCommand(
         optim=optim,
         expected_version=_expected_version(request),

@@ -17,7 +17,7 @@ from rich.table import Table
 from ratoon import app
 from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig, ServeConfig
 from ratoon.demo.loop import POLICY_ID, Loop, Update
-from ratoon.demo.verdict import Round, Verdict
+from ratoon.demo.verdict import Round, Verdict, clipped
 from ratoon_client import RatoonClient
 
 # A leg ends at this mean reward of its last steps, or after this many steps.
@@ -71,7 +71,7 @@ def train(loop: Loop, console: Console, start: float) -> Verdict:
         last_reward=last_reward,
         # The second leg begins with one more update of the first's kind.
         num_updates=len(reports) + 1,
-        token_reduction=float(np.mean([report.token_reduction for report in reports])),
+        token_reduction=float(np.mean([report.token_reduction or 1.0 for report in reports])),
         version=loop.version,
         seconds=time.monotonic() - start,
         rounds=rounds,
@@ -88,11 +88,11 @@ def _synchronous_leg(updates: Iterator[Update], console: Console) -> list[Update
             rows.add(
                 str(len(done)),
                 f"{each.reward:.3f}",
-                f"{report.loss:+.4f}",
-                f"{report.sampler_kl or 0.0:.1e}",
-                f"{report.entropy:.3f}",
-                f"{report.token_reduction:.1f}",
-                f"{report.tokens_per_second:,.0f}",
+                _figure(report.loss, "+.4f"),
+                _figure(report.sampler_kl, ".1e"),
+                _figure(report.entropy, ".3f"),
+                _figure(report.token_reduction, ".1f"),
+                _figure(report.tokens_per_second, ",.0f"),
             )
             live.update(rows.table(), refresh=True)
             if _reached([each.reward for each in done], SYNCHRONOUS_REWARD):
@@ -111,14 +111,19 @@ def _asynchronous_leg(rounds: Iterator[Round], console: Console) -> list[Round]:
                 str(len(done)),
                 f"{each.reward:.3f}",
                 f"{first.staleness_max}, {second.staleness_max}",
-                f"{second.ratio_min or 0.0:.2f} to {second.ratio_max or 0.0:.2f}",
-                f"{second.clip_fraction_low + second.clip_fraction_high:.1%}",
-                f"{first.correction_weight_mean or 1.0:.3f}",
+                f"{_figure(second.ratio_min, '.2f')} to {_figure(second.ratio_max, '.2f')}",
+                f"{clipped(second):.1%}",
+                _figure(first.correction_weight_mean, ".3f"),
             )
             live.update(rows.table(), refresh=True)
             if _reached([each.reward for each in done], ASYNCHRONOUS_REWARD):
                 break
     return done
+
+
+def _figure(value: float | None, form: str) -> str:
+    """As a table shows it; a figure that was not computed is a dash."""
+    return "-" if value is None else format(value, form)
 
 
 def _reached(rewards: list[float], wanted: float) -> bool:

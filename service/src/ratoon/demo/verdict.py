@@ -71,14 +71,14 @@ class Verdict:
 
 def loss_lines(rounds: Sequence[Round]) -> tuple[str, ...]:
     """The second leg in four lines."""
-    clipped = [_clipped(each.second) for each in rounds]
+    held = [clipped(each.second) for each in rounds]
     weights = [each.weight for each in rounds]
     low = min(each.second.ratio_min or 0.0 for each in rounds)
     high = max(each.second.ratio_max or 0.0 for each in rounds)
     return (
         f"  staleness   {_versions(rounds)} versions in the first and the second half",
         f"  ratio       1 in the first half, {low:.2f} to {high:.2f} in the second",
-        f"  clip        held {sum(clipped) / len(clipped):.1%} of the second half's tokens",
+        f"  clip        held {sum(held) / len(held):.1%} of the second half's tokens",
         f"  correction  mean weight {min(weights):.3f} to {max(weights):.3f}",
     )
 
@@ -92,7 +92,7 @@ def loss_faults(rounds: Sequence[Round]) -> list[str]:
         faults.append("the first half's ratio is not 1, though the Forward ran at its version")
     if not any(_distance(each.second) > MOVED for each in rounds):
         faults.append("the second half's ratio is 1, though an Update came between")
-    if not any(_clipped(each.second) > 0 for each in rounds):
+    if not any(clipped(each.second) > 0 for each in rounds):
         faults.append("nothing was clipped")
     if any(each.first.correction_weight_mean is None for each in rounds):
         faults.append("no correction was applied")
@@ -109,8 +109,9 @@ def _versions(rounds: Sequence[Round]) -> str:
     return f"{'/'.join(first)} and {'/'.join(second)}"
 
 
-def _clipped(report: StepReport) -> float:
-    return report.clip_fraction_low + report.clip_fraction_high
+def clipped(report: StepReport) -> float:
+    """The share of tokens that the clip holds; of no tokens none is held."""
+    return (report.clip_fraction_low or 0.0) + (report.clip_fraction_high or 0.0)
 
 
 def _distance(report: StepReport) -> float:

@@ -32,7 +32,7 @@ from ratoon.stream.files import (
     unseal_document,
 )
 from ratoon.train.config import OptimizerStates
-from ratoon.train.optim.adamw import OptimizerState
+from ratoon.train.optim.state import OptimizerState
 
 MANIFEST_NAME = "checkpoint.json"
 _FORMAT = 4

@@ -232,6 +232,7 @@ class OptimRequest:
     eps: float | None = None
     tensor_grad_norms: bool = False
     changed_share: bool = False
+    step_on_zero_gradient: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,12 +37,14 @@ from ratoon.train.numerics import (
     device_model,
     peak_memory_bytes,
 )
-from ratoon.train.optim.adamw import OptimizerState, block_norms
+from ratoon.train.optim.adamw import block_norms
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.optim.parts import Shares
 from ratoon.train.optim.sharded_sums import ShardedSums
+from ratoon.train.optim.state import OptimizerState
+from ratoon.train.optim.step_bounds import StateBounds
 from ratoon.train.optim.tensor_norms import PartNorm, part_norms
 from ratoon.train.passes import (
     ForwardColumns,
@@ -200,10 +202,14 @@ class Rank:
         """This rank's gradient sums of some parameters, on the CPU."""
         return [self.gradients.sum_of(name).to("cpu") for name in parameters]
 
-    def add_up(self) -> None:
-        """Make the sums of this rank's parts those over all ranks; only a step may follow."""
+    def add_up(self) -> StateBounds:
+        """Make the sums of this rank's parts those over all ranks; only a step may follow.
+
+        Returns bounds of the state of these parts.
+        """
         if self.copies.size > 1:
             self.shares.add_up(self.gradients.whole_sums())
+        return self.optimizer.bounds()
 
     def norms(self, exactly: bool) -> dict[str, float]:
         """`block_norms` of the parts that were added up, of one block each; before a step."""
@@ -214,6 +220,10 @@ class Rank:
     def part_norms(self) -> dict[str, PartNorm]:
         """Of the parts that were added up."""
         return part_norms(self._own_sums())
+
+    def stays_finite(self, norm: float, divisor: float, step: OptimStep) -> bool:
+        """Whether a `step` would make finite weights and moments of this rank's parts; exact."""
+        return self.optimizer.stays_finite(self._own_sums(), divisor, norm, step)
 
     def step(self, norm: float, divisor: float, step: OptimStep) -> Stepped:
         """Step this rank's parts, and get the others' new weights. `norm`: after division."""

@@ -52,6 +52,7 @@ from ratoon.train.numerics import (
 from ratoon.train.optim.adamw import norm_of_blocks
 from ratoon.train.optim.choice import rounding_warning
 from ratoon.train.optim.digest import digest_of_sums
+from ratoon.train.optim.step_bounds import StateBounds
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
 from ratoon.train.optim.tensor_norms import tensor_norms
 from ratoon.train.passes import ForwardColumns, PassTotals
@@ -63,7 +64,12 @@ from ratoon.train.rates import rates_of
 from ratoon.train.report import batch_sums
 from ratoon.train.report import build as report_builder
 from ratoon.train.report.clock import DeviceClock
-from ratoon.train.report.step_report import PhaseSeconds, StepReport
+from ratoon.train.report.step_report import (
+    PhaseSeconds,
+    SkipReason,
+    StepReport,
+    TensorGradNorm,
+)
 from ratoon.train.report.usage import UsageMeter
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
@@ -243,9 +249,10 @@ class Trainer:
     def optim_step(self, step: OptimStep) -> StepReport:
         """Divide the window's gradient, clip, step; the window is empty afterwards.
 
-        The report's means are over the window. Where no token counts, a number is not finite or
-        one of the spec's guard is above its limit, the step is skipped: the window is discarded,
-        weights and version stay. Raises `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
+        The report's means are over the window. Where no token counts, the gradient is zero, a
+        number is not finite or would not be after the step, or one of the spec's guard is above its
+        limit, the step is skipped: the window is discarded, weights and version stay. Raises
+        `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
         """
         return self._step(step, StepReport())
 
@@ -427,22 +434,13 @@ class Trainer:
 
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock = DeviceClock(self.model.device)
-        divisor = self._window.divisor(step.divisor)
-        totals, warnings, norms = self._window.totals, base.warnings, ()
-        grad_norm, changed = None, None
+        divisor, totals = self._window.divisor(step.divisor), self._window.totals
+        reason, grad_norm = self._judge(step, divisor)
+        norms = self._tensor_norms(divisor) if step.tensor_grad_norms and divisor else ()
+        warnings, changed = base.warnings, None
         peaks = [peak_memory_bytes(self.model.device)]
         planned = [self.ranks.own.planned_memory_bytes]
-        reason = reason_in_sums(totals.sums, divisor, self.spec.guard)
-        if divisor:
-            self.ranks.all("add_up")
-            if step.tensor_grad_norms:
-                parts = self.ranks.own.shares.in_order(self.ranks.all("part_norms"))
-                norms = tensor_norms(parts, self._named.by_parameter(), divisor)
         if reason is None:
-            grad_norm = self._grad_norm(divisor)
-            reason = reason_in_norm(grad_norm, self.spec.guard)
-        if reason is None:
-            assert grad_norm is not None
             stepped = self.ranks.all("step", grad_norm, divisor, step)
             peaks = [each.peak_memory_bytes for each in stepped]
             planned = [each.planned_memory_bytes for each in stepped]
@@ -451,7 +449,7 @@ class Trainer:
             self.version += 1
             warnings += rounding_warning(self.spec.kept_states, step.learning_rate)
         else:
-            warnings = (*warnings, f"{WARNINGS[reason]}: the step was skipped")
+            warnings += (f"{WARNINGS[reason]}: the step was skipped",)
         self.discard_gradients()
         clock.lap("optimizer")
         base = replace(
@@ -466,6 +464,27 @@ class Trainer:
             planned_memory_bytes=max((each for each in planned if each is not None), default=None),
         )
         return report_builder.step_report(base, totals, divisor, seconds=clock.seconds())
+
+    def _judge(self, step: OptimStep, divisor: float) -> tuple[SkipReason | None, float | None]:
+        """Why the window is not stepped on, and its gradient's norm after division, if it was
+        measured. Nothing of the state is written before it is known on all ranks."""
+        reason = reason_in_sums(self._window.totals.sums, divisor, self.spec.guard)
+        if not divisor:
+            return reason, None
+        bounds = StateBounds.over(self.ranks.all("add_up"))
+        if reason is not None:
+            return reason, None
+        norm = self._grad_norm(divisor)
+        reason = reason_in_norm(norm, step, self.spec.guard)
+        optimizer = self.ranks.own.optimizer
+        if reason is None and optimizer.bounds_after(bounds, norm, step) is None:
+            is_finite = all(self.ranks.all("stays_finite", norm, divisor, step))
+            reason = None if is_finite else SkipReason.NON_FINITE_STEP
+        return reason, norm
+
+    def _tensor_norms(self, divisor: float) -> tuple[TensorGradNorm, ...]:
+        parts = self.ranks.own.shares.in_order(self.ranks.all("part_norms"))
+        return tensor_norms(parts, self._named.by_parameter(), divisor)
 
     def _grad_norm(self, divisor: float) -> float:
         """Of the sums that were added up, after division; infinite where the sums' dtype holds no

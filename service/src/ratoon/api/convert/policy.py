@@ -14,7 +14,6 @@ from ratoon.api.convert.checks import (
     POLICY_ID,
     at_least,
     matched,
-    not_negative,
     positive,
     required,
 )
@@ -42,6 +41,7 @@ from ratoon.model.spec import (
     PresetBase,
 )
 from ratoon.train.config import AdamWConfig, NumericsGuard, ParallelLayout, Shard
+from ratoon.train.optim.resolve import check_adamw
 from ratoon_proto.v1 import policy_pb2 as wire
 
 KEEP_VERSIONS = 2
@@ -129,11 +129,7 @@ def _tuning(message: wire.PolicySpec) -> FullTuning | LoraTuning:
 
 def _optimizer(message: wire.AdamWConfig) -> AdamWConfig:
     config = read(message, AdamWConfig, "spec.optimizer")
-    for name, beta in (("beta1", config.beta1), ("beta2", config.beta2)):
-        if not 0 <= beta < 1:
-            raise invalid(f"spec.optimizer.{name}", beta, "a number in [0, 1)")
-    positive("spec.optimizer.eps", config.eps)
-    not_negative("spec.optimizer.weight_decay", config.weight_decay)
+    check_adamw("spec.optimizer", config)
     return config
 
 

@@ -230,6 +230,6 @@ def ended_progress(result: OperationResult | None) -> Progress:
     return Progress(
         micro_batches_done=report.num_micro_batches,
         micro_batches_planned=report.num_micro_batches,
-        tokens_per_second=report.tokens_per_second,
+        tokens_per_second=report.tokens_per_second or 0.0,
         eta_s=0.0,
     )

@@ -4,7 +4,7 @@ The count is a function of the journal, so every reader gets the same, and a fai
 brought back.
 
 A step that was taken, a loaded checkpoint or imported weights reset the count. Operations that
-change no weights, and steps without tokens, leave it as it is.
+change no weights, and steps without tokens or without a gradient, leave it as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ratoon.engine.types import (
     PolicyState,
     StepResult,
 )
-from ratoon.train.report.step_report import SkipReason
 
 _STEPS = (OperationKind.UPDATE, OperationKind.OPTIM_STEP)
 # Records read first from the end of the journal; doubled until the count is known.
@@ -98,7 +97,7 @@ def _is_skipped_for_numbers(record: OperationRecord) -> bool:
     if record.state is not JournalState.APPLIED or not isinstance(record.result, StepResult):
         return False
     reason = record.result.report.skip_reason
-    return reason is not None and reason is not SkipReason.NO_TOKENS
+    return reason is not None and reason.is_of_numbers
 
 
 async def _give_up(run: PolicyRun, count: int) -> None:

@@ -87,20 +87,20 @@ def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list
 
 def _figures(policy_id: str, report: StepReport) -> list[Change]:
     """Figures of a batch, or of the whole window of an OptimStep."""
-    values = ((*gauge, getattr(report, name)) for name, gauge in metrics.REPORT_GAUGES.items())
-    figures: list[Change] = [
-        metric.sample(value, policy_id, *labels)
-        for metric, labels, value in values
-        if value is not None
+    figures = [
+        metric.newest(getattr(report, name), policy_id, *labels)
+        for name, (metric, labels) in metrics.REPORT_GAUGES.items()
     ]
-    if not report.routers:
-        return figures
+    routers = report.routers
     # By layer they are in the report.
     return figures + _gauges(
         policy_id,
-        (metrics.ROUTER_MAX_LOAD, max(each.max_load for each in report.routers)),
-        (metrics.ROUTER_UNUSED_EXPERTS, sum(each.unused_experts for each in report.routers)),
-        (metrics.ROUTER_ENTROPY, min(each.entropy for each in report.routers)),
+        (metrics.ROUTER_MAX_LOAD, max((each.max_load for each in routers), default=None)),
+        (
+            metrics.ROUTER_UNUSED_EXPERTS,
+            sum(each.unused_experts for each in routers) if routers else None,
+        ),
+        (metrics.ROUTER_ENTROPY, min((each.entropy for each in routers), default=None)),
     )
 
 
@@ -122,7 +122,6 @@ def _batch(policy_id: str, report: StepReport) -> list[Change]:
             (metrics.RANK_GAP, report.rank_gap),
             (metrics.TOKEN_RATE, report.tokens_per_second),
             (metrics.PEAK_MEMORY, report.peak_memory_bytes),
-            (metrics.PLANNED_MEMORY, report.planned_memory_bytes),
         ),
     ]
 
@@ -150,13 +149,14 @@ def _step(policy_id: str, report: StepReport) -> list[Change]:
         policy_id,
         (metrics.GRAD_NORM, report.grad_norm),
         (metrics.CHANGED_SHARE, report.changed_share),
+        (metrics.PLANNED_MEMORY, report.planned_memory_bytes),
     )
     return [*skipped, *gauges]
 
 
 def _gauges(policy_id: str, *values: tuple[Metric, float | None]) -> list[Change]:
-    """Gauges of the figures that exist; non-finite values are shown as they are."""
-    return [metric.sample(value, policy_id) for metric, value in values if value is not None]
+    """One gauge a figure; non-finite values are shown as they are."""
+    return [metric.newest(value, policy_id) for metric, value in values]
 
 
 def _seconds(seconds: PhaseSeconds) -> list[Change]:

@@ -23,6 +23,9 @@ from ratoon.train.config import (
     TokenWeight,
 )
 
+# Added to a norm that divides: the same guard as torch's clip_grad_norm_.
+_CLIP_EPSILON = 1e-6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipObjective:
@@ -147,7 +150,8 @@ class OptimStep:
     """One optimizer step. `max_grad_norm` infinity: no clipping.
 
     With `tensor_grad_norms` the gradient's norms are reported tensor by tensor, too, with
-    `changed_share` how many bfloat16 weights it changes.
+    `changed_share` how many bfloat16 weights it changes. With `step_on_zero_gradient` a gradient of
+    zeros is stepped on, by moments and decay alone.
     """
 
     learning_rate: float
@@ -160,6 +164,11 @@ class OptimStep:
     beta1: float | None = None
     beta2: float | None = None
     eps: float | None = None
+    step_on_zero_gradient: bool = False
+
+    def clip_factor(self, norm: float) -> float:
+        """What a gradient of this norm, after division, is multiplied by."""
+        return min(1.0, self.max_grad_norm / (norm + _CLIP_EPSILON))
 
     def adamw(self, policy: AdamWConfig) -> AdamWConfig:
         """The policy's, but for what this step has its own of."""

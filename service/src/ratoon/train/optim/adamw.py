@@ -1,7 +1,7 @@
-"""AdamW over weights that are their own masters, and the state that any kind of AdamW here has.
+"""AdamW over weights that are their own masters, and what any kind of AdamW here does.
 
-A step is applied whole or, where the gradient is not finite or above the step's limit, no weight
-and no moment is touched.
+A step is applied whole or, where the gradient is not finite or would make weights or moments that
+are not, no weight and no moment is touched.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ratoon.errors import invalid
-from ratoon.model.stored_weights import are_finite
 from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.loss.spec import OptimStep
+from ratoon.train.optim.state import OptimizerState, check_sum
+from ratoon.train.optim.step_bounds import StateBounds
 
-# The same guard as torch's clip_grad_norm_.
-CLIP_EPSILON = 1e-6
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 # Smallest normal float32.
 _TINY = 2.0**-126
@@ -29,67 +27,14 @@ _TINY = 2.0**-126
 _NORM_CHUNK = 1 << 25
 # Below this norm the squares of a gradient's elements may be no normal float32.
 _MIN_NORM = 2.0**-32
-# Fields of a state that make up the weights.
-_OF_WEIGHTS = ("weights", "weight_remainder")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerState:
-    """Everything that a step depends on beside its gradient; live tensors by parameter name."""
-
-    kind: OptimizerStates
-    # FP32: masters, float32, or float64 for float64 parameters. Else bfloat16, the parameters.
-    weights: dict[str, Tensor]
-    # BF16_SPLIT...: int16, what the weights lack of their masters (`rounding.split_float32`).
-    weight_remainder: dict[str, Tensor]
-    # FP32, BF16_SPLIT: as wide as masters. Else bfloat16, or uint8 codes with their scales below.
-    exp_avg: dict[str, Tensor]
-    exp_avg_sq: dict[str, Tensor]
-    # float32, one a block of `rounding.BLOCK` codes; the names that have codes.
-    exp_avg_scale: dict[str, Tensor]
-    exp_avg_sq_scale: dict[str, Tensor]
-    num_steps: int
-
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """All tensors, by field and parameter."""
-        return {
-            "weights": self.weights,
-            "weight_remainder": self.weight_remainder,
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-            "exp_avg_scale": self.exp_avg_scale,
-            "exp_avg_sq_scale": self.exp_avg_sq_scale,
-        }
-
-    def on_host(self) -> OptimizerState:
-        """A copy on the CPU that shares nothing with this one, made one tensor after the other."""
-        fields = {
-            field: {name: _host_copy(tensor) for name, tensor in tensors.items()}
-            for field, tensors in self.tensors().items()
-        }
-        return OptimizerState(kind=self.kind, num_steps=self.num_steps, **fields)
-
-    def copy_from(self, state: OptimizerState) -> None:
-        """Overwrite the tensors by those of a state of the same kind, names and shapes."""
-        theirs = state.tensors()
-        for field, mine in self.tensors().items():
-            for name, tensor in mine.items():
-                tensor.copy_(theirs[field][name])
-
-    def clear_moments(self) -> None:
-        """Zeros, as before the first step."""
-        for field, tensors in self.tensors().items():
-            if field not in _OF_WEIGHTS:
-                for tensor in tensors.values():
-                    tensor.zero_()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """`grad_norm` is after division, before clipping.
 
-    Skipped: it is not finite. `changed`, on the device: how many bfloat16 weights have other bits;
-    None where nobody asked, or weights are wider.
+    Skipped: it is not finite, or what the step would make is not. `changed`, on the device: how
+    many bfloat16 weights have other bits; None where nobody asked, or weights are wider.
     """
 
     grad_norm: float
@@ -100,9 +45,14 @@ class StepOutcome:
 class Optimizer(ABC):
     """Owns what is kept of some parameters, or of parts of them, and steps these alone.
 
-    Ranks that have a part each measure one norm together and then `apply` it; `step` is both, of
-    one who has all.
+    Ranks that have a part each measure one norm together, judge the step by `bounds_after` and,
+    where that proves nothing, by `stays_finite`, and then `apply` it; `step` is all of this, of one
+    who has all.
     """
+
+    _config: AdamWConfig
+    # Of the state as it is; None: nobody has measured it since it was last changed from outside.
+    _bounds: StateBounds | None = None
 
     @property
     @abstractmethod
@@ -110,14 +60,14 @@ class Optimizer(ABC):
         """Above it a norm is of a gradient that is not finite in the dtype of the sums."""
 
     @abstractmethod
-    def apply(
+    def _apply(
         self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
     ) -> Tensor | None:
-        """Divide `sums` by `divisor` (> 0), clip by the gradient's `norm` (after division), step.
+        """As `apply`."""
 
-        May change `sums`. Returns, on the device, how many bfloat16 weights have other bits; None
-        where nobody asked, or weights are wider.
-        """
+    @abstractmethod
+    def _copy_of(self, name: str) -> Optimizer:
+        """An optimizer that owns a copy of one parameter and of what is kept of it."""
 
     @abstractmethod
     def state(self) -> OptimizerState:
@@ -144,6 +94,51 @@ class Optimizer(ABC):
     def reset(self) -> None:
         """Moments and step count as before the first step; weights stay."""
 
+    def bounds(self) -> StateBounds:
+        """Upper bounds of the state. Reads it, and waits for the device, only where it was changed
+        otherwise than by a step that `bounds_after` proved finite."""
+        if self._bounds is None:
+            self._bounds = self.state().bounds()
+        return self._bounds
+
+    def bounds_after(self, bounds: StateBounds, norm: float, step: OptimStep) -> StateBounds | None:
+        """Bounds after the next step of a state of these `bounds`; None: it may not be finite."""
+        number = self.state().num_steps + 1
+        return bounds.after(step, step.adamw(self._config), number, norm)
+
+    def stays_finite(
+        self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
+    ) -> bool:
+        """Whether `apply` would make finite weights and moments alone; changes nothing.
+
+        Exact: where newly measured bounds do not prove it, the step is taken on a copy of one
+        parameter after the other.
+        """
+        state = self.state()
+        self._bounds = state.bounds()
+        if self.bounds_after(self._bounds, norm, step) is not None:
+            return True
+        for name in state.weights:
+            copy = self._copy_of(name)
+            copy.apply({name: sums[name].clone()}, divisor, norm, step)
+            if not copy.state().is_finite():
+                return False
+        return True
+
+    def apply(
+        self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
+    ) -> Tensor | None:
+        """Divide `sums` by `divisor` (> 0), clip by the gradient's `norm` (after division), step.
+
+        May change `sums`. Returns, on the device, how many bfloat16 weights have other bits; None
+        where nobody asked, or weights are wider.
+        """
+        bounds, self._bounds = self._bounds, None
+        after = None if bounds is None else self.bounds_after(bounds, norm, step)
+        changed = self._apply(sums, divisor, norm, step)
+        self._bounds = after
+        return changed
+
     def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
         """Divide `sums` by `divisor` (> 0), clip by the global norm, step.
 
@@ -151,7 +146,11 @@ class Optimizer(ABC):
         """
         norm = global_norm(sums.values()) / divisor
         norm = math.inf if norm > self.max_norm else norm
-        if not math.isfinite(norm):
+        is_safe = math.isfinite(norm) and (
+            self.bounds_after(self.bounds(), norm, step) is not None
+            or self.stays_finite(sums, divisor, norm, step)
+        )
+        if not is_safe:
             return StepOutcome(grad_norm=norm, skipped=True)
         return StepOutcome(
             grad_norm=norm, skipped=False, changed=self.apply(sums, divisor, norm, step)
@@ -198,7 +197,7 @@ class MasterAdamW(Optimizer):
     def max_norm(self) -> float:
         return self._max_norm
 
-    def apply(
+    def _apply(
         self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
     ) -> None:
         """On a GPU float32 weights are read and written in one pass over 32 bytes per parameter,
@@ -206,8 +205,7 @@ class MasterAdamW(Optimizer):
         self._num_steps += 1
         if self._adamw is None:
             return
-        clip = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON))
-        self._scale([sums[name] for name in self._masters], divisor, clip)
+        self._scale([sums[name] for name in self._masters], divisor, step.clip_factor(norm))
         config = step.adamw(self._config)
         for group in self._adamw.param_groups:
             group["lr"] = step.learning_rate
@@ -235,6 +233,7 @@ class MasterAdamW(Optimizer):
         )
 
     def load(self, state: OptimizerState) -> None:
+        self._bounds = None
         self.state().copy_from(state)
         for master in self._masters.values():
             self._moments(master)["step"].fill_(float(state.num_steps))
@@ -247,6 +246,7 @@ class MasterAdamW(Optimizer):
     @torch.no_grad()
     def set_weights(self, values: Mapping[str, Tensor], *, adds: bool, key: str) -> None:
         """Nothing is rounded."""
+        self._bounds = None
         for name, master in self._masters.items():
             master.copy_(self._updated(name, values, adds=adds))
 
@@ -254,6 +254,11 @@ class MasterAdamW(Optimizer):
         state = self.state()
         state.clear_moments()
         self.load(replace(state, num_steps=0))
+
+    def _copy_of(self, name: str) -> MasterAdamW:
+        copy = MasterAdamW({name: self._masters[name].detach().clone()}, self._config)
+        copy.load(self.state().alone(name))
+        return copy
 
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
         assert self._adamw is not None
@@ -280,12 +285,6 @@ class MasterAdamW(Optimizer):
             gradient.div_(divisor)
             if clip < 1.0:
                 gradient.mul_(clip)
-
-
-def check_sum(name: str, weights: Tensor) -> None:
-    """Raises INVALID_ARGUMENT where not all are finite."""
-    if not are_finite(weights):
-        raise invalid(f"weights[{name}]", "a sum that is not finite", "below 2**127 in magnitude")
 
 
 def global_norm(gradients: Iterable[Tensor]) -> float:
@@ -324,7 +323,3 @@ def block_norms(gradients: Iterable[Tensor], *, exactly: bool) -> list[float]:
 
 def _norm_of_norms(norms: Sequence[float]) -> float:
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64)))
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -18,13 +18,7 @@ from torch import Tensor
 from ratoon.errors import invalid
 from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.loss.spec import OptimStep
-from ratoon.train.optim.adamw import (
-    CLIP_EPSILON,
-    MAX_FLOAT32,
-    Optimizer,
-    OptimizerState,
-    check_sum,
-)
+from ratoon.train.optim.adamw import MAX_FLOAT32, Optimizer
 from ratoon.train.optim.bf16_state import (
     Tensors,
     Views,
@@ -39,6 +33,7 @@ from ratoon.train.optim.bf16_state import (
     write_weights,
 )
 from ratoon.train.optim.rounding import MAX_SQUARE, random_words, split_float32
+from ratoon.train.optim.state import OptimizerState, check_sum
 
 # Indices are int32, beyond the end of the last elements too.
 _MAX_ELEMENTS = (1 << 31) - (1 << 16)
@@ -64,6 +59,7 @@ class Bf16AdamW(Optimizer):
     ) -> None:
         _check(parameters, kind)
         self._config = config
+        self._kind = kind
         self._seed = seed
         weights = {name: parameter.detach() for name, parameter in parameters.items()}
         self._live = initial_state(weights, kind)
@@ -80,13 +76,13 @@ class Bf16AdamW(Optimizer):
     def max_norm(self) -> float:
         return MAX_FLOAT32
 
-    def apply(
+    def _apply(
         self, sums: Mapping[str, Tensor], divisor: float, norm: float, step: OptimStep
     ) -> Tensor | None:
         """`sums`, float32 or bfloat16, stay."""
-        clip = min(1.0, step.max_grad_norm / (norm + CLIP_EPSILON))
         number = self._live.num_steps + 1
-        numbers = _numbers(step.adamw(self._config), step, clip / divisor, number)
+        scale = step.clip_factor(norm) / divisor
+        numbers = _numbers(step.adamw(self._config), step, scale, number)
         keys = keys_of(f"{self._seed}/{number}", 2)
         scalars = (
             self._upload(torch.tensor(numbers, dtype=torch.float32)),
@@ -113,6 +109,7 @@ class Bf16AdamW(Optimizer):
         return self._live
 
     def load(self, state: OptimizerState) -> None:
+        self._bounds = None
         self._live.copy_from(state)
         self._live = replace(self._live, num_steps=state.num_steps)
         for views in self._views:
@@ -128,6 +125,7 @@ class Bf16AdamW(Optimizer):
     @torch.no_grad()
     def set_weights(self, values: Mapping[str, Tensor], *, adds: bool, key: str) -> None:
         """Masters are exact, what has none is rounded by `key`."""
+        self._bounds = None
         keys = torch.tensor(keys_of(f"{self._seed}/{key}", 2), dtype=torch.int32)
         keys = self._upload(keys)
         for views in self._views:
@@ -136,8 +134,16 @@ class Bf16AdamW(Optimizer):
             write_weights(views.weights, self._updated(views, values, adds=adds), words)
 
     def reset(self) -> None:
+        self._bounds = None
         self._live.clear_moments()
         self._live = replace(self._live, num_steps=0)
+
+    def _copy_of(self, name: str) -> Bf16AdamW:
+        state = self._live.alone(name)
+        weight = state.weights[name].to(torch.bfloat16, copy=True)
+        copy = Bf16AdamW({name: weight}, self._config, self._kind, self._seed)
+        copy.load(state)
+        return copy
 
     def _updated(self, views: Views, values: Mapping[str, Tensor], *, adds: bool) -> Tensor:
         value = values[views.name].to(self._device, torch.float32).view(views.weights[0].shape)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ratoon.model.parts import origin_of
 from ratoon.train.config import OptimizerStates
-from ratoon.train.optim.adamw import OptimizerState
 from ratoon.train.optim.rounding import (
     BLOCK,
     decode_positive,
@@ -26,6 +25,7 @@ from ratoon.train.optim.rounding import (
     round_bf16,
     split_float32,
 )
+from ratoon.train.optim.state import OptimizerState
 
 # A parameter of fewer elements, or not of whole blocks, has bfloat16 moments and no codes.
 MIN_8BIT_ELEMENTS = 4096

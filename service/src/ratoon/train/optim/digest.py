@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ratoon.train.optim.adamw import OptimizerState
+from ratoon.train.optim.state import OptimizerState
 
 BLOCK = 1 << 13
 # Fields whose tensors of one name have one size: one read of the multipliers serves those there

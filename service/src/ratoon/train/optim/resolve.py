@@ -10,53 +10,59 @@ from ratoon.train.loss.checks import require
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor, Normalisation, OptimStep
 
 DEFAULT_MAX_GRAD_NORM = 1.0
+# Far beyond every recipe; within them no float32 of a step overflows by these numbers alone.
+_MAX_LEARNING_RATE = 1e4
+_SMALLEST = 1e-30
+_LARGEST = 1e30
+_RANGE = f"a number from {_SMALLEST:g} to {_LARGEST:g}"
 
 
-def check_optim(request: OptimRequest) -> None:
-    """Check the numbers alone, without the window; `resolve_optim` does it too.
+def check_optim(request: OptimRequest, policy: AdamWConfig) -> None:
+    """Check the numbers, with the policy's where the request has none, but without the window;
+    `resolve_optim` does it too.
 
     Raises `RatoonError` INVALID_ARGUMENT naming the field.
     """
-    require(
-        "optim.learning_rate",
-        request.learning_rate,
-        request.learning_rate >= 0,
-        "a finite number, at least 0",
-    )
-    if request.weight_decay is not None:
-        require(
-            "optim.weight_decay",
-            request.weight_decay,
-            request.weight_decay >= 0,
-            "a finite number, at least 0",
-        )
-    for name, beta in (("beta1", request.beta1), ("beta2", request.beta2)):
-        if beta is not None:
-            require(f"optim.{name}", beta, 0 <= beta < 1, "a number in [0, 1)")
-    if request.eps is not None:
-        require("optim.eps", request.eps, request.eps > 0, "a finite number above 0")
-    if request.max_grad_norm is not None:
-        require(
-            "optim.max_grad_norm",
-            request.max_grad_norm,
-            request.max_grad_norm >= 0,
-            "a finite number, at least 0 (0: no clipping)",
-        )
-    if request.divide_constant is not None:
-        require(
-            "optim.divide_constant",
-            request.divide_constant,
-            request.divide_constant > 0,
-            "a finite number above 0",
-        )
+    rate, constant = request.learning_rate, request.divide_constant
+    most = f"a number from 0 to {_MAX_LEARNING_RATE:g}"
+    require("optim.learning_rate", rate, 0 <= rate <= _MAX_LEARNING_RATE, most)
+    check_adamw("optim", request)
+    if request.max_grad_norm:
+        _require_in_range("optim.max_grad_norm", request.max_grad_norm, "0 (no clipping), or ")
+    if constant is not None:
+        _require_in_range("optim.divide_constant", constant)
         if request.divide_by not in (None, DivideBy.CONSTANT):
-            raise invalid(
-                "optim.divide_constant",
-                request.divide_constant,
-                f"absent: optim.divide_by is {request.divide_by}",
-            )
+            expected = f"absent: optim.divide_by is {request.divide_by}"
+            raise invalid("optim.divide_constant", constant, expected)
     elif request.divide_by is DivideBy.CONSTANT:
-        raise invalid("optim.divide_constant", "none", "a finite number above 0")
+        raise invalid("optim.divide_constant", "none", _RANGE)
+    own = request.weight_decay
+    decay = policy.weight_decay if own is None else own
+    if rate * decay > 1:
+        # More would turn the sign of every weight.
+        name, got, other = ("learning_rate", rate, f"weight_decay, {decay:g}, here the policy's")
+        if own is not None:
+            name, got, other = ("weight_decay", own, f"learning_rate, {rate:g}")
+        raise invalid(f"optim.{name}", got, f"at most 1 when multiplied by {other}")
+
+
+def check_adamw(path: str, config: AdamWConfig | OptimRequest) -> None:
+    """Check what is set of AdamW's numbers, of a policy or of one step.
+
+    Raises `RatoonError` INVALID_ARGUMENT naming the field below `path`.
+    """
+    for name, beta in (("beta1", config.beta1), ("beta2", config.beta2)):
+        if beta is not None:
+            require(f"{path}.{name}", beta, 0 <= beta < 1, "a number in [0, 1)")
+    if config.eps is not None:
+        _require_in_range(f"{path}.eps", config.eps)
+    if (decay := config.weight_decay) is not None:
+        most = f"a number from 0 to {_LARGEST:g}"
+        require(f"{path}.weight_decay", decay, 0 <= decay <= _LARGEST, most)
+
+
+def _require_in_range(field: str, value: float, otherwise: str = "") -> None:
+    require(field, value, _SMALLEST <= value <= _LARGEST, otherwise + _RANGE)
 
 
 def resolve_optim(
@@ -66,7 +72,7 @@ def resolve_optim(
 
     Raises `RatoonError` INVALID_ARGUMENT naming the field.
     """
-    check_optim(request)
+    check_optim(request, policy)
     divide_by = _resolve_divide_by(request, normalisation)
     return OptimStep(
         learning_rate=request.learning_rate,
@@ -75,6 +81,7 @@ def resolve_optim(
         divisor=_resolve_divisor(request, divide_by),
         tensor_grad_norms=request.tensor_grad_norms,
         changed_share=request.changed_share,
+        step_on_zero_gradient=request.step_on_zero_gradient,
         beta1=request.beta1,
         beta2=request.beta2,
         eps=request.eps,
@@ -110,7 +117,7 @@ def _resolve_divide_by(request: OptimRequest, normalisation: Normalisation) -> D
 def _resolve_divisor(request: OptimRequest, divide_by: DivideBy) -> CounterDivisor | NoDivisor:
     if divide_by is DivideBy.CONSTANT:
         if request.divide_constant is None:
-            raise invalid("optim.divide_constant", "none", "a finite number above 0")
+            raise invalid("optim.divide_constant", "none", _RANGE)
         return CounterDivisor(counter=DivideBy.SEQUENCES, times=request.divide_constant)
     if request.divide_constant is not None:
         raise invalid(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ratoon.train.config import NumericsGuard
+from ratoon.train.loss.spec import OptimStep
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.report.step_report import SkipReason
 
@@ -18,14 +19,18 @@ WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
         SkipReason.GRADIENT_NORM: "the gradient norm is above max_grad_norm_to_step",
         SkipReason.REFERENCE_KL: "the KL to the reference is above max_reference_kl_to_step",
         SkipReason.SAMPLER_KL: "the KL to the sampler is above max_sampler_kl_to_step",
+        SkipReason.NON_FINITE_STEP: "the step would make weights or moments that are not finite",
+        SkipReason.ZERO_GRADIENT: "the gradient is zero, and step_on_zero_gradient is off",
     }
 )
 
 
-def reason_in_norm(norm: float, guard: NumericsGuard) -> SkipReason | None:
+def reason_in_norm(norm: float, step: OptimStep, guard: NumericsGuard) -> SkipReason | None:
     """Why a gradient of this norm, after division, is not stepped on."""
     if not math.isfinite(norm):
         return SkipReason.NON_FINITE_GRADIENT
+    if norm == 0 and not step.step_on_zero_gradient:
+        return SkipReason.ZERO_GRADIENT
     limit = guard.max_grad_norm_to_step
     return None if limit is None or norm <= limit else SkipReason.GRADIENT_NORM
 

@@ -35,7 +35,9 @@ def forward_backward_report(
     by = prepared.loss.default_divide_by
     own = NoDivisor() if by in (DivideBy.CONSTANT, DivideBy.NONE) else CounterDivisor(counter=by)
     report = _with_packing(StepReport(), prepared.plan, seconds, usage)
-    report = _with_totals(report, totals, divide_number(own, totals.counters))
+    counters = totals.counters
+    divisor = divide_number(own, counters) if counters.tokens else 0.0
+    report = _with_totals(report, totals, divisor)
     warnings = (*prepared.warnings, *sum_warnings(prepared.loss, totals.sums))
     return replace(report, warnings=warnings)
 
@@ -72,7 +74,7 @@ def forward_report(
     mask_J = batch.loss_mask
     report = replace(
         _with_batch(_with_packing(StepReport(), plan, seconds, usage), of_batch(batch)),
-        entropy=float(columns.entropy_J[mask_J].mean(dtype=np.float64)),
+        entropy=float(columns.entropy_J[mask_J].mean(dtype=np.float64)) if mask_J.any() else None,
         num_groups=batch.num_groups,
         num_sequences=batch.num_sequences,
         trained_tokens=int(mask_J.sum()),
@@ -114,21 +116,18 @@ def _with_totals(report: StepReport, totals: Totals, divisor: float) -> StepRepo
 def _with_means(report: StepReport, sums: LossSums, divisor: float, *, has_kl: bool) -> StepReport:
     """Losses over `divisor`; KL and entropy weighted as the loss; the rest over counted terms.
 
-    Means other than the losses are over what was run.
+    Means other than the losses are over what was run. A mean over nothing is None.
     """
-    by_divisor = 1.0 / divisor if divisor else 0.0
-    by_weight = 1.0 / sums.weight if sums.weight else 0.0
-    by_terms = 1.0 / sums.terms if sums.terms else 0.0
     return replace(
         report,
-        loss=sums.loss * by_divisor,
-        policy_gradient_loss=sums.policy_gradient * by_divisor,
-        kl=sums.kl * by_weight if has_kl else None,
-        entropy=sums.entropy * by_weight,
-        router_aux_loss=sums.balance * by_weight if sums.balance else None,
-        clip_fraction_low=sums.clipped_low * by_terms,
-        clip_fraction_high=sums.clipped_high * by_terms,
-        clip_fraction_dual=sums.clipped_dual * by_terms,
+        loss=_scaled(sums.loss, divisor),
+        policy_gradient_loss=_scaled(sums.policy_gradient, divisor),
+        kl=_scaled(sums.kl, sums.weight) if has_kl else None,
+        entropy=_scaled(sums.entropy, sums.weight),
+        router_aux_loss=_scaled(sums.balance, sums.weight) if sums.balance else None,
+        clip_fraction_low=_scaled(sums.clipped_low, sums.terms),
+        clip_fraction_high=_scaled(sums.clipped_high, sums.terms),
+        clip_fraction_dual=_scaled(sums.clipped_dual, sums.terms),
         clip_fraction_positive=_mean(sums.positive_clipped, sums.positive_terms),
         clip_fraction_negative=_mean(sums.negative_clipped, sums.negative_terms),
         clamped_ratios=int(sums.clamped_ratios),
@@ -230,6 +229,11 @@ def _mean(total: float, count: float) -> float | None:
     return total / count if count else None
 
 
+def _scaled(total: float, weight: float) -> float | None:
+    """A mean that is rounded as the guard of a step rounds it."""
+    return total * (1.0 / weight) if weight else None
+
+
 def _with_packing(
     report: StepReport, plan: UpdatePlan, seconds: PhaseSeconds, usage: Usage
 ) -> StepReport:
@@ -238,13 +242,11 @@ def _with_packing(
         report,
         unshared_tokens=plan.unshared_tokens,
         packed_tokens=plan.packed_tokens,
-        token_reduction=plan.unshared_tokens / plan.packed_tokens if plan.packed_tokens else 0.0,
-        attention_pair_reduction=(
-            plan.replicated_pairs / plan.packed_pairs if plan.packed_pairs else 0.0
-        ),
+        token_reduction=_mean(plan.unshared_tokens, plan.packed_tokens),
+        attention_pair_reduction=_mean(plan.replicated_pairs, plan.packed_pairs),
         num_micro_batches=len(plan.micro_batches),
         seconds=seconds,
-        tokens_per_second=plan.unshared_tokens / wall_s if wall_s > 0 else 0.0,
+        tokens_per_second=_mean(plan.unshared_tokens, wall_s) if plan.packed_tokens else None,
         hardware_mfu=usage.hardware_mfu,
         logical_mfu=usage.logical_mfu,
         peak_memory_bytes=usage.peak_memory_bytes,

@@ -1,6 +1,7 @@
 """What a forward-backward or an optimizer step did, field for field the wire's `StepReport`.
 
-Means are over what the loss counts; `None` stands for a quantity that does not exist.
+Means are over what the loss counts; `None` stands for a quantity that does not exist or was not
+computed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from enum import StrEnum
 
 
 class SkipReason(StrEnum):
-    """Why an optimizer step was skipped; which of the limits is in `NumericsGuard`."""
+    """Why an optimizer step was skipped; `NumericsGuard` has the limits."""
 
     NO_TOKENS = "no_tokens"
     NON_FINITE_LOSS = "non_finite_loss"
@@ -18,6 +19,13 @@ class SkipReason(StrEnum):
     GRADIENT_NORM = "gradient_norm"
     REFERENCE_KL = "reference_kl"
     SAMPLER_KL = "sampler_kl"
+    NON_FINITE_STEP = "non_finite_step"
+    ZERO_GRADIENT = "zero_gradient"
+
+    @property
+    def is_of_numbers(self) -> bool:
+        """Whether numbers are wrong; else the batch had nothing to learn from."""
+        return self not in (SkipReason.NO_TOKENS, SkipReason.ZERO_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +81,12 @@ class RouterReport:
 class StepReport:
     """Field for field `ratoon.v1.StepReport`; see the .proto for the meaning of each."""
 
-    loss: float = 0.0
-    policy_gradient_loss: float = 0.0
+    loss: float | None = None
+    policy_gradient_loss: float | None = None
     kl: float | None = None
-    entropy: float = 0.0
-    clip_fraction_low: float = 0.0
-    clip_fraction_high: float = 0.0
+    entropy: float | None = None
+    clip_fraction_low: float | None = None
+    clip_fraction_high: float | None = None
     ratio_max: float | None = None
     sampler_kl: float | None = None
     sampler_gap_max: float | None = None
@@ -89,11 +97,11 @@ class StepReport:
     trained_tokens: int = 0
     unshared_tokens: int = 0
     packed_tokens: int = 0
-    token_reduction: float = 0.0
-    attention_pair_reduction: float = 0.0
+    token_reduction: float | None = None
+    attention_pair_reduction: float | None = None
     num_micro_batches: int = 0
     seconds: PhaseSeconds = PhaseSeconds()
-    tokens_per_second: float = 0.0
+    tokens_per_second: float | None = None
     hardware_mfu: float | None = None
     logical_mfu: float | None = None
     peak_memory_bytes: int = 0
@@ -113,7 +121,7 @@ class StepReport:
     ratio_p01: float | None = None
     ratio_p50: float | None = None
     ratio_p99: float | None = None
-    clip_fraction_dual: float = 0.0
+    clip_fraction_dual: float | None = None
     correction_masked_fraction: float | None = None
     correction_truncated_fraction: float | None = None
     correction_weight_mean: float | None = None
