@@ -107,6 +107,16 @@ def test_memory_of_the_host_reaches_the_trainer(monkeypatch: pytest.MonkeyPatch)
     assert cluster.trainer(policy_spec("p")).host_activation_bytes == 7 * 2**30
 
 
+def test_the_models_root_reaches_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without it a cache of Hugging Face, whose files are links, would be refused."""
+    monkeypatch.setenv("RATOON_MODELS_ROOT", str(tmp_path))
+    monkeypatch.setenv("RATOON_WORKER__DEVICE", "cpu")
+    cluster = RayCluster(EngineSettings.from_config(load_config(None)))
+    assert cluster.trainer(policy_spec("p")).models_root == tmp_path
+
+
 def test_unknown_optimizer_states_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATOON_WORKER__OPTIMIZER_STATES", "fp8")
     with pytest.raises(ValidationError, match="optimizer_states"):

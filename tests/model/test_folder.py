@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,3 +218,23 @@ def test_what_is_published_is_what_was_read_when_the_policy_was_made(
         assert published.read_text() == '{"a": 1}'
     else:
         assert not published.exists()
+
+
+def test_transformers_is_given_no_path_of_the_folder(tmp_path: Path) -> None:
+    """What it joins to a path, it opens: here all is opened by a name below a descriptor."""
+    own, _ = models(tmp_path)
+    opened: list[str] = []
+    is_on = [True]
+
+    def see(event: str, arguments: tuple[object, ...]) -> None:
+        if is_on and event in {"open", "os.open"}:
+            opened.append(str(arguments[0]))
+
+    # A hook stays for the life of the process.
+    sys.addaudithook(see)
+    try:
+        load(own)
+    finally:
+        is_on.clear()
+    assert {"config.json", "a.safetensors", "b.safetensors", INDEX} <= {*opened}
+    assert [path for path in opened if f"{own}/" in path] == []

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
-from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
+from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
 from ratoon.train.config import OptimizerStates
 from ratoon.train.trainer import Trainer
 from tests.tiny_models import ARCHITECTURES, write_folder
@@ -216,6 +217,33 @@ def test_the_frozen_reference_stays(base: FolderBase, tmp_path: Path) -> None:
     before = reference()
     take(trainer, write_folder(tmp_path / "other", "qwen3", seed=1))
     assert reference() == before
+
+
+def _as_a_cache(models: Path, name: str, folder: Path) -> Path:
+    """As Hugging Face keeps it: a snapshot of links to blobs."""
+    (models / "blobs").mkdir(parents=True, exist_ok=True)
+    snapshot = models / "snapshots" / name
+    snapshot.mkdir(parents=True)
+    for path in folder.iterdir():
+        path.rename(models / "blobs" / f"{name}-{path.name}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{name}-{path.name}")
+    return snapshot
+
+
+def test_links_below_the_models_root_are_followed_and_no_others(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    base = _as_a_cache(models, "one", write_folder(tmp_path / "base", "qwen3"))
+    other = _as_a_cache(models, "two", write_folder(tmp_path / "other", "qwen3", seed=1))
+    plain = make_trainer(PresetBase(name="tiny"), dtype=ModelDtype.FLOAT32).spec
+    spec = replace(plain, model=replace(plain.model, base=FolderBase(folder=str(base))))
+    trainer = Trainer.create(replace(spec, models_root=models))
+    before = trainer.state_digest()
+    take(trainer, other)
+    assert trainer.state_digest() != before
+    trainer.spec = replace(trainer.spec, models_root=None)
+    for refused in (partial(take, trainer, other), partial(Trainer.create, spec)):
+        with pytest.raises(RatoonError, match="a link to another place"):
+            refused()
 
 
 def test_an_open_window_is_refused(base: FolderBase, tmp_path: Path) -> None:
