@@ -101,8 +101,8 @@ def run(
                 optim=Optim(learning_rate=2e-3),
             )
             reports.append(update.result().report)
-            received = receiver.sync_once(wait_s=60)
-            assert received is not None, "no version came"
+            received = receiver.sync_once()
+            assert received is not None, "the step was skipped: there is no new version"
             sampler.version = received.version
             print(
                 f"version {received.version}, reward {reports[-1].reward_mean:.3f}, copied in"

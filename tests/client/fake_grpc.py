@@ -71,7 +71,7 @@ def _unary(service: FakeService, name: str) -> Any:
         try:
             if name == "FetchWeights":
                 await asyncio.to_thread(service.slow_chunk)
-            return service.handle(name, request)
+            return await asyncio.to_thread(service.handle, name, request)
         except (RefusalError, LostAnswerError) as error:
             await _abort(context, error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import pytest
@@ -163,6 +163,35 @@ def test_reads_that_have_their_turn_are_waited_for(service: FakeService, url: st
         assert client.gradient_manifest("p", ["a"]).version == 3
         assert client.pull_weights("p", root).version == 1
     assert service.calls == {"GetWeightManifest": 2, "GetGradientManifest": 1}
+
+
+def test_a_version_is_waited_for_longer_than_a_try(service: FakeService, url: str):
+    """Who had a version before had no more time than for any other call."""
+    service.publish(1, {"a": b"1"})
+    answer: Any = service._get_weight_manifest
+
+    def written(request: Any) -> Message:
+        service.published.wait_for(lambda: service.policies["p"].version == 2)
+        return answer(request)
+
+    service._get_weight_manifest = written
+    later = Timer(5.0, service.publish, (2, {"a": b"2"}))
+    later.start()
+    with RatoonClient(url, timeout_s=2.0, attempt_timeout_s=1.5) as client:
+        assert client.weight_manifest("p", known_version=1).version == 2
+    later.join()
+
+
+@pytest.mark.parametrize("known_version", [None, 1])
+def test_a_version_of_a_hung_service_is_not_waited_for(
+    service: FakeService, url: str, known_version: int | None
+):
+    """It was, for ten minutes, on a connection that nothing came over any more."""
+    with service.lock, RatoonClient(url, timeout_s=0.5, attempt_timeout_s=0.2) as client:
+        start = time.monotonic()
+        with pytest.raises(TransportError):
+            client.weight_manifest("p", known_version=known_version)
+        assert time.monotonic() - start < 20.0
 
 
 def test_a_try_waits_as_long_as_the_service_asks(service: FakeService, client: RatoonClient):

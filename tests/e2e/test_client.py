@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import httpx
 import numpy as np
 import pytest
 import xxhash
 from safetensors.numpy import load
 
+from ratoon.app import ServiceAddresses
 from ratoon_client import (
     ClientConfig,
     FromForward,
@@ -33,6 +36,8 @@ from ratoon_client import (
     rollout,
 )
 from ratoon_client.results import PhaseSeconds
+from ratoon_proto.v1 import service_pb2
+from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.running_service import Service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.more]
@@ -165,6 +170,52 @@ def test_versions_are_watched_over_every_wire_as_they_are_published(
         version = step.result().version
         assert version > newest
         assert {manifest.result().version for manifest in upcoming} == {version}
+
+
+def streamed(addresses: ServiceAddresses, policy_id: str, known_version: int) -> set[int]:
+    """The version that WatchWeights tells first: over gRPC, and as a server-sent event."""
+    request = service_pb2.WatchWeightsRequest(policy_id=policy_id, known_version=known_version)
+    with grpc.insecure_channel(addresses.grpc) as channel:
+        versions = {next(PolicyServiceStub(channel).WatchWeights(request)).version}
+    url = f"{addresses.http}/v1/policies/{policy_id}/weights/events?known_version={known_version}"
+    with httpx.stream("GET", url, timeout=60) as events:
+        data = next(line for line in events.iter_lines() if line.startswith("data: "))
+    return {*versions, int(json.loads(data.removeprefix("data: "))["version"])}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_an_ended_operation_made_is_what_every_reader_gets(
+    clients: dict[str, RatoonClient], service: Service, wire: str, tmp_path: Path
+):
+    """A receiver in step with its trainer served the version before, in 19 of 20 steps."""
+    client, policy_id, addresses = clients[wire], f"client-in-step-{wire}", service.addresses
+    client.create_policy(policy_id, preset="tiny", seed=7, keep_versions=4).result()
+    session = client.policy(policy_id)
+    receiver = client.weight_receiver(policy_id, tmp_path / "received")
+    receiver.sync_once()
+
+    def updated(times: int) -> int:
+        steps = [session.update(batch(), loss=Loss("grpo"), optim=OPTIM) for _ in range(times)]
+        return [step.result().version for step in steps][-1]
+
+    readers: dict[str, Callable[[int], set[int]]] = {
+        "poll": lambda n: {client.weight_manifest(policy_id, known_version=n - 1).version},
+        "pull": lambda _: {client.pull_weights(policy_id, tmp_path / "pulled").version},
+        "watch": lambda n: {next(client.watch_weights(policy_id, known_version=n - 2)).version},
+        "streams": lambda n: streamed(addresses, policy_id, n - 2),
+    }
+    for times, wait_s in ((1, 0.0), (1, 60.0), (2, 0.0), (2, 60.0)) * 2:
+        version = updated(times)
+        received = receiver.sync_once(wait_s)
+        assert received is not None
+        assert received.version == version
+    for name, read in readers.items():
+        version = updated(2)
+        assert (name, read(version)) == (name, {version})
+    version = updated(1)
+    file = f"{addresses.http}/v1/policies/{policy_id}/weights/{version}/files/config.json"
+    assert httpx.get(file).status_code == httpx.codes.OK
+    client.delete_policy(policy_id).result()
 
 
 def test_gradients_read_over_every_wire_are_those_that_the_step_divides(

@@ -317,10 +317,13 @@ class AsyncRatoonClient:
         known_version: int | None = None,
         wait_s: float = 0.0,
     ) -> WeightManifest:
-        """The files of a version; None is the newest published.
+        """The files of a version; None is the newest.
 
-        Waits up to `wait_s` seconds for a version that is not published yet, or until the newest is
-        another than `known_version`; without that also for a publication under way, ten minutes.
+        A version that an ended operation made is waited for while the service writes it, ten
+        minutes at most, whatever `known_version` and `wait_s` are: what is answered is never older
+        than the newest that the caller was told of. Beyond that the call waits up to `wait_s`
+        seconds for a version that is not there yet, or for a newest other than `known_version`,
+        which is answered again where none came.
         """
         check_seconds("wait_s", wait_s)
         request = request_message(
@@ -330,27 +333,17 @@ class AsyncRatoonClient:
             known_version=known_version,
             wait_s=wait_s,
         )
-        if known_version is None:
-            message = await self._caller.call_in_turn(
-                rpcs.GET_WEIGHT_MANIFEST, request, wait_s=wait_s
-            )
-        else:
-            message = await self._caller.call(
-                rpcs.GET_WEIGHT_MANIFEST,
-                request,
-                timeout_s=wait_s + self._config.timeout_s,
-                attempt_timeout_s=wait_s + self._config.attempt_timeout_s,
-            )
-        return decode(message, WeightManifest)
+        return decode(await self._caller.weight_manifest(request), WeightManifest)
 
     async def watch_weights(
         self, policy_id: str, *, known_version: int | None = None
     ) -> AsyncGenerator[WeightManifest, None]:
         """The newest version, unless it is `known_version`, then each time it is another.
 
-        Who is slow gets the newest alone, which after a LoadCheckpoint may be an earlier one. Lost
-        connections are made again; raises TransportError where the service has not answered for the
-        client's `timeout_s`.
+        A version that an ended operation made is waited for while the service writes it. A slow
+        caller gets only the newest, which after a LoadCheckpoint may have a lower number. Lost
+        connections are made again; raises TransportError where the service has answered nothing for
+        the client's `timeout_s`.
         """
         while True:
             try:

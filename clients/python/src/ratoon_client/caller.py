@@ -17,13 +17,21 @@ import tenacity
 from ratoon_client.config import ClientConfig
 from ratoon_client.errors import (
     RatoonApiError,
+    RatoonClientError,
     TlsError,
     TransportError,
     UnusableClientError,
 )
 from ratoon_client.transport.base import Transport
-from ratoon_client.wire.rpcs import GET_SERVER_INFO, RequestT, ResponseT, Rpc
-from ratoon_proto.v1 import service_pb2
+from ratoon_client.wire.rpcs import (
+    GET_SERVER_INFO,
+    GET_WEIGHT_MANIFEST,
+    HEALTH,
+    RequestT,
+    ResponseT,
+    Rpc,
+)
+from ratoon_proto.v1 import service_pb2, weights_pb2
 
 T = TypeVar("T")
 # The longest that a read waits for an operation or a publication under way.
@@ -130,16 +138,50 @@ class Caller:
         )
 
     async def call_in_turn(
-        self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, wait_s: float = 0.0
+        self,
+        rpc: Rpc[RequestT, ResponseT],
+        request: RequestT,
+        *,
+        wait_s: float = 0.0,
+        attempt_timeout_s: float = TURN_S,
     ) -> ResponseT:
         """A read that waits on the service, for an operation or a publication to end.
 
-        Each try has `wait_s` and `TURN_S`; the client's timeout bounds when the last one begins.
+        Each try has `wait_s` and `attempt_timeout_s`; the client's timeout bounds when the last one
+        begins.
         """
         return await retried(
-            lambda _: self.transport.call(rpc, request, timeout_s=wait_s + TURN_S),
+            lambda _: self.transport.call(rpc, request, timeout_s=wait_s + attempt_timeout_s),
             timeout_s=wait_s + self.config.timeout_s,
         )
+
+    async def weight_manifest(
+        self, request: service_pb2.GetWeightManifestRequest
+    ) -> weights_pb2.WeightManifest:
+        """The manifest, however long the service takes to write the version, up to `TURN_S`.
+
+        The service says nothing meanwhile, as a connection does that the network has forgotten. So
+        the tries are short, and go on for as long as the service answers a probe.
+        """
+        end = time.monotonic() + request.wait_s + TURN_S
+        while True:
+            try:
+                return await self.call_in_turn(
+                    GET_WEIGHT_MANIFEST,
+                    request,
+                    wait_s=request.wait_s,
+                    attempt_timeout_s=self.config.attempt_timeout_s,
+                )
+            except TransportError:
+                if time.monotonic() > end or not await self._answers():
+                    raise
+
+    async def _answers(self) -> bool:
+        try:
+            await self.call(HEALTH, service_pb2.HealthRequest())
+        except RatoonClientError:
+            return False
+        return True
 
 
 async def retried(attempt: Callable[[float], Awaitable[T]], *, timeout_s: float) -> T:

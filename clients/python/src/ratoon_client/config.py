@@ -27,15 +27,16 @@ _KEY = re.compile(r"[!-~]*")
 class ClientConfig:
     """Times in seconds, sizes in bytes.
 
-    `timeout_s` bounds a whole call with its retries, `attempt_timeout_s` each try of it. Manifests,
-    which the service answers once an operation or a publication has ended, have ten minutes for a
-    try, and none begins after `timeout_s`. A batch over `upload_above_bytes` is sent in parts of
-    about `part_bytes`. `api_key` "": none; it is in no text of this value. `plain_text_key`: it may
-    go to another machine without TLS. Of `https://` and `grpcs://`, files in PEM: `ca_file` has the
-    authorities that the service is verified with (None: those that the libraries bring),
-    `cert_file` and `key_file` are the client's own. `weights_root`: the service's, where this host
-    has it (None: by `RATOON_WEIGHTS_ROOT`); files of versions are linked or copied from there, and
-    verified, in place of being fetched.
+    `timeout_s` bounds a whole call with its retries, `attempt_timeout_s` each try of it. Manifests
+    may take ten minutes: that of a version, which the service answers once the version is written,
+    is asked for again for as long as the service answers a probe; that of gradients, which waits
+    for the operation that runs, has ten minutes for a try. A batch over `upload_above_bytes` is
+    sent in parts of about `part_bytes`. `api_key` "": none; it is in no text of this value.
+    `plain_text_key`: it may go to another machine without TLS. For `https://` and `grpcs://` there
+    are files in PEM: `ca_file` has the authorities that the service is verified with (None: those
+    that the libraries bring), `cert_file` and `key_file` are the client's own. `weights_root`: the
+    service's, where this host has it (None: by `RATOON_WEIGHTS_ROOT`); files of versions are linked
+    or copied from there, and verified, in place of being fetched.
     """
 
     timeout_s: float = 60.0

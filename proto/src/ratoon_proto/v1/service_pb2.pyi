@@ -609,11 +609,13 @@ class GetWeightManifestRequest(_message.Message):
     version: _builtins.int
     """Absent: the newest published."""
     known_version: _builtins.int
-    """Without `version`: what the caller has. The newest is waited for until it is another, which after
-    a LoadCheckpoint may be an earlier one.
+    """Without `version`: what the caller has. The call waits until the newest version is another one,
+    which after a LoadCheckpoint may have a lower number.
     """
     wait_s: _builtins.float
-    """How long to wait for what is not published yet, at most the server's `max_wait_s`."""
+    """How long to wait for a version that no operation has made yet, at most the server's `max_wait_s`.
+    A version that an ended operation made is waited for in any case, while it is being written.
+    """
     def __init__(
         self,
         *,

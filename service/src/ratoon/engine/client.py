@@ -166,9 +166,10 @@ class EngineClient:
         return await self._read(policy_id, read)
 
     async def weight_file(self, policy_id: str, version: int, name: str) -> tuple[Path, WeightFile]:
-        """Absolute path and description of a file of a published version.
+        """Absolute path and description of a file of a version.
 
-        Raises WEIGHTS_NOT_FOUND.
+        A version that is being written is waited for, as by `weight_manifest`. Raises
+        WEIGHTS_NOT_FOUND.
         """
 
         def read(paths: PolicyPaths) -> tuple[Path, WeightFile]:
@@ -176,6 +177,12 @@ class EngineClient:
             files = read_manifest(paths.weights, version).fetchable
             return path, next(file for file in files if file.name == name)
 
+        try:
+            return await self._read(policy_id, read)
+        except RatoonError as error:
+            if error.field != "version":
+                raise
+        await self.weight_manifest(policy_id, version)
         return await self._read(policy_id, read)
 
     async def check_well(self) -> None:

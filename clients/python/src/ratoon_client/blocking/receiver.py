@@ -14,7 +14,9 @@ class WeightReceiver:
         self._receiver = receiver
 
     def sync_once(self, wait_s: float = 0.0) -> Received | None:
+        """See `AsyncWeightReceiver.sync_once`."""
         return self._loop.run(self._receiver.sync_once(wait_s))
 
     def follow(self) -> None:
+        """See `AsyncWeightReceiver.follow`."""
         self._loop.run(self._receiver.follow())

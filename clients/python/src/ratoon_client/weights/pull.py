@@ -26,7 +26,6 @@ from ratoon_client.weights.published import published_folder, take_published
 from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.encode import request_message
-from ratoon_client.wire.rpcs import GET_WEIGHT_MANIFEST
 from ratoon_proto.v1 import service_pb2
 
 KEEP_VERSIONS = 2
@@ -117,7 +116,7 @@ async def _manifest(caller: Caller, policy_id: str, version: int | None) -> Weig
     request = request_message(
         service_pb2.GetWeightManifestRequest, policy_id=policy_id, version=version
     )
-    manifest = decode(await caller.call_in_turn(GET_WEIGHT_MANIFEST, request), WeightManifest)
+    manifest = decode(await caller.weight_manifest(request), WeightManifest)
     check_manifest(manifest, policy_id=policy_id, version=version)
     return manifest
 

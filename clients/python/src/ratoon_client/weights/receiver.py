@@ -115,7 +115,11 @@ class AsyncWeightReceiver:
         self._wanted: int | None = None
 
     async def sync_once(self, wait_s: float = 0.0) -> Received | None:
-        """Bring the engine to the newest version; None where it has it after `wait_s` seconds.
+        """Bring the engine to the newest version; None where the engine serves it already.
+
+        The newest version is never older than what an operation made that had ended before this
+        call: while the service still writes that version, the call waits for it. `wait_s` is how
+        many seconds it waits beyond that for a version that no operation has made yet.
 
         Raises EngineError, IntegrityError, TransportError, RatoonApiError or OSError where that
         fails: the engine serves what it did, unless an EngineError says otherwise.
@@ -124,9 +128,10 @@ class AsyncWeightReceiver:
             return await self._sync(wait_s)
 
     async def follow(self) -> None:
-        """The same for each version, until cancelled; what fails is tried again, ever later.
+        """Bring the engine to each version as it is published, until cancelled.
 
-        Who is slow gets the newest alone. Raises what no retry helps, as that the policy is gone.
+        What fails is tried again, ever later. A slow engine gets only the newest version. Raises
+        what no retry helps: for one that the policy is gone.
         """
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(_may_pass),

@@ -200,14 +200,18 @@ class Controller:
     async def weight_manifest(
         self, version: int | None, known_version: int | None = None, wait_s: float = 0.0
     ) -> WeightManifest:
-        """Manifest of a published version, None: the newest. Publishes it first if on request.
+        """The manifest of a version that can be fetched; `version` None: the newest.
 
-        A publication under way is waited for: what an operation that has ended made can be read.
-        Waits up to `wait_s` seconds until it is there; with `known_version` until the newest is
-        another. A call has a version published once: where that fails, it waits for another one.
-        Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND,
-        POLICY_NOT_READY, POLICY_FAILED where it would wait for a failed policy, and UNAVAILABLE
-        where the wait would not end before the service does.
+        What an ended operation made is what a reader gets: while a version is being written, or
+        has to be written again after a crash, the call waits for it, whatever `known_version` and
+        `wait_s` are. A policy that publishes on request writes its current version for the call.
+        Beyond that the call waits up to `wait_s` seconds for a version that no operation has made
+        yet; with `known_version`, for a newest version that is another one. It has a version
+        written once: where that fails, it waits for another one.
+
+        Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND, POLICY_NOT_READY,
+        POLICY_FAILED where it would wait for a failed policy, and UNAVAILABLE where the wait would
+        not end before the service does.
         """
         run, clock = self._run, asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, run.limits.max_wait_s)
@@ -220,14 +224,13 @@ class Controller:
                         raise draining()
                     asked = run.version
                     await self._turns.publish()
-                if known_version is None and self._publisher.is_under_way(version):
+                if self._publisher.is_under_way(version):
                     await self._publisher.landed()
             left_s: float | None = deadline - clock()
             if left_s <= 0 or self._publisher.is_there(version, known_version):
                 async with self._lock:  # Not during a rollback of versions, or a start.
                     # Lost with its worker, a publication is begun again by the start after it.
-                    is_begun = known_version is None and self._publisher.is_begun(version)
-                    if run.failure or not is_begun:
+                    if run.failure or not self._publisher.is_begun(version):
                         return await self._publisher.manifest(version)
                 left_s = None
             elif run.failure:

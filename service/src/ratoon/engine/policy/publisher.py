@@ -55,6 +55,8 @@ class Publisher(Awaited):
         self._refused: tuple[int, RatoonError] | None = None
         # The version whose publication was stopped, until it ends.
         self._stopped: int | None = None
+        # The version whose publication the next start has to begin again.
+        self._unfinished: int | None = None
         self._lost_workers = LostWorkers()
 
     @property
@@ -73,13 +75,19 @@ class Publisher(Awaited):
             case PublishKind.ON_REQUEST:
                 return False
 
+    @property
+    def newest(self) -> int | None:
+        """The version published last, which after a LoadCheckpoint may not be the highest."""
+        return self._run.published[-1] if self._run.published else None
+
     def is_wanted(self, version: int | None, asked: int | None = None) -> bool:
         """Whether a read of `version` (None: the newest) triggers its publication.
 
         `asked`: the version that the same read has asked for. Refused since, it is not tried again.
         """
         current = self._run.version
-        if current in self._run.published or current == self._under_way:
+        is_published = current == self.newest if version is None else current in self._run.published
+        if is_published or current in (self._under_way, self._unfinished):
             return False
         if current == asked and self._refused is not None and self._refused[0] == current:
             return False
@@ -89,18 +97,21 @@ class Publisher(Awaited):
 
     def is_there(self, version: int | None, known_version: int | None) -> bool:
         """Whether `version`, or with None a newest other than `known_version`, is published."""
-        published = self._run.published
         if version is not None:
-            return version in published
-        return bool(published) and published[-1] != known_version
+            return version in self._run.published
+        return self.newest not in (None, known_version)
 
     def is_under_way(self, version: int | None) -> bool:
         """Whether `version` (None: any) is held or lands."""
         return self._under_way is not None and version in (None, self._under_way)
 
     def is_begun(self, version: int | None) -> bool:
-        """Whether `version` (None: any) lands, or was lost in that and is not made again yet."""
-        return self._landing is not None and self.is_under_way(version)
+        """Whether `version` (None: any) is being written, or the next start has to write it.
+
+        The operation that made it has ended.
+        """
+        begun = self._unfinished if self._landing is None else self._under_way
+        return begun is not None and version in (None, begun)
 
     async def catch_up(self) -> None:
         """After a crash: publish the current version where that is due and it is not readable.
@@ -113,12 +124,13 @@ class Publisher(Awaited):
         is_ahead = run.stored_outcome is not None
         spared = run.version if is_ahead else None
         there = await asyncio.to_thread(_keep_readable, run.paths.weights, run.published, spared)
-        is_wanted = run.version in run.published or self.is_due(run.version)
+        is_lost = run.version in run.published and run.version not in there
         if there != run.published:
             _LOG.warning("versions lost", policy_id=run.policy_id, published=run.published)
             await run.ports.journal.set_published(run.token, run.policy_id, there)
             run.published = there
-        if run.version in there or not is_wanted:
+        if self.newest == run.version or not (is_lost or self.is_due(run.version)):
+            self._unfinished = None
             return
         if is_ahead:
             self._under_way = run.version
@@ -134,7 +146,7 @@ class Publisher(Awaited):
         turn loop counts and delays the restarts, and no operation beside it can be the cause.
         """
         version = self._run.version
-        if version not in self._run.published and version != self._under_way:
+        if version not in (self.newest, self._under_way):
             await self._hold(version)
             self.begin()
             if version == self._stopped:
@@ -159,6 +171,7 @@ class Publisher(Awaited):
         if self._under_way is None or self._landing is not None:
             self.wake()  # Who waits may request it.
             return
+        self._unfinished = None
         landing = self._land(self._under_way)
         self._landing = asyncio.get_running_loop().create_task(landing)
         self._landing.add_done_callback(self._over)
@@ -179,8 +192,10 @@ class Publisher(Awaited):
 
     async def stop(self) -> None:
         """Leave what is under way to the next start."""
-        landing, self._landing, self._under_way = self._landing, None, None
+        landing, under_way = self._landing, self._under_way
+        self._landing = self._under_way = None
         if landing is not None:
+            self._unfinished = under_way
             landing.cancel()
             await asyncio.wait([landing])  # Its cancel is not this task's.
             self.wake()
@@ -196,8 +211,7 @@ class Publisher(Awaited):
         Raises WEIGHTS_NOT_FOUND, or why the version could not be published.
         """
         run = self._run
-        if version is None and run.published:
-            version = run.published[-1]
+        version = self.newest if version is None else version
         if version is not None and version in run.published:
             return await asyncio.to_thread(read_manifest, run.paths.weights, version)
         if self._refused is not None and version in (None, self._refused[0]):
@@ -217,7 +231,7 @@ class Publisher(Awaited):
             if ack.holds_version is not None and ack.holds_version not in run.published:
                 raise self._not_published("holds_version", ack.holds_version)
             unknown = self.receivers.acknowledge(ack)
-            newest = run.published[-1] if run.published else None
+            newest = self.newest
         run.send(telemetry.receivers_gone(run.policy_id, unknown))
         if newest is not None:
             run.send(telemetry.receiver_lags(run.policy_id, self.receivers.lags(newest)))
@@ -287,7 +301,8 @@ class Publisher(Awaited):
         policy_id = self._run.policy_id
         _LOG.error("publish failed", policy_id=policy_id, version=version, error=error.message)
         self._run.send([metrics.PUBLISH_FAILURES.sample(1)])
-        self._refused, self._under_way, self._stopped = (version, error), None, None
+        self._refused = (version, error)
+        self._under_way = self._stopped = self._unfinished = None
 
     def _over(self, landing: asyncio.Task[None]) -> None:
         self.wake()
