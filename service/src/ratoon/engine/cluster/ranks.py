@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,12 +24,13 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.config import set_copy_interface, set_visible_gpus, visible_gpus
+from ratoon.engine.cluster.creation import Creation, Step
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT, seen_by_ranks
 from ratoon.engine.cluster.placement import bundles_of_ranks, find_group
 from ratoon.engine.cluster.ray_calls import ASKED_TIMES, START_S
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.worker.tasks import WorkerLostError
-from ratoon.errors import CopyFailedError
+from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.train.config import Shard
@@ -126,8 +127,9 @@ class RankActor:
         set_visible_gpus(gpus)
 
     @ray.method(concurrency_group="control")
-    def ping(self) -> None:
-        """Answer."""
+    def ping(self) -> str:
+        """Which device it has, in words."""
+        return _device_in_words()
 
     def _is_stopped(self) -> bool:
         with self._lock:
@@ -172,10 +174,17 @@ class RayPeer:
         self._numbers = count(1)
         self._load: _Pending | None = None
         self._last = 0
+        # Of messages; with its device once that is known.
+        self._name = f"rank {number}"
+        # What it was asked last, while it is created, and how often it was.
+        self._newest: _Pending | None = None
+        self._is_created = False
+        self._num_asked = 0
+        self._is_awaited = False
 
     def await_start(self, timeout_s: float) -> None:
         """Wait until its process is up. Raises `WorkerLostError`."""
-        self._get(self._actor.ping.remote(), timeout_s)
+        self._name += f" on {self._get(self._actor.ping.remote(), timeout_s)}"
 
     def place(self) -> tuple[str, str]:
         """Its node, and which of its GPUs it has. Raises `WorkerLostError`."""
@@ -188,17 +197,38 @@ class RayPeer:
     def load(self, spec: TrainerSpec, meeting: Meeting) -> None:
         """Begin to; the first call waits for it, and raises what it raised."""
         reference = self._actor.load.remote(spec, meeting, self._number)
-        self._load = _Pending(self, cast("ObjectRef[object]", reference))
+        self._load = self._newest = _Pending(self, cast("ObjectRef[object]", reference))
+        self._num_asked = 1
 
-    def raise_failed_load(self) -> None:
-        """Raise what loading is known by now to have raised."""
-        if self._load is not None and self._load.has_failed():
-            self._load.result()
+    def step(self) -> Step:
+        """See `WatchedPeer.step`."""
+        newest = self._newest
+        return Step(
+            number=self._num_asked,
+            is_over=newest is None or _is_over(newest.reference, 0.0),
+            is_awaited=self._is_awaited,
+        )
+
+    def failure(self) -> Exception | None:
+        """See `WatchedPeer.failure`."""
+        newest = self._newest
+        try:
+            if newest is not None and newest.has_failed():
+                newest.result()
+        except Exception as err:  # noqa: BLE001 - whatever it is, it is told
+            return err
+        return None
+
+    def end_creation(self) -> None:
+        """Keep no result any more."""
+        self._is_created, self._newest = True, None
 
     def wait(self, reference: ObjectRef[object]) -> object:
         """A call's result. Raises what the call raised, and `WorkerLostError`."""
+        self._is_awaited = True
         while not self._is_lost and not _is_over(reference, self._max_silence_s / ASKED_TIMES):
             self._get(self._actor.ping.remote(), self._max_silence_s)
+        self._is_awaited = False
         return self._get(reference, self._max_silence_s)
 
     def is_lost(self) -> bool:
@@ -219,7 +249,8 @@ class RayPeer:
 
     def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
         if self._is_lost:
-            raise WorkerLostError(f"rank {self._number} is lost")
+            raise WorkerLostError(f"{self._name} is lost")
+        self._num_asked += 1
         if self._load is not None:
             self._load.result()
             self._load = None
@@ -229,7 +260,9 @@ class RayPeer:
         else:
             self._last = next(self._numbers)
             reference = self._actor.call.remote(self._last, name, args, options)
-        return _Pending(self, reference)
+        pending = _Pending(self, reference)
+        self._newest = None if self._is_created else pending
+        return pending
 
     def stop(self) -> None:
         self._actor.stop.remote(self._last)
@@ -243,21 +276,28 @@ class RayPeer:
         except RayTaskError as err:
             cause = err.cause
             assert isinstance(cause, BaseException)
+            cause.add_note(self._name)
             raise cause from None
         except GetTimeoutError:
             self._is_lost = True
             # Ranks that wait for it in a pass are told by its connections.
             self.end()
             silent_s = max(timeout_s, self._max_silence_s)
-            what = f"rank {self._number} did not answer for {silent_s:g} s"
+            what = f"{self._name} did not answer for {silent_s:g} s"
             raise WorkerLostError(what) from None
         except RayError as err:
             self._is_lost = True
-            raise WorkerLostError(f"rank {self._number} is lost: {err}") from err
+            raise WorkerLostError(f"{self._name} is lost: {err}") from err
 
 
 def _place() -> tuple[str, str]:
     return str(ray.get_runtime_context().get_node_id()), visible_gpus()
+
+
+def _device_in_words() -> str:
+    """The GPU of this process as Ray has given it, or the CPU, and the address of its node."""
+    gpus, address = visible_gpus(), cast("Any", ray).util.get_node_ip_address()
+    return f"GPU {gpus} of {address}" if gpus else f"the CPU of {address}"
 
 
 def _is_over(reference: ObjectRef[object], wait_s: float) -> bool:
@@ -277,16 +317,39 @@ class Ranks:
         self._started: list[RayPeer] = []
         # As Ray has given it to this process.
         self._place = _place()
+        self._name = f"rank 0 on {_device_in_words()}"
+        self._creation = Creation(self._name, tuple)
 
     def start(self, num_workers: int, policy_id: str) -> None:
         """Start the peers of the next load, so that they import while this process does."""
         actors = enumerate(self._actors(num_workers, policy_id), 1)
         self._started = [RayPeer(actor, rank, self._max_silence_s) for rank, actor in actors]
 
+    @contextmanager
+    def created(self, spec: TrainerSpec, policy_id: str) -> Generator[list[RayPeer], None, None]:
+        """What `join` gives; a trainer is made of it inside.
+
+        Raises what the first rank raised that failed, `WorkerLostError` where one is lost. No peer
+        lives then, and `failure` has it, until the next creation.
+        """
+        self._creation = Creation(self._name, lambda: self._peers)
+        if spec.num_workers == 1:
+            yield self.join(spec, policy_id)
+            return
+        with self._creation.watched():
+            yield self.join(spec, policy_id)
+        for peer in self._peers:
+            peer.end_creation()
+
+    def failure(self) -> RatoonError | WorkerLostError | None:
+        """Why the newest creation of several ranks has failed, which may not have ended."""
+        return self._creation.failure()
+
     def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
         """Start the peers, unless they are, and join them as rank 0; none for a spec of one rank.
 
-        They load the model meanwhile. Raises `WorkerLostError` where one does not come.
+        They load the model meanwhile. Raises `WorkerLostError` and `CopyFailedError` where one
+        does not come.
         """
         from ratoon.train.copies import Copies, open_meeting
 
@@ -311,12 +374,8 @@ class Ranks:
         for peer in self._peers:
             peer.load(spec, meeting)
         set_copy_interface(meeting.host)
-        try:
-            Copies.join(meeting, 0, torch.device(spec.device), store)
-        except CopyFailedError as err:
-            for peer in self._peers:
-                peer.raise_failed_load()
-            raise WorkerLostError(str(err)) from err
+        Copies.join(meeting, 0, torch.device(spec.device), store)
+        self._creation.has_joined = True
         return self._peers
 
     def _see_all(self) -> None:
