@@ -39,7 +39,7 @@ class Step:
 
 
 class WatchedPeer(Protocol):
-    """A rank in another process: `ranks.RayPeer`."""
+    """A rank in another process: `ray_peer.RayPeer`."""
 
     def step(self) -> Step: ...
 

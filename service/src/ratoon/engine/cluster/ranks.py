@@ -1,7 +1,6 @@
 """Ranks 1 and above of a policy, a process each, which its worker's process starts and asks.
 
-They belong to that process: Ray ends them when it ends, however it does. One that is lost stays
-lost, so that a worker that has lost one finds it out once.
+They belong to that process: Ray ends them when it ends, however it does.
 """
 
 # Ray's decorators are only partly typed.
@@ -13,40 +12,35 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import count
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.config import set_copy_interface, set_visible_gpus, visible_gpus
-from ratoon.engine.cluster.creation import Creation, Step
+from ratoon.engine.cluster.creation import Creation
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT, seen_by_ranks
 from ratoon.engine.cluster.placement import bundles_of_ranks, find_group
-from ratoon.engine.cluster.ray_calls import ASKED_TIMES, START_S
+from ratoon.engine.cluster.ray_calls import START_S
+from ratoon.engine.cluster.ray_peer import RayPeer
 from ratoon.engine.crash_points import CrashPoint, make_reach
-from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.train.config import Shard
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from ray.actor import ActorClass, ActorProxy
 
+    from ratoon.engine.worker.tasks import WorkerLostError
     from ratoon.train.copies import Meeting
     from ratoon.train.rank import Rank
     from ratoon.train.spec import TrainerSpec
 
 _LOG = get_logger("rank")
 _GROUPS = {"compute": 1, "control": 2, "files": 1, "versions": 1}
-# The methods that run beside others, each on a thread of its own.
-_BESIDE = {"write_states": "files", "write_weights": "versions"}
 _BEFORE_WRITES = {
     "write_states": CrashPoint.RANK_BEFORE_CHECKPOINT,
     "write_weights": CrashPoint.RANK_BEFORE_PUBLISH,
@@ -107,7 +101,7 @@ class RankActor:
         return answer
 
     def call_beside(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
-        """In the group of `_BESIDE`."""
+        """A method that runs beside others, in a concurrency group of its own."""
         self._reach(_BEFORE_WRITES[name])
         return getattr(self._rank, name)(*args, **options)
 
@@ -140,156 +134,6 @@ class RankActor:
             self._reach(CrashPoint.RANK_IN_PASS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """`rank_group.Pending`, of an actor's answer."""
-
-    peer: RayPeer
-    reference: ObjectRef[object]
-
-    def has_failed(self) -> bool:
-        if not _is_over(self.reference, 0.0):
-            return self.peer.is_lost()
-        try:
-            self.result()
-        except Exception:  # noqa: BLE001 - which one, `result` says
-            return True
-        return False
-
-    def result(self) -> object:
-        return self.peer.wait(self.reference)
-
-
-class RayPeer:
-    """`rank_group.Peer`, of an actor that is lost once it answers nothing for `max_silence_s`."""
-
-    def __init__(self, actor: ActorProxy[RankActor], number: int, max_silence_s: float) -> None:
-        self._actor = actor
-        self._number = number
-        self._max_silence_s = max_silence_s
-        self._is_lost = False
-        # What `is_lost` has asked it, and since when that or nothing is under way.
-        self._asked: ObjectRef[Any] | None = None
-        self._since = time.monotonic()
-        self._numbers = count(1)
-        self._load: _Pending | None = None
-        self._last = 0
-        # Of messages; with its device once that is known.
-        self._name = f"rank {number}"
-        # What it was asked last, while it is created, and how often it was.
-        self._newest: _Pending | None = None
-        self._is_created = False
-        self._num_asked = 0
-        self._is_awaited = False
-
-    def await_start(self, timeout_s: float) -> None:
-        """Wait until its process is up. Raises `WorkerLostError`."""
-        self._name += f" on {self._get(self._actor.ping.remote(), timeout_s)}"
-
-    def place(self) -> tuple[str, str]:
-        """Its node, and which of its GPUs it has. Raises `WorkerLostError`."""
-        return cast("tuple[str, str]", self._get(self._actor.place.remote(), self._max_silence_s))
-
-    def see(self, gpus: str) -> None:
-        """Have it see these. Raises `WorkerLostError`."""
-        self._get(self._actor.see.remote(gpus), self._max_silence_s)
-
-    def load(self, spec: TrainerSpec, meeting: Meeting) -> None:
-        """Begin to; the first call waits for it, and raises what it raised."""
-        reference = self._actor.load.remote(spec, meeting, self._number)
-        self._load = self._newest = _Pending(self, cast("ObjectRef[object]", reference))
-        self._num_asked = 1
-
-    def step(self) -> Step:
-        """See `WatchedPeer.step`."""
-        newest = self._newest
-        return Step(
-            number=self._num_asked,
-            is_over=newest is None or _is_over(newest.reference, 0.0),
-            is_awaited=self._is_awaited,
-        )
-
-    def failure(self) -> Exception | None:
-        """See `WatchedPeer.failure`."""
-        newest = self._newest
-        try:
-            if newest is not None and newest.has_failed():
-                newest.result()
-        except Exception as err:  # noqa: BLE001 - whatever it is, it is told
-            return err
-        return None
-
-    def end_creation(self) -> None:
-        """Keep no result any more."""
-        self._is_created, self._newest = True, None
-
-    def wait(self, reference: ObjectRef[object]) -> object:
-        """A call's result. Raises what the call raised, and `WorkerLostError`."""
-        self._is_awaited = True
-        while not self._is_lost and not _is_over(reference, self._max_silence_s / ASKED_TIMES):
-            self._get(self._actor.ping.remote(), self._max_silence_s)
-        self._is_awaited = False
-        return self._get(reference, self._max_silence_s)
-
-    def is_lost(self) -> bool:
-        """Whether it is by now: asks whether it lives, every so often, and waits for nothing."""
-        silent_s = time.monotonic() - self._since
-        if self._is_lost or (self._asked is None and silent_s < self._max_silence_s / ASKED_TIMES):
-            return self._is_lost
-        if self._asked is None:
-            self._asked = self._actor.ping.remote()
-        elif _is_over(self._asked, 0.0) or silent_s > self._max_silence_s:
-            asked, self._asked = self._asked, None
-            with suppress(WorkerLostError):
-                self._get(asked, 0.0)
-        else:
-            return False
-        self._since = time.monotonic()
-        return self._is_lost
-
-    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
-        if self._is_lost:
-            raise WorkerLostError(f"{self._name} is lost")
-        self._num_asked += 1
-        if self._load is not None:
-            self._load.result()
-            self._load = None
-        if name in _BESIDE:
-            beside = cast("Any", self._actor.call_beside).options(concurrency_group=_BESIDE[name])
-            reference = beside.remote(name, args, options)
-        else:
-            self._last = next(self._numbers)
-            reference = self._actor.call.remote(self._last, name, args, options)
-        pending = _Pending(self, reference)
-        self._newest = None if self._is_created else pending
-        return pending
-
-    def stop(self) -> None:
-        self._actor.stop.remote(self._last)
-
-    def end(self) -> None:
-        ray.kill(cast("Any", self._actor))
-
-    def _get(self, reference: ObjectRef[Any], timeout_s: float) -> object:
-        try:
-            return ray.get(reference, timeout=0.0 if self._is_lost else timeout_s)
-        except RayTaskError as err:
-            cause = err.cause
-            assert isinstance(cause, BaseException)
-            cause.add_note(self._name)
-            raise cause from None
-        except GetTimeoutError:
-            self._is_lost = True
-            # Ranks that wait for it in a pass are told by its connections.
-            self.end()
-            silent_s = max(timeout_s, self._max_silence_s)
-            what = f"{self._name} did not answer for {silent_s:g} s"
-            raise WorkerLostError(what) from None
-        except RayError as err:
-            self._is_lost = True
-            raise WorkerLostError(f"{self._name} is lost: {err}") from err
-
-
 def _place() -> tuple[str, str]:
     return str(ray.get_runtime_context().get_node_id()), visible_gpus()
 
@@ -298,10 +142,6 @@ def _device_in_words() -> str:
     """The GPU of this process as Ray has given it, or the CPU, and the address of its node."""
     gpus, address = visible_gpus(), cast("Any", ray).util.get_node_ip_address()
     return f"GPU {gpus} of {address}" if gpus else f"the CPU of {address}"
-
-
-def _is_over(reference: ObjectRef[object], wait_s: float) -> bool:
-    return bool(cast("Any", ray).wait([reference], timeout=wait_s)[0])
 
 
 class Ranks:
