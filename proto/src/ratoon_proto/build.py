@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess  # nosec B404 - git alone, of the folder that this module is in
+import subprocess  # nosec B404
 from importlib import metadata
 from pathlib import Path
 
