@@ -1,5 +1,6 @@
 """GRPO with a transformers sampler: groups go to Ratoon, versions come back into the module.
 
+    source .venv/bin/activate          # in both shells
     ratoon serve                       # in one shell
     python examples/hf_loop.py         # in another; minutes on two CPU cores
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import ratoon
 from ratoon.auth.key_file import KeyFile
 from ratoon.auth.keys import is_secret_of, split_key
 from ratoon.auth.scopes import Scope
@@ -84,3 +86,34 @@ def test_limits_are_kept_and_listed(tmp_path: Path) -> None:
     (key,) = KeyFile(tmp_path).keys().values()
     assert key.limits == KeyLimits(requests_per_second=2.5, burst=9, tokens_per_day=1000)
     assert "requests_per_second 2.5, burst 9, tokens_per_day 1000" in _run("list").stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--expires-days", "-1"),
+        ("--rate", "0"),
+        ("--burst", "0"),
+        ("--tokens-per-minute", "0"),
+        ("--tokens-per-hour", "0"),
+        ("--tokens-per-day", "x"),
+        ("--max-open-operations", "0"),
+        ("--max-queued-bytes", "1"),
+        ("--config", "/nowhere/ratoon.yaml"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_name_of_its_option(
+    tmp_path: Path, option: str, value: str
+) -> None:
+    """A limit had no range: it was refused by the name of a setting."""
+    done = _run("create", "--scope", "read", option, value)
+    assert done.exit_code == 2
+    assert f"Invalid value for '{option}'" in done.stderr
+    assert KeyFile(tmp_path).keys() == {}
+
+
+def test_the_version_is_said() -> None:
+    done = CliRunner().invoke(cli, ["--version"])
+    assert done.exit_code == 0
+    version = re.escape(ratoon.__version__)
+    assert re.fullmatch(rf"ratoon {version}( \([0-9a-f]{{12}}.*\))?\n", done.stdout)

@@ -195,6 +195,7 @@ class FakeService:
             state=policy_pb2.POLICY_STATE_READY,
             version=policy.version,
             next_seq=policy.next_seq,
+            published_version=max(policy.weights, default=None),
         )
 
     def _list_policies(self, request: service_pb2.ListPoliciesRequest) -> Message:

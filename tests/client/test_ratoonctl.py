@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import ratoon_client
 from ratoon_client import EngineError, RatoonClient, VllmAdapter
 from ratoon_client.cli import main
 from ratoon_client.config import DEFAULT_URL, default_url
@@ -197,6 +199,50 @@ def test_a_wrong_command_line_or_file_exits_2(
     assert service.steps == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("update p FILE --lr 0.1", "--loss", "grop"),
+        ("update p FILE --lr 0.1", "--advantage", "mean"),
+        ("update p FILE --lr 0.1", "--old-logprobs", "mine"),
+        ("update p FILE --lr 0.1", "--clip-low", "1.5"),
+        ("update p FILE --lr 0.1", "--max-grad-norm", "-1"),
+        ("update p FILE --lr 0.1", "--seq", "0"),
+        ("update p FILE", "--learning-rate", "-0.1"),
+        ("update p", "file", "/nowhere/file.jsonl"),
+        ("policies create q", "--dtype", "float8"),
+        ("policies create q", "--sequencing", "nobody"),
+        ("policies create q", "--lora-rank", "0"),
+        ("policies create q", "--seed", "-1"),
+        ("weights pull p FOLDER", "--version", "-1"),
+        ("weights pull p FOLDER", "--weights-root", "/nowhere"),
+        ("weights pull p", "folder", "FILE"),
+        ("weights import p x", "--expected-version", "-1"),
+        ("weights follow p", "--root", "FILE"),
+        ("checkpoints save p", "--seq", "0"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_name_of_its_option(
+    service: FakeService, ctl: Ctl, file: Path, command: str, option: str, value: str
+):
+    """A choice was text, and a number had no range: the service refused them by a field's name."""
+    places = {"FILE": str(file), "FOLDER": str(file.parent)}
+    words = [*command.split(), *([option] if option.startswith("-") else []), value]
+    status, out, err = ctl(*(places.get(word, word) for word in words))
+    assert (status, out) == (2, "")
+    assert option in err
+    assert "Invalid value" in err
+    assert not service.requests
+
+
+def test_the_version_is_said(ctl: Ctl):
+    status, out, _ = ctl("--version")
+    assert status == 0
+    assert re.fullmatch(
+        rf"ratoonctl {re.escape(ratoon_client.__version__)} \([0-9a-f]{{12}}.*\)\n", out
+    )
+
+
 def test_a_url_of_no_wire_exits_2(ctl: Ctl):
     assert ctl("health", url="ftp://127.0.0.1")[0] == 2
 
@@ -232,6 +278,21 @@ def test_weights_are_pulled_and_listed(service: FakeService, ctl: Ctl, tmp_path:
     (manifest,) = ctl.json("weights", "manifest", "p", "--version", "3")
     assert [file["name"] for file in manifest["files"]] == ["model.safetensors", "config.json"]
     assert ctl("weights", "pull", "p", str(tmp_path / "w"), "--version", "9")[0] == 1
+
+
+def test_the_versions_that_can_be_fetched_are_listed_newest_first(service: FakeService, ctl: Ctl):
+    """The help of `weights` promised a list, and there was none."""
+    assert ctl.json("weights", "list", "p") == []
+    for version in (3, 7, 8):
+        service.publish(version, {"model.safetensors": b"abc" * version, "config.json": b"{}"})
+    listed = ctl.json("weights", "list", "p")
+    assert [each["version"] for each in listed] == [8, 7, 3]
+    rows = ctl("weights", "list", "p")[1].splitlines()
+    assert [row.split() for row in rows[:2]] == [
+        ["version", "files", "bytes", "kind"],
+        ["8", "2", "26", "full"],
+    ]
+    assert ctl("weights", "list", "nobody")[0] == 1
 
 
 def test_weights_are_watched(service: FakeService, ctl: Ctl):

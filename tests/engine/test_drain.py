@@ -121,3 +121,23 @@ async def test_a_checkpoint_that_is_due_does_not_keep_a_paused_loop_busy(
     assert len(looks) < 5
     gate.opened.set()
     await draining
+
+
+async def test_a_loop_that_does_not_stop_lets_go_of_who_waits(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They waited on: nobody told them of an end that did not come."""
+
+    async def broken(grace_s: float) -> None:
+        raise RuntimeError(f"not within {grace_s:g} s")
+
+    hold, _ = await _running(machine, 1.0)
+    queued = await machine.update(2, 2.0)
+    waiting = asyncio.create_task(machine.controller.get_operation(queued.operation_id, 30.0))
+    await asyncio.sleep(0.05)
+    monkeypatch.setattr(machine.controller._turns, "stop", broken)
+    with pytest.raises(RuntimeError, match="not within"):
+        await machine.controller.drain(1.0)
+    with pytest.raises(RatoonError, match="draining"):
+        await asyncio.wait_for(waiting, 5.0)
+    hold.set()

@@ -54,6 +54,8 @@ class FakeFleet:
         self.has_gpu = self.makes_controllers = True
         self.drained: list[tuple[str, float]] = []
         self.is_stuck = False
+        # Policies whose drain fails.
+        self.undrained: set[str] = set()
 
     async def check(self, spec: PolicySpec) -> None:
         if spec.parallel.num_workers != 1:
@@ -83,6 +85,8 @@ class FakeFleet:
         return self.makes_controllers
 
     async def drain(self, policy_id: str, grace_s: float) -> None:
+        if policy_id in self.undrained:
+            raise RuntimeError("its checkpointer is broken")
         self.drained.append((policy_id, grace_s))
 
 
@@ -410,6 +414,22 @@ async def test_who_waits_for_a_policy_is_let_go_at_the_end_of_a_drain(town: Town
     town.store.insert_policy(policy_spec("b"), life_record("b", "b.create"))
     with pytest.raises(RatoonError, match="draining"):
         await town.lifecycle.get_operation("b.create", 30.0)
+
+
+async def test_a_policy_that_does_not_drain_keeps_nobody_waiting(town: Town) -> None:
+    """The drain ended with its error: others were let go by nobody, and waited on."""
+    for name in ("a", "b"):
+        await town.end(await town.lifecycle.create_policy(policy_spec(name)))
+    town.fleet.hold = asyncio.Event()
+    await town.end(await town.lifecycle.delete_policy("b"))
+    created = await town.lifecycle.create_policy(policy_spec("c"))
+    waiting = asyncio.create_task(town.lifecycle.get_operation(created.operation_id, 30.0))
+    await asyncio.sleep(0.01)
+    town.fleet.undrained = {"a"}
+    await town.lifecycle.drain(0.1)
+    assert town.fleet.drained == [("c", 0.1)]
+    with pytest.raises(RatoonError, match="draining"):
+        await waiting
 
 
 async def _watched_to_the_end(lifecycle: Lifecycle, seen: Operation) -> None:

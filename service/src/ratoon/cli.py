@@ -27,6 +27,7 @@ from ratoon.auth.scopes import Scope
 from ratoon.config import KeyLimits, RatoonConfig, load_config
 from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
+from ratoon_proto.build import describe_build
 
 cli = typer.Typer(
     name="ratoon",
@@ -41,13 +42,39 @@ keys = typer.Typer(
 cli.add_typer(keys, name="keys")
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", help="YAML settings; RATOON_* environment variables win over it."),
+    typer.Option(
+        "--config",
+        help="YAML settings; RATOON_* environment variables win over it.",
+        exists=True,
+        dir_okay=False,
+    ),
 ]
 console = Console()
 DAY_S = 86_400.0
 RAY_POLL_S = 1.0
 LIST_COLUMNS = 240
 QUOTA_HELP = "Tokens of accepted work, each rollout alone; all policies and processes."
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"ratoon {describe_build('ratoon')}")
+        raise typer.Exit
+
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Say version and commit, and exit.",
+            callback=_show_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Options of all commands."""
 
 
 def _read_config(path: Path | None) -> RatoonConfig:
@@ -116,7 +143,9 @@ def health(config: ConfigOption = None) -> None:
 
 @cli.command()
 def demo(
-    seed: Annotated[int, typer.Option(help="Of the policy, the prompts and the sampler.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the policy, the prompts and the sampler.", min=0)
+    ] = 0,
     shuffle_rewards: Annotated[
         bool, typer.Option(help="Give each rollout another one's reward: must not learn.")
     ] = False,
@@ -141,21 +170,26 @@ def create_key(
         typer.Option(help="The key is for this policy; give it again for more. Default: all."),
     ] = None,
     expires_days: Annotated[
-        float | None, typer.Option(help="Days until the key ends. Default: never.", min=0.0)
+        float | None,
+        typer.Option(help="Days until the key ends. Default: never.", min=0.0),
     ] = None,
     note: Annotated[str, typer.Option(help="What the key is for; `list` shows it.")] = "",
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second, over all processes and wires.")
+        float | None,
+        typer.Option(help="Requests per second, over all processes and wires.", min=0.001),
     ] = None,
-    burst: Annotated[int | None, typer.Option(help="Requests at once, after a pause.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help=QUOTA_HELP)] = None,
-    tokens_per_hour: Annotated[int | None, typer.Option(help=QUOTA_HELP)] = None,
-    tokens_per_day: Annotated[int | None, typer.Option(help=QUOTA_HELP)] = None,
+    burst: Annotated[
+        int | None, typer.Option(help="Requests at once, after a pause.", min=1)
+    ] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help=QUOTA_HELP, min=1)] = None,
+    tokens_per_hour: Annotated[int | None, typer.Option(help=QUOTA_HELP, min=1)] = None,
+    tokens_per_day: Annotated[int | None, typer.Option(help=QUOTA_HELP, min=1)] = None,
     max_open_operations: Annotated[
-        int | None, typer.Option(help="Operations that are queued or running, of all policies.")
+        int | None,
+        typer.Option(help="Operations that are queued or running, of all policies.", min=1),
     ] = None,
     max_queued_bytes: Annotated[
-        int | None, typer.Option(help="Bytes of their bodies, of all policies.")
+        int | None, typer.Option(help="Bytes of their bodies, of all policies.", min=1024)
     ] = None,
     config: ConfigOption = None,
 ) -> None:

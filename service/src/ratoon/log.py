@@ -44,6 +44,11 @@ def get_logger(component: str) -> structlog.stdlib.BoundLogger:
     return cast("structlog.stdlib.BoundLogger", structlog.get_logger(component=component))
 
 
+def ray_level(level: str) -> str:
+    """The level of Ray's and Serve's own logs, whose INFO has a line for each of their steps."""
+    return "WARNING" if level == "INFO" else level
+
+
 def _level(name: str) -> int:
     """The number of a level's name. Raises `ValueError` for any other name."""
     levels = logging.getLevelNamesMapping()

@@ -25,7 +25,7 @@ from ratoon.api.http.app import create_app
 from ratoon.auth.access import checked_hosts
 from ratoon.auth.certificates import files_of
 from ratoon.config import RatoonConfig
-from ratoon.log import configure_logging
+from ratoon.log import configure_logging, ray_level
 from ratoon.replica_port import closed_replica_port
 
 APP_NAME = "ratoon"
@@ -82,8 +82,8 @@ def build_app(config: RatoonConfig) -> serve.Application:
 
 def start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
     """Returns once the replicas answer. Variables of Serve's processes set what no option does."""
-    if not show_logs:
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    level = ray_level(config.log_level) if show_logs else "WARNING"
+    logging.getLogger("ray.serve").setLevel(level)
     variables = {
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(config.grpc.max_message_bytes),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(_PROXY_START_S),
@@ -132,4 +132,4 @@ def _grpc_options(config: RatoonConfig) -> gRPCOptions | None:
 
 
 def _logging(config: RatoonConfig) -> LoggingConfig:
-    return LoggingConfig(log_level=config.log_level, enable_access_log=False)
+    return LoggingConfig(log_level=ray_level(config.log_level), enable_access_log=False)

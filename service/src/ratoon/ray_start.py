@@ -28,7 +28,7 @@ from ratoon.auth.key_file import access_folder, make_access_folder
 from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
 from ratoon.errors import invalid
 from ratoon.local_ray import LocalRay
-from ratoon.log import get_logger
+from ratoon.log import get_logger, ray_level
 from ratoon.ray_logs import RayLogs
 from ratoon.stream.files import fsync_folder, temporary_name, write_atomic
 
@@ -82,6 +82,7 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any], *, show_logs: bool
         if logs is not None:
             logs.start()
         try:
+            options |= {"logging_level": ray_level(config.log_level)}
             ray.init(address=local.address, log_to_driver=False, **options)
         except BaseException:
             leave_ray()

@@ -21,6 +21,7 @@ LossKind = Literal[
     "reinforce",
     "cross_entropy",
 ]
+GivenLogprobs = Literal["sampler", "given", "on_policy"]
 AdvantageKind = Literal[
     "group_mean_std", "group_mean", "group_mean_batch_std", "leave_one_out", "none", "given"
 ]
@@ -107,7 +108,7 @@ class Loss:
     dual_clip: float | None = None
     tau_positive: float | None = None
     tau_negative: float | None = None
-    old_logprobs: Literal["sampler", "given", "on_policy"] | FromForward | None = None
+    old_logprobs: GivenLogprobs | FromForward | None = None
     kl: Kl | None = None
     entropy_coefficient: float = 0.0
     correction: Correction | None = None

@@ -93,7 +93,8 @@ class Controllers:
         kept = self._kept.get(policy_id)
         if kept is not None:
             try:
-                await asyncio.wait_for(kept.controller.close(_GRACE_S), 2 * _GRACE_S)
+                async with asyncio.timeout(2 * _GRACE_S):
+                    await kept.controller.close(_GRACE_S)
             except TimeoutError:
                 _LOG.warning("controller did not close", policy_id=policy_id)
         await self.end(policy_id)
@@ -125,7 +126,8 @@ class Controllers:
         if kept is None:
             return
         try:
-            await asyncio.wait_for(kept.controller.drain(grace_s), grace_s + _GRACE_S)
+            async with asyncio.timeout(grace_s + _GRACE_S):
+                await kept.controller.drain(grace_s)
         except TimeoutError:
             _LOG.warning("controller did not drain", policy_id=policy_id)
 

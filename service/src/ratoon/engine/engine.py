@@ -35,9 +35,11 @@ from ratoon.engine.types import (
 )
 from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
 from ratoon.metrics import Change, MetricsTotals
 from ratoon.stream.manifest import GradientManifest, WeightManifest
 
+_LOG = get_logger("engine")
 # How long a call waits while a newly started engine reads its policies.
 _RECOVER_S = 5.0
 # How long it waits for the backends of a newly started worker.
@@ -218,7 +220,10 @@ class Engine:
         """End all controllers and workers; the journal stays as it is."""
         self._lifecycle.stop()
         for policy_id in self._lifecycle.policy_ids:
-            await self._controllers.end(policy_id)
+            try:
+                await self._controllers.end(policy_id)
+            except Exception:  # noqa: BLE001 - whatever it is, the others have to end
+                _LOG.exception("not ended", policy_id=policy_id)
         await self._cluster.close()
 
     async def _recover(self) -> None:
@@ -229,7 +234,8 @@ class Engine:
     async def _recovered(self) -> None:
         """Raises `JournalAwayError` where the engine cannot read its journal in time."""
         try:
-            await asyncio.wait_for(self.recover(), _RECOVER_S)
+            async with asyncio.timeout(_RECOVER_S):
+                await self.recover()
         except TimeoutError:
             raise JournalAwayError("the engine still reads its journal") from None
 

@@ -39,7 +39,7 @@ from ratoon.engine.types import (
     PolicySpec,
     PolicyState,
 )
-from ratoon.engine.worker.tasks import FencedError
+from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
@@ -135,9 +135,18 @@ class Lifecycle:
                     self._spawn(self._bring_back(row))
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new work, and let running operations finish within `grace_s` seconds."""
+        """Refuse new work, and let running operations finish within `grace_s` seconds.
+
+        A policy that does not drain is logged; its operations go on at the next start.
+        """
         self._is_draining = True
-        await asyncio.gather(*(self._fleet.drain(name, grace_s) for name in self._policy_ids))
+        names = [*self._policy_ids]
+        drains = (self._fleet.drain(name, grace_s) for name in names)
+        for name, error in zip(
+            names, await asyncio.gather(*drains, return_exceptions=True), strict=True
+        ):
+            if error is not None:
+                _LOG.error("not drained", policy_id=name, reason=f"{type(error).__name__}: {error}")
         self._is_drained = True
         for live in self._ledger.open_operations():
             live.wake()
@@ -286,7 +295,8 @@ class Lifecycle:
         try:
             await until_there(lambda: self._fleet.start(spec))
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
-            error = _typed(err)
+            # Unlike a policy that comes back, this one is not started again.
+            error = _typed(err.__cause__ if isinstance(err.__cause__, WorkerLostError) else err)
             _LOG.error("create failed", policy_id=policy_id, error=error.message)
             await self._forget_at_last(live)
             await self._end(live, JournalState.FAILED, FailedResult(error=error.to_dict()))
@@ -446,4 +456,6 @@ def _typed(error: Exception) -> RatoonError:
         return error
     if isinstance(error, JournalAwayError):
         return RatoonError(ErrorCode.UNAVAILABLE, str(error))
+    if isinstance(error, WorkerLostError):
+        return RatoonError(ErrorCode.WORKER_LOST, f"the policy's worker was lost: {error}")
     return RatoonError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")

@@ -53,15 +53,26 @@ def disk_fault(what: str, error: OSError) -> RatoonError:
 
 
 def unexpected(error: Exception) -> RatoonError:
-    """The error that a caller gets for an unexpected exception."""
-    # torch is not imported here, so its out-of-memory error is told by name.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    """The error that a caller gets for an unexpected exception, with the rank that a note names."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    rank = next((note for note in notes if note.startswith("rank ")), "")
+    if is_out_of_memory(error):
         return RatoonError(
             ErrorCode.RESOURCE_EXHAUSTED,
-            f"the worker has not enough memory: {error}",
+            f"{rank or 'the worker'} has not enough memory: {error}",
             details={"resource": "memory"},
         )
-    return RatoonError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+    where = f"{rank}: " if rank else ""
+    return RatoonError(ErrorCode.INTERNAL, f"{where}{type(error).__name__}: {error}")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a host or a device has no more memory, of which torch, CUDA and NCCL have errors of
+    their own."""
+    # torch is not imported here, so its error is told by name.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return any(text in str(error) for text in ("out of memory", "can't allocate memory"))
 
 
 def overtaken() -> RatoonError:

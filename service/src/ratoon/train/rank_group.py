@@ -54,6 +54,8 @@ class RankGroup:
     def __init__(self, own: Rank, peers: Sequence[Peer] = ()) -> None:
         self.own = own
         self._peers = tuple(peers)
+        # Until then the first error ends all ranks, some of which may wait for the one that has it.
+        self.are_created = False
 
     @property
     def size(self) -> int:
@@ -62,7 +64,8 @@ class RankGroup:
     def all(self, name: str, *args: object, **options: object) -> list[Any]:
         """Call a method of every rank; the results by rank.
 
-        Raises the error of the first rank that has one, when none runs any more.
+        Raises the error of the first rank that has one, when none runs any more; at once while the
+        ranks are created.
         """
         return self._all(args, name, *args, **options)
 
@@ -131,7 +134,7 @@ class RankGroup:
             try:
                 results.append(ask())
             except Exception as err:
-                if not pending:
+                if not (pending and self.are_created):
                     raise
                 errors.append(err)
                 # A write that fails must not stop the pass that runs beside it.

@@ -132,6 +132,7 @@ class Trainer:
         trainer = cls(spec, model, Copies.joined(), peers, rates)
         trainer.ranks.check_devices()
         trainer.limit_activations()
+        trainer.ranks.are_created = True
         return trainer
 
     def limit_activations(self) -> None:

@@ -30,6 +30,7 @@ from ratoon_client.errors import (
     RatoonClientError,
     TransportError,
 )
+from ratoon_proto.build import describe_build
 
 SERVICE_ERROR = 1
 USAGE_ERROR = 2
@@ -43,12 +44,18 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli.add_typer(policies.cli, name="policies", help="Make, list and remove policies.")
-cli.add_typer(weights.cli, name="weights", help="Pull, list and follow weights.")
+cli.add_typer(weights.cli, name="weights", help="Pull, list, follow and import weights.")
 cli.add_typer(checkpoints.cli, name="checkpoints", help="Save, load and list checkpoints.")
 cli.command()(training.update)
 cli.command()(training.watch)
 cli.command()(server.info)
 cli.command()(server.health)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"ratoonctl {describe_build('ratoon-client')}")
+        raise typer.Exit
 
 
 def _file_option(what: str, variable: str) -> OptionInfo:
@@ -87,6 +94,15 @@ def settings(
         float, typer.Option(help="Seconds to go on trying a call.", min=0.1)
     ] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+    version: Annotated[  # noqa: ARG001 - its callback has answered
+        bool,
+        typer.Option(
+            "--version",
+            help="Say version and commit, and exit.",
+            callback=_show_version,
+            is_eager=True,
+        ),
+    ] = False,
 ) -> None:
     """Options of all commands."""
     api_key = None if api_key_file is None else _read_key(api_key_file)

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from ratoon_client.cli.arguments import Seq
 from ratoon_client.cli.context import open_client, show, show_rows
 from ratoon_client.results import Checkpoint
 
 cli = typer.Typer(no_args_is_help=True)
 
-Seq = Annotated[int | None, typer.Option(help="Default: the policy's next.")]
 _COLUMNS = ("checkpoint", "version", "seq", "bytes", "created")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -41,15 +41,25 @@ def create(
     model_folder: Annotated[
         str | None, typer.Option(help="A folder below the service's models root.")
     ] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Train an adapter of this rank.")] = None,
-    lora_alpha: Annotated[float | None, typer.Option(help="Default: twice the rank.")] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(help="Train an adapter of this rank.", min=1)
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="Default: twice the rank.", min=0.0)
+    ] = None,
     lora_targets: Annotated[
         str | None,
         typer.Option(help="Projections to adapt, as q_proj,v_proj. Default: all."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
-    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
-    sequencing: Annotated[str | None, typer.Option(help="client or server.")] = None,
+    dtype: Annotated[
+        ModelDtype | None,
+        typer.Option(help="Of the weights on the device."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random weights.", min=0, max=2**64 - 1)] = 0,
+    sequencing: Annotated[
+        Sequencing | None,
+        typer.Option(help="Who counts a policy's calls."),
+    ] = None,
 ) -> None:
     """Make a policy and wait until it can be trained."""
     options = PolicyOptions(seed=seed)
@@ -58,9 +68,9 @@ def create(
     if model_folder is not None:
         options["model_folder"] = model_folder
     if dtype is not None:
-        options["dtype"] = cast("ModelDtype", dtype)
+        options["dtype"] = dtype
     if sequencing is not None:
-        options["sequencing"] = cast("Sequencing", sequencing)
+        options["sequencing"] = sequencing
     if lora_rank is not None:
         alpha = 2.0 * lora_rank if lora_alpha is None else lora_alpha
         targets = lora_targets.split(",") if lora_targets else ()

@@ -4,44 +4,60 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated
 
 import typer
 
 from ratoon_client.blocking.operation import OperationHandle
+from ratoon_client.cli.arguments import Seq
 from ratoon_client.cli.context import open_client, show
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.jsonl import read_jsonl
-from ratoon_client.loss import AdvantageKind, Loss, LossKind, Optim
+from ratoon_client.loss import AdvantageKind, GivenLogprobs, Loss, LossKind, Optim
 from ratoon_client.progress import describe
 from ratoon_client.results import Operation, StepResult
 from ratoon_client.rollouts import Group
 
-LearningRate = Annotated[float, typer.Option("--learning-rate", "--lr")]
+LearningRate = Annotated[
+    float, typer.Option("--learning-rate", "--lr", help="Of this step.", min=0.0)
+]
 
 
 def update(
     context: typer.Context,
     policy_id: str,
-    file: Annotated[Path, typer.Argument(help="Groups as JSON lines, one group a line.")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="Groups as JSON lines, one group a line.", exists=True, dir_okay=False),
+    ],
     learning_rate: LearningRate,
-    loss: Annotated[str, typer.Option(help="grpo, ppo_clip, dapo, ...")] = "grpo",
-    advantage: Annotated[str | None, typer.Option(help="group_mean_std, none, ...")] = None,
-    old_logprobs: Annotated[
-        str | None, typer.Option(help="sampler, given or on_policy; default: the loss's.")
+    loss: Annotated[LossKind, typer.Option(help="See docs/api.md.")] = "grpo",
+    advantage: Annotated[
+        AdvantageKind | None,
+        typer.Option(help="Default: the loss's."),
     ] = None,
-    clip_low: Annotated[float | None, typer.Option()] = None,
-    clip_high: Annotated[float | None, typer.Option()] = None,
-    entropy_coefficient: Annotated[float, typer.Option()] = 0.0,
+    old_logprobs: Annotated[
+        GivenLogprobs | None,
+        typer.Option(help="Default: the loss's."),
+    ] = None,
+    clip_low: Annotated[
+        float | None, typer.Option(help="Default: the loss's.", min=0.0, max=1.0)
+    ] = None,
+    clip_high: Annotated[float | None, typer.Option(help="Default: the loss's.", min=0.0)] = None,
+    entropy_coefficient: Annotated[float, typer.Option(help="0: no term.")] = 0.0,
     allow_truncated_sampling: Annotated[
         bool, typer.Option(help="Log-probs sampled under top-p or top-k may enter a ratio.")
     ] = False,
-    weight_decay: Annotated[float | None, typer.Option()] = None,
-    max_grad_norm: Annotated[float | None, typer.Option()] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(help="Default: the policy's.", min=0.0)
+    ] = None,
+    max_grad_norm: Annotated[
+        float | None, typer.Option(help="0: no clipping. Default: the service's.", min=0.0)
+    ] = None,
     byte_tokens: Annotated[
         bool, typer.Option("--byte-tokens", help="Texts of the file are tokens by their bytes.")
     ] = False,
-    seq: Annotated[int | None, typer.Option(help="Default: the policy's next.")] = None,
+    seq: Seq = None,
     wait: Annotated[bool, typer.Option(help="Until the operation has ended.")] = True,
 ) -> None:
     """One update of a policy on the groups of a file.
@@ -51,9 +67,9 @@ def update(
     """
     groups = _read(file, byte_tokens=byte_tokens)
     loss_config = Loss(
-        cast("LossKind", loss),
-        advantage=cast("AdvantageKind | None", advantage),
-        old_logprobs=cast('Literal["sampler", "given", "on_policy"] | None', old_logprobs),
+        loss,
+        advantage=advantage,
+        old_logprobs=old_logprobs,
         clip_low=clip_low,
         clip_high=clip_high,
         entropy_coefficient=entropy_coefficient,

@@ -12,9 +12,11 @@ from typing import Annotated
 
 import typer
 
+from ratoon_client.cli.arguments import Seq, Version, WeightsRoot
 from ratoon_client.cli.context import open_client, show, show_line, show_rows
-from ratoon_client.config import WEIGHTS_VARIABLE, ClientConfig
-from ratoon_client.errors import InvalidArgumentError
+from ratoon_client.config import ClientConfig
+from ratoon_client.errors import InvalidArgumentError, RatoonApiError
+from ratoon_client.results import WeightManifest
 from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.pull import KEEP_VERSIONS
 from ratoon_client.weights.receiver import Received, ReceiverEvent
@@ -34,22 +36,40 @@ class VllmBackend(StrEnum):
     NCCL = "nccl"
 
 
-Version = Annotated[int | None, typer.Option(help="Default: the newest published.")]
-WeightsRoot = Annotated[
-    Path | None,
-    typer.Option(
-        help="The service's, on this host: files are linked from there, not fetched. Default: the"
-        f" environment's {WEIGHTS_VARIABLE}.",
-        show_default=False,
-    ),
-]
+# What `list` asks for at most: a policy that publishes on request may have long gaps.
+_MOST_ASKED = 1000
+
+
+@cli.command("list")
+def list_versions(context: typer.Context, policy_id: str) -> None:
+    """The versions that can be fetched, newest first, up to the policy's keep_versions.
+
+    An older one that a receiver still holds is not listed; `manifest` shows it by its number.
+    """
+    found: list[WeightManifest] = []
+    with open_client(context) as client:
+        policy = client.get_policy(policy_id)
+        newest = -1 if policy.published_version is None else policy.published_version
+        for version in range(newest, max(-1, newest - _MOST_ASKED), -1):
+            try:
+                found.append(client.weight_manifest(policy_id, version))
+            except RatoonApiError as error:
+                if error.code != "WEIGHTS_NOT_FOUND":
+                    raise
+            if len(found) == policy.spec.keep_versions:
+                break
+    rows = [(each.version, len(each.files), _num_bytes(each), each.kind) for each in found]
+    show_rows(context, found, ("version", "files", "bytes", "kind"), rows)
 
 
 @cli.command()
 def pull(
     context: typer.Context,
     policy_id: str,
-    folder: Annotated[Path, typer.Argument(help="Gets version-N, and `latest` that names one.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="Gets version-N, and `latest` that names one.", file_okay=False),
+    ],
     version: Version = None,
     keep: Annotated[int, typer.Option(help="Versions that stay; 0: all.", min=0)] = KEEP_VERSIONS,
     weights_root: WeightsRoot = None,
@@ -79,9 +99,9 @@ def import_weights(
         bool, typer.Option("--reset-optimizer", help="Moments and step count begin anew.")
     ] = False,
     expected_version: Annotated[
-        int | None, typer.Option(help="Refused where the policy is at another.")
+        int | None, typer.Option(help="Refused where the policy is at another.", min=0)
     ] = None,
-    seq: Annotated[int | None, typer.Option(help="Default: the policy's next.")] = None,
+    seq: Seq = None,
 ) -> None:
     """Give a policy the weights of a folder on the server, and wait for it.
 
@@ -111,15 +131,17 @@ def watch(context: typer.Context, policy_id: str) -> None:
     """A line for the newest version, and for each that is published from now on."""
     with open_client(context) as client:
         for newest in client.watch_weights(policy_id):
-            num_bytes = sum(file.size_bytes for file in newest.files)
-            show(context, newest, {"version": newest.version, "bytes": num_bytes})
+            show(context, newest, {"version": newest.version, "bytes": _num_bytes(newest)})
 
 
 @cli.command()
 def follow(
     context: typer.Context,
     policy_id: str,
-    root: Annotated[Path, typer.Option(help="A folder of its own, which the engine can read.")],
+    root: Annotated[
+        Path,
+        typer.Option(help="A folder of its own, which the engine can read.", file_okay=False),
+    ],
     vllm: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
     vllm_backend: Annotated[
         VllmBackend,
@@ -165,6 +187,10 @@ def _adapter(
     if sglang:
         return stack.enter_context(SglangAdapter(sglang))
     return FolderAdapter()
+
+
+def _num_bytes(manifest: WeightManifest) -> int:
+    return sum(file.size_bytes for file in manifest.files)
 
 
 def _received_line(event: Received) -> str:

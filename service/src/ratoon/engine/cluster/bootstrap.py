@@ -112,4 +112,5 @@ async def _tell(namespace: str, timeout_s: float, name: str, *args: object) -> N
         return
     engine = cast("ActorProxy[EngineActor]", found)
     with suppress(ActorLostError, TimeoutError):
-        await asyncio.wait_for(ask(engine.call.remote(name, *args)), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await ask(engine.call.remote(name, *args))

@@ -1,7 +1,6 @@
 """Ranks 1 and above of a policy, a process each, which its worker's process starts and asks.
 
-They belong to that process: Ray ends them when it ends, however it does. One that is lost stays
-lost, so that a worker that has lost one finds it out once.
+They belong to that process: Ray ends them when it ends, however it does.
 """
 
 # Ray's decorators are only partly typed.
@@ -12,40 +11,36 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.config import set_copy_interface, set_visible_gpus, visible_gpus
+from ratoon.engine.cluster.creation import Creation
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT, seen_by_ranks
 from ratoon.engine.cluster.placement import bundles_of_ranks, find_group
-from ratoon.engine.cluster.ray_calls import ASKED_TIMES, START_S
+from ratoon.engine.cluster.ray_calls import START_S
+from ratoon.engine.cluster.ray_peer import RayPeer
 from ratoon.engine.crash_points import CrashPoint, make_reach
-from ratoon.engine.worker.tasks import WorkerLostError
-from ratoon.errors import CopyFailedError
+from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.train.config import Shard
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from ray.actor import ActorClass, ActorProxy
 
+    from ratoon.engine.worker.tasks import WorkerLostError
     from ratoon.train.copies import Meeting
     from ratoon.train.rank import Rank
     from ratoon.train.spec import TrainerSpec
 
 _LOG = get_logger("rank")
 _GROUPS = {"compute": 1, "control": 2, "files": 1, "versions": 1}
-# The methods that run beside others, each on a thread of its own.
-_BESIDE = {"write_states": "files", "write_weights": "versions"}
 _BEFORE_WRITES = {
     "write_states": CrashPoint.RANK_BEFORE_CHECKPOINT,
     "write_weights": CrashPoint.RANK_BEFORE_PUBLISH,
@@ -106,7 +101,7 @@ class RankActor:
         return answer
 
     def call_beside(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
-        """In the group of `_BESIDE`."""
+        """A method that runs beside others, in a concurrency group of its own."""
         self._reach(_BEFORE_WRITES[name])
         return getattr(self._rank, name)(*args, **options)
 
@@ -126,8 +121,9 @@ class RankActor:
         set_visible_gpus(gpus)
 
     @ray.method(concurrency_group="control")
-    def ping(self) -> None:
-        """Answer."""
+    def ping(self) -> str:
+        """Which device it has, in words."""
+        return _device_in_words()
 
     def _is_stopped(self) -> bool:
         with self._lock:
@@ -138,130 +134,14 @@ class RankActor:
             self._reach(CrashPoint.RANK_IN_PASS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """`rank_group.Pending`, of an actor's answer."""
-
-    peer: RayPeer
-    reference: ObjectRef[object]
-
-    def has_failed(self) -> bool:
-        if not _is_over(self.reference, 0.0):
-            return self.peer.is_lost()
-        try:
-            self.result()
-        except Exception:  # noqa: BLE001 - which one, `result` says
-            return True
-        return False
-
-    def result(self) -> object:
-        return self.peer.wait(self.reference)
-
-
-class RayPeer:
-    """`rank_group.Peer`, of an actor that is lost once it answers nothing for `max_silence_s`."""
-
-    def __init__(self, actor: ActorProxy[RankActor], number: int, max_silence_s: float) -> None:
-        self._actor = actor
-        self._number = number
-        self._max_silence_s = max_silence_s
-        self._is_lost = False
-        # What `is_lost` has asked it, and since when that or nothing is under way.
-        self._asked: ObjectRef[Any] | None = None
-        self._since = time.monotonic()
-        self._numbers = count(1)
-        self._load: _Pending | None = None
-        self._last = 0
-
-    def await_start(self, timeout_s: float) -> None:
-        """Wait until its process is up. Raises `WorkerLostError`."""
-        self._get(self._actor.ping.remote(), timeout_s)
-
-    def place(self) -> tuple[str, str]:
-        """Its node, and which of its GPUs it has. Raises `WorkerLostError`."""
-        return cast("tuple[str, str]", self._get(self._actor.place.remote(), self._max_silence_s))
-
-    def see(self, gpus: str) -> None:
-        """Have it see these. Raises `WorkerLostError`."""
-        self._get(self._actor.see.remote(gpus), self._max_silence_s)
-
-    def load(self, spec: TrainerSpec, meeting: Meeting) -> None:
-        """Begin to; the first call waits for it, and raises what it raised."""
-        reference = self._actor.load.remote(spec, meeting, self._number)
-        self._load = _Pending(self, cast("ObjectRef[object]", reference))
-
-    def raise_failed_load(self) -> None:
-        """Raise what loading is known by now to have raised."""
-        if self._load is not None and self._load.has_failed():
-            self._load.result()
-
-    def wait(self, reference: ObjectRef[object]) -> object:
-        """A call's result. Raises what the call raised, and `WorkerLostError`."""
-        while not self._is_lost and not _is_over(reference, self._max_silence_s / ASKED_TIMES):
-            self._get(self._actor.ping.remote(), self._max_silence_s)
-        return self._get(reference, self._max_silence_s)
-
-    def is_lost(self) -> bool:
-        """Whether it is by now: asks whether it lives, every so often, and waits for nothing."""
-        silent_s = time.monotonic() - self._since
-        if self._is_lost or (self._asked is None and silent_s < self._max_silence_s / ASKED_TIMES):
-            return self._is_lost
-        if self._asked is None:
-            self._asked = self._actor.ping.remote()
-        elif _is_over(self._asked, 0.0) or silent_s > self._max_silence_s:
-            asked, self._asked = self._asked, None
-            with suppress(WorkerLostError):
-                self._get(asked, 0.0)
-        else:
-            return False
-        self._since = time.monotonic()
-        return self._is_lost
-
-    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
-        if self._is_lost:
-            raise WorkerLostError(f"rank {self._number} is lost")
-        if self._load is not None:
-            self._load.result()
-            self._load = None
-        if name in _BESIDE:
-            beside = cast("Any", self._actor.call_beside).options(concurrency_group=_BESIDE[name])
-            reference = beside.remote(name, args, options)
-        else:
-            self._last = next(self._numbers)
-            reference = self._actor.call.remote(self._last, name, args, options)
-        return _Pending(self, reference)
-
-    def stop(self) -> None:
-        self._actor.stop.remote(self._last)
-
-    def end(self) -> None:
-        ray.kill(cast("Any", self._actor))
-
-    def _get(self, reference: ObjectRef[Any], timeout_s: float) -> object:
-        try:
-            return ray.get(reference, timeout=0.0 if self._is_lost else timeout_s)
-        except RayTaskError as err:
-            cause = err.cause
-            assert isinstance(cause, BaseException)
-            raise cause from None
-        except GetTimeoutError:
-            self._is_lost = True
-            # Ranks that wait for it in a pass are told by its connections.
-            self.end()
-            silent_s = max(timeout_s, self._max_silence_s)
-            what = f"rank {self._number} did not answer for {silent_s:g} s"
-            raise WorkerLostError(what) from None
-        except RayError as err:
-            self._is_lost = True
-            raise WorkerLostError(f"rank {self._number} is lost: {err}") from err
-
-
 def _place() -> tuple[str, str]:
     return str(ray.get_runtime_context().get_node_id()), visible_gpus()
 
 
-def _is_over(reference: ObjectRef[object], wait_s: float) -> bool:
-    return bool(cast("Any", ray).wait([reference], timeout=wait_s)[0])
+def _device_in_words() -> str:
+    """The GPU of this process as Ray has given it, or the CPU, and the address of its node."""
+    gpus, address = visible_gpus(), cast("Any", ray).util.get_node_ip_address()
+    return f"GPU {gpus} of {address}" if gpus else f"the CPU of {address}"
 
 
 class Ranks:
@@ -277,16 +157,39 @@ class Ranks:
         self._started: list[RayPeer] = []
         # As Ray has given it to this process.
         self._place = _place()
+        self._name = f"rank 0 on {_device_in_words()}"
+        self._creation = Creation(self._name, tuple)
 
     def start(self, num_workers: int, policy_id: str) -> None:
         """Start the peers of the next load, so that they import while this process does."""
         actors = enumerate(self._actors(num_workers, policy_id), 1)
         self._started = [RayPeer(actor, rank, self._max_silence_s) for rank, actor in actors]
 
+    @contextmanager
+    def created(self, spec: TrainerSpec, policy_id: str) -> Generator[list[RayPeer], None, None]:
+        """What `join` gives; a trainer is made of it inside.
+
+        Raises what the first rank raised that failed, `WorkerLostError` where one is lost. No peer
+        lives then, and `failure` has it, until the next creation.
+        """
+        self._creation = Creation(self._name, lambda: self._peers)
+        if spec.num_workers == 1:
+            yield self.join(spec, policy_id)
+            return
+        with self._creation.watched():
+            yield self.join(spec, policy_id)
+        for peer in self._peers:
+            peer.end_creation()
+
+    def failure(self) -> RatoonError | WorkerLostError | None:
+        """Why the newest creation of several ranks has failed, which may not have ended."""
+        return self._creation.failure()
+
     def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
         """Start the peers, unless they are, and join them as rank 0; none for a spec of one rank.
 
-        They load the model meanwhile. Raises `WorkerLostError` where one does not come.
+        They load the model meanwhile. Raises `WorkerLostError` and `CopyFailedError` where one
+        does not come.
         """
         from ratoon.train.copies import Copies, open_meeting
 
@@ -311,12 +214,8 @@ class Ranks:
         for peer in self._peers:
             peer.load(spec, meeting)
         set_copy_interface(meeting.host)
-        try:
-            Copies.join(meeting, 0, torch.device(spec.device), store)
-        except CopyFailedError as err:
-            for peer in self._peers:
-                peer.raise_failed_load()
-            raise WorkerLostError(str(err)) from err
+        Copies.join(meeting, 0, torch.device(spec.device), store)
+        self._creation.has_joined = True
         return self._peers
 
     def _see_all(self) -> None:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 START_S = 300.0
 # How often an actor that computes is asked whether it is there, of the time that it has to answer.
 ASKED_TIMES = 6
+# And at least so often, as it may say that the call will never end.
+_ASKED_S = 2.0
 _GONE_S = 10.0
 _POLL_S = 0.05
 
@@ -44,13 +46,15 @@ async def ask_living(
 ) -> T:
     """`ask`, for as long as the actor answers `ping`, which waits for no other call.
 
-    Raises `ActorLostError` also where one is not answered in time.
+    Raises `ActorLostError` also where one is not answered in time, and what `ping` raises.
     """
     call = asyncio.ensure_future(ask(reference))
+    every_s = min(max_silence_s / ASKED_TIMES, _ASKED_S)
     try:
-        while not (await asyncio.wait([call], timeout=max_silence_s / ASKED_TIMES))[0]:
+        while not (await asyncio.wait([call], timeout=every_s))[0]:
             try:
-                await asyncio.wait_for(ask(ping()), max_silence_s)
+                async with asyncio.timeout(max_silence_s):
+                    await ask(ping())
             except TimeoutError:
                 if not call.done():
                     raise ActorLostError(f"it did not answer for {max_silence_s:g} s") from None

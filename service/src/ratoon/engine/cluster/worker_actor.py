@@ -27,6 +27,7 @@ from ratoon.engine.worker.tasks import (
     LoadRequest,
     Outcome,
     Task,
+    WorkerLostError,
     WorkerStatus,
 )
 from ratoon.garbage import frozen_imports
@@ -82,8 +83,8 @@ class WorkerActor:
         if spec.device != "cpu":
             # While weights are loaded; nothing is compiled before.
             start_compiler()
-        peers = self._ranks.join(spec, self._policy_id)
-        trainer = self._create_trainer(spec, peers, self._compiled)
+        with self._ranks.created(spec, self._policy_id) as peers:
+            trainer = self._create_trainer(spec, peers, self._compiled)
         # Nothing is compiled on a CPU.
         if self._cache is None and spec.device != "cpu":
             self._cache = CompileCache(self._compiled, trainer.fingerprint())
@@ -108,9 +109,14 @@ class WorkerActor:
     @ray.method(concurrency_group="control")
     def fence(self, token: int) -> None:
         self._core.fence(token)
+        if failure := self._ranks.failure():
+            raise WorkerLostError(str(failure)) from failure
 
     @ray.method(concurrency_group="control")
     def progress(self) -> Progress:
+        """Raises what a creation of several ranks has failed with: it may never return."""
+        if failure := self._ranks.failure():
+            raise failure
         return self._core.progress()
 
     @ray.method(concurrency_group="control")

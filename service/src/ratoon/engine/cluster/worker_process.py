@@ -107,7 +107,8 @@ def _make(
 async def _told(reference: ObjectRef[T], namespace: str) -> T | None:
     """The spare's answer. One that does not answer is ended; its policy gets another worker."""
     try:
-        return await asyncio.wait_for(ask(reference), _SPARE_S)
+        async with asyncio.timeout(_SPARE_S):
+            return await ask(reference)
     except (ActorLostError, TimeoutError):
         await kill_actor(_SPARE, namespace)
         return None

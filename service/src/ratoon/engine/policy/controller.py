@@ -116,8 +116,10 @@ class Controller:
         """
         self._is_draining = True
         self._turns.pause()
-        await self._turns.stop(grace_s)
-        self._let_go()
+        try:
+            await self._turns.stop(grace_s)
+        finally:
+            self._let_go()
 
     def abandon(self) -> None:
         """Stop at once, as a crash would, and wake all waiting callers."""

@@ -1,0 +1,187 @@
+"""How rank 0's process asks a rank in another one: an actor's calls, as `rank_group` has them.
+
+One that is lost stays lost, so that a worker that has lost one finds it out once.
+"""
+
+# Ray's decorators are only partly typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from ratoon.engine.cluster.creation import Step
+from ratoon.engine.cluster.ray_calls import ASKED_TIMES
+from ratoon.engine.worker.tasks import WorkerLostError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorProxy
+
+    from ratoon.engine.cluster.ranks import RankActor
+    from ratoon.train.copies import Meeting
+    from ratoon.train.spec import TrainerSpec
+
+# The methods that run beside others, each on a thread of its own.
+_BESIDE = {"write_states": "files", "write_weights": "versions"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """`rank_group.Pending`, of an actor's answer."""
+
+    peer: RayPeer
+    reference: ObjectRef[object]
+
+    def has_failed(self) -> bool:
+        if not _is_over(self.reference, 0.0):
+            return self.peer.is_lost()
+        try:
+            self.result()
+        except Exception:  # noqa: BLE001 - which one, `result` says
+            return True
+        return False
+
+    def result(self) -> object:
+        return self.peer.wait(self.reference)
+
+
+class RayPeer:
+    """`rank_group.Peer`, of an actor that is lost once it answers nothing for `max_silence_s`."""
+
+    def __init__(self, actor: ActorProxy[RankActor], number: int, max_silence_s: float) -> None:
+        self._actor = actor
+        self._number = number
+        self._max_silence_s = max_silence_s
+        self._is_lost = False
+        # What `is_lost` has asked it, and since when that or nothing is under way.
+        self._asked: ObjectRef[Any] | None = None
+        self._since = time.monotonic()
+        self._numbers = count(1)
+        self._load: _Pending | None = None
+        self._last = 0
+        # Of messages; with its device once that is known.
+        self._name = f"rank {number}"
+        # What it was asked last, while it is created, and how often it was.
+        self._newest: _Pending | None = None
+        self._is_created = False
+        self._num_asked = 0
+        self._is_awaited = False
+
+    def await_start(self, timeout_s: float) -> None:
+        """Wait until its process is up. Raises `WorkerLostError`."""
+        self._name += f" on {self._get(self._actor.ping.remote(), timeout_s)}"
+
+    def place(self) -> tuple[str, str]:
+        """Its node, and which of its GPUs it has. Raises `WorkerLostError`."""
+        return cast("tuple[str, str]", self._get(self._actor.place.remote(), self._max_silence_s))
+
+    def see(self, gpus: str) -> None:
+        """Have it see these. Raises `WorkerLostError`."""
+        self._get(self._actor.see.remote(gpus), self._max_silence_s)
+
+    def load(self, spec: TrainerSpec, meeting: Meeting) -> None:
+        """Begin to; the first call waits for it, and raises what it raised."""
+        reference = self._actor.load.remote(spec, meeting, self._number)
+        self._load = self._newest = _Pending(self, cast("ObjectRef[object]", reference))
+        self._num_asked = 1
+
+    def step(self) -> Step:
+        """See `WatchedPeer.step`."""
+        newest = self._newest
+        return Step(
+            number=self._num_asked,
+            is_over=newest is None or _is_over(newest.reference, 0.0),
+            is_awaited=self._is_awaited,
+        )
+
+    def failure(self) -> Exception | None:
+        """See `WatchedPeer.failure`."""
+        newest = self._newest
+        try:
+            if newest is not None and newest.has_failed():
+                newest.result()
+        except Exception as err:  # noqa: BLE001 - whatever it is, it is told
+            return err
+        return None
+
+    def end_creation(self) -> None:
+        """Keep no result any more."""
+        self._is_created, self._newest = True, None
+
+    def wait(self, reference: ObjectRef[object]) -> object:
+        """A call's result. Raises what the call raised, and `WorkerLostError`."""
+        self._is_awaited = True
+        while not self._is_lost and not _is_over(reference, self._max_silence_s / ASKED_TIMES):
+            self._get(self._actor.ping.remote(), self._max_silence_s)
+        self._is_awaited = False
+        return self._get(reference, self._max_silence_s)
+
+    def is_lost(self) -> bool:
+        """Whether it is by now: asks whether it lives, every so often, and waits for nothing."""
+        silent_s = time.monotonic() - self._since
+        if self._is_lost or (self._asked is None and silent_s < self._max_silence_s / ASKED_TIMES):
+            return self._is_lost
+        if self._asked is None:
+            self._asked = self._actor.ping.remote()
+        elif _is_over(self._asked, 0.0) or silent_s > self._max_silence_s:
+            asked, self._asked = self._asked, None
+            with suppress(WorkerLostError):
+                self._get(asked, 0.0)
+        else:
+            return False
+        self._since = time.monotonic()
+        return self._is_lost
+
+    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
+        if self._is_lost:
+            raise WorkerLostError(f"{self._name} is lost")
+        self._num_asked += 1
+        if self._load is not None:
+            self._load.result()
+            self._load = None
+        if name in _BESIDE:
+            beside = cast("Any", self._actor.call_beside).options(concurrency_group=_BESIDE[name])
+            reference = beside.remote(name, args, options)
+        else:
+            self._last = next(self._numbers)
+            reference = self._actor.call.remote(self._last, name, args, options)
+        pending = _Pending(self, reference)
+        self._newest = None if self._is_created else pending
+        return pending
+
+    def stop(self) -> None:
+        self._actor.stop.remote(self._last)
+
+    def end(self) -> None:
+        ray.kill(cast("Any", self._actor))
+
+    def _get(self, reference: ObjectRef[Any], timeout_s: float) -> object:
+        try:
+            return ray.get(reference, timeout=0.0 if self._is_lost else timeout_s)
+        except RayTaskError as err:
+            cause = err.cause
+            assert isinstance(cause, BaseException)
+            cause.add_note(self._name)
+            raise cause from None
+        except GetTimeoutError:
+            self._is_lost = True
+            # Ranks that wait for it in a pass are told by its connections.
+            self.end()
+            silent_s = max(timeout_s, self._max_silence_s)
+            what = f"{self._name} did not answer for {silent_s:g} s"
+            raise WorkerLostError(what) from None
+        except RayError as err:
+            self._is_lost = True
+            raise WorkerLostError(f"{self._name} is lost: {err}") from err
+
+
+def _is_over(reference: ObjectRef[object], wait_s: float) -> bool:
+    return bool(cast("Any", ray).wait([reference], timeout=wait_s)[0])
