@@ -345,7 +345,7 @@ class Controller:
                 finished_at=now,
             )
             try:
-                await run.ports.journal.end(run.token, run.policy_id, end)
+                await run.end(end)
             except Exception as err:
                 if is_disk_full(err):
                     raise
