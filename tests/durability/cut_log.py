@@ -6,6 +6,7 @@ what a start on one of them made of the operations that callers had been told of
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ class Life:
     queued: tuple[Operation, ...]
     weights: tuple[tuple[tuple[float, ...], float], ...]
 
+    @property
+    def version(self) -> int:
+        """The newest that was published."""
+        return max(getattr(told.result, "version", 0) for told in self.ended)
+
 
 def machine_at(root: Path, spec: PolicySpec) -> Machine:
     """A service on a folder, with a worker of its own."""
@@ -78,16 +84,19 @@ def machine_at(root: Path, spec: PolicySpec) -> Machine:
     return Machine(root, spec, LimitsConfig(gap_wait_s=0.05), url, checkpoints=_CHECKPOINTS)
 
 
-async def live(folder: Path, recovery: Recovery = Recovery.REPLAY) -> Life:
+async def live(folder: Path, num_commands: int, recovery: Recovery = Recovery.REPLAY) -> Life:
     """Run `COMMANDS`, leave two behind a gap, and copy the folder as a kill leaves it."""
     root, spec = folder / "alive", policy_spec(recovery=recovery)
     root.mkdir(parents=True)
     machine = await machine_at(root, spec).start()
     ended: list[Operation] = []
-    for seq, (command, number) in enumerate(COMMANDS, start=1):
+    for seq, (command, number) in enumerate(COMMANDS[:num_commands], start=1):
         ended.append(await machine.end(await machine.submit(seq, command, number)))
     await machine.landed()
-    queued = [await machine.update(len(COMMANDS) + 1 + later, 100 + later) for later in (1, 2)]
+    queued = [await machine.update(num_commands + 1 + later, 100 + later) for later in (1, 2)]
+    landing = machine.controller._turns._checkpointer._landing
+    if landing is not None:
+        await asyncio.wait([landing])
     await machine.controller._turns.stop(0.0)
     weights = weights_of(machine)
     # SQLite would fold the log back into the journal if it were closed first.
@@ -116,25 +125,28 @@ def log_ends(log: bytes) -> Iterator[int]:
         yield start + _FRAME_BYTES
 
 
-def cut(life: Life, folder: Path, size_bytes: int | None) -> Path:
-    """A copy of the folder whose log has `size_bytes`; None: there is no log."""
-    root = folder / f"cut-{size_bytes}"
-    shutil.copytree(life.root, root)
-    log = root / LOG
+def cut(life: Life, root: Path, size_bytes: int | None, *, has_files: bool = True) -> Path:
+    """Make `root` a copy of the folder whose log has `size_bytes`; None: there is no log.
+
+    `has_files`: with the policy's files.
+    """
+    if has_files:
+        shutil.copytree(life.root, root, ignore=shutil.ignore_patterns(f"{DATABASE}*"))
+    root.mkdir(exist_ok=True, parents=True)
     (root / f"{DATABASE}-shm").unlink(missing_ok=True)
-    if size_bytes is None:
-        log.unlink()
-    else:
-        log.write_bytes(log.read_bytes()[:size_bytes])
+    (root / LOG).unlink(missing_ok=True)
+    shutil.copy(life.root / DATABASE, root)
+    if size_bytes is not None:
+        (root / LOG).write_bytes((life.root / LOG).read_bytes()[:size_bytes])
     return root
 
 
-def files_of(root: Path) -> set[str]:
-    """Digests of every file of the policy that a start might delete, wherever it lies."""
+def files_of(root: Path) -> set[tuple[str, str]]:
+    """Name and digest of every file of the policy that a start might delete, wherever it lies."""
     paths = policy_paths(root, POLICY)
     folders = [paths.checkpoints, paths.weights, paths.bodies, paths.results, paths.set_aside]
     found = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return {digest_file(path) for path in found if ".spare" not in path.parts}
+    return {(path.name, digest_file(path)) for path in found if ".spare" not in path.parts}
 
 
 async def judge_start(life: Life, machine: Machine) -> str:

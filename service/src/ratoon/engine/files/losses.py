@@ -82,7 +82,10 @@ class Loss:
         left = self.journal
         known = [f"what is left has {_come_to(left)}"]
         if self.told == self.journal:
-            known.append("it lacks a checkpoint by which files were deleted")
+            known.append(
+                "later writes are lost: the end of what was cancelled, or a checkpoint by which "
+                "files were deleted"
+            )
         elif self.told is not None:
             known.append(f"callers were told of {_come_to(self.told)}")
         if self.versions:
@@ -93,8 +96,8 @@ class Loss:
         if not self.adoptable:
             way = f"--{Choice.FROM_EVIDENCE} is not possible: {self.obstacle}"
         return (
-            f"the journal has lost operations that were acknowledged: {'; '.join(known)}. Nothing "
-            "was deleted. Restore the journal, or decide by `ratoon recover`: "
+            f"the journal has lost its end: {'; '.join(known)}. Nothing was deleted. Restore the "
+            "journal, or decide by `ratoon recover`: "
             f"--{Choice.ACCEPT_LOSS} goes on from the journal, {way}"
         )
 

@@ -29,7 +29,7 @@ from ratoon.engine.files.losses import (
     read_decision,
     write_loss,
 )
-from ratoon.engine.files.paths import names_in
+from ratoon.engine.files.paths import PolicyPaths, names_in
 from ratoon.engine.files.position import Position, read_position, write_position
 from ratoon.engine.journal.records import OperationRecord, PolicyHistory
 from ratoon.engine.journal.tokens import is_promoted_since
@@ -62,6 +62,15 @@ class Found:
     told: Position | None
     versions: tuple[FoundVersion, ...]
     checkpoints: tuple[FoundCheckpoint, ...]
+
+
+def look(paths: PolicyPaths) -> Found:
+    """Read all that names an operation."""
+    return Found(
+        told=read_position(paths.position),
+        versions=tuple(find_versions(paths)),
+        checkpoints=tuple(find_checkpoints(paths)),
+    )
 
 
 def judge(history: PolicyHistory, found: Found, sequencing: Sequencing) -> Loss | None:
@@ -123,7 +132,7 @@ async def find_loss(run: PolicyRun, history: PolicyHistory) -> Decided | None:
     Raises `JournalLostError` where nobody has decided how to go on, and `FencedError`.
     """
     await _fetch_archived(run, history)
-    found = await asyncio.to_thread(_look, run)
+    found = await asyncio.to_thread(look, run.paths)
     loss = judge(history, found, run.spec.sequencing)
     if loss is None:
         await asyncio.to_thread(forget_loss, run.paths)
@@ -181,14 +190,6 @@ async def _fetch_archived(run: PolicyRun, history: PolicyHistory) -> None:
 
 def _checkpoint_names(folder: Path) -> list[str]:
     return names_in(folder) if folder.is_dir() else []
-
-
-def _look(run: PolicyRun) -> Found:
-    return Found(
-        told=read_position(run.paths.position),
-        versions=tuple(find_versions(run.paths)),
-        checkpoints=tuple(find_checkpoints(run.paths)),
-    )
 
 
 def _is_ahead(found: FoundCheckpoint, history: PolicyHistory, last_seq: int) -> bool:

@@ -94,7 +94,7 @@ async def start_policy(
     await checkpointer.start()
     if standing.is_rebased:
         await checkpointer.take_now()
-    _note_position(run, await journal.history(run.policy_id))
+    _note_position(run, history)
     info = standing.info
     if info is not None:
         info = replace(info, uses_gpu=run.trainer.device != "cpu")
