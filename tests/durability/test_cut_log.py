@@ -1,4 +1,4 @@
-"""A journal that loses its end is noticed, whatever was lost, and nothing of the rest is deleted."""
+"""A journal that loses its end is noticed, whatever it was, and nothing else is deleted."""
 
 from __future__ import annotations
 
