@@ -55,7 +55,7 @@ async def carry_out(
     else:
         kept = await _replayed(run, history, status, loss)
     folder = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(run.ports.now())) + "-journal-lost"
-    await _set_aside(run, history, loss, folder, kept)
+    await _set_aside(run, history, folder, kept)
     told = await asyncio.to_thread(read_position, run.paths.position) or Position()
     above = told.count, max(told.version, *loss.versions, 0)
     if is_adopted:
@@ -144,29 +144,30 @@ async def _load_adopted(run: PolicyRun, loss: Loss) -> Checkpoint:
 
 
 async def _set_aside(
-    run: PolicyRun, history: PolicyHistory, loss: Loss, name: str, kept: tuple[Checkpoint, ...]
+    run: PolicyRun, history: PolicyHistory, name: str, kept: tuple[Checkpoint, ...]
 ) -> None:
-    """Move what the journal will not know to folders of this name."""
+    """Move what the journal does not list to folders of this name."""
     needed = {*(await run.ports.journal.bodies_in_use(run.policy_id)).values()}
     await run.archive.restore_bodies(await run.archive.body_names() - needed)
     await run.check_newest()
     await run.bodies.set_aside(needed, run.paths.set_aside / name / "bodies")
-    checkpoints = (*history.checkpoints, *kept)
-    await asyncio.to_thread(_move_folders, run.paths, loss, name, checkpoints)
+    await asyncio.to_thread(_move_folders, run.paths, history, name, kept)
 
 
-def _move_folders(paths: PolicyPaths, loss: Loss, name: str, kept: tuple[Checkpoint, ...]) -> None:
+def _move_folders(
+    paths: PolicyPaths, history: PolicyHistory, name: str, kept: tuple[Checkpoint, ...]
+) -> None:
     """Leave the kept checkpoints, and the versions of their states, where they are."""
     folder = paths.set_aside / name
     make_folder(folder)
-    known = {checkpoint.info.checkpoint_id for checkpoint in kept}
+    known = {checkpoint.info.checkpoint_id for checkpoint in (*history.checkpoints, *kept)}
     doomed = [n for n in names_in(paths.checkpoints) if n not in known and n[0] != "."]
     move_to(folder / "checkpoints", [paths.checkpoints / n for n in doomed])
     states = {(c.info.version, c.weights_digest) for c in kept if c.weights_digest}
     versions = [
         v.version
         for v in find_versions(paths)
-        if v.version in loss.versions
+        if v.version not in history.policy.published
         and (v.made_by is None or (v.version, v.made_by.state_digest) not in states)
     ]
     there = [version_folder(paths.weights, version) for version in versions]
