@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +26,11 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.selection import Counters
 from ratoon.rollout.serial import batch_to_bytes
-from ratoon.stream.files import digest_bytes
+from ratoon.stream.files import digest_bytes, seal_document
 from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.report.step_report import SkipReason, StepReport
+from ratoon.train.saved_state import FORMAT, MANIFEST_NAME, STATE_DIGEST, AsOf
 from ratoon.train.spec import TrainerSpec
 
 INFO = ModelInfo(
@@ -105,12 +106,19 @@ class FakeSnapshot:
     text: str
     faults: Faults
 
-    def write(self, folder: Path) -> int:
+    def write(self, folder: Path, as_of: AsOf) -> int:
         if self.faults.full_disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.faults.writes is not None:
             self.faults.writes.wait()
         folder.mkdir()
+        manifest = {
+            "format": FORMAT,
+            "version": self.version,
+            **asdict(as_of),
+            STATE_DIGEST: self.digest,
+        }
+        (folder / MANIFEST_NAME).write_bytes(seal_document(manifest))
         return (folder / "state.json").write_text(self.text)
 
     def verify(self, folder: Path) -> None:

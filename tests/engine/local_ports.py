@@ -28,6 +28,7 @@ from ratoon.engine.worker.tasks import (
 )
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.stream.manifest import WeightManifest
+from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 from tests.engine.fake_trainer import FakeTrainer, Faults
 
@@ -185,8 +186,8 @@ class LocalWorker:
     async def snapshot(self, token: int) -> str:
         return await self._run(lambda: self.core.snapshot(token))
 
-    async def write_snapshot(self, token: int, folder: str) -> int:
-        return await self._run(lambda: self.core.write_snapshot(token, folder), self._files)
+    async def write_snapshot(self, token: int, folder: str, as_of: AsOf) -> int:
+        return await self._run(lambda: self.core.write_snapshot(token, folder, as_of), self._files)
 
     async def progress(self) -> Progress:
         if self.is_dead:

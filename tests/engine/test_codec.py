@@ -227,6 +227,7 @@ def test_a_policy_inside_a_result_comes_back_equal() -> None:
         info=None,
         failure="",
         published=(1, 2),
+        position=5,
     )
     result = PolicyResult(policy=row.to_policy())
     assert from_text(to_text(result)) == result

@@ -62,9 +62,9 @@ def hold_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event
     """Ends are journaled once the event is set."""
     end, may_end = machine.journal.end, asyncio.Event()
 
-    async def slow_end(*args: Any) -> None:
+    async def slow_end(*args: Any) -> int:
         await may_end.wait()
-        await end(*args)
+        return await end(*args)
 
     monkeypatch.setattr(machine.journal, "end", slow_end)
     return may_end

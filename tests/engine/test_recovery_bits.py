@@ -44,6 +44,7 @@ from ratoon.train.config import (
     StalenessAction,
 )
 from ratoon.train.planning import device_planner
+from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests import builders
@@ -81,10 +82,10 @@ class TrainingWorker(LocalWorker):
 
     has_room = True
 
-    async def write_snapshot(self, token: int, folder: str) -> int:
+    async def write_snapshot(self, token: int, folder: str, as_of: AsOf) -> int:
         if not self.has_room:
             raise RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "no room")
-        return await super().write_snapshot(token, folder)
+        return await super().write_snapshot(token, folder, as_of)
 
     def _start(self) -> None:
         super()._start()

@@ -78,22 +78,32 @@ def test_a_cover_frees_what_no_recovery_begins_before(stores: Stores) -> None:
     assert stores.store.results_in_use("p") == {"file3", "file4"}
 
 
+def position_of(stores: Stores) -> int:
+    return stores.store.history("p").policy.position
+
+
 def test_a_repeated_cover_changes_nothing(stores: Stores) -> None:
     applied(stores, 1, 2)
     cover(stores, checkpoint(1), keep=1)
-    assert cover(stores, checkpoint(1), keep=1) == Covered(bodies=(), checkpoint_ids=())
+    position = position_of(stores)
+    again = cover(stores, checkpoint(1), keep=1)
+    assert again == Covered(bodies=(), checkpoint_ids=(), position=position)
+    assert position_of(stores) == position
     assert stores.store.checkpoints("p") == (checkpoint(1),)
 
 
 def test_the_newest_are_kept_and_so_are_all_of_callers(stores: Stores) -> None:
     applied(stores, 1, 2, 3, 4, 5)
-    assert cover(stores, checkpoint(1), keep=2) == Covered(bodies=(), checkpoint_ids=())
+    position = position_of(stores)
+    nothing = Covered(bodies=(), checkpoint_ids=(), position=position)
+    assert cover(stores, checkpoint(1), keep=2) == nothing
     mine = checkpoint(2, name="mine")
     stores.accept(6, OperationKind.SAVE_CHECKPOINT)
     stores.end(6, 5, result=mine.info, checkpoint=mine, frees_window=False)
     covered = cover(stores, checkpoint(4), keep=2)
     assert covered.checkpoint_ids == ("auto-1",)
     assert covered.bodies == (("p.1", "body1"), ("p.2", "body2"))
+    assert covered.position == position + 3 == position_of(stores)
     covered = cover(stores, checkpoint(5), keep=1)
     assert covered.checkpoint_ids == ("auto-4",)
     assert [known.info.checkpoint_id for known in stores.store.checkpoints("p")] == [

@@ -108,9 +108,10 @@ async def test_what_the_older_one_had_applied_is_refused_at_its_commit(
 ) -> None:
     fenced_end, committed = machine.journal.fenced.end, list[int]()
 
-    def end(token: int, policy_id: str, end: OperationEnd) -> None:
-        fenced_end(token, policy_id, end)
+    def end(token: int, policy_id: str, end: OperationEnd) -> int:
+        position = fenced_end(token, policy_id, end)
         committed.append(token)
+        return position
 
     monkeypatch.setattr(machine.journal.fenced, "end", end)
     machine.faults.holds[1.0] = threading.Event()

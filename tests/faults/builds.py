@@ -16,6 +16,7 @@ from ratoon.engine.journal import fenced
 from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
 from ratoon.engine.journal.sealed import lock_row
 from ratoon.engine.journal.tables import POLICIES
+from ratoon.engine.policy import startup
 from ratoon.engine.policy.admission import Admission
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.types import StepResult, UpdateCommand
@@ -103,6 +104,16 @@ def window_not_rerun() -> None:
     _patch(TaskRunner, "restore", restore)
 
 
+def lost_end_unnoticed() -> None:
+    """A start takes the journal for all there was, and deletes what is ahead of it."""
+
+    async def nothing(*_args: object) -> None:
+        return None
+
+    for name in ("find_loss", "find_worker_loss"):
+        _patch(startup, name, nothing)
+
+
 def _patch(target: object, name: str, value: object) -> None:
     """For as long as the process lives."""
     mock.patch.object(target, name, value).start()
@@ -114,4 +125,5 @@ BUILDS: dict[str, Callable[[], None]] = {
     "commit before apply": commit_before_apply,
     "no fsync": no_fsync,
     "window not re-run": window_not_rerun,
+    "lost end unnoticed": lost_end_unnoticed,
 }

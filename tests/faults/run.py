@@ -40,6 +40,7 @@ from tests.faults.venues.crashes import (
     crash_in_windows,
     lose_store,
 )
+from tests.faults.venues.cut_logs import run_cuts
 from tests.faults.venues.deliveries import run_deliveries
 from tests.faults.venues.failover import run_failovers
 from tests.faults.venues.light import POLICY, LightOptions, LightRun, light_run
@@ -64,6 +65,9 @@ def main() -> None:
         failovers = summary.part("failovers", lambda: run_failovers(args.seed))
         if failovers is not None:
             summary.add_failovers(failovers)
+        cuts = summary.part("cut logs", lambda: run_cuts(model, args.seed))
+        if cuts is not None:
+            summary.add_cuts(cuts)
         load = summary.part("load", lambda: run_load(model, args.seed, 60 * args.minutes))
         if load is not None:
             summary.add_load(load)

@@ -17,6 +17,7 @@ from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from tests.faults.builds import BUILDS
 from tests.faults.judge.calls import Call, Kind
 from tests.faults.judge.history import Verdict
+from tests.faults.venues.cut_logs import SHARES, cut_for_a_while
 from tests.faults.venues.light import LightOptions, LightRun, light_run
 from tests.faults.venues.power import cut_power
 
@@ -123,12 +124,18 @@ def lost_window(run: LightRun) -> None:
     run.play([*_parts(6, 1), _call(7, Kind.OPTIM_STEP)])
 
 
+def cut_log(run: LightRun) -> None:
+    """All is killed, and started on seven tenths of the journal's log before it is put back."""
+    cut_for_a_while(run, SHARES[0])
+
+
 SCHEDULES: dict[str, Callable[[LightRun], None]] = {
     "no dedupe": retries,
     "no fencing": late_message,
     "commit before apply": kill_before_apply,
     "no fsync": power_cut,
     "window not re-run": lost_window,
+    "lost end unnoticed": cut_log,
 }
 assert SCHEDULES.keys() == BUILDS.keys()
 

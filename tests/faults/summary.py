@@ -19,6 +19,7 @@ from tests.faults.judge.history import Verdict
 from tests.faults.judge.reference import TOLERANCE
 from tests.faults.selftest import SCHEDULES, Finding
 from tests.faults.venues.crashes import Kills
+from tests.faults.venues.cut_logs import SHARES, CutResult
 from tests.faults.venues.deliveries import ROLES, DeliveryResult
 from tests.faults.venues.failover import PLACES, FailoverResult
 from tests.faults.venues.live import EVENTS, LiveResult
@@ -40,8 +41,9 @@ class Summary:
     `back_s`: seconds from each kill of the service until all callers had gone on, by what was
     killed, the longest of all rounds. `deliveries`: kills by role while versions were received,
     not in `kills`; `versions`: those that an engine sampled with. `forgotten`: operations that had
-    ended and that a promoted standby lacked. `broken`: parts that did not come to their end, and
-    why.
+    ended and that a promoted standby lacked. `cut_logs`: journals whose log was cut short;
+    `refused_starts`: those of them that were refused. `broken`: parts that did not come to their
+    end, and why.
     `load`, `hostile`: None before they have ended.
     """
 
@@ -55,6 +57,8 @@ class Summary:
     operations: int = 0
     failovers: int = 0
     forgotten: int = 0
+    cut_logs: int = 0
+    refused_starts: int = 0
     fp64_difference: float = 0.0
     verdict: Verdict = field(default_factory=Verdict)
     torn: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -109,6 +113,12 @@ class Summary:
         self.operations += load.operations
         self.verdict.add(load.verdict)
 
+    def add_cuts(self, result: CutResult) -> None:
+        self.cut_logs += result.cuts
+        self.refused_starts += result.refused
+        self.operations += result.operations
+        self.verdict.add(result.verdict)
+
     def add_failovers(self, result: FailoverResult) -> None:
         self.failovers += result.failovers
         self.forgotten += result.forgotten
@@ -159,6 +169,8 @@ class Summary:
             yield f"versions were not received under kills of: {', '.join(missed)}"
         if self.failovers < len(PLACES) * len(Recovery) or not self.forgotten:
             yield f"{self.failovers} failovers of the database, {self.forgotten} ends forgotten"
+        if self.cut_logs < 2 * len(SHARES) or not self.refused_starts:
+            yield f"{self.cut_logs} logs cut short, {self.refused_starts} refused"
         if self.missed_points:
             yield f"nothing was killed at {', '.join(self.missed_points)}"
         if self.missed_events:
@@ -200,6 +212,7 @@ class Summary:
         return (
             f"{self.operations} operations, {self.in_window} kills inside a window, "
             f"{self.failovers} failovers of the database, "
+            f"{self.refused_starts} of {self.cut_logs} cut logs refused, "
             f"{self.fp64_difference:.1e} from the plain loop in float64; "
             f"load: {_load_text(self.load)}"
         )
@@ -220,6 +233,8 @@ class Summary:
             "outages": self.outages,
             "failovers": self.failovers,
             "forgotten": self.forgotten,
+            "cut_logs": self.cut_logs,
+            "refused_starts": self.refused_starts,
             "operations": self.operations,
             "fp64_difference": self.fp64_difference,
             "self_test": {finding.build: finding.is_found for finding in self.findings},

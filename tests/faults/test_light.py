@@ -18,6 +18,7 @@ from tests.faults.venues.crashes import (
     crash_in_windows,
     lose_store,
 )
+from tests.faults.venues.cut_logs import SHARES, run_cuts
 from tests.faults.venues.deliveries import ROLES, run_deliveries
 from tests.faults.venues.light import POLICY, LightOptions, light_run
 
@@ -63,6 +64,14 @@ def test_versions_arrive_whole_and_in_order_whatever_is_killed(model_folder: Pat
 
 
 @pytest.mark.more
+def test_a_log_cut_short_is_refused_and_gone_on_from(model_folder: Path) -> None:
+    result = run_cuts(model_folder, seed=14)
+    assert (result.verdict.lost, result.verdict.doubled) == ([], [])
+    assert result.cuts == 2 * len(SHARES)
+    assert result.refused > 0
+
+
+@pytest.mark.more
 def test_a_store_that_takes_nothing_fails_saves_and_nothing_else(model_folder: Path) -> None:
     """Red once: a load was told to have failed, and had loaded; a save's name was gone for ever."""
     with light_run(LightOptions(seed=12, model_folder=model_folder, has_store=True)) as run:
@@ -75,7 +84,10 @@ def test_a_store_that_takes_nothing_fails_saves_and_nothing_else(model_folder: P
 @pytest.mark.more
 @pytest.mark.parametrize(
     "build",
-    ["no dedupe", "no fencing", "commit before apply", "no fsync", "window not re-run"],
+    [
+        *("no dedupe", "no fencing", "commit before apply", "no fsync", "window not re-run"),
+        "lost end unnoticed",
+    ],
 )
 def test_a_build_that_is_broken_on_purpose_is_found_out(model_folder: Path, build: str) -> None:
     finding = find_build(build, model_folder, seed=5)

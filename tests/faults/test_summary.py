@@ -20,6 +20,7 @@ from tests.faults.run import document
 from tests.faults.selftest import SCHEDULES, Finding
 from tests.faults.summary import MAX_GROWTH_BYTES, Summary
 from tests.faults.venues.crashes import Kills
+from tests.faults.venues.cut_logs import SHARES, CutResult
 from tests.faults.venues.deliveries import ROLES, DeliveryResult
 from tests.faults.venues.failover import PLACES, FailoverResult
 from tests.faults.venues.live import EVENTS, POINTS, LiveResult
@@ -55,6 +56,7 @@ def good() -> Summary:
         DeliveryResult(kills=kills, versions=2, operations=10, verdict=Verdict())
     )
     summary.add_failovers(FailoverResult(failovers=2 * len(PLACES), forgotten=1))
+    summary.add_cuts(CutResult(cuts=2 * len(SHARES), refused=1))
     summary.add_load(LoadResult(operations=1, p99_s=0.49, pss_growth=0.05, more_descriptors=5.0))
     return summary
 
@@ -80,7 +82,7 @@ def test_a_good_run_is_good() -> None:
     summary = good()
     assert list(summary.problems()) == []
     assert summary.is_good
-    assert summary.self_test_line() == "self-test: 5/5 faults found"
+    assert summary.self_test_line() == "self-test: 6/6 faults found"
     assert summary.last_line() == (
         "faults: 23 kills, 0 lost, 0 doubled, 3 torn files, 0 loaded, 10 hostile inputs, 0 crashes"
     )
@@ -129,6 +131,14 @@ def fail_over_too_seldom(summary: Summary) -> None:
 
 def forget_nothing(summary: Summary) -> None:
     summary.forgotten = 0
+
+
+def cut_too_few_logs(summary: Summary) -> None:
+    summary.cut_logs -= 1
+
+
+def refuse_no_cut_log(summary: Summary) -> None:
+    summary.refused_starts = 0
 
 
 def differ(summary: Summary) -> None:
@@ -207,6 +217,8 @@ def break_off(summary: Summary) -> None:
             serve_half,
             fail_over_too_seldom,
             forget_nothing,
+            cut_too_few_logs,
+            refuse_no_cut_log,
             miss_an_event,
             differ,
             differ_by_nan,

@@ -273,7 +273,7 @@ def test_chunk_is_found_in_an_older_version_until_it_is_pruned(tmp_path: Path) -
     assert code_of(lambda: open_chunk(tmp_path, digest, 0, 3)) is ErrorCode.WEIGHTS_NOT_FOUND
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 1}', '{"format": 2}', "[]"])
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', '{"format": 3}', "[]"])
 def test_damaged_manifest_is_an_error_not_a_version(tmp_path: Path, text: str) -> None:
     publish(tmp_path, 1, {"a": b"x"})
     (version_folder(tmp_path, 1) / "manifest.json").write_text(text)
@@ -283,7 +283,7 @@ def test_damaged_manifest_is_an_error_not_a_version(tmp_path: Path, text: str) -
 def test_manifest_is_json_of_a_stated_format(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"a": b"x"})
     document = json.loads((version_folder(tmp_path, 1) / "manifest.json").read_text())
-    assert document["format"] == 2
+    assert document["format"] == 3
     assert [file["name"] for file in document["files"]] == ["a"]
 
 

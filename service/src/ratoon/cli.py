@@ -1,4 +1,4 @@
-"""The `ratoon` command: serve, health, keys, demo, doctor.
+"""The `ratoon` command: serve, health, keys, recover, demo, doctor.
 
 Commands import what they need when they run, so `--help` is quick and `doctor` works on a broken
 installation.
@@ -142,6 +142,41 @@ def health(config: ConfigOption = None) -> None:
 
 
 @cli.command()
+def recover(
+    policy: Annotated[str, typer.Argument(help="A policy whose journal has lost its end.")],
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Go on from what is left of the journal.")
+    ] = False,
+    from_evidence: Annotated[
+        bool, typer.Option("--from-evidence", help="Go on from the checkpoint that it names.")
+    ] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Say what a refused policy's journal has lost, or decide how the next start goes on."""
+    settings = _read_config(config)
+    from ratoon.engine.files.losses import Choice, read_loss, write_decision
+    from ratoon.engine.settings import EngineSettings
+    from ratoon.stream.files import DamagedFileError
+
+    if accept_loss and from_evidence:
+        raise typer.BadParameter("--accept-loss or --from-evidence, not both")
+    try:
+        paths = EngineSettings.from_config(settings).paths(policy)
+        if not (accept_loss or from_evidence):
+            loss = read_loss(paths)
+            typer.echo(f"{policy}: nothing is lost" if loss is None else f"{policy}: {loss.text}")
+            return
+        choice = Choice.ACCEPT_LOSS if accept_loss else Choice.FROM_EVIDENCE
+        loss = write_decision(paths, choice)
+    except (RatoonError, DamagedFileError) as err:
+        typer.echo(str(err), err=True)
+        raise typer.Exit(2) from err
+    _audit(settings, f"recover.{choice}", policy_id=policy)
+    typer.echo(f"{policy}: {loss.text}")
+    typer.echo(f"decided: --{choice}. The next start of the service carries it out")
+
+
+@cli.command()
 def demo(
     seed: Annotated[
         int, typer.Option(help="Of the policy, the prompts and the sampler.", min=0)
@@ -264,8 +299,10 @@ def revoke_key(
     typer.echo(f"revoked {key_id}")
 
 
-def _audit(config: RatoonConfig, call: str, key_id: str) -> None:
-    entry = AuditEntry(key_id=key_id, peer="cli", call=call, policy_id="", seq=0, outcome="OK")
+def _audit(config: RatoonConfig, call: str, key_id: str = "", policy_id: str = "") -> None:
+    entry = AuditEntry(
+        key_id=key_id, peer="cli", call=call, policy_id=policy_id, seq=0, outcome="OK"
+    )
     audit = AuditLog(
         config.data_root.absolute(),
         max_file_bytes=config.auth.audit_file_bytes,

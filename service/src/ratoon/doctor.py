@@ -59,6 +59,7 @@ def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
         ("ports", lambda: _check_ports(config)),
         ("tls", lambda: _check_tls(config)),
         ("disk", lambda: _check_disk(config)),
+        ("policies", lambda: _check_policies(config)),
         ("memory", _check_memory),
         ("ray", _check_ray),
         ("cluster", lambda: _check_cluster(config)),
@@ -194,6 +195,33 @@ def _check_disk(config: RatoonConfig) -> Iterator[Check]:
         free_bytes = shutil.disk_usage(_existing_parent(config.weights_root)).free
         detail += f", {free_bytes / 2**30:.1f} GiB for {config.weights_root.absolute()}"
     yield Check(name="disk", status=Status.OK if ok else Status.FAIL, detail=detail)
+
+
+def _check_policies(config: RatoonConfig) -> Iterator[Check]:
+    """Those whose journal has lost its end, and what was set aside for that."""
+    from ratoon.engine.files.losses import read_loss
+    from ratoon.engine.files.paths import POLICIES
+    from ratoon.engine.settings import EngineSettings
+    from ratoon.stream.files import DamagedFileError
+
+    settings = EngineSettings.from_config(config)
+    root = settings.data_root / POLICIES
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if folder.name.startswith("."):
+            continue
+        paths = settings.paths(folder.name)
+        try:
+            loss = read_loss(paths)
+            detail = "" if loss is None else loss.text
+        except DamagedFileError as err:
+            detail = f"{paths.loss}: {err}"
+        if detail:
+            yield Check(name=f"policy {folder.name}", status=Status.WARN, detail=detail)
+        for aside in (paths.set_aside, paths.weights_set_aside):
+            if aside.is_dir():
+                size_bytes = sum(p.stat().st_size for p in aside.rglob("*") if p.is_file())
+                detail = f"{aside} has {size_bytes / 2**30:.1f} GiB that starts have set aside"
+                yield Check(name=f"policy {folder.name}", status=Status.WARN, detail=detail)
 
 
 def _check_memory() -> Iterator[Check]:

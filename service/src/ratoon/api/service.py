@@ -50,6 +50,8 @@ BatchRequest = (
     service_pb2.UpdateRequest | service_pb2.ForwardBackwardRequest | service_pb2.ForwardRequest
 )
 MAX_UPLOAD_PARTS = 65_536
+# Of a weight manifest: for the service's own start.
+_NOT_SENT = ("made_by",)
 # Maximum age of a Health answer, and how long the engine's answer may take.
 HEALTH_S = 1.0
 HEALTH_ANSWER_S = 5.0
@@ -200,7 +202,7 @@ class PolicyService:
             raise invalid("known_version", known_version, "none beside a version")
         wait_s = min(not_negative("wait_s", request.wait_s), self._limits.max_wait_s)
         manifest = await self._engine.weight_manifest(policy_id, version, known_version, wait_s)
-        return write(weights_pb2.WeightManifest(), manifest)
+        return write(weights_pb2.WeightManifest(), manifest, skip=_NOT_SENT)
 
     async def watch_weights(
         self, request: service_pb2.WatchWeightsRequest
@@ -210,7 +212,7 @@ class PolicyService:
         known_version = _version(request, "known_version")
         await self._policy(policy_id)
         async for manifest in self._engine.watch_weights(policy_id, known_version):
-            yield write(weights_pb2.WeightManifest(), manifest)
+            yield write(weights_pb2.WeightManifest(), manifest, skip=_NOT_SENT)
 
     async def ack_weights(
         self, request: service_pb2.AckWeightsRequest

@@ -45,10 +45,22 @@ class GradientManifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MadeBy:
+    """The state that a version's weights are of: after which operation, and its digest.
+
+    `seq` 0: of no operation. `state_digest` "": the policy takes no digests.
+    """
+
+    seq: int = 0
+    state_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
     """Time in seconds since the epoch.
 
-    `changed_share` is of the values of the newest version before; None: not compared.
+    `changed_share` is of the values of the newest version before; None: not compared. `made_by` is
+    for the service that published the version; readers do not get it.
     """
 
     policy_id: str
@@ -58,6 +70,7 @@ class WeightManifest:
     created_at: float
     deltas: tuple[WeightDelta, ...] = ()
     changed_share: float | None = None
+    made_by: MadeBy = MadeBy()
 
     @property
     def fetchable(self) -> tuple[WeightFile, ...]:

@@ -37,12 +37,12 @@ from ratoon.stream.files import (
     temporary_name,
     unseal_document,
 )
-from ratoon.stream.manifest import WeightDelta, WeightFile, WeightKind, WeightManifest
+from ratoon.stream.manifest import MadeBy, WeightDelta, WeightFile, WeightKind, WeightManifest
 
 _LOG = get_logger("versions")
 MANIFEST_NAME = "manifest.json"
 SPARE_NAME = ".spare"
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 # Per chunk; the wire's own limit.
 MAX_CHUNK_BYTES = 16 * 2**20
 
@@ -64,6 +64,7 @@ def publish_version(
     created_at: float,
     *,
     deltas: bool = False,
+    made_by: MadeBy = MadeBy(),  # noqa: B008 - it is frozen
 ) -> WeightManifest:
     """Make `version` visible with the files that `write` puts in the (flat) folder it is given.
 
@@ -96,6 +97,7 @@ def publish_version(
             kind=kind,
             files=_describe_files(temporary, known),
             created_at=created_at,
+            made_by=made_by,
         )
         if deltas:
             manifest = _with_delta(root, temporary, manifest)
@@ -339,6 +341,7 @@ def _encode(manifest: WeightManifest) -> bytes:
         "files": [asdict(file) for file in manifest.files],
         "deltas": [asdict(delta) for delta in manifest.deltas],
         "changed_share": manifest.changed_share,
+        "made_by": asdict(manifest.made_by),
     }
     return seal_document(document)
 
@@ -361,6 +364,10 @@ def _decode(data: bytes) -> WeightManifest:
             for delta in document["deltas"]
         ),
         changed_share=None if share is None else float(share),
+        made_by=MadeBy(
+            seq=int(document["made_by"]["seq"]),
+            state_digest=str(document["made_by"]["state_digest"]),
+        ),
     )
 
 

@@ -33,11 +33,16 @@ from ratoon.stream.files import (
 )
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.saved_state import (
+    FORMAT,
+    MANIFEST_NAME,
+    NO_OPERATIONS,
+    STATE_DIGEST,
+    AsOf,
+)
 
-MANIFEST_NAME = "checkpoint.json"
-_FORMAT = 4
 _KIND = "optimizer_states"
-_STATE_DIGEST = "state_digest"
+_NUMBERS = ("version", "seq", "replay_from_seq", "num_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +78,7 @@ class Snapshot:
     version: int
     digest: str
 
-    def write(self, folder: Path) -> int:
+    def write(self, folder: Path, as_of: AsOf = NO_OPERATIONS) -> int:
         """Write `folder`, which may not exist, and return its size in bytes. For any thread.
 
         It appears under its name only when all of it is on disk. Raises `FileExistsError`.
@@ -84,11 +89,13 @@ class Snapshot:
         try:
             files = self.write_files(temporary)
             manifest = {
-                "format": _FORMAT,
+                "format": FORMAT,
                 "version": self.version,
+                "seq": as_of.seq,
+                "replay_from_seq": as_of.replay_from_seq,
                 "num_steps": self.num_steps,
                 _KIND: self.kind.value,
-                _STATE_DIGEST: self.digest,
+                STATE_DIGEST: self.digest,
                 "model": _plain(self.model),
                 "files": [asdict(file) for file in files],
             }
@@ -105,7 +112,7 @@ class Snapshot:
         """Read back what `write` wrote. Raises INTERNAL naming the file that is damaged."""
         manifest = _parsed(folder, _read_document(folder))
         if (got := manifest.state_digest) != self.digest:
-            raise _damaged(folder / _STATE_DIGEST, got, self.digest)
+            raise _damaged(folder / STATE_DIGEST, got, self.digest)
         for file in manifest.files:
             _verify(folder, file)
 
@@ -168,7 +175,7 @@ def read_states(
 def check_digest(folder: Path, manifest: Manifest, got: str) -> None:
     """Raises INTERNAL where `got`, the digest of what was read, is not that of what was saved."""
     if got != manifest.state_digest:
-        raise _damaged(folder / _STATE_DIGEST, got, manifest.state_digest)
+        raise _damaged(folder / STATE_DIGEST, got, manifest.state_digest)
 
 
 def _flat(state: OptimizerState) -> dict[str, Tensor]:
@@ -195,16 +202,16 @@ def _read_document(folder: Path) -> dict[str, Any]:
         document = unseal_document(path.read_bytes())
     except DamagedFileError as err:
         raise _damaged(path, str(err), "a sealed manifest") from err
-    if document.get("format") != _FORMAT or not _is_manifest(document):
-        raise _damaged(path, f"format {document.get('format')}", f"a manifest of format {_FORMAT}")
+    if document.get("format") != FORMAT or not _is_manifest(document):
+        raise _damaged(path, f"format {document.get('format')}", f"a manifest of format {FORMAT}")
     return document
 
 
 def _is_manifest(document: Mapping[str, object]) -> bool:
     files = document.get("files")
     return (
-        all(isinstance(document.get(name), int) for name in ("version", "num_steps"))
-        and all(isinstance(document.get(name), str) for name in (_KIND, _STATE_DIGEST))
+        all(isinstance(document.get(name), int) for name in _NUMBERS)
+        and all(isinstance(document.get(name), str) for name in (_KIND, STATE_DIGEST))
         and "model" in document
         and isinstance(files, list)
         and all(_is_file(entry) for entry in cast("list[object]", files))
@@ -232,7 +239,7 @@ def _parsed(folder: Path, document: Mapping[str, Any]) -> Manifest:
     return Manifest(
         version=document["version"],
         num_steps=document["num_steps"],
-        state_digest=document[_STATE_DIGEST],
+        state_digest=document[STATE_DIGEST],
         files=files,
     )
 

@@ -36,6 +36,7 @@ from ratoon.stream.manifest import WeightManifest
 
 if TYPE_CHECKING:
     from ratoon.engine.worker.compile_cache import CompileCache
+    from ratoon.train.saved_state import AsOf
     from ratoon.train.spec import TrainerSpec
     from ratoon.train.trainer import Trainer
 
@@ -166,5 +167,5 @@ class WorkerActor:
         return self._core.snapshot(token)
 
     @ray.method(concurrency_group="files")
-    def write_snapshot(self, token: int, folder: str) -> int:
-        return self._core.write_snapshot(token, folder)
+    def write_snapshot(self, token: int, folder: str, as_of: AsOf) -> int:
+        return self._core.write_snapshot(token, folder, as_of)

@@ -3,12 +3,13 @@
 Every path is built here, from names that cannot leave the policy's folder. Files appear whole under
 their names (see `stream.files`).
 
-    policies/<policy_id>/{bodies,uploads,results,checkpoints,weights,open}
+    policies/<policy_id>/{bodies,uploads,results,checkpoints,weights,set-aside,open,position}
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -56,6 +57,31 @@ class PolicyPaths:
         return self.root / "checkpoints"
 
     @property
+    def position(self) -> Path:
+        """How far the journal had come: see `files.position`."""
+        return self.root / "position"
+
+    @property
+    def loss(self) -> Path:
+        """What the journal lost, while its policy is refused for that: see `files.losses`."""
+        return self.root / "loss.json"
+
+    @property
+    def decision(self) -> Path:
+        """What the operator has decided about it."""
+        return self.root / "decision.json"
+
+    @property
+    def set_aside(self) -> Path:
+        """What starts moved away instead of deleting it. Only operators remove it."""
+        return self.root / "set-aside"
+
+    @property
+    def weights_set_aside(self) -> Path:
+        """The same for versions, on their own file system."""
+        return self.weights / "set-aside"
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         return (self.bodies, self.uploads, self.results, self.checkpoints, self.weights)
 
@@ -98,7 +124,8 @@ def make_policy_folders(paths: PolicyPaths) -> None:
 
 def policy_leftovers(paths: PolicyPaths) -> list[Path]:
     """What crashed writers left in the folders."""
-    return [path for folder in paths.folders for path in find_leftovers(folder)]
+    folders = (paths.root, *paths.folders)
+    return [path for folder in folders for path in find_leftovers(folder)]
 
 
 def remove_policy_files(paths: PolicyPaths) -> None:
@@ -201,6 +228,15 @@ class BodyFiles:
             self._known = {**known}
             return frozenset(known)
 
+    async def set_aside(self, needed: Collection[str], folder: Path) -> int:
+        """Move bodies that are neither `needed` nor in flight to `folder`; returns how many."""
+        async with self._lock:
+            spared = {d for d, holders in self._holders.items() if holders & self._in_flight}
+            names = await asyncio.to_thread(names_in, self._paths.bodies)
+            doomed = {*names} - {*needed} - spared
+            paths = [self._paths.bodies / name for name in doomed if not name.startswith(".")]
+            return await asyncio.to_thread(move_to, folder, paths)
+
     async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
         """Hold only what journaled operations need (digest by holder) and what is in flight.
 
@@ -250,6 +286,19 @@ def _file_id(path: Path) -> _FileId | None:
 
 def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
+
+
+def move_to(folder: Path, paths: Collection[Path]) -> int:
+    """Move files and folders, any of which may be gone, to `folder` durably; returns how many."""
+    num_moved = 0
+    for path in paths:
+        make_folder(folder)
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(folder / path.name)
+            num_moved += 1
+    for changed in {folder, *(path.parent for path in paths)} if num_moved else ():
+        fsync_folder(changed)
+    return num_moved
 
 
 def drop_checkpoint_folder(paths: PolicyPaths, name: str) -> None:

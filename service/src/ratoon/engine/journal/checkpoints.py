@@ -30,10 +30,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covered:
-    """What a checkpoint made superfluous: bodies as (operation id, digest), checkpoints by id."""
+    """What a checkpoint made superfluous: bodies as (operation id, digest), checkpoints by id.
+
+    `position`: the policy's, by which files are deleted that an earlier journal would still need.
+    """
 
     bodies: tuple[tuple[str, str], ...]
     checkpoint_ids: tuple[str, ...]
+    position: int
 
 
 def automatic_id(seq: int, token: int) -> str:

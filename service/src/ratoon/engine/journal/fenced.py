@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Connection, Engine, and_, delete, or_, select
@@ -31,7 +32,7 @@ from ratoon.engine.journal.records import (
     OperationRecord,
     RollBack,
 )
-from ratoon.engine.journal.rollback import rolled_back
+from ratoon.engine.journal.rollback import lost_records, rolled_back
 from ratoon.engine.journal.rows import (
     insert_checkpoint,
     select_checkpoints,
@@ -57,13 +58,17 @@ class FencedStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def acquire(self, policy_id: str) -> int:
-        """A new fencing token, above all tokens of all policies, those of lost commits included."""
+    def acquire(self, policy_id: str, above: int = 0) -> int:
+        """A new fencing token, above `above` and all tokens of all policies.
+
+        Tokens whose commits a failover has lost are included.
+        """
         with self._engine.begin() as connection:
             policy = lock_row(connection, POLICIES, policy_id)
             if policy is None:
                 raise policy_not_found(policy_id)
-            token = next_token(last_token(connection), policy["token"], timeline_of(connection))
+            own = max(policy["token"], above)
+            token = next_token(last_token(connection), own, timeline_of(connection))
             set_last_token(connection, token)
             update_row(connection, POLICIES, policy, {"token": token})
             return token
@@ -98,29 +103,83 @@ class FencedStore:
             policy = _fence(connection, policy_id, token)
             update_row(connection, POLICIES, policy, {"published": json.dumps(published)})
 
-    def raise_max_version(self, token: int, policy_id: str, version: int) -> None:
-        """Make sure that the next version number is above `version`."""
+    def accept_loss(
+        self,
+        token: int,
+        policy_id: str,
+        checkpoints: Sequence[Checkpoint],
+        above: tuple[int, int],
+    ) -> None:
+        """Go on from what is left, with these checkpoints of it again.
+
+        `above`: the position and the version that were lost.
+        """
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
-            columns = {"max_version": max(policy["max_version"], version)}
-            update_row(connection, POLICIES, policy, columns)
+            for checkpoint in checkpoints:
+                insert_checkpoint(connection, policy_id, checkpoint)
+            update_row(connection, POLICIES, policy, _above(policy, *above))
 
-    def accept(self, token: int, record: OperationRecord, next_seq: int) -> None:
-        """Add a record. Raises `IntegrityError` where its key names another operation."""
+    def adopt(
+        self,
+        token: int,
+        policy_id: str,
+        checkpoint: Checkpoint,
+        closed_seq: int,
+        above: tuple[int, int],
+        now: float,
+    ) -> None:
+        """Go on from a checkpoint that is ahead of the journal; all up to its seq has ended.
+
+        What the journal does not know the end of, or not at all, is LOST. `closed_seq`: of the
+        operation that closed the journal's last window. `above`: the position and the version that
+        were lost.
+        """
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            is_since = OPERATIONS.c.seq > closed_seq
+            since = select_operations(connection, policy_id, is_since)
+            seqs = {record.seq: record for record in since}
+            for record in lost_records(policy_id, seqs, checkpoint, closed_seq, now):
+                columns = to_columns(record)
+                if record.seq in seqs:
+                    set_operation(connection, columns.pop("operation_id"), **columns)
+                else:
+                    insert_row(connection, OPERATIONS, columns)
+            info = replace(checkpoint.info, replay_from_seq=checkpoint.info.seq + 1)
+            insert_checkpoint(connection, policy_id, replace(checkpoint, info=info))
+            next_seq = max(policy["next_seq"], info.seq + 1)
+            while next_seq in seqs:
+                next_seq += 1
+            columns = {"version": info.version, "next_seq": next_seq}
+            update_row(connection, POLICIES, policy, columns | _above(policy, *above))
+
+    def accept(self, token: int, record: OperationRecord, next_seq: int) -> int:
+        """Add a record; returns the policy's position.
+
+        Raises `IntegrityError` where its key names another operation.
+        """
         with self._engine.begin() as connection:
             policy = _fence(connection, record.policy_id, token)
+            position = policy["position"] or 0
             if lock_row(connection, OPERATIONS, record.operation_id) is not None:
-                return
+                return position
             insert_row(connection, OPERATIONS, to_columns(record))
-            update_row(connection, POLICIES, policy, {"next_seq": next_seq})
+            columns = {"next_seq": next_seq, "position": position + 1}
+            update_row(connection, POLICIES, policy, columns)
+            return position + 1
 
-    def end(self, token: int, policy_id: str, end: OperationEnd) -> None:
-        """Record how an operation ended, with the policy's version, checkpoint and window."""
+    def end(self, token: int, policy_id: str, end: OperationEnd) -> int:
+        """Record how an operation ended, with the policy's version, checkpoint and window.
+
+        Returns the policy's position.
+        """
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
+            position = policy["position"] or 0
             operation = _lock_operation(connection, end.operation_id)
             if operation["state"] in _FINAL:
-                return
+                return position
             columns = {
                 "state": end.state,
                 "choices": None if end.choices is None else to_text(end.choices),
@@ -132,8 +191,11 @@ class FencedStore:
                 "finished_at": end.finished_at,
             }
             update_row(connection, OPERATIONS, operation, columns)
-            max_version = max(policy["max_version"], end.version)
-            columns = {"version": end.version, "max_version": max_version}
+            columns = {
+                "version": end.version,
+                "max_version": max(policy["max_version"], end.version),
+                "position": position + 1,
+            }
             update_row(connection, POLICIES, policy, columns)
             if end.numerics is not None:
                 _know_numerics(connection, end.numerics)
@@ -141,11 +203,12 @@ class FencedStore:
                 insert_checkpoint(connection, policy_id, end.checkpoint)
             if end.frees_window:
                 _free(connection, policy_id, (operation["seq"] or 0) + 1)
+            return position + 1
 
     def cover(self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int) -> Covered:
         """Add an automatic checkpoint, and free what the newest `keep` of all make superfluous."""
         with self._engine.begin() as connection:
-            _fence(connection, policy_id, token)
+            policy = _fence(connection, policy_id, token)
             known = select_checkpoints(connection, policy_id)
             names = {checkpoint.info.checkpoint_id for checkpoint in known}
             if automatic is not None and automatic.info.checkpoint_id not in names:
@@ -163,7 +226,9 @@ class FencedStore:
             )
             freed = _free(connection, policy_id, first_uncovered_seq(known, keep))
             bodies = tuple((r.operation_id, r.body_digest) for r in freed if r.body_digest)
-            return Covered(bodies=bodies, checkpoint_ids=doomed)
+            position = (policy["position"] or 0) + bool(bodies or doomed)
+            update_row(connection, POLICIES, policy, {"position": position})
+            return Covered(bodies=bodies, checkpoint_ids=doomed, position=position)
 
     def rebase(
         self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
@@ -206,10 +271,20 @@ class FencedStore:
                 set_operation(connection, columns.pop("operation_id"), **columns)
             is_past = and_(CHECKPOINTS.c.policy_id == policy_id, CHECKPOINTS.c.seq > roll_back.seq)
             update_rows(connection, CHECKPOINTS, is_past, {"replay_from_seq": NO_RECOVERY})
-            max_version = max(policy["max_version"], roll_back.version)
-            columns = {"version": roll_back.version, "max_version": max_version}
+            columns = {
+                "version": roll_back.version,
+                "max_version": max(policy["max_version"], roll_back.version),
+                "position": (policy["position"] or 0) + 1,
+            }
             update_row(connection, POLICIES, policy, columns)
             return changed
+
+
+def _above(policy: Mapping[str, Any], position: int, version: int) -> dict[str, int]:
+    return {
+        "max_version": max(policy["max_version"], version),
+        "position": max(policy["position"] or 0, position) + 1,
+    }
 
 
 def _fence(connection: Connection, policy_id: str, token: int) -> dict[str, Any]:

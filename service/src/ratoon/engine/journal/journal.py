@@ -103,7 +103,8 @@ class Journal:
 
     # Writes of a controller, fenced by its token.
     acquire = _awaited(FencedStore.acquire)
-    raise_max_version = _awaited(FencedStore.raise_max_version)
+    accept_loss = _awaited(FencedStore.accept_loss)
+    adopt = _awaited(FencedStore.adopt)
     set_policy = _awaited(FencedStore.set_policy)
     fail = _awaited(FencedStore.fail)
     check_token = _awaited(FencedStore.check_token)

@@ -55,10 +55,12 @@ class JournalState(StrEnum):
     APPLIED = "applied"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    # The journal lost how it ended, and the policy went on from a state that includes it.
+    LOST = "lost"
 
     @property
     def is_final(self) -> bool:
-        return self in (JournalState.APPLIED, JournalState.FAILED, JournalState.CANCELLED)
+        return self not in (JournalState.ACCEPTED, JournalState.APPLYING)
 
     @property
     def public(self) -> OperationState:
@@ -72,6 +74,7 @@ _PUBLIC = {
     JournalState.APPLIED: OperationState.DONE,
     JournalState.FAILED: OperationState.FAILED,
     JournalState.CANCELLED: OperationState.CANCELLED,
+    JournalState.LOST: OperationState.FAILED,
 }
 
 NO_PROGRESS = Progress()
@@ -98,7 +101,8 @@ class OperationRecord:
     # None: not applied, or nothing will replay it.
     choices: Choices | None
     result: OperationResult | None
-    # The policy's version once applied.
+    # The policy's version once applied. Of a lost one: the version that the policy went on from
+    # after it, with no window open; None: with one open, or from a later one.
     version: int | None
     # Of weights, moments and counters, after the operation.
     weights_digest: str
@@ -157,6 +161,8 @@ class PolicyRow:
     published: tuple[int, ...]
     # Why the policy failed; "": it has not, or the cause is unknown.
     failure: str
+    # Number of writes that callers could be told of. It grows with each and never falls.
+    position: int
 
     def to_policy(self) -> Policy:
         return Policy(

@@ -131,6 +131,7 @@ def to_policy(row: RowMapping) -> PolicyRow:
         info=None if values["info"] is None else cast("ModelInfo", _of_policy(values["info"])),
         published=tuple(json.loads(values["published"])),
         failure=values["failure"] or "",
+        position=values["position"] or 0,
     )
 
 

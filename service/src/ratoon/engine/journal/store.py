@@ -74,6 +74,7 @@ class SqlStore:
                 "info": None,
                 "published": "[]",
                 "failure": None,
+                "position": 0,
             }
             try:
                 insert_row(connection, POLICIES, row)
@@ -154,8 +155,10 @@ class SqlStore:
         """Records since the last closed window, and the checkpoints, in seq order."""
         with self._engine.begin() as connection:
             policy = require_policy(connection, policy_id)
-            closes = and_(
-                OPERATIONS.c.kind.in_(CLOSING_KINDS), OPERATIONS.c.state == JournalState.APPLIED
+            is_closing = OPERATIONS.c.kind.in_(CLOSING_KINDS)
+            closes = or_(
+                and_(is_closing, OPERATIONS.c.state == JournalState.APPLIED),
+                and_(OPERATIONS.c.version.is_not(None), OPERATIONS.c.state == JournalState.LOST),
             )
             closed_seq = _max_seq(connection, policy_id, closes)
             closed = select_operations(connection, policy_id, OPERATIONS.c.seq == closed_seq)

@@ -54,6 +54,8 @@ POLICIES = Table(
     Column("published", Text, nullable=False),
     # Why the policy failed.
     Column("failure", Text),
+    # How many writes callers could be told of; null: of before it was counted.
+    Column("position", _WIDE),
     _digest(),
 )
 

@@ -25,6 +25,11 @@ def is_before(token: int, timeline: int) -> bool:
     return token >> _TIMELINE_BITS < timeline
 
 
+def is_promoted_since(token: int, newer: int) -> bool:
+    """Whether a standby was promoted between the commits of two tokens. Pure."""
+    return is_before(token, newer >> _TIMELINE_BITS)
+
+
 def last_token(connection: Connection) -> int:
     """The last token, locked until the transaction ends; 0: none was given yet."""
     query = select(TOKENS).where(TOKENS.c.name == _NAME).with_for_update()

@@ -147,8 +147,8 @@ class Admission:
     async def find(self, key: OperationKey, payload: str) -> OperationRecord | None:
         """The operation that a retry repeats. Raises KEY_REUSED for another payload."""
         record = await self._run.ports.journal.find_key(self._run.policy_id, key)
-        if record is None:
-            return None
+        if record is None or record.state is JournalState.LOST:
+            return record  # What a lost one's payload was may be lost too.
         known = Known(operation_id=record.operation_id, payload_hash=record.payload_hash)
         check_reuse(key, payload, known)
         return record
@@ -178,7 +178,7 @@ class Admission:
     async def _journal(self, record: OperationRecord, next_seq: int) -> None:
         self._run.reach(CrashPoint.ENGINE_BEFORE_ACCEPT)
         try:
-            await self._run.ports.journal.accept(self._run.token, record, next_seq)
+            await self._run.accept(record, next_seq)
         except (FencedError, RatoonError):
             raise
         except Exception as err:

@@ -122,6 +122,10 @@ def _has_journaled_state(history: PolicyHistory, status: WorkerStatus) -> bool:
 
 
 def _adopt_past(run: PolicyRun, record: OperationRecord) -> None:
+    if record.state is JournalState.LOST:
+        # Gradients of the window are lost, and nobody knows which.
+        run.window = run.window.with_failed(record.seq)
+        return
     if record.kind is not OperationKind.FORWARD_BACKWARD:
         return
     if record.state is JournalState.APPLIED:

@@ -122,7 +122,7 @@ async def _give_up(run: PolicyRun, count: int) -> None:
             started_at=None,
             finished_at=run.ports.now(),
         )
-        await run.ports.journal.end(run.token, run.policy_id, end)
+        await run.end(end)
         run.send(telemetry.entered(replace(record, result=result), JournalState.FAILED))
     for live in run.ledger.open_operations():
         live.fail(error, run.ports.now())

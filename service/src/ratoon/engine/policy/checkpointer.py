@@ -30,6 +30,7 @@ from ratoon.engine.types import CheckpointInfo, OperationKind
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
+from ratoon.train.saved_state import AsOf
 
 _LOG = get_logger("checkpointer")
 # Delay after a failure.
@@ -191,7 +192,8 @@ class Checkpointer:
             folder = run.paths.checkpoint(info.checkpoint_id)
             # Left by an attempt that failed before it was journaled.
             await _drop(run, info.checkpoint_id)
-            size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder))
+            as_of = AsOf(seq=info.seq, replay_from_seq=info.replay_from_seq)
+            size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder), as_of)
             await run.archive.keep_checkpoint(info.checkpoint_id)
             checkpoint = replace(checkpoint, info=replace(info, size_bytes=size_bytes))
         run.reach(CrashPoint.ENGINE_BEFORE_COVER)
@@ -201,6 +203,7 @@ class Checkpointer:
     async def _cover(self, automatic: Checkpoint | None) -> None:
         run, keep = self._run, self._config.keep
         covered = await run.ports.journal.cover(run.token, run.policy_id, automatic, keep)
+        run.has_come_to(covered.position)
         run.reach(CrashPoint.ENGINE_AFTER_COVER)
         await self._collect(covered)
 
@@ -232,15 +235,10 @@ async def drop_unknown_checkpoints(run: PolicyRun, known: Collection[str]) -> No
     it makes later are safe.
     """
     here = await asyncio.to_thread(names_in, run.paths.checkpoints)
-    archived = frozenset[str]()
-    try:
-        archived = await run.archive.checkpoint_names()
-    except RatoonError as error:  # The next start deletes them.
-        _LOG.warning("archive not cleaned", policy_id=run.policy_id, error=error.message)
     await run.check_newest()
     for name in {*here}.difference(known):
         await asyncio.to_thread(drop_checkpoint_folder, run.paths, name)
-    for name in archived.difference(known):
+    for name in run.archived.difference(known):
         run.archive.drop_checkpoint(name)
 
 

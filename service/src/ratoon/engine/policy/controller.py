@@ -286,7 +286,9 @@ class Controller:
         return await asyncio.to_thread(self._uploads.get, upload_id, num_parts)
 
     async def sweep(self) -> None:
-        """Delete uploads and results that have expired."""
+        """Delete uploads and results that have expired, of a policy that has not failed."""
+        if self._run.failure:
+            return
         protected = await self._named_results()
         ttl_s = self._run.limits.result_ttl_s
         await asyncio.to_thread(self._uploads.drop_expired)
@@ -350,7 +352,7 @@ class Controller:
                 finished_at=now,
             )
             try:
-                await run.ports.journal.end(run.token, run.policy_id, end)
+                await run.end(end)
             except Exception as err:
                 if is_disk_full(err):
                     raise

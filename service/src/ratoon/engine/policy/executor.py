@@ -176,7 +176,7 @@ class Executor:
             frees_window=closes and not run.replays,
         )
         run.reach(CrashPoint.ENGINE_BEFORE_END)
-        await run.ports.journal.end(run.token, run.policy_id, end)
+        await run.end(end, record.seq)
         run.reach(CrashPoint.ENGINE_AFTER_END)
         run.version, run.max_version = version, max(run.max_version, version)
         await self._follow_window(live, state, closes=closes)

@@ -237,6 +237,13 @@ class _Again:
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         run = self._run
+        for seq in seqs:
+            digest = self._window[seq].body_digest
+            if not run.paths.body(digest).exists():
+                # The worker would be lost to it, again and again.
+                raise RecoveryStoppedError(
+                    f"forward_backward {seq} cannot be run again: its body {digest} is gone"
+                )
         tasks = tuple(self._window[seq].to_task(run.paths) for seq in seqs)
         self.num_run += len(tasks)
         await run.ports.worker.restore(run.token, tasks)

@@ -13,8 +13,9 @@ from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files.archive import Archive, NoArchive
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
+from ratoon.engine.files.position import Position, write_position
 from ratoon.engine.journal.journal import Journal
-from ratoon.engine.journal.records import OperationRecord
+from ratoon.engine.journal.records import OperationEnd, OperationRecord
 from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.ledger import Ledger
 from ratoon.engine.policy.sequencer import Sequencer
@@ -68,6 +69,10 @@ class PolicyRun:
     sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
     # The worker's last outcome, where the journal does not have it yet.
     stored_outcome: Outcome | None = None
+    # Checkpoints in the archive that this start has compared with the journal.
+    archived: frozenset[str] = frozenset()
+    # What the position file says.
+    position: Position = field(default_factory=Position)
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +86,30 @@ class PolicyRun:
     def replays(self) -> bool:
         """Whether lost work is replayed, so that bodies are kept until a checkpoint covers them."""
         return self.spec.recovery is Recovery.REPLAY
+
+    async def accept(self, record: OperationRecord, next_seq: int) -> None:
+        """See `FencedStore.accept`."""
+        count = await self.ports.journal.accept(self.token, record, next_seq)
+        self.has_come_to(count, max_seq=record.seq)
+
+    async def end(self, end: OperationEnd, seq: int = 0) -> None:
+        """See `FencedStore.end`. `seq`: the operation's, where it ends in its turn."""
+        count = await self.ports.journal.end(self.token, self.policy_id, end)
+        self.has_come_to(count, last_seq=seq, version=end.version)
+
+    def has_come_to(
+        self, count: int, *, max_seq: int = 0, last_seq: int = 0, version: int = 0
+    ) -> None:
+        """The journal has a write that callers are told of next, or files are deleted by."""
+        before = self.position
+        self.position = Position(
+            count=max(count, before.count),
+            token=self.token,
+            max_seq=max(max_seq, before.max_seq),
+            last_seq=max(last_seq, before.last_seq),
+            version=max(version, before.version),
+        )
+        write_position(self.paths.position, self.position)
 
     async def check_newest(self) -> None:
         """Raises `FencedError` where another controller has taken over."""

@@ -14,12 +14,15 @@ from functools import partial
 
 from ratoon import metrics
 from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
+from ratoon.engine.files.position import Position, read_position
 from ratoon.engine.journal.records import JournalState, PolicyHistory, RollBack
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.adoption import adopt, agrees, fail_unsequenced, settle_ended
 from ratoon.engine.policy.breakers import read_run
-from ratoon.engine.policy.checkpointer import Checkpointer, drop_unknown_checkpoints
+from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
+from ratoon.engine.policy.loss_recovery import carry_out
+from ratoon.engine.policy.losses import find_loss, find_worker_loss, last_in_turn
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.replay import (
     Base,
@@ -41,7 +44,6 @@ from ratoon.engine.worker.tasks import (
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
-from ratoon.stream.versions import list_versions
 from ratoon.train.config import OptimizerStates, Shard
 from ratoon.train.spec import TrainerSpec
 
@@ -65,23 +67,8 @@ async def start_policy(
     Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`, and
     `NumbersFailedError` where the policy failed for its numbers.
     """
-    journal, is_first = run.ports.journal, run.state is PolicyState.CREATING
-    run.token = await journal.acquire(run.policy_id)
-    history = await journal.history(run.policy_id)
-    run.published = history.policy.published
-    run.trainer = _with_chosen(run.trainer, history.policy.info)
-    # First, so that a policy failed for its numbers gets no worker.
-    await read_run(run, history.policy.next_seq)
-    status = await _fence(run)
-    if is_first:
-        # Only after the worker has stopped writing for an earlier controller, and only at the first
-        # start: later this process may be writing bodies.
-        await asyncio.to_thread(make_policy_folders, run.paths)
-        leftovers = await asyncio.to_thread(policy_leftovers, run.paths)
-        await run.check_newest()  # A newer controller's files would not be in the list.
-        await asyncio.to_thread(remove_paths, leftovers)
-        await run.archive.start()
-    history = await _with_given_versions(run, history, status)
+    journal = run.ports.journal
+    history, status = await _take_over(run)
     if run.replays:
         await run.archive.restore_bodies((await _needed_bodies(run)).values())
     if status.is_loaded and agrees(history, status):
@@ -107,6 +94,7 @@ async def start_policy(
     await checkpointer.start()
     if standing.is_rebased:
         await checkpointer.take_now()
+    _note_position(run, history)
     info = standing.info
     if info is not None:
         info = replace(info, uses_gpu=run.trainer.device != "cpu")
@@ -117,19 +105,50 @@ async def start_policy(
         run.send(telemetry.model(run.policy_id, standing.info))
 
 
-async def _with_given_versions(
-    run: PolicyRun, history: PolicyHistory, status: WorkerStatus
-) -> PolicyHistory:
-    """Never reuse a version number that a failed-over database has lost.
+async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
+    """Fence the policy and its worker, and settle what the journal has lost, if anything."""
+    journal, is_first = run.ports.journal, run.state is PolicyState.CREATING
+    told = await asyncio.to_thread(read_position, run.paths.position)
+    run.position = told or Position()
+    run.token = await journal.acquire(run.policy_id, run.position.token)
+    history = await journal.history(run.policy_id)
+    run.published = history.policy.published
+    run.trainer = _with_chosen(run.trainer, history.policy.info)
+    # Before anything is deleted, and before anything else can fail.
+    decided = await find_loss(run, history)
+    # Before the worker, so that a policy failed for its numbers gets none.
+    await read_run(run, history.policy.next_seq)
+    status = await _fence(run)
+    decided = decided or await find_worker_loss(run, history, status)
+    if is_first:
+        await _make_folders(run)
+    if decided is not None:
+        history = await carry_out(run, history, status, decided)
+        status = await _fence(run)
+    return history, status
 
-    The worker or a weights folder still has it, so journal it before either is made anew.
+
+async def _make_folders(run: PolicyRun) -> None:
+    """Make the policy's folders, and remove what interrupted writers left there.
+
+    Only after the worker has stopped writing for an earlier controller, and only at the first
+    start: later this process may be writing bodies.
     """
-    there = await asyncio.to_thread(list_versions, run.paths.weights)
-    given = max(status.version, *there, 0)
-    if given <= history.policy.max_version:
-        return history
-    await run.ports.journal.raise_max_version(run.token, run.policy_id, given)
-    return replace(history, policy=replace(history.policy, max_version=given))
+    await asyncio.to_thread(make_policy_folders, run.paths)
+    leftovers = await asyncio.to_thread(policy_leftovers, run.paths)
+    await run.check_newest()  # A newer controller's files would not be in the list.
+    await asyncio.to_thread(remove_paths, leftovers)
+    await run.archive.start()
+
+
+def _note_position(run: PolicyRun, history: PolicyHistory) -> None:
+    last_seq = last_in_turn(history)
+    run.has_come_to(
+        history.policy.position,
+        max_seq=max((record.seq for record in history.records), default=last_seq),
+        last_seq=last_seq,
+        version=history.policy.max_version,
+    )
 
 
 def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
@@ -160,8 +179,6 @@ async def _fence(run: PolicyRun) -> WorkerStatus:
 
 async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> _Standing:
     """Bring a worker that is lost, or disagrees with the journal, to a known state."""
-    known = [checkpoint.info.checkpoint_id for checkpoint in history.checkpoints]
-    await drop_unknown_checkpoints(run, known)
     is_new = history.policy.next_seq == 1
     if not run.replays:
         loaded, last_seq, outcome = *await _roll_back(run, history), "rolled_back"

@@ -61,6 +61,7 @@ from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.report.step_report import StepReport
+from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 
 NEEDLESS_FORWARD = (
@@ -249,7 +250,8 @@ class TaskRunner:
         assert info is not None
         assert info.version == self.version
         folder = task.paths.checkpoint(info.checkpoint_id)
-        return replace(info, size_bytes=write_checkpoint(self.trainer.snapshot(), folder))
+        as_of = AsOf(seq=info.seq, replay_from_seq=info.replay_from_seq)
+        return replace(info, size_bytes=write_checkpoint(self.trainer.snapshot(), folder, as_of))
 
     def _load(self, task: Task) -> CheckpointInfo:
         info = task.choices.checkpoint
@@ -289,14 +291,14 @@ class TaskRunner:
         return resolve_optim(request, normalisation, self._spec.optimizer)
 
 
-def write_checkpoint(snapshot: SnapshotPort, folder: Path) -> int:
+def write_checkpoint(snapshot: SnapshotPort, folder: Path, as_of: AsOf) -> int:
     """Write a new folder and read it back; returns its size in bytes.
 
     Raises RESOURCE_EXHAUSTED where the disk is full, UNAVAILABLE for its other faults, INTERNAL for
     damage found on reading; the folder does not exist then.
     """
     try:
-        size_bytes = snapshot.write(folder)
+        size_bytes = snapshot.write(folder, as_of)
     except OSError as err:
         raise disk_fault("checkpoint", err) from err
     try:

@@ -22,6 +22,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.selection import Counters
 from ratoon.stream.manifest import WeightManifest
+from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 
 NO_FORWARD = ""
@@ -264,7 +265,7 @@ class WorkerPort(Protocol):
         """
         ...
 
-    async def write_snapshot(self, token: int, folder: str) -> int:
+    async def write_snapshot(self, token: int, folder: str, as_of: AsOf) -> int:
         """Write the copy as a checkpoint and read it back; returns its size in bytes.
 
         Runs beside other calls. Raises `RatoonError`; there is no folder then.

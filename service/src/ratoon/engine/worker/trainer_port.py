@@ -15,6 +15,7 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import Counters
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.report.step_report import StepReport
+from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 
 OnProgress = Callable[[int, int, int], None]
@@ -43,7 +44,7 @@ class SnapshotPort(Protocol):
     @property
     def digest(self) -> str: ...
 
-    def write(self, folder: Path) -> int:
+    def write(self, folder: Path, as_of: AsOf) -> int:
         """Write a checkpoint; its size in bytes. Thread-safe. Raises `FileExistsError`."""
         ...
 

@@ -55,8 +55,9 @@ from ratoon.engine.worker.trainer_port import (
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.garbage import collect_all
 from ratoon.log import get_logger
-from ratoon.stream.manifest import WeightKind, WeightManifest
+from ratoon.stream.manifest import MadeBy, WeightKind, WeightManifest
 from ratoon.stream.versions import publish_version
+from ratoon.train.saved_state import AsOf
 
 T = TypeVar("T")
 
@@ -68,9 +69,13 @@ _CHANGING = OptimStepCommand | LoadCheckpointCommand | ImportWeightsCommand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeldWeights:
+    """`seq`, `digest`: the state's that the weights are of; "": it has none."""
+
     version: int
     kind: WeightKind
     copy: WeightsCopyPort
+    seq: int
+    digest: str
 
 
 class WorkerOrderError(Exception):
@@ -230,7 +235,13 @@ class WorkerCore:
         with self._held_lock:
             self._held = self._published = None
             copy = self._guarded(runner, "hold", runner.trainer.copy_weights)
-            self._held = _HeldWeights(version=version, kind=runner.weight_kind, copy=copy)
+            self._held = _HeldWeights(
+                version=version,
+                kind=runner.weight_kind,
+                copy=copy,
+                seq=self._last_seq,
+                digest=self._digest if self._takes_digests else "",
+            )
 
     def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
         """Write sums of the open window as a result file; changes nothing.
@@ -275,13 +286,13 @@ class WorkerCore:
                 self._reach(CrashPoint.WORKER_AFTER_PUBLISH)
             return self._published
 
-    def write_snapshot(self, token: int, folder: str) -> int:
+    def write_snapshot(self, token: int, folder: str, as_of: AsOf) -> int:
         """Write the held copy, read it back, and release it; returns its size in bytes."""
         self.fence(token)
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is None:
             raise RatoonError(ErrorCode.INTERNAL, "no copy of the state is held")
-        size_bytes = write_checkpoint(snapshot, Path(folder))
+        size_bytes = write_checkpoint(snapshot, Path(folder), as_of)
         self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
         return size_bytes
 
@@ -289,8 +300,9 @@ class WorkerCore:
         self, held: _HeldWeights, root: Path, created_at: float, deltas: bool
     ) -> WeightManifest:
         args = root, self._policy_id, held.version, held.kind, held.copy.write, created_at
+        made_by = MadeBy(seq=held.seq, state_digest=held.digest)
         try:
-            return publish_version(*args, deltas=deltas)
+            return publish_version(*args, deltas=deltas, made_by=made_by)
         except RatoonError:
             raise
         except WorkerLostError as err:

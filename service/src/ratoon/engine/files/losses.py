@@ -1,0 +1,206 @@
+"""What a policy's folder says of operations that the journal has lost, and what becomes of it.
+
+Versions and checkpoints name the operation that they are of, the position file how far the journal
+had come. A start that finds the journal behind any of them writes `loss.json` and refuses the
+policy; `ratoon recover` writes the operator's decision beside it, which the next start carries out.
+A decision is about one state of the journal: for any other it says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ratoon.engine.files.paths import PolicyPaths, names_in
+from ratoon.errors import RatoonError, invalid
+from ratoon.stream.files import (
+    DamagedFileError,
+    digest_bytes,
+    seal_document,
+    unseal_document,
+    write_atomic,
+)
+from ratoon.stream.manifest import MadeBy
+from ratoon.stream.versions import list_versions, read_manifest
+from ratoon.train.saved_state import SavedState, read_saved_state
+
+
+class Choice(StrEnum):
+    """How to go on: from the journal as it is, or from the newest checkpoint that there is."""
+
+    ACCEPT_LOSS = "accept-loss"
+    FROM_EVIDENCE = "from-evidence"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundVersion:
+    """A published version. `made_by` None: its manifest cannot be read."""
+
+    version: int
+    made_by: MadeBy | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """A checkpoint's folder. `saved` None: its manifest cannot be read."""
+
+    checkpoint_id: str
+    saved: SavedState | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """How far it had come: to the end of `last_seq`, and `max_seq` was accepted."""
+
+    last_seq: int
+    max_seq: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """`journal`: what is left. `told`: what callers had been told, None: not known.
+
+    `versions`, `checkpoints`: what the journal cannot have made. `adoptable`: the checkpoint that
+    the policy can go on from, "": none, and `obstacle` says why.
+    """
+
+    journal: Facts
+    position: int
+    told: Facts | None
+    versions: tuple[int, ...]
+    checkpoints: tuple[str, ...]
+    adoptable: str
+    obstacle: str
+
+    @property
+    def text(self) -> str:
+        """What is known, for the policy's failure, the log and the operator."""
+        left = self.journal
+        known = [f"what is left has {_come_to(left)}"]
+        if self.told == self.journal:
+            known.append(
+                "later writes are lost: the end of what was cancelled, or a checkpoint by which "
+                "files were deleted"
+            )
+        elif self.told is not None:
+            known.append(f"callers were told of {_come_to(self.told)}")
+        if self.versions:
+            known.append(f"there are versions {', '.join(map(str, self.versions))}")
+        if self.checkpoints:
+            known.append(f"there are checkpoints {', '.join(self.checkpoints)}")
+        way = f"--{Choice.FROM_EVIDENCE} goes on from checkpoint {self.adoptable}"
+        if not self.adoptable:
+            way = f"--{Choice.FROM_EVIDENCE} is not possible: {self.obstacle}"
+        return (
+            f"the journal has lost its end: {'; '.join(known)}. Nothing was deleted. Restore the "
+            "journal, or decide by `ratoon recover`: "
+            f"--{Choice.ACCEPT_LOSS} goes on from the journal, {way}"
+        )
+
+
+def find_versions(paths: PolicyPaths) -> list[FoundVersion]:
+    """Every published version, whether the journal knows it or not."""
+    found: list[FoundVersion] = []
+    for version in list_versions(paths.weights):
+        try:
+            made_by = read_manifest(paths.weights, version).made_by
+        except (RatoonError, OSError):
+            made_by = None
+        found.append(FoundVersion(version=version, made_by=made_by))
+    return found
+
+
+def find_checkpoints(
+    paths: PolicyPaths, names: Sequence[str] | None = None
+) -> list[FoundCheckpoint]:
+    """Every checkpoint, or those of these names."""
+    there = names_in(paths.checkpoints) if paths.checkpoints.is_dir() else []
+    found: list[FoundCheckpoint] = []
+    for name in sorted(set(there if names is None else names)):
+        if name.startswith("."):
+            continue
+        try:
+            saved = read_saved_state(paths.checkpoint(name))
+        except (DamagedFileError, OSError):
+            saved = None
+        found.append(FoundCheckpoint(checkpoint_id=name, saved=saved))
+    return found
+
+
+def write_loss(paths: PolicyPaths, loss: Loss) -> None:
+    """Note why the policy is refused."""
+    write_atomic(paths.loss, seal_document(asdict(loss)))
+
+
+def read_loss(paths: PolicyPaths) -> Loss | None:
+    """Why the policy is refused; None: it is not. Raises `DamagedFileError`."""
+    try:
+        document = unseal_document(paths.loss.read_bytes())
+    except FileNotFoundError:
+        return None
+    try:
+        return _loss(document)
+    except (KeyError, TypeError) as err:
+        raise DamagedFileError(f"{paths.loss}: other fields: {err!r}") from err
+
+
+def write_decision(paths: PolicyPaths, choice: Choice) -> Loss:
+    """Decide about the loss that the policy is refused for, which is returned.
+
+    Raises INVALID_ARGUMENT where there is none, or where the choice is not possible, and
+    `DamagedFileError`.
+    """
+    loss = read_loss(paths)
+    if loss is None:
+        raise invalid("policy", paths.root.name, "a policy whose journal has lost operations")
+    if choice is Choice.FROM_EVIDENCE and not loss.adoptable:
+        raise invalid("choice", f"--{choice}", f"--{Choice.ACCEPT_LOSS}: {loss.obstacle}")
+    document = {"choice": choice.value, "loss": digest_bytes(paths.loss.read_bytes())}
+    write_atomic(paths.decision, seal_document(document))
+    return loss
+
+
+def read_decision(paths: PolicyPaths, loss: Loss) -> Choice | None:
+    """What was decided for a journal as it is now; None: nothing."""
+    try:
+        document = unseal_document(paths.decision.read_bytes())
+        decided = read_loss(paths)
+        if decided is None or document["loss"] != digest_bytes(paths.loss.read_bytes()):
+            return None
+        choice = Choice(document["choice"])
+    except (OSError, DamagedFileError, KeyError, ValueError):
+        return None
+    is_same = (decided.journal, decided.position) == (loss.journal, loss.position)
+    return choice if is_same else None
+
+
+def forget_loss(paths: PolicyPaths, folder: Path | None = None) -> None:
+    """The policy is refused no more. `folder`: where what was decided is kept; None: nowhere."""
+    for path in (paths.decision, paths.loss):
+        if folder is not None and path.exists():
+            path.rename(folder / path.name)
+        path.unlink(missing_ok=True)
+
+
+def _come_to(facts: Facts) -> str:
+    return (
+        f"version {facts.version}, the end of seq {facts.last_seq} and the acceptance of seq "
+        f"{facts.max_seq}"
+    )
+
+
+def _loss(document: dict[str, Any]) -> Loss:
+    told = document["told"]
+    return Loss(
+        journal=Facts(**document["journal"]),
+        position=document["position"],
+        told=None if told is None else Facts(**told),
+        versions=tuple(document["versions"]),
+        checkpoints=tuple(document["checkpoints"]),
+        adoptable=document["adoptable"],
+        obstacle=document["obstacle"],
+    )
