@@ -231,7 +231,9 @@ def _advantages(batch: RolloutBatch, loss: Loss) -> NDArray[np.float64]:
         penalty_S = group_advantages.overlong_penalty(
             lengths_S, rule.max_tokens, rule.buffer_tokens
         )
-        rewards_S = rewards_S + rule.scale * penalty_S
+        rewards_S = group_advantages.with_penalty(
+            rewards_S, batch.group_offsets, rule.scale * penalty_S
+        )
     advantage_S = _ADVANTAGES[loss.advantage](rewards_S, batch.group_offsets)
     return np.repeat(advantage_S, lengths_S)
 
