@@ -41,15 +41,21 @@ def token_array(field: str, tokens: IntsLike) -> TokenArray:
 def value_array(field: str, values: FloatsLike) -> ValueArray:
     """float32 [length]; values that are not finite pass, the service names them.
 
-    Raises InvalidArgumentError for floats of 16 bits: what they have rounded away is missing in
-    every ratio.
+    Raises InvalidArgumentError for a finite value that float32 does not hold, and for floats of 16
+    bits: what they have rounded away is missing in every ratio.
     """
     array = _vector(field, values)
     if array.dtype.kind not in "fiu":
         raise InvalidArgumentError(field, f"dtype {array.dtype}", "numbers")
     if array.dtype.kind == "f" and array.dtype.itemsize < np.dtype(np.float32).itemsize:
         raise InvalidArgumentError(field, f"dtype {array.dtype}", "floats of at least 32 bits")
-    return array.astype(np.float32)
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32)
+    lost = np.isinf(narrow) & np.isfinite(array)
+    if lost.any():
+        bad = int(np.argmax(lost))
+        raise InvalidArgumentError(f"{field}[{bad}]", array[bad], "a finite float32")
+    return narrow
 
 
 def flag_array(field: str, flags: FlagsLike) -> FlagArray:

@@ -14,10 +14,14 @@ from numpy.typing import NDArray
 
 from ratoon.errors import RatoonError, invalid
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.fields import RequestFields, first_true
+from ratoon.rollout.fields import MAX_FLOAT32, RequestFields, first_true
 from ratoon.rollout.raw import RawRollout, SamplerLogprobsKind
 from ratoon.rollout.versions import sampled_versions
 
+# At a lower temperature vLLM takes the likeliest token; logits divided by one much lower overflow.
+_LEAST_TEMPERATURE = 1e-5
+# What float32 tells from 0.
+_LEAST_TOP_P = float(np.finfo(np.float32).smallest_subnormal)
 # What rounding may leave of a probability of one.
 _LOGPROB_EPSILON = 1e-3
 
@@ -113,22 +117,26 @@ def outcomes(
                 got = "none" if wants_reward else "one"
                 raise _uneven("reward", s, got, expected, 0, fields)
     rewards = np.array(given, np.float64)
-    s = first_true(~np.isfinite(rewards))
+    s = first_true(~(np.abs(rewards) <= MAX_FLOAT32))
     if s is not None:
-        raise invalid(f"{fields.sequence(s)}.reward", rewards[s], "a finite number")
+        raise invalid(f"{fields.sequence(s)}.reward", rewards[s], "a finite float32")
     return rewards, None
 
 
 def sampling_settings(rollouts: Sequence[RawRollout], fields: RequestFields) -> SamplingSettings:
     """How each rollout was sampled; what was left out is off (top_p 1, top_k 0) or -1 (version)."""
-    temperature = _positive(
-        [rollout.temperature for rollout in rollouts], "temperature", np.inf, "> 0", fields
+    temperature = _within(
+        [rollout.temperature for rollout in rollouts],
+        "temperature",
+        (_LEAST_TEMPERATURE, MAX_FLOAT32),
+        f"a finite float32, at least {_LEAST_TEMPERATURE:g}: below it samplers are greedy",
+        fields,
     )
-    top_p = _positive(
+    top_p = _within(
         [1.0 if rollout.top_p is None else rollout.top_p for rollout in rollouts],
         "top_p",
-        1.0,
-        "in (0, 1]",
+        (_LEAST_TOP_P, 1.0),
+        "a number in (0, 1]",
         fields,
     )
     is_raw = np.zeros(len(rollouts), np.bool_)
@@ -154,16 +162,19 @@ def sampling_settings(rollouts: Sequence[RawRollout], fields: RequestFields) -> 
     )
 
 
-def _positive(
-    values: list[float], name: str, most: float, expected: str, fields: RequestFields
+def _within(
+    values: list[float],
+    name: str,
+    bounds: tuple[float, float],
+    expected: str,
+    fields: RequestFields,
 ) -> NDArray[np.float32]:
-    """Values [S] as float32, all finite and in (0, most]."""
-    with np.errstate(over="ignore", under="ignore"):
-        column = np.array(values, np.float64).astype(np.float32)
-    s = first_true(~(np.isfinite(column) & (column > 0) & (column <= most)))
+    """Values [S] as float32, all of them from the lower to the upper bound."""
+    column = np.array(values, np.float64)
+    s = first_true(~((column >= bounds[0]) & (column <= bounds[1])))
     if s is not None:
-        raise invalid(f"{fields.sequence(s)}.{name}", values[s], f"a finite number {expected}")
-    return column
+        raise invalid(f"{fields.sequence(s)}.{name}", values[s], expected)
+    return column.astype(np.float32)
 
 
 def _check_integer(value: int | None, most: int, s: int, name: str, fields: RequestFields) -> None:

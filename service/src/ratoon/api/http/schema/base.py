@@ -132,9 +132,10 @@ def _exact_array(items: list[object], dtype: str) -> np.ndarray[Any, Any] | None
     except OverflowError:
         return None
     if target.kind != "i":
-        # Overflow becomes infinite, and is refused by name with all other infinities.
         with np.errstate(over="ignore"):
-            return wide.astype(target)
+            narrow = wide.astype(target)
+        # What overflows is refused with its place, by the number that was sent.
+        return wide if np.isinf(narrow).any() else narrow
     bounds = np.iinfo(target)
     fits = (wide >= bounds.min) & (wide <= bounds.max) & (wide == np.rint(wide))
     return wide.astype(target) if fits.all() else None
