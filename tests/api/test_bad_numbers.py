@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.message import Message
 
 from ratoon_proto.codec import encode_array
-from ratoon_proto.v1 import policy_pb2, service_pb2, training_pb2
+from ratoon_proto.v1 import service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.wires import WireError
@@ -128,6 +128,6 @@ async def test_a_gate_is_bounded_both_ways(api: Api, wire_name: str) -> None:
 async def test_a_limit_of_the_guard_beyond_float32_is_refused(api: Api, wire_name: str) -> None:
     for name in ("max_grad_norm_to_step", "max_reference_kl_to_step", "max_sampler_kl_to_step"):
         spec = requests.spec()
-        spec.numerics_guard.CopyFrom(policy_pb2.NumericsGuard(**{name: 1e39}))
+        setattr(spec.numerics_guard, name, 1e39)
         request = service_pb2.CreatePolicyRequest(spec=spec)
         await _refused(api, wire_name, request, f"spec.numerics_guard.{name}", 1e39)

@@ -1036,8 +1036,8 @@ class StepReport(_message.Message):
     """Replicated FLOPs, attention counted non-causal, over the peak."""
     peak_memory_bytes: _builtins.int
     staleness_mean: _builtins.float
-    """Versions between sampling and the step, over rollouts that say theirs; of a rollout with spans
-    that of its oldest. See also 76.
+    """Versions between sampling and the step, over rollouts that say one that the policy has reached; of
+    a rollout with spans that of its oldest. See also 76.
     """
     staleness_max: _builtins.int
     dropped_stale: _builtins.int
