@@ -40,7 +40,7 @@ from ratoon.engine.types import (
     PolicyState,
 )
 from ratoon.engine.worker.tasks import FencedError
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
 from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
 
@@ -446,4 +446,4 @@ def _typed(error: Exception) -> RatoonError:
         return error
     if isinstance(error, JournalAwayError):
         return RatoonError(ErrorCode.UNAVAILABLE, str(error))
-    return RatoonError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+    return RatoonError(ErrorCode.INTERNAL, described(error))

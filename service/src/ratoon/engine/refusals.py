@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from ratoon.engine.types import PolicyState
-from ratoon.errors import RETRY_AFTER_DETAIL, ErrorCode, RatoonError
+from ratoon.errors import RETRY_AFTER_DETAIL, ErrorCode, RatoonError, described, without_folders
 
 
 def policy_not_found(policy_id: str) -> RatoonError:
@@ -58,10 +58,10 @@ def unexpected(error: Exception) -> RatoonError:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return RatoonError(
             ErrorCode.RESOURCE_EXHAUSTED,
-            f"the worker has not enough memory: {error}",
+            f"the worker has not enough memory: {without_folders(str(error))}",
             details={"resource": "memory"},
         )
-    return RatoonError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+    return RatoonError(ErrorCode.INTERNAL, described(error))
 
 
 def overtaken() -> RatoonError:

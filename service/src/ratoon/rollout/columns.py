@@ -43,23 +43,17 @@ def token_column(
     rollouts: Sequence[RawRollout], name: str, fields: RequestFields
 ) -> NDArray[np.float32] | None:
     """The per-token column `name`, float32 [J], or None where no rollout gives it."""
-    has_tokens: list[bool] = (np.diff(fields.response_offsets) > 0).tolist()
     values: list[NDArray[np.floating] | None] = [getattr(rollout, name) for rollout in rollouts]
-    witness = has_tokens.index(True)
-    is_given = values[witness] is not None
     parts: list[NDArray[np.floating]] = []
     for s, value in enumerate(values):
-        if value is None:
-            if is_given and has_tokens[s]:
-                raise _uneven(name, s, "none", "values", witness, fields)
-            continue
-        _check_values_array(value, name, s, fields)
-        if has_tokens[s]:
-            if not is_given:
-                raise _uneven(name, s, "values", "none", witness, fields)
+        if value is not None:
+            _check_values_array(value, name, s, fields)
             parts.append(value)
-    if not is_given:
+    has_tokens_S = np.diff(fields.response_offsets) > 0
+    is_given_S = np.array([value is not None for value in values])
+    if not (is_given_S & has_tokens_S).any():
         return None
+    _check_even(name, is_given_S, has_tokens_S, fields)
     with np.errstate(over="ignore"):  # what overflows is refused below
         column = np.concatenate(parts).astype(np.float32)
     j = first_true(~np.isfinite(column))
@@ -76,6 +70,22 @@ def _check_values_array(
         path = f"{fields.sequence(s)}.{name}"
         raise invalid(path, f"{value.dtype} of shape {list(value.shape)}", "float32 [length]")
     fields.check_count(s, name, len(value))
+
+
+def _check_even(
+    name: str,
+    is_given_S: NDArray[np.bool_],
+    is_meant_S: NDArray[np.bool_],
+    fields: RequestFields,
+) -> None:
+    """Whether all meant rollouts give `name`, or none; names the first of those that are fewer."""
+    given_S, missing_S = is_given_S & is_meant_S, ~is_given_S & is_meant_S
+    given, missing = first_true(given_S), first_true(missing_S)
+    if given is None or missing is None:
+        return
+    if np.count_nonzero(given_S) < np.count_nonzero(missing_S):
+        raise _uneven(name, given, "a value", "none", missing, fields)
+    raise _uneven(name, missing, "none", "a value", given, fields)
 
 
 def _uneven(
@@ -101,22 +111,23 @@ def outcomes(
     rollouts: Sequence[RawRollout], fields: RequestFields
 ) -> tuple[NDArray[np.float64] | None, NDArray[np.float32] | None]:
     """Rewards float64 [S] or advantages float32 [J]: one for the whole batch, or neither."""
-    for s, rollout in enumerate(rollouts):
-        if rollout.reward is not None and rollout.advantages is not None:
-            path = f"{fields.sequence(s)}.advantages"
-            raise invalid(path, "both reward and advantages", "one of them")
-    advantages = token_column(rollouts, "advantages", fields)
-    given = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    if not given:
-        return None, advantages
-    if advantages is not None or len(given) < len(rollouts):
-        wants_reward = rollouts[0].reward is not None
-        for s, rollout in enumerate(rollouts):
-            if (rollout.reward is not None) != wants_reward:
-                expected = "one" if wants_reward else "none"
-                got = "none" if wants_reward else "one"
-                raise _uneven("reward", s, got, expected, 0, fields)
-    rewards = np.array(given, np.float64)
+    has_reward = np.array([rollout.reward is not None for rollout in rollouts])
+    has_advantages = np.array([rollout.advantages is not None for rollout in rollouts])
+    both = first_true(has_reward & has_advantages)
+    if both is not None:
+        path = f"{fields.sequence(both)}.advantages"
+        raise invalid(path, "both reward and advantages", "one of them")
+    rewarded, advantaged = first_true(has_reward), first_true(has_advantages)
+    if rewarded is None:
+        return None, token_column(rollouts, "advantages", fields)
+    if advantaged is not None:
+        first, other = sorted((rewarded, advantaged))
+        names = {rewarded: "a reward", advantaged: "advantages"}
+        has_tokens = fields.response_offsets[other] < fields.response_offsets[other + 1]
+        name = "advantages" if has_tokens else "reward"
+        raise _uneven(name, other, names[other], names[first], first, fields)
+    _check_even("reward", has_reward, np.ones(len(rollouts), np.bool_), fields)
+    rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
     s = first_true(~(np.abs(rewards) <= MAX_FLOAT32))
     if s is not None:
         raise invalid(f"{fields.sequence(s)}.reward", rewards[s], "a finite float32")
