@@ -119,9 +119,9 @@ ROLLOUT = {"response": [1, 2], "sampler_logprobs": [-1, -2.5], "reward": 1}
 STRICT_ROLLOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "true among tokens": ({"response": [1, True]}, "response[1]"),
     "text among tokens": ({"response": ["1", 2]}, "response[0]"),
-    "a fraction among tokens": ({"response": [1, 2.5]}, "response"),
-    "a token over 32 bits": ({"response": [1, 2**40]}, "response"),
-    "a token over 64 bits": ({"response": [1, 2**70]}, "response"),
+    "a fraction among tokens": ({"response": [1, 2.5]}, "response[1]"),
+    "a token over 32 bits": ({"response": [1, 2**40]}, "response[1]"),
+    "a token over 64 bits": ({"response": [1, 2**70]}, "response[1]"),
     "null among log-probs": ({"sampler_logprobs": [-1, None]}, "sampler_logprobs[1]"),
     "numbers in a mask": ({"loss_mask": [1, 0]}, "loss_mask[0]"),
     "an unknown dtype": (

@@ -56,12 +56,6 @@ def _lying_tensor(**changes: Any) -> Update:
     return request
 
 
-def _of_doubles() -> Update:
-    """A float64 that no float32 holds."""
-    value = encode_array(np.array([-1e300]))
-    return _second_rollout(sampler_logprobs=value)
-
-
 CASES: dict[str, tuple[Update, str]] = {
     "no groups": (requests.update(batch=[]), "groups"),
     "empty group": (requests.update(batch=[requests.group("a")]), "groups[0].rollouts"),
@@ -81,7 +75,6 @@ CASES: dict[str, tuple[Update, str]] = {
         _second_rollout(sampler_logprobs=requests.floats([float("nan")])),
         "groups[1].rollouts[1].sampler_logprobs[0]",
     ),
-    "log-prob over float32": (_of_doubles(), "groups[1].rollouts[1].sampler_logprobs[0]"),
     "infinite reward": (
         _second_rollout(reward=float("inf")),
         "groups[1].rollouts[1].reward",

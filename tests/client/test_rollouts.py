@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ratoon_client import (
     FromForward,
@@ -19,6 +21,7 @@ from ratoon_client import (
     RatoonApiError,
     Segment,
     Staleness,
+    VersionSpan,
     group,
     rollout,
 )
@@ -100,22 +103,52 @@ def test_segments_keep_their_order_and_what_is_trained():
         ({"response": [1.5]}, "response"),
         ({"response": [1, 2**31]}, "response[1]"),
         ({"response": [[1, 2]]}, "response"),
-        ({"response": [[1], [1, 2]]}, "response"),
+        ({"response": [[1], [1, 2]]}, "response[0]"),
         ({"response": [True]}, "response"),
         ({"response": [1], "segments": []}, "response"),
         ({}, "response"),
         ({"response": [1], "reward": 1.0, "advantages": [1.0]}, "advantages"),
         ({"response": [1], "loss_mask": [2]}, "loss_mask[0]"),
         ({"response": [1], "loss_mask": [0.5]}, "loss_mask"),
-        ({"response": [1], "sampler_logprobs": ["a"]}, "sampler_logprobs"),
-        ({"segments": [Segment([1], True), Segment(["x"], True)]}, "segments[1].tokens"),  # pyright: ignore[reportArgumentType]
+        ({"response": [1], "sampler_logprobs": ["a"]}, "sampler_logprobs[0]"),
+        ({"segments": [Segment([1], True), Segment(["x"], True)]}, "segments[1].tokens[0]"),  # pyright: ignore[reportArgumentType]
         ({"segments": [Segment(None, True)]}, "segments[0].tokens"),  # pyright: ignore[reportArgumentType]
         ({"segments": [Segment([1], True), [1]]}, "segments[1]"),
         ({"segments": 1}, "segments"),
         ({"response": "abc"}, "response"),
-        ({"response": [None]}, "response"),
-        ({"response": [1], "sampler_logprobs": [[0.5], [0.5, 0.5]]}, "sampler_logprobs"),
-        ({"response": [1], "sampler_logprobs": [None]}, "sampler_logprobs"),
+        ({"response": [None]}, "response[0]"),
+        ({"response": [1, None]}, "response[1]"),
+        ({"response": [1, "2"]}, "response[1]"),
+        ({"response": [1, 2**70]}, "response[1]"),
+        ({"response": np.array([1, None])}, "response"),
+        ({"response": np.array(["1"])}, "response"),
+        ({"response": torch.tensor([1.0])}, "response"),
+        ({"response": torch.tensor(1)}, "response"),
+        ({"response": [1, torch.tensor(2), None]}, "response[2]"),
+        ({"response": [1], "sampler_logprobs": [[0.5], [0.5, 0.5]]}, "sampler_logprobs[0]"),
+        ({"response": [1], "sampler_logprobs": [-0.5, [0.5]]}, "sampler_logprobs[1]"),
+        ({"response": [1], "sampler_logprobs": [None]}, "sampler_logprobs[0]"),
+        ({"response": [1], "sampler_logprobs": [-0.5, 1e39]}, "sampler_logprobs[1]"),
+        ({"response": [1], "old_logprobs": np.array([-1e300])}, "old_logprobs[0]"),
+        ({"response": [1], "advantages": [0.5, 10**400]}, "advantages[1]"),
+        ({"response": [1], "loss_mask": [True, None]}, "loss_mask[1]"),
+        ({"response": [1], "advantages": torch.ones(1, requires_grad=True)}, "advantages"),
+        ({"response": [1], "advantages": torch.ones(1, dtype=torch.bfloat16)}, "advantages"),
+        ({"response": [1], "temperature": "hot"}, "temperature"),
+        ({"response": [1], "temperature": [1.0]}, "temperature"),
+        ({"response": [1], "top_p": "1"}, "top_p"),
+        ({"response": [1], "top_k": 1.5}, "top_k"),
+        ({"response": [1], "top_k": True}, "top_k"),
+        ({"response": [1], "policy_version": "7"}, "policy_version"),
+        ({"response": [1], "policy_version": 7.0}, "policy_version"),
+        ({"response": [1], "truncated": "no"}, "truncated"),
+        ({"response": [1], "truncated": None}, "truncated"),
+        ({"response": [1], "routed_experts_start": None}, "routed_experts_start"),
+        (
+            {"response": [1], "version_spans": [VersionSpan(0, 1), VersionSpan(None, 1)]},  # pyright: ignore[reportArgumentType]
+            "version_spans[1].first_token",
+        ),
+        ({"segments": [Segment([1], True), Segment([1], 1)]}, "segments[1].trained"),  # pyright: ignore[reportArgumentType]
         ({"response": [1], "advantages": "none"}, "advantages"),
         ({"response": [1], "reward": "1.0"}, "reward"),
         ({"response": [1], "reward": [1.0]}, "reward"),
@@ -140,8 +173,15 @@ def test_what_has_no_form_on_the_wire_is_refused_by_field(arguments, field: str)
         (lambda: group_messages(None), "groups"),  # pyright: ignore[reportArgumentType]
         (lambda: group_messages(group("g", [1], [])), "groups"),  # pyright: ignore[reportArgumentType]
         (lambda: group_messages([group("g", [1], []), "g"]), "groups[1]"),  # pyright: ignore[reportArgumentType]
-        (lambda: _sent(truncated="no"), "rollout.truncated"),
-        (lambda: _sent(temperature="hot"), "rollout.temperature"),
+        (lambda: _sent_as(reward=None), "groups[1].rollouts[1].reward"),
+        (lambda: _sent_as(truncated="no"), "groups[1].rollouts[1].truncated"),
+        (lambda: _sent_as(temperature="hot"), "groups[1].rollouts[1].temperature"),
+        (lambda: _sent_as(policy_version=0.5), "groups[1].rollouts[1].policy_version"),
+        (lambda: _sent_as(top_k=2**40), "groups[1].rollouts[1].top_k"),
+        (
+            lambda: _sent_as(sampler_logprobs_kind="RAW?"),
+            "groups[1].rollouts[1].sampler_logprobs_kind",
+        ),
         (lambda: loss_message("grpo"), "loss"),  # pyright: ignore[reportArgumentType]
         (lambda: loss_message(Loss(None)), "loss.kind"),  # pyright: ignore[reportArgumentType]
         (lambda: loss_message(Loss("grpo", clip_low="0.2")), "loss.clip_low"),  # pyright: ignore[reportArgumentType]
@@ -173,8 +213,33 @@ def test_a_value_of_another_type_is_refused_by_field(build: Callable[[], object]
     assert caught.value.field == field
 
 
-def _sent(**arguments: Any) -> object:
-    return group_message(group("g", [1], [rollout(response=[1], **arguments)]))
+def _sent_as(**fields: Any) -> object:
+    """Two groups, of which the last rollout has other fields, whoever made it."""
+    right = rollout(response=[1], reward=1.0)
+    if "reward" in fields:
+        fields = {"outcome": fields["reward"]}
+    wrong = replace(right, **fields)
+    return group_messages([group("a", [1], [right, right]), group("b", [1], [right, wrong])])
+
+
+def test_scalars_of_numpy_and_torch_are_taken():
+    arguments: dict[str, Any] = {
+        "response": torch.tensor([1, 2]),
+        "sampler_logprobs": [np.float32(-0.5), torch.tensor(-0.25)],
+        "loss_mask": [np.True_, np.False_],
+        "reward": torch.tensor(0.5),
+        "temperature": np.float32(1.0),
+        "top_k": np.int32(0),
+        "policy_version": torch.tensor(3),
+        "truncated": np.True_,
+    }
+    built = rollout(**arguments)
+    sent = group_message(group("g", [1], [built])).rollouts[0]
+    assert (sent.reward, sent.temperature, sent.top_k, sent.policy_version) == (0.5, 1.0, 0, 3)
+    assert sent.truncated
+    logprobs = decode_tensor(sent.sampler_logprobs, max_bytes=100)
+    assert logprobs.tolist() == [-0.5, -0.25]
+    assert decode_tensor(sent.loss_mask, max_bytes=100).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,111 @@ def _recorded() -> list[service_pb2.UpdateRequest]:
     return [request]
 
 
+# What `from_forward` requests name: a Forward of the rollouts of `small_groups`.
+FORWARD = "tiny-1.7"
+_ON_POLICY = training_pb2.OldLogprobs(kind=training_pb2.OLD_LOGPROBS_KIND_ON_POLICY)
+_GIVEN = training_pb2.OldLogprobs(kind=training_pb2.OLD_LOGPROBS_KIND_GIVEN)
+_FROM_FORWARD = training_pb2.OldLogprobs(
+    kind=training_pb2.OLD_LOGPROBS_KIND_FROM_FORWARD, forward_operation_id=FORWARD
+)
+_SCALED = training_pb2.OptimStepConfig(
+    learning_rate=1e-3, divide_by=training_pb2.DIVIDE_BY_CONSTANT, divide_constant=3.0
+)
+
+
+def small_groups(outcome: str = "reward") -> list[rollout_pb2.RolloutGroup]:
+    """Two rollouts of two and three tokens, with every per-token column but the outcome's."""
+    rollouts: list[rollout_pb2.Rollout] = []
+    for index, tokens in enumerate(([4, 5], [4, 6, 7])):
+        column = [-1.0 - 0.25 * place - index for place in range(len(tokens))]
+        rollout = rollout_pb2.Rollout(
+            response=requests.tokens(tokens),
+            sampler_logprobs=requests.floats(column),
+            old_logprobs=requests.floats(column),
+            reference_logprobs=requests.floats(column),
+            temperature=1.0,
+            policy_version=0,
+        )
+        if outcome == "reward":
+            rollout.reward = 1.0 - 0.5 * index
+        else:
+            getattr(rollout, outcome).CopyFrom(requests.floats(column))
+        rollouts.append(rollout)
+    return [requests.group("small", *rollouts)]
+
+
+def small_losses() -> list[training_pb2.LossConfig]:
+    """Every kind of loss, and every option with some kind."""
+    kinds = training_pb2.LossKind.items()
+    plain = [
+        training_pb2.LossConfig(kind=number, old_logprobs=_ON_POLICY if "GSPO" in name else None)
+        for name, number in kinds
+        if number
+    ]
+    rich = training_pb2.LossConfig(
+        kind=training_pb2.LOSS_KIND_DAPO,
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=3.0,
+        old_logprobs=_GIVEN,
+        kl=training_pb2.KlConfig(
+            kind=training_pb2.KL_KIND_K3,
+            coefficient=0.1,
+            reference=training_pb2.REFERENCE_KIND_GIVEN,
+            importance_weighted=True,
+        ),
+        entropy_coefficient=0.01,
+        correction=training_pb2.RolloutCorrection(
+            mode=training_pb2.CORRECTION_MODE_MASK,
+            level=training_pb2.CORRECTION_LEVEL_TOKEN,
+            low=0.0,
+            high=1e30,
+        ),
+        correction_mask=training_pb2.CorrectionMask(
+            level=training_pb2.CORRECTION_LEVEL_SEQUENCE, low=0.0, high=1e30
+        ),
+        overlong_penalty=training_pb2.OverlongPenalty(max_tokens=3, buffer_tokens=1, scale=1.0),
+        staleness=training_pb2.StalenessConfig(
+            max_versions=2, action=training_pb2.STALENESS_ACTION_DROP
+        ),
+        router_aux_loss_coefficient=0.01,
+        shared_tokens=training_pb2.SHARED_TOKENS_ONCE,
+    )
+    sapo = training_pb2.LossConfig(
+        kind=training_pb2.LOSS_KIND_SAPO,
+        tau_positive=1.0,
+        tau_negative=1.05,
+        old_logprobs=_FROM_FORWARD,
+        top_entropy_share=0.5,
+    )
+    frozen = training_pb2.LossConfig(
+        kind=training_pb2.LOSS_KIND_REINFORCE,
+        kl=training_pb2.KlConfig(
+            kind=training_pb2.KL_KIND_K3_PLUS,
+            coefficient=0.1,
+            reference=training_pb2.REFERENCE_KIND_FROZEN,
+        ),
+    )
+    return [*plain, rich, rich, rich, sapo, frozen]
+
+
+def small_updates() -> list[service_pb2.UpdateRequest]:
+    """One of each of `small_losses`, with the outcome and the divisor that it takes."""
+    updates: list[service_pb2.UpdateRequest] = []
+    for loss in small_losses():
+        outcome = "reward"
+        if loss.kind == training_pb2.LOSS_KIND_CROSS_ENTROPY:
+            outcome = "token_weights"
+        elif loss.kind == training_pb2.LOSS_KIND_IMPORTANCE_SAMPLING:
+            outcome = "advantages"
+        request = requests.update(batch=small_groups(outcome))
+        request.loss.CopyFrom(loss)
+        if loss.kind == training_pb2.LOSS_KIND_DR_GRPO:
+            request.optim.CopyFrom(_SCALED)
+        updates.append(request)
+    return updates
+
+
 def update_documents() -> list[dict[str, Any]]:
     """Bodies; the policy stands in the address."""
     documents = [request_json(request) for request in updates()]

@@ -7,13 +7,20 @@ peer sends. Invariant: the same generator state gives the same result.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import cache
+from typing import Any, TypeVar, cast
 
+import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from ratoon_proto.codec import decode_tensor, encode_array
+from ratoon_proto.v1.tensor_pb2 import Tensor
+
+MessageT = TypeVar("MessageT", bound=Message)
 _BYTES = (
     b"",
     b"\x00",
@@ -47,6 +54,12 @@ _TEXTS = (
     "float16",
     "<U4",
     "None",
+)
+_MAGNITUDES = (0.0, 1e-320, 1e-46, 1e-40, 1e-30, 1e-6, 0.3, 1.0, 1.5, 30.0, 1e6, 1e19, 1e30)
+_BEYOND = (3.4e38, 3.5e38, 1e39, 1e300, 1.7e308, math.inf)
+_HOSTILE_NUMBERS = (
+    math.nan,
+    *(sign * value for value in (*_MAGNITUDES, *_BEYOND) for sign in (1.0, -1.0)),
 )
 _MOST_EDITS = 4
 _MOST_BYTES = 20_000
@@ -180,3 +193,86 @@ def _edit_json(dice: random.Random, node: Any) -> None:
                 {"a": node[key]},
             )
         )
+
+
+def changed_fields(dice: random.Random, request: MessageT) -> MessageT:
+    """A copy of which one to three fields, there or not, hold something hostile of their type.
+
+    Unlike those of `mutated_message` most copies are well formed: arrays are arrays of their kind.
+    """
+    message = type(request)()
+    message.CopyFrom(request)
+    for _ in range(dice.choice((1, 1, 1, 2, 3))):
+        _change(dice, message)
+    return message
+
+
+def _change(dice: random.Random, message: Message) -> None:
+    """Change one leaf, a scalar or an array, whether the messages around it are there or not."""
+    *parents, leaf = dice.choice(_leaves(message.DESCRIPTOR))
+    place: Any = message
+    for field in parents:
+        items = getattr(place, field.name)
+        if field.is_repeated:
+            place = dice.choice(items) if items and dice.random() < 0.95 else items.add()
+        else:
+            place = items
+            place.SetInParent()
+    if leaf.message_type is None:
+        _set(dice, place, leaf)
+    elif leaf.message_type.fields:
+        _change_element(dice, getattr(place, leaf.name))
+    else:
+        getattr(place, leaf.name).SetInParent()
+
+
+@cache
+def _leaves(message: Any) -> list[tuple[Any, ...]]:
+    """The fields on the way to each leaf of a message's type."""
+    found: list[tuple[Any, ...]] = []
+    for field in message.fields:
+        child = field.message_type
+        if child is None or child.name == "Tensor" or not child.fields:
+            found.append((field,))
+        else:
+            found += [(field, *rest) for rest in _leaves(child)]
+    return found
+
+
+def _set(dice: random.Random, message: Message, field: Any) -> None:
+    if dice.random() < 0.05:
+        message.ClearField(field.name)
+        return
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_DOUBLE:
+            value: Any = dice.choice(_HOSTILE_NUMBERS)
+        case FieldDescriptor.CPPTYPE_STRING:
+            value = dice.choice(_TEXTS)
+        case FieldDescriptor.CPPTYPE_BOOL:
+            value = dice.random() < 0.5
+        case FieldDescriptor.CPPTYPE_ENUM:
+            value = dice.choice([*field.enum_type.values_by_number, 99])
+        case _:
+            value = dice.choice((*_INTEGERS, 2, 3, 7, 100))
+    try:
+        if field.is_repeated:
+            getattr(message, field.name).append(value)
+        else:
+            setattr(message, field.name, value)
+    except (ValueError, TypeError):
+        # Out of the field's range: no bytes could say it.
+        return
+
+
+def _change_element(dice: random.Random, tensor: Tensor) -> None:
+    """One value of an array, which stays an array; an array of floats where there was none."""
+    array = np.array(decode_tensor(tensor, max_bytes=2**20)) if tensor.dtype else np.zeros(2)
+    if not array.size:
+        return
+    if array.dtype.kind == "f":
+        array = array.astype(dice.choice((np.float32, np.float64)))
+        with np.errstate(over="ignore"):
+            array[dice.randrange(len(array))] = dice.choice(_HOSTILE_NUMBERS)
+    elif array.dtype.kind == "i":
+        array[dice.randrange(len(array))] = dice.choice((0, -1, 63, 64, 2**31 - 1, -(2**31)))
+    tensor.CopyFrom(encode_array(array))

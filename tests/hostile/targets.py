@@ -47,6 +47,7 @@ from tests.hostile import corpus
 from tests.hostile.disk_targets import bad_checkpoints, bad_deltas, bad_files, bad_imports
 from tests.hostile.folder_targets import bad_configs
 from tests.hostile.mutate import mutated_bytes, mutated_json, mutated_message
+from tests.hostile.trainer_targets import trainer_requests
 
 POLICY = requests.POLICY
 UPDATE_BODY = cast("type[BaseModel]", body_of(SERVICE.methods_by_name["Update"]))
@@ -105,6 +106,7 @@ def all_targets(folder: Path) -> list[Target]:
         Target(name="checkpoint", weight=1, take=bad_checkpoints(folder), may_raise=(RatoonError,)),
         Target(name="config", weight=6, take=bad_configs(folder), may_raise=(RatoonError,)),
         Target(name="imported", weight=1, take=bad_imports(folder), may_raise=(RatoonError,)),
+        Target(name="trainer", weight=2, take=trainer_requests(folder), may_raise=(RatoonError,)),
         Target(
             name="answers",
             weight=6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import random
 from collections.abc import Callable
@@ -13,14 +14,18 @@ from pathlib import Path
 import pytest
 from google.protobuf.message import DecodeError
 
+from ratoon.api import submissions
 from ratoon.api.convert.policy import policy_spec
+from ratoon.engine.types import EmptyResult
 from ratoon.rollout.serial import batch_from_bytes
+from ratoon.train.loss import checks
 from ratoon_client.results import Operation
 from ratoon_client.wire.decode import decode
 from ratoon_proto.codec import decode_tensor
 from tests.hostile import corpus
 from tests.hostile.fuzz import FuzzCounts, fuzz, run
 from tests.hostile.targets import DEFAULTS, Target, all_targets, judge, judge_json
+from tests.hostile.trainer_targets import LIMITS, FaultError, SmallPolicy
 
 # What allocators keep; a leak of a kilobyte an input would be as much again.
 GROWTH_BYTES = 16 * 2**20
@@ -49,6 +54,33 @@ def test_hostile_inputs_are_refused_by_name_and_nothing_else(num_inputs: int):
     assert 0.01 * num_inputs < counts.accepted < 0.5 * num_inputs
     assert counts.peak_rss_growth_bytes < GROWTH_BYTES
     assert counts.slowest_s < 100.0
+
+
+def test_the_requests_that_train_are_taken(tmp_path: Path):
+    small = SmallPolicy(tmp_path)
+    for request in corpus.small_updates():
+        small.take(submissions.update(request, small.policy, request.batch.groups, LIMITS))
+
+
+@pytest.mark.parametrize("num_inputs", [200, pytest.param(5_000, marks=pytest.mark.more)])
+def test_a_trainer_refuses_by_name_or_stays_finite(tmp_path: Path, num_inputs: int):
+    """A clip of 1e308 ended in INTERNAL, a reward of 1e300 in a step on infinite figures."""
+    (trainer,) = (target for target in all_targets(tmp_path) if target.name == "trainer")
+    counts = run([trainer], 1, num_inputs)
+    assert counts.crashes == 0, counts.findings
+    assert counts.accepted > 0.2 * num_inputs
+
+
+def test_what_a_trainer_cannot_compute_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "MAX_FLOAT32", math.inf)
+    small = SmallPolicy(tmp_path)
+    request = corpus.small_updates()[0]
+    request.loss.clip_high = 1e308
+    with pytest.raises(RuntimeError, match="without overflow"):
+        small.take(submissions.update(request, small.policy, request.batch.groups, LIMITS))
+    small.trainer.model.lm_head_VD.data[0, 0] = math.inf
+    with pytest.raises(FaultError, match="weights"):
+        small.judge(EmptyResult(), small.trainer)
 
 
 def test_the_same_seed_makes_the_same_inputs():

@@ -67,11 +67,25 @@ def _groups(paths: list[Path]) -> dict[str, list[int]]:
     return groups
 
 
+def are_equal(rewards: list[float]) -> bool:
+    """Whether the rewards are within eight steps of float32, as wide as at the largest of them.
+
+    A step is 2^-23 of the power of two at or below the largest magnitude, and 2^-149 at least.
+    """
+    largest, power = max(abs(Fraction(r)) for r in rewards), Fraction(2) ** -126
+    while 2 * power <= largest:
+        power *= 2
+    step = power / 2**23
+    return Fraction(max(rewards)) - Fraction(min(rewards)) <= 8 * step
+
+
 def _group_advantages(rewards: list[float], kind: str) -> list[float]:
     """In rational arithmetic, so that equal rewards give exactly zero."""
     exact, count = [Fraction(r) for r in rewards], len(rewards)
     if kind == "none" or (kind == "leave_one_out" and count == 1):
         return rewards
+    if count > 1 and are_equal(rewards):
+        return [0.0] * count
     if kind == "leave_one_out":
         return [float(r - (sum(exact) - r) / (count - 1)) for r in exact]
     mean = sum(exact) / count if count > 1 else Fraction(0)
@@ -98,6 +112,8 @@ def _advantages(paths: list[Path], loss: OracleLoss) -> list[NDArray[np.float64]
         if loss.overlong is not None:
             lengths = [len(paths[index].response) for index in members]
             penalties = [overlong_penalty(length, loss.overlong) for length in lengths]
+            if are_equal(rewards):
+                rewards = rewards[:1] * len(rewards)
             rewards = [r + penalty for r, penalty in zip(rewards, penalties, strict=True)]
         values |= dict(zip(members, _group_advantages(rewards, kind), strict=True))
     if is_by_batch and len(paths) > 1:
@@ -115,8 +131,8 @@ def _flat_paths(paths: list[Path]) -> set[int]:
     """
     flat: set[int] = set()
     for members in _groups(paths).values():
-        rewards = {paths[index].reward for index in members}
-        if len(members) > 1 and len(rewards) == 1 and None not in rewards:
+        rewards = [reward for index in members if (reward := paths[index].reward) is not None]
+        if len(rewards) == len(members) > 1 and are_equal(rewards):
             flat.update(members)
     return flat
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.oracle.advantages import Counted, has_gradient, select
+from tests.oracle.advantages import Counted, are_equal, has_gradient, select
 from tests.oracle.paths import OracleLoss, Path
 
 Values = NDArray[np.float64]
@@ -137,7 +137,7 @@ def _of_batch(paths: list[Path]) -> dict[str, float | None]:
     for path in paths:
         if path.reward is not None:
             groups.setdefault(path.group_id, []).append(path.reward)
-    flat = [len(each) > 1 and len(set(each)) == 1 for each in groups.values()]
+    flat = [len(each) > 1 and are_equal(each) for each in groups.values()]
     lengths = [len(path.response) for path in paths]
     return {
         "reward_mean": _mean(rewards),

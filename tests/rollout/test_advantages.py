@@ -20,10 +20,12 @@ from ratoon.rollout.advantages import (
     identity,
     leave_one_out,
     overlong_penalty,
+    with_penalty,
     zero_variance_groups,
 )
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
+from tests.oracle.advantages import are_equal
 from tests.rollout.strategies import CHECKED
 
 Advantage = Callable[[NDArray[np.float64], NDArray[np.int64]], NDArray[np.float64]]
@@ -73,7 +75,10 @@ def _loop_leave_one_out(rewards: list[float]) -> list[float]:
 def test_each_advantage_is_that_of_a_loop(
     advantage: Advantage, loop: Callable[[list[float]], list[float]], groups: list[list[float]]
 ) -> None:
-    expected = [value for rewards in groups for value in loop(rewards)]
+    expected: list[float] = []
+    for rewards in groups:
+        is_flat = advantage is not identity and len(rewards) > 1 and are_equal(rewards)
+        expected += [0.0] * len(rewards) if is_flat else loop(rewards)
     # Rewards of 1e-6 apart and less are divided by about 1e-6, rounding of the mean with them.
     np.testing.assert_allclose(advantage(*_flat(groups)), expected, rtol=1e-9, atol=1e-6)
 
@@ -104,7 +109,7 @@ def test_equal_rewards_have_exactly_no_advantage(advantage: Advantage, reward: f
 @CHECKED
 @given(groups=_GROUPS)
 def test_zero_variance_is_more_than_one_equal_reward(groups: list[list[float]]) -> None:
-    expected = [len(rewards) > 1 and len(set(rewards)) == 1 for rewards in groups]
+    expected = [len(rewards) > 1 and are_equal(rewards) for rewards in groups]
     assert zero_variance_groups(*_flat(groups)).tolist() == expected
 
 
@@ -151,3 +156,71 @@ def test_the_std_of_a_batch_without_differences_divides_by_nothing():
     flat = group_mean_batch_std(np.array([0.1, 0.1, 0.7, 0.7, 0.7]), np.array([0, 2, 5]))
     assert flat.tolist() == [0.0] * 5
     assert group_mean_batch_std(np.array([2.0]), np.array([0, 1])) == pytest.approx(2.0)
+
+
+def _steps_above(reward: float, steps: int) -> float:
+    """The float32 so many representable numbers above a reward."""
+    value = np.float32(reward)
+    for _ in range(steps):
+        value = np.nextafter(value, np.float32(np.inf))
+    return float(value)
+
+
+ROUNDED_APART = {
+    "a reward model's 10.1": (10.1, 1),
+    "a reward model's 100.3": (100.3, 1),
+    "below a power of two": (np.nextafter(np.float32(2), np.float32(0)), 1),
+    "several steps": (0.1, 8),
+    "negative": (-100.3, 3),
+    "huge": (1e30, 2),
+    "a denormal": (1e-40, 1),
+    "zero": (0.0, 1),
+}
+
+
+@pytest.mark.parametrize("case", ROUNDED_APART)
+@pytest.mark.parametrize(
+    "advantage", [group_mean_std, group_mean, group_mean_batch_std, leave_one_out]
+)
+def test_rewards_a_few_float32_steps_apart_are_equal(advantage: Advantage, case: str) -> None:
+    """Equal answers that a float32 reward model scored a step apart had advantages of size 1."""
+    reward, steps = ROUNDED_APART[case]
+    low, high = float(np.float32(reward)), _steps_above(reward, steps)
+    rewards, offsets = _flat([[low, low, low, high], [high, low], [0.0, 1.0], [3.0]])
+    assert zero_variance_groups(rewards, offsets).tolist() == [True, True, False, False]
+    values = advantage(rewards, offsets)
+    assert values[:6].tolist() == [0.0] * 6
+    assert values[6] < 0 < values[7]
+    assert identity(rewards, offsets).tolist() == rewards.tolist()
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        [1.0, 1.001],
+        [1.0, 1.00001],
+        [100.3, 100.301],
+        [-1.0, -1.001],
+        [-1.0, 1.0],
+        [1e30, 1.00001e30],
+        [0.0, 1e-40],
+        [0.0, 0.0, 1e-6],
+        [0.1, _steps_above(0.1, 9)],
+    ],
+)
+def test_small_differences_of_rewards_are_kept(group: list[float]) -> None:
+    rewards, offsets = _flat([group])
+    assert zero_variance_groups(rewards, offsets).tolist() == [False]
+    for advantage in (group_mean_std, group_mean, leave_one_out):
+        values = advantage(rewards, offsets)
+        assert values[0] != 0 != values[-1]
+
+
+def test_a_penalty_does_not_make_a_difference_of_rounding() -> None:
+    """A penalty that takes away most of a reward leaves its rounding, which then looks large."""
+    low, high = float(np.float32(10.1)), _steps_above(10.1, 1)
+    rewards, offsets = _flat([[low, high, low], [low, high, 0.0]])
+    penalised = with_penalty(rewards, offsets, np.full(6, -10.1))
+    assert zero_variance_groups(penalised, offsets).tolist() == [True, False]
+    apart = with_penalty(rewards, offsets, np.array([-1.0, 0, 0, 0, 0, 0]))
+    assert group_mean(apart, offsets)[:3] == pytest.approx([-2 / 3, 1 / 3, 1 / 3])

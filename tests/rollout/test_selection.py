@@ -21,6 +21,7 @@ from ratoon.rollout.selection import (
 )
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
+from tests.oracle.advantages import are_equal
 from tests.rollout import oracle
 from tests.rollout.strategies import CHECKED, batches, kept_masks
 
@@ -83,7 +84,7 @@ def test_drops_are_counted_once_in_order(
             reasons.append("stale")
         elif drop_truncated and batch.truncated[s]:
             reasons.append("truncated")
-        elif drop_zero_variance and len(rewards) > 1 and len(set(rewards)) == 1:
+        elif drop_zero_variance and len(rewards) > 1 and are_equal(rewards):
             reasons.append("zero variance")
         else:
             reasons.append("")

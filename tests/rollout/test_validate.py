@@ -221,7 +221,9 @@ def test_rewards_are_for_all_or_none() -> None:
     error = _refused([group([1], [with_reward, with_reward, without])])
     assert (error.field, error.got) == ("groups[0].rollouts[2].reward", "none")
     error = _refused([group([1], [without, with_reward])])
-    assert (error.field, error.got) == ("groups[0].rollouts[1].reward", "one")
+    assert (error.field, error.got) == ("groups[0].rollouts[0].reward", "none")
+    error = _refused([group([1], [without, with_reward, without])])
+    assert (error.field, error.got) == ("groups[0].rollouts[1].reward", "a value")
 
 
 def test_rewards_and_advantages_do_not_mix_across_a_batch() -> None:

@@ -358,10 +358,12 @@ def test_stale_rollouts_are_dropped(pair: Pair, shared_tokens: SharedTokens) -> 
 
 
 def _with_flat_group(batch: RolloutBatch) -> RolloutBatch:
-    """The first group's rewards are all 0.1."""
+    """The first group's rewards are 0.1, every other one a step of float32 above it."""
     assert batch.rewards is not None
     rewards = batch.rewards.copy()
-    rewards[: batch.group_offsets[1]] = 0.1
+    low = np.float32(0.1)
+    rewards[: batch.group_offsets[1]] = low
+    rewards[: batch.group_offsets[1] : 2] = np.nextafter(low, np.float32(1))
     return replace(batch, rewards=rewards)
 
 

@@ -217,9 +217,8 @@ def test_warnings_say_what_was_not_used_and_what_was_cut() -> None:
     text = " ".join(_prepare(batch).warnings)
     for word in ("top_p", "old_logprobs were sent", "reference_logprobs were sent"):
         assert word in text
-    plain = validate_groups(
-        [builders.group([5], [builders.rollout([1, 2], reward=1.0)])], builders.limits()
-    )
+    rollouts = [builders.rollout([1, n], reward=float(n)) for n in range(2)]
+    plain = validate_groups([builders.group([5], rollouts)], builders.limits())
     assert _prepare(plain).warnings == ()
 
 

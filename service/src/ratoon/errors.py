@@ -7,6 +7,7 @@ decides its HTTP and gRPC status.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +15,8 @@ from enum import StrEnum
 # In `details`: whole seconds.
 RETRY_AFTER_DETAIL = "retry_after_s"
 _MAX_SHOWN = 80
+# The folders of an absolute path, up to the name of its file; no part of an address.
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/'\"]+/)*(?=[^\s/'\"])")
 
 
 class ErrorCode(StrEnum):
@@ -190,6 +193,16 @@ def shown(value: object) -> str:
     """`value` for use in a message: printable ASCII, truncated."""
     text = ascii(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def without_folders(text: str) -> str:
+    """A text that a caller may read: of the server's files the last names alone."""
+    return _FOLDERS.sub("", text)
+
+
+def described(error: BaseException) -> str:
+    """Type and text of any exception, for a caller."""
+    return f"{type(error).__name__}: {without_folders(str(error))}"
 
 
 def exhausted(

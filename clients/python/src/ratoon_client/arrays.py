@@ -5,8 +5,9 @@ No value is changed but by rounding to float32; what does not fit is refused by 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ _INT32 = np.iinfo(np.int32)
 
 def token_array(field: str, tokens: IntsLike) -> TokenArray:
     """int32 [length]. Raises InvalidArgumentError for other than integers of 32 bits."""
-    array = _vector(field, tokens)
+    array = _vector(field, tokens, "an integer token id")
     if array.dtype.kind not in "iu":
         raise InvalidArgumentError(field, f"dtype {array.dtype}", "integer token ids")
     if len(array) and (array.min() < _INT32.min or array.max() > _INT32.max):
@@ -41,20 +42,26 @@ def token_array(field: str, tokens: IntsLike) -> TokenArray:
 def value_array(field: str, values: FloatsLike) -> ValueArray:
     """float32 [length]; values that are not finite pass, the service names them.
 
-    Raises InvalidArgumentError for floats of 16 bits: what they have rounded away is missing in
-    every ratio.
+    Raises InvalidArgumentError for a finite value that float32 does not hold, and for floats of 16
+    bits: what they have rounded away is missing in every ratio.
     """
-    array = _vector(field, values)
+    array = _vector(field, values, "a number")
     if array.dtype.kind not in "fiu":
         raise InvalidArgumentError(field, f"dtype {array.dtype}", "numbers")
     if array.dtype.kind == "f" and array.dtype.itemsize < np.dtype(np.float32).itemsize:
         raise InvalidArgumentError(field, f"dtype {array.dtype}", "floats of at least 32 bits")
-    return array.astype(np.float32)
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32)
+    lost = np.isinf(narrow) & np.isfinite(array)
+    if lost.any():
+        bad = int(np.argmax(lost))
+        raise InvalidArgumentError(f"{field}[{bad}]", array[bad], "a finite float32")
+    return narrow
 
 
 def flag_array(field: str, flags: FlagsLike) -> FlagArray:
     """bool [length], from booleans or from the integers 0 and 1."""
-    array = _vector(field, flags)
+    array = _vector(field, flags, "true, false, 0 or 1")
     if array.dtype.kind in "iu" and not ((array == 0) | (array == 1)).all():
         bad = int(np.argmax((array != 0) & (array != 1)))
         raise InvalidArgumentError(f"{field}[{bad}]", array[bad], "true, false, 0 or 1")
@@ -81,7 +88,7 @@ def route_array(field: str, routes: RoutesLike) -> RouteArray:
 
 
 def number(field: str, value: float) -> float:
-    """Of whatever has one; a text that could be read as one has not."""
+    """The float of whatever has one; a text that could be read as one has not."""
     try:
         if not isinstance(value, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
             return float(value)
@@ -90,15 +97,56 @@ def number(field: str, value: float) -> float:
     raise InvalidArgumentError(field, shown(value), "a number")
 
 
-def _vector(field: str, values: object) -> NDArray[Any]:
+def integer(field: str, value: int) -> int:
+    """The int of whatever is one: Python's, numpy's, a tensor of no dimension."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except (ValueError, TypeError, RuntimeError) as err:
+        raise InvalidArgumentError(field, shown(value), "an integer") from err
+    raise InvalidArgumentError(field, shown(value), "an integer")
+
+
+def flag(field: str, value: object) -> bool:
+    """The bool of Python's or numpy's."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, np.bool_):
+        return value == np.True_
+    raise InvalidArgumentError(field, shown(value), "true or false")
+
+
+def _vector(field: str, values: object, expected: str) -> NDArray[Any]:
+    """One dimension of numbers or booleans; `expected` says what an item should be."""
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError, TypeError, RuntimeError) as err:
         # The last two: tensors of other libraries that numpy has no dtype for, or may not read.
-        raise InvalidArgumentError(field, type(values).__name__, "a list of numbers") from err
+        raise _misfit(field, values, expected) from err
+    if array.dtype.kind not in "biuf" and array.size:
+        raise _misfit(field, values, expected)
     if array.ndim != 1:
         raise InvalidArgumentError(field, f"{array.ndim} dimensions", "one dimension")
     # An empty list has numpy's default dtype, float64.
     return (
         array if len(array) or array.dtype.kind in "biu" else array.astype(np.bool_).view(np.int8)
     )
+
+
+def _misfit(field: str, values: object, expected: str) -> InvalidArgumentError:
+    """The error of the first item that no array of numbers holds; of the whole where none is."""
+    items = cast("Sequence[object]", values) if isinstance(values, list | tuple) else ()
+    for place, item in enumerate(items):
+        if not _fits_array(item):
+            return InvalidArgumentError(f"{field}[{place}]", shown(item), expected)
+    kind = type(cast("object", values)).__name__
+    got = shown(values) if isinstance(values, str | bytes) else kind
+    return InvalidArgumentError(field, got, f"a list, each item {expected}")
+
+
+def _fits_array(item: object) -> bool:
+    try:
+        value = float(cast("float", item))
+    except (ValueError, OverflowError, TypeError, RuntimeError):
+        return False
+    return not isinstance(item, str | bytes) and (not isinstance(item, int) or abs(value) < 2**63)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ratoon_client.arguments import all_of, check_type
 from ratoon_client.arrays import (
@@ -16,7 +16,9 @@ from ratoon_client.arrays import (
     RoutesLike,
     TokenArray,
     ValueArray,
+    flag,
     flag_array,
+    integer,
     number,
     route_array,
     token_array,
@@ -25,6 +27,8 @@ from ratoon_client.arrays import (
 from ratoon_client.errors import InvalidArgumentError
 
 SamplerLogprobsKind = Literal["processed", "raw"]
+GivenT = TypeVar("GivenT")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,30 +120,31 @@ def rollout(
     InvalidArgumentError naming the argument that has no form on the wire.
     """
 
-    def values(field: str, given: FloatsLike | None) -> ValueArray | None:
-        return None if given is None else value_array(field, given)
+    def optional(field: str, given: GivenT | None, read: Callable[[str, GivenT], T]) -> T | None:
+        return None if given is None else read(field, given)
 
     if reward is not None and advantages is not None:
         raise InvalidArgumentError("advantages", "reward and advantages", "one of them")
+    outcome = optional("reward", reward, number)
+    if outcome is None:
+        outcome = optional("advantages", advantages, value_array)
     return Rollout(
         content=_content(response, segments),
-        outcome=values("advantages", advantages) if reward is None else number("reward", reward),
-        loss_mask=None if loss_mask is None else flag_array("loss_mask", loss_mask),
-        sampler_logprobs=values("sampler_logprobs", sampler_logprobs),
-        old_logprobs=values("old_logprobs", old_logprobs),
-        reference_logprobs=values("reference_logprobs", reference_logprobs),
-        token_weights=values("token_weights", token_weights),
-        temperature=temperature,
+        outcome=outcome,
+        loss_mask=optional("loss_mask", loss_mask, flag_array),
+        sampler_logprobs=optional("sampler_logprobs", sampler_logprobs, value_array),
+        old_logprobs=optional("old_logprobs", old_logprobs, value_array),
+        reference_logprobs=optional("reference_logprobs", reference_logprobs, value_array),
+        token_weights=optional("token_weights", token_weights, value_array),
+        temperature=optional("temperature", temperature, number),
         sampler_logprobs_kind=sampler_logprobs_kind,
-        top_p=top_p,
-        top_k=top_k,
-        policy_version=policy_version,
-        truncated=truncated,
-        version_spans=all_of("version_spans", version_spans, VersionSpan),
-        routed_experts=(
-            None if routed_experts is None else route_array("routed_experts", routed_experts)
-        ),
-        routed_experts_start=routed_experts_start,
+        top_p=optional("top_p", top_p, number),
+        top_k=optional("top_k", top_k, integer),
+        policy_version=optional("policy_version", policy_version, integer),
+        truncated=flag("truncated", truncated),
+        version_spans=_spans(version_spans),
+        routed_experts=optional("routed_experts", routed_experts, route_array),
+        routed_experts_start=integer("routed_experts_start", routed_experts_start),
     )
 
 
@@ -162,9 +167,19 @@ def _content(
         return tuple(
             ContentSegment(
                 tokens=token_array(f"segments[{index}].tokens", segment.tokens),
-                trained=segment.trained,
+                trained=flag(f"segments[{index}].trained", segment.trained),
             )
             for index, segment in enumerate(all_of("segments", segments, Segment))
         )
     got = "neither" if response is None else "both"
     raise InvalidArgumentError("response", got, "one of response and segments")
+
+
+def _spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    return tuple(
+        VersionSpan(
+            first_token=integer(f"version_spans[{index}].first_token", span.first_token),
+            version=integer(f"version_spans[{index}].version", span.version),
+        )
+        for index, span in enumerate(all_of("version_spans", spans, VersionSpan))
+    )

@@ -584,7 +584,9 @@ class LossConfig(_message.Message):
     token_weight: Global___TokenWeight.ValueType
     shared_tokens: Global___SharedTokens.ValueType
     drop_zero_variance_groups: _builtins.bool
-    """Default: true for dapo, else false."""
+    """Drop groups of more than one whose rewards are all equal: within eight steps of float32 at the size
+    of the largest. Default: true for dapo, else false.
+    """
     router_aux_loss_coefficient: _builtins.float
     """Of models with experts alone, not negative: each counted term has in addition so many times the
     balance loss of its rollout, summed over layers (docs/decisions/0022-experts.md). Default: 0, off.
@@ -1056,8 +1058,8 @@ class StepReport(_message.Message):
     """Replicated FLOPs, attention counted non-causal, over the peak."""
     peak_memory_bytes: _builtins.int
     staleness_mean: _builtins.float
-    """Versions between sampling and the step, over rollouts that say theirs; of a rollout with spans
-    that of its oldest. See also 76.
+    """Versions between sampling and the step, over rollouts that say one that the policy has reached; of
+    a rollout with spans that of its oldest. See also 76.
     """
     staleness_max: _builtins.int
     dropped_stale: _builtins.int
@@ -1099,8 +1101,8 @@ class StepReport(_message.Message):
     """Over counted tokens, as the loss takes them; absent for cross_entropy."""
     advantage_std: _builtins.float
     zero_variance_fraction: _builtins.float
-    """Groups of more than one whose rewards are all equal, over all groups as sent, dropped or not;
-    absent without rewards.
+    """Groups of more than one whose rewards are all equal (as for drop_zero_variance_groups), over all
+    groups as sent, dropped or not; absent without rewards.
     """
     truncated_fraction: _builtins.float
     """Over all rollouts as sent: marked truncated; response tokens, context ones too."""

@@ -40,7 +40,7 @@ from ratoon.engine.types import (
     PolicyState,
 )
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
 from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
 
@@ -458,4 +458,4 @@ def _typed(error: Exception) -> RatoonError:
         return RatoonError(ErrorCode.UNAVAILABLE, str(error))
     if isinstance(error, WorkerLostError):
         return RatoonError(ErrorCode.WORKER_LOST, f"the policy's worker was lost: {error}")
-    return RatoonError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+    return RatoonError(ErrorCode.INTERNAL, described(error))

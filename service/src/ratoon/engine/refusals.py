@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from ratoon.engine.types import PolicyState
-from ratoon.errors import RETRY_AFTER_DETAIL, ErrorCode, RatoonError
+from ratoon.errors import RETRY_AFTER_DETAIL, ErrorCode, RatoonError, described, without_folders
 
 
 def policy_not_found(policy_id: str) -> RatoonError:
@@ -59,11 +59,11 @@ def unexpected(error: Exception) -> RatoonError:
     if is_out_of_memory(error):
         return RatoonError(
             ErrorCode.RESOURCE_EXHAUSTED,
-            f"{rank or 'the worker'} has not enough memory: {error}",
+            f"{rank or 'the worker'} has not enough memory: {without_folders(str(error))}",
             details={"resource": "memory"},
         )
     where = f"{rank}: " if rank else ""
-    return RatoonError(ErrorCode.INTERNAL, f"{where}{type(error).__name__}: {error}")
+    return RatoonError(ErrorCode.INTERNAL, f"{where}{described(error)}")
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -1,7 +1,7 @@
 """Rewards to one advantage per sequence, over each group as it was received.
 
-A group of several whose rewards are all equal has advantages of exactly zero where the mean is
-taken off.
+A group of several whose rewards are all equal, as far as float32 can tell, has advantages of
+exactly zero where the mean is taken off.
 """
 
 from __future__ import annotations
@@ -12,6 +12,14 @@ from numpy.typing import NDArray
 from ratoon.errors import invalid
 
 _STD_EPSILON = 1e-6
+# Rewards closer than so many steps of float32 at their size are equal. A reward model computes in
+# float32 at best, and its last bits depend on what else is in its batch: rounding of one sum moves
+# them by a step, that of the handful that a score is made of by a few. So a difference counts from
+# a millionth of the rewards' size on.
+_EQUAL_STEPS = 8
+# Exponents of float32's steps: 2^(e - 24) for a number in [2^(e - 1), 2^e), 2^-149 at least.
+_STEP_EXPONENT = 24
+_LEAST_STEP_EXPONENT = -149
 
 
 def group_mean_std(
@@ -82,19 +90,34 @@ def overlong_penalty(
     return -np.clip(excess / buffer_tokens, 0.0, 1.0)
 
 
+def with_penalty(
+    rewards: NDArray[np.float64],
+    group_offsets: NDArray[np.int64],
+    penalties: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Rewards plus penalties, float64 [S].
+
+    Equal rewards become the same number first: what is left of a reward may be so small that its
+    rounding would no longer look like rounding.
+    """
+    is_equal = np.repeat(zero_variance_groups(rewards, group_offsets), np.diff(group_offsets))
+    first = np.repeat(rewards[group_offsets[:-1]], np.diff(group_offsets))
+    return np.where(is_equal, first, rewards) + penalties
+
+
 def zero_variance_groups(
     rewards: NDArray[np.float64], group_offsets: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Groups of more than one whose rewards are all equal, bool [G]: they teach nothing.
 
-    A group of one is not among them: its advantage is its reward.
+    Equal means within eight steps of float32 at the size of the group's largest reward. A group of
+    one is not among them: its advantage is its reward.
     """
-    return _is_equal(rewards, group_offsets) & (np.diff(group_offsets) > 1)
-
-
-def _is_equal(rewards: NDArray[np.float64], group_offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
     low = np.minimum.reduceat(rewards, group_offsets[:-1])
-    return low == np.maximum.reduceat(rewards, group_offsets[:-1])
+    high = np.maximum.reduceat(rewards, group_offsets[:-1])
+    exponent = np.frexp(np.maximum(np.abs(low), np.abs(high)))[1] - _STEP_EXPONENT
+    step = np.ldexp(1.0, np.maximum(exponent, _LEAST_STEP_EXPONENT))
+    return (high - low <= _EQUAL_STEPS * step) & (np.diff(group_offsets) > 1)
 
 
 def _zero_if_equal(
@@ -102,6 +125,6 @@ def _zero_if_equal(
     rewards: NDArray[np.float64],
     group_offsets: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Take off what rounding of the mean leaves where all rewards of a group are equal."""
+    """Take off what rounding leaves where all rewards of a group are equal."""
     is_zero = zero_variance_groups(rewards, group_offsets)
     return np.where(np.repeat(is_zero, np.diff(group_offsets)), 0.0, advantages)

@@ -14,10 +14,14 @@ from numpy.typing import NDArray
 
 from ratoon.errors import RatoonError, invalid
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.fields import RequestFields, first_true
+from ratoon.rollout.fields import MAX_FLOAT32, RequestFields, first_true
 from ratoon.rollout.raw import RawRollout, SamplerLogprobsKind
 from ratoon.rollout.versions import sampled_versions
 
+# At a lower temperature vLLM takes the likeliest token; logits divided by one much lower overflow.
+_LEAST_TEMPERATURE = 1e-5
+# What float32 tells from 0.
+_LEAST_TOP_P = float(np.finfo(np.float32).smallest_subnormal)
 # What rounding may leave of a probability of one.
 _LOGPROB_EPSILON = 1e-3
 
@@ -39,23 +43,17 @@ def token_column(
     rollouts: Sequence[RawRollout], name: str, fields: RequestFields
 ) -> NDArray[np.float32] | None:
     """The per-token column `name`, float32 [J], or None where no rollout gives it."""
-    has_tokens: list[bool] = (np.diff(fields.response_offsets) > 0).tolist()
     values: list[NDArray[np.floating] | None] = [getattr(rollout, name) for rollout in rollouts]
-    witness = has_tokens.index(True)
-    is_given = values[witness] is not None
     parts: list[NDArray[np.floating]] = []
     for s, value in enumerate(values):
-        if value is None:
-            if is_given and has_tokens[s]:
-                raise _uneven(name, s, "none", "values", witness, fields)
-            continue
-        _check_values_array(value, name, s, fields)
-        if has_tokens[s]:
-            if not is_given:
-                raise _uneven(name, s, "values", "none", witness, fields)
+        if value is not None:
+            _check_values_array(value, name, s, fields)
             parts.append(value)
-    if not is_given:
+    has_tokens_S = np.diff(fields.response_offsets) > 0
+    is_given_S = np.array([value is not None for value in values])
+    if not (is_given_S & has_tokens_S).any():
         return None
+    _check_even(name, is_given_S, has_tokens_S, fields)
     with np.errstate(over="ignore"):  # what overflows is refused below
         column = np.concatenate(parts).astype(np.float32)
     j = first_true(~np.isfinite(column))
@@ -72,6 +70,22 @@ def _check_values_array(
         path = f"{fields.sequence(s)}.{name}"
         raise invalid(path, f"{value.dtype} of shape {list(value.shape)}", "float32 [length]")
     fields.check_count(s, name, len(value))
+
+
+def _check_even(
+    name: str,
+    is_given_S: NDArray[np.bool_],
+    is_meant_S: NDArray[np.bool_],
+    fields: RequestFields,
+) -> None:
+    """Whether all meant rollouts give `name`, or none; names the first of those that are fewer."""
+    given_S, missing_S = is_given_S & is_meant_S, ~is_given_S & is_meant_S
+    given, missing = first_true(given_S), first_true(missing_S)
+    if given is None or missing is None:
+        return
+    if np.count_nonzero(given_S) < np.count_nonzero(missing_S):
+        raise _uneven(name, given, "a value", "none", missing, fields)
+    raise _uneven(name, missing, "none", "a value", given, fields)
 
 
 def _uneven(
@@ -97,38 +111,43 @@ def outcomes(
     rollouts: Sequence[RawRollout], fields: RequestFields
 ) -> tuple[NDArray[np.float64] | None, NDArray[np.float32] | None]:
     """Rewards float64 [S] or advantages float32 [J]: one for the whole batch, or neither."""
-    for s, rollout in enumerate(rollouts):
-        if rollout.reward is not None and rollout.advantages is not None:
-            path = f"{fields.sequence(s)}.advantages"
-            raise invalid(path, "both reward and advantages", "one of them")
-    advantages = token_column(rollouts, "advantages", fields)
-    given = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    if not given:
-        return None, advantages
-    if advantages is not None or len(given) < len(rollouts):
-        wants_reward = rollouts[0].reward is not None
-        for s, rollout in enumerate(rollouts):
-            if (rollout.reward is not None) != wants_reward:
-                expected = "one" if wants_reward else "none"
-                got = "none" if wants_reward else "one"
-                raise _uneven("reward", s, got, expected, 0, fields)
-    rewards = np.array(given, np.float64)
-    s = first_true(~np.isfinite(rewards))
+    has_reward = np.array([rollout.reward is not None for rollout in rollouts])
+    has_advantages = np.array([rollout.advantages is not None for rollout in rollouts])
+    both = first_true(has_reward & has_advantages)
+    if both is not None:
+        path = f"{fields.sequence(both)}.advantages"
+        raise invalid(path, "both reward and advantages", "one of them")
+    rewarded, advantaged = first_true(has_reward), first_true(has_advantages)
+    if rewarded is None:
+        return None, token_column(rollouts, "advantages", fields)
+    if advantaged is not None:
+        first, other = sorted((rewarded, advantaged))
+        names = {rewarded: "a reward", advantaged: "advantages"}
+        has_tokens = fields.response_offsets[other] < fields.response_offsets[other + 1]
+        name = "advantages" if has_tokens else "reward"
+        raise _uneven(name, other, names[other], names[first], first, fields)
+    _check_even("reward", has_reward, np.ones(len(rollouts), np.bool_), fields)
+    rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
+    s = first_true(~(np.abs(rewards) <= MAX_FLOAT32))
     if s is not None:
-        raise invalid(f"{fields.sequence(s)}.reward", rewards[s], "a finite number")
+        raise invalid(f"{fields.sequence(s)}.reward", rewards[s], "a finite float32")
     return rewards, None
 
 
 def sampling_settings(rollouts: Sequence[RawRollout], fields: RequestFields) -> SamplingSettings:
     """How each rollout was sampled; what was left out is off (top_p 1, top_k 0) or -1 (version)."""
-    temperature = _positive(
-        [rollout.temperature for rollout in rollouts], "temperature", np.inf, "> 0", fields
+    temperature = _within(
+        [rollout.temperature for rollout in rollouts],
+        "temperature",
+        (_LEAST_TEMPERATURE, MAX_FLOAT32),
+        f"a finite float32, at least {_LEAST_TEMPERATURE:g}: below it samplers are greedy",
+        fields,
     )
-    top_p = _positive(
+    top_p = _within(
         [1.0 if rollout.top_p is None else rollout.top_p for rollout in rollouts],
         "top_p",
-        1.0,
-        "in (0, 1]",
+        (_LEAST_TOP_P, 1.0),
+        "a number in (0, 1]",
         fields,
     )
     is_raw = np.zeros(len(rollouts), np.bool_)
@@ -154,16 +173,19 @@ def sampling_settings(rollouts: Sequence[RawRollout], fields: RequestFields) -> 
     )
 
 
-def _positive(
-    values: list[float], name: str, most: float, expected: str, fields: RequestFields
+def _within(
+    values: list[float],
+    name: str,
+    bounds: tuple[float, float],
+    expected: str,
+    fields: RequestFields,
 ) -> NDArray[np.float32]:
-    """Values [S] as float32, all finite and in (0, most]."""
-    with np.errstate(over="ignore", under="ignore"):
-        column = np.array(values, np.float64).astype(np.float32)
-    s = first_true(~(np.isfinite(column) & (column > 0) & (column <= most)))
+    """Values [S] as float32, all of them from the lower to the upper bound."""
+    column = np.array(values, np.float64)
+    s = first_true(~((column >= bounds[0]) & (column <= bounds[1])))
     if s is not None:
-        raise invalid(f"{fields.sequence(s)}.{name}", values[s], f"a finite number {expected}")
-    return column
+        raise invalid(f"{fields.sequence(s)}.{name}", values[s], expected)
+    return column.astype(np.float32)
 
 
 def _check_integer(value: int | None, most: int, s: int, name: str, fields: RequestFields) -> None:

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
 
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFields:

@@ -51,6 +51,16 @@ def versions_of_tokens(batch: RolloutBatch, is_meant_S: NDArray[np.bool_]) -> ND
     return version_J[np.repeat(is_meant_S, length_S)]
 
 
+def newest_versions(batch: RolloutBatch) -> NDArray[np.int64]:
+    """The newest version that sampled part of each sequence, int64 [S]; -1 where it says none."""
+    newest_S = batch.policy_version.copy()
+    if batch.token_version is not None:
+        lengths_S = np.diff(batch.response_offsets)
+        sequence_J = np.repeat(np.arange(batch.num_sequences), lengths_S)
+        np.maximum.at(newest_S, sequence_J, batch.token_version)
+    return newest_S
+
+
 def _oldest(rollout: RawRollout, num_tokens: int, path: str) -> int:
     version = rollout.policy_version
     if version is not None and not 0 <= version <= _MOST:

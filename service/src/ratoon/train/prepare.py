@@ -30,16 +30,14 @@ from ratoon.rollout.selection import (
 from ratoon.rollout.sharing import planned_prefixes
 from ratoon.train.config import (
     AdvantageKind,
-    KlKind,
-    OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
-    ReferenceKind,
     SharedTokens,
     StalenessAction,
     TokenWeight,
 )
 from ratoon.train.loss.spec import Loss
+from ratoon.train.loss.warnings import batch_warnings
 from ratoon.train.planning import Planner
 
 _ADVANTAGES = {
@@ -101,7 +99,7 @@ def prepare(
     columns = _columns(batch, loss, prefixes, selection)
     is_run_S = _has_gradient(batch, loss, columns)
     plan = planner.plan(batch, prefixes, is_run_S, is_first=is_first)
-    return _assemble(batch, loss, prefixes, selection, columns, plan)
+    return _assemble(batch, loss, prefixes, selection, columns, plan, version)
 
 
 def prepare_planned(batch: RolloutBatch, loss: Loss, plan: UpdatePlan, *, version: int) -> Prepared:
@@ -112,7 +110,7 @@ def prepare_planned(batch: RolloutBatch, loss: Loss, plan: UpdatePlan, *, versio
     prefixes = sort_sequences(batch)
     selection = select(batch, loss, version)
     columns = _columns(batch, loss, prefixes, selection)
-    return _assemble(batch, loss, prefixes, selection, columns, plan)
+    return _assemble(batch, loss, prefixes, selection, columns, plan, version)
 
 
 def keep_top_entropy(prepared: Prepared, entropy_J: NDArray[np.floating]) -> Prepared:
@@ -173,6 +171,7 @@ def _assemble(
     selection: Selection,
     columns: Columns,
     plan: UpdatePlan,
+    version: int,
 ) -> Prepared:
     planned = planned_prefixes(prefixes, plan)
     counted = counters(columns.counted_J, batch, selection.kept_S)
@@ -190,7 +189,10 @@ def _assemble(
         group_keys=frozenset() if comes_whole else _group_keys(batch, columns.counted_J),
         not_run_S=not_run_S,
         plan=plan,
-        warnings=_warnings(batch, loss, counted, plan),
+        warnings=(
+            *batch_warnings(batch, loss, kept_S=selection.kept_S, version=version),
+            *_warnings(counted, plan),
+        ),
         route_conflicts=route_conflicts(prefixes, np.array(run, np.int64)),
     )
 
@@ -231,7 +233,9 @@ def _advantages(batch: RolloutBatch, loss: Loss) -> NDArray[np.float64]:
         penalty_S = group_advantages.overlong_penalty(
             lengths_S, rule.max_tokens, rule.buffer_tokens
         )
-        rewards_S = rewards_S + rule.scale * penalty_S
+        rewards_S = group_advantages.with_penalty(
+            rewards_S, batch.group_offsets, rule.scale * penalty_S
+        )
     advantage_S = _ADVANTAGES[loss.advantage](rewards_S, batch.group_offsets)
     return np.repeat(advantage_S, lengths_S)
 
@@ -249,34 +253,10 @@ def _group_keys(batch: RolloutBatch, counted_J: NDArray[np.bool_]) -> frozenset[
     return frozenset(keys)
 
 
-def _warnings(
-    batch: RolloutBatch, loss: Loss, counted: Counters, plan: UpdatePlan
-) -> tuple[str, ...]:
-    """What the caller should know but is no error; one text each."""
-    found: list[str] = []
-    cut_S = (batch.top_p < 1) | (batch.top_k > 0)
-    if cut_S.any():
-        found.append(
-            f"{np.count_nonzero(cut_S)} rollouts were sampled with top_p or top_k: the trained "
-            "distribution is not cut so"
-        )
-    if batch.sampler_logprobs is not None and batch.sampler_is_raw.any():
-        found.append("raw sampler_logprobs are left out of the sampler mismatch")
-    old = loss.old_logprobs
-    if batch.old_logprobs is not None and (old is None or old.kind is not OldLogprobsKind.GIVEN):
-        found.append("old_logprobs were sent but loss.old_logprobs does not use them")
-    kl = loss.kl
-    if batch.reference_logprobs is not None and (
-        kl is None or kl.reference is not ReferenceKind.GIVEN
-    ):
-        found.append("reference_logprobs were sent but loss.kl does not use them")
-    if kl is not None and kl.kind is KlKind.K1 and not kl.importance_weighted and kl.coefficient:
-        found.append(
-            "the expected gradient of kl k1 is zero on policy: a loss of it is noise; take "
-            "k1_plus, k3_plus, k2 or k3, or importance_weighted"
-        )
+def _warnings(counted: Counters, plan: UpdatePlan) -> tuple[str, ...]:
+    """What drops and advantages leave to train on, where it is nothing."""
     if counted.tokens == 0:
-        found.append("every rollout was dropped: there is nothing to train on")
-    elif not plan.micro_batches:
-        found.append("every advantage is zero: nothing was run, and the gradient is zero")
-    return tuple(found)
+        return ("every rollout was dropped: there is nothing to train on",)
+    if not plan.micro_batches:
+        return ("every advantage is zero: nothing was run, and the gradient is zero",)
+    return ()

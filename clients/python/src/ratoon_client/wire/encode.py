@@ -38,25 +38,45 @@ _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
 )
 
 
-def group_message(group: Group) -> rollout_pb2.RolloutGroup:
-    check_type("group_id", group.group_id, str)
+def group_message(group: Group, path: str = "group") -> rollout_pb2.RolloutGroup:
+    """`path` is the group's in errors."""
+    check_type(f"{path}.group_id", group.group_id, str)
     return rollout_pb2.RolloutGroup(
         group_id=group.group_id,
         prompt=encode_array(group.prompt),
-        rollouts=[_rollout(rollout) for rollout in group.rollouts],
+        rollouts=[
+            _rollout(rollout, f"{path}.rollouts[{index}]")
+            for index, rollout in enumerate(group.rollouts)
+        ],
     )
 
 
 def group_messages(groups: Iterable[Group]) -> list[rollout_pb2.RolloutGroup]:
-    return [group_message(group) for group in all_of("groups", groups, Group)]
+    """Raises InvalidArgumentError naming `groups[3].rollouts[17].reward`, before a byte is sent."""
+    every = all_of("groups", groups, Group)
+    _check_rewards(every)
+    return [group_message(group, f"groups[{index}]") for index, group in enumerate(every)]
 
 
-def _rollout(rollout: Rollout) -> rollout_pb2.Rollout:
+def _check_rewards(groups: Iterable[Group]) -> None:
+    """No rollout lacks a reward where another has one: a None that a scorer let through."""
+    places = [
+        (f"groups[{g}].rollouts[{r}]", rollout.outcome)
+        for g, group in enumerate(groups)
+        for r, rollout in enumerate(group.rollouts)
+    ]
+    rewarded = next((path for path, outcome in places if isinstance(outcome, float)), None)
+    missing = next((path for path, outcome in places if outcome is None), None)
+    if rewarded is not None and missing is not None:
+        raise InvalidArgumentError(f"{missing}.reward", "None", f"a reward, as in {rewarded}")
+
+
+def _rollout(rollout: Rollout, path: str) -> rollout_pb2.Rollout:
     message = rollout_pb2.Rollout()
-    _fill(message, rollout, "rollout", skip=("content", "outcome"))
+    _fill(message, rollout, path, skip=("content", "outcome"))
     content = "segments" if isinstance(rollout.content, tuple) else "response"
     outcome = "advantages" if isinstance(rollout.outcome, np.ndarray) else "reward"
-    _fill(message, {content: rollout.content, outcome: rollout.outcome}, "rollout")
+    _fill(message, {content: rollout.content, outcome: rollout.outcome}, path)
     return message
 
 

@@ -37,12 +37,6 @@ def at_least(field: str, value: int, least: int) -> int:
     return value
 
 
-def finite(field: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise invalid(field, value, "a finite number")
-    return value
-
-
 def positive(field: str, value: float) -> float:
     if not (math.isfinite(value) and value > 0):
         raise invalid(field, value, "a finite number above 0")

@@ -89,14 +89,18 @@ def _segments(field: str, message: wire.Rollout, max_bytes: int) -> tuple[RawSeg
             return (RawSegment(tokens=tokens, trained=True),)
         case "segments":
             return tuple(
-                RawSegment(
-                    tokens=_tokens(f"{field}.segments[{index}].tokens", segment.tokens, max_bytes),
-                    trained=segment.trained,
-                )
+                _segment(f"{field}.segments[{index}]", segment, max_bytes)
                 for index, segment in enumerate(message.segments.segments)
             )
         case None:
             raise required(f"{field}.response", "response or segments")
+
+
+def _segment(field: str, message: wire.Segment, max_bytes: int) -> RawSegment:
+    if not message.HasField("tokens"):
+        raise required(f"{field}.tokens", "the segment's tokens")
+    tokens = _tokens(f"{field}.tokens", message.tokens, max_bytes)
+    return RawSegment(tokens=tokens, trained=message.trained)
 
 
 def _tokens(field: str, tensor: Tensor, max_bytes: int) -> NDArray[np.integer]:

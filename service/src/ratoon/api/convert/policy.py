@@ -41,6 +41,7 @@ from ratoon.model.spec import (
     PresetBase,
 )
 from ratoon.train.config import AdamWConfig, NumericsGuard, ParallelLayout, Shard
+from ratoon.train.loss.checks import require
 from ratoon.train.optim.resolve import check_adamw
 from ratoon_proto.v1 import policy_pb2 as wire
 
@@ -160,8 +161,9 @@ def _guard(message: wire.NumericsGuard) -> NumericsGuard:
     guard = read(message, NumericsGuard, "spec.numerics_guard")
     at_least("spec.numerics_guard.max_skipped_in_row", guard.max_skipped_in_row, 0)
     for name in _GUARD_LIMITS:
-        if getattr(guard, name) is not None:
-            positive(f"spec.numerics_guard.{name}", getattr(guard, name))
+        limit = getattr(guard, name)
+        if limit is not None:
+            require(f"spec.numerics_guard.{name}", limit, limit > 0, "a finite float32 above 0")
     return guard
 
 

@@ -14,7 +14,7 @@ from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.settings import ENGINE_NAME
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
 
 if TYPE_CHECKING:
@@ -61,4 +61,4 @@ async def _answer(reference: ObjectRef[T]) -> T:
         raise RatoonError(ErrorCode.UNAVAILABLE, f"{err}; try again") from err
     except Exception as err:
         _LOG.exception("unexpected failure of the engine")
-        raise RatoonError(ErrorCode.INTERNAL, f"{type(err).__name__}: {err}") from err
+        raise RatoonError(ErrorCode.INTERNAL, described(err)) from err

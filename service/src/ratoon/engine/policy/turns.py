@@ -28,7 +28,7 @@ from ratoon.engine.policy.startup import start_policy
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
 
 _LOG = get_logger("turns")
@@ -174,7 +174,7 @@ class TurnLoop:
                     continue
                 _LOG.exception("turn failed", policy_id=self._run.policy_id, failures=failures)
                 self._must_restart, failures = True, failures + 1
-                last = f"{type(err).__name__}: {err}"
+                last = described(err)
                 await asyncio.sleep(_BACKOFF_S * 2**failures)
         in_a_row = f"its controller failed {failures} times in a row, the last time with {last}"
         await self._give_up(failure or in_a_row)

@@ -52,7 +52,7 @@ from ratoon.engine.worker.trainer_port import (
     TrainerPort,
     WeightsCopyPort,
 )
-from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
+from ratoon.errors import CopyFailedError, ErrorCode, RatoonError, without_folders
 from ratoon.garbage import collect_all
 from ratoon.log import get_logger
 from ratoon.stream.manifest import MadeBy, WeightKind, WeightManifest
@@ -429,7 +429,7 @@ def _load_checkpoint(trainer: TrainerPort, source: CheckpointWeights) -> None:
     try:
         trainer.load_checkpoint(Path(source.folder))
     except (RatoonError, OSError) as err:
-        raise UnusableCheckpointError(f"checkpoint {name}: {err}") from err
+        raise UnusableCheckpointError(f"checkpoint {name}: {without_folders(str(err))}") from err
     if source.weights_digest and (digest := trainer.state_digest()) != source.weights_digest:
         raise UnusableCheckpointError(
             f"checkpoint {name}: its state has the digest {digest}, in the journal it is "

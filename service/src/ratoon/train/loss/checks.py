@@ -1,21 +1,24 @@
-"""Checks of single numbers that a caller sent."""
+"""Checks of single numbers that a caller sent.
+
+Losses and steps are computed in float32, so a number that float32 does not hold is refused by name,
+as one that is not finite.
+"""
 
 from __future__ import annotations
 
-import math
-
 from ratoon.errors import invalid
+from ratoon.rollout.fields import MAX_FLOAT32
 
 
 def require(field: str, value: float, holds: bool, expected: str) -> None:
-    """Raises `RatoonError` INVALID_ARGUMENT naming `field` unless `value` is finite and `holds`."""
-    if not (math.isfinite(value) and holds):
+    """Raise INVALID_ARGUMENT naming `field` unless float32 holds `value`, and `holds`."""
+    if not (abs(value) <= MAX_FLOAT32 and holds):
         raise invalid(field, value, expected)
 
 
 def require_finite(field: str, value: float) -> None:
-    require(field, value, True, "a finite number")
+    require(field, value, True, "a finite float32")
 
 
 def require_not_negative(field: str, value: float) -> None:
-    require(field, value, value >= 0, "a finite number, at least 0")
+    require(field, value, value >= 0, "a finite float32, at least 0")

@@ -42,6 +42,8 @@ from ratoon.train.optim.resolve import check_optim, resolve_optim
 
 __all__ = ["check_optim", "resolve_loss", "resolve_optim"]
 
+# The gate's slope times a clamped ratio, and 4 over the slope, are far within float32.
+_MOST_TAU = 1e6
 _REWARD_ADVANTAGES = (
     AdvantageKind.GROUP_MEAN_STD,
     AdvantageKind.GROUP_MEAN,
@@ -113,8 +115,9 @@ def _resolve_objective(request: LossRequest, defaults: LossDefaults) -> Objectiv
     if request.kind is LossKind.GSPO:
         return SequenceClipObjective(clip_low=low, clip_high=high)
     dual_clip = request.dual_clip
-    if dual_clip is not None and not (math.isfinite(dual_clip) and dual_clip > 1 + high):
-        raise invalid("loss.dual_clip", dual_clip, f"a finite number above {1 + high:g}, the clip")
+    if dual_clip is not None:
+        expected = f"a finite float32 above {1 + high:g}, the clip"
+        require("loss.dual_clip", dual_clip, dual_clip > 1 + high, expected)
     return ClipObjective(
         clip_low=low, clip_high=high, dual_clip=math.inf if dual_clip is None else dual_clip
     )
@@ -124,8 +127,9 @@ def _resolve_gate(request: LossRequest) -> SapoObjective:
     """Defaults are those of the paper's experiments: negative advantages are gated harder."""
     positive = 1.0 if request.tau_positive is None else request.tau_positive
     negative = 1.05 if request.tau_negative is None else request.tau_negative
-    require("loss.tau_positive", positive, positive > 0, "a finite number above 0")
-    require("loss.tau_negative", negative, negative > 0, "a finite number above 0")
+    for name, tau in (("tau_positive", positive), ("tau_negative", negative)):
+        is_usable = 1 / _MOST_TAU <= tau <= _MOST_TAU
+        require(f"loss.{name}", tau, is_usable, f"a number from {1 / _MOST_TAU:g} to {_MOST_TAU:g}")
     return SapoObjective(tau_positive=positive, tau_negative=negative)
 
 

@@ -129,7 +129,7 @@ def _require_mismatch(field: str, got: object, request: LossRequest, batch: Roll
 def _require_bounds(field: str, low: float, high: float) -> None:
     """A weight of 1, where sampler and trainer agree, is neither truncated nor masked."""
     require(f"{field}.low", low, 0 <= low <= 1, "a number from 0 to 1")
-    require(f"{field}.high", high, high >= 1, "a finite number, at least 1")
+    require(f"{field}.high", high, high >= 1, "a finite float32, at least 1")
 
 
 def _require_sampler(field: str, got: object, request: LossRequest, batch: RolloutBatch) -> None:

@@ -1,14 +1,109 @@
-"""What the sums of a loss say that its caller should know, though it is no error."""
+"""What a caller should know of its batch and of the sums of its loss, though it is no error."""
 
 from __future__ import annotations
 
-from ratoon.train.config import OldLogprobsKind
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.versions import newest_versions
+from ratoon.train.config import AdvantageKind, KlKind, OldLogprobsKind, ReferenceKind
 from ratoon.train.loss.clamp import MAX_GAP, MAX_K3
 from ratoon.train.loss.spec import ClipObjective, Loss, SequenceClipObjective
 from ratoon.train.loss.sums import LossSums
 
 # Of the terms of one sign: beyond it the clip decides more than the advantages.
 _MAX_CLIPPED = 0.5
+_GROUP_BASELINES = (
+    AdvantageKind.GROUP_MEAN_STD,
+    AdvantageKind.GROUP_MEAN,
+    AdvantageKind.GROUP_MEAN_BATCH_STD,
+    AdvantageKind.LEAVE_ONE_OUT,
+)
+
+
+def batch_warnings(
+    batch: RolloutBatch, loss: Loss, *, kept_S: NDArray[np.bool_], version: int
+) -> tuple[str, ...]:
+    """One text each, of a batch that a policy at `version` is to be trained on.
+
+    `kept_S`: bool [S], the rollouts that were not dropped.
+    """
+    return (
+        *_sampling_warnings(batch),
+        *_unused_warnings(batch, loss),
+        *_group_warnings(batch, loss),
+        *_version_warnings(batch, loss, kept_S, version),
+    )
+
+
+def _sampling_warnings(batch: RolloutBatch) -> list[str]:
+    found: list[str] = []
+    cut_S = (batch.top_p < 1) | (batch.top_k > 0)
+    if cut_S.any():
+        found.append(
+            f"{np.count_nonzero(cut_S)} rollouts were sampled with top_p or top_k: the trained "
+            "distribution is not cut so"
+        )
+    if batch.sampler_logprobs is not None and batch.sampler_is_raw.any():
+        found.append("raw sampler_logprobs are left out of the sampler mismatch")
+    return found
+
+
+def _unused_warnings(batch: RolloutBatch, loss: Loss) -> list[str]:
+    """Columns that the loss does not use, and a KL term that pulls nowhere."""
+    found: list[str] = []
+    old, kl = loss.old_logprobs, loss.kl
+    if batch.old_logprobs is not None and (old is None or old.kind is not OldLogprobsKind.GIVEN):
+        found.append("old_logprobs were sent but loss.old_logprobs does not use them")
+    if batch.reference_logprobs is not None and (
+        kl is None or kl.reference is not ReferenceKind.GIVEN
+    ):
+        found.append("reference_logprobs were sent but loss.kl does not use them")
+    if kl is not None and kl.kind is KlKind.K1 and not kl.importance_weighted and kl.coefficient:
+        found.append(
+            "the expected gradient of kl k1 is zero on policy: a loss of it is noise; take "
+            "k1_plus, k3_plus, k2 or k3, or importance_weighted"
+        )
+    return found
+
+
+def _group_warnings(batch: RolloutBatch, loss: Loss) -> list[str]:
+    """Groups without another rollout to compare with."""
+    num_single = int(np.count_nonzero(np.diff(batch.group_offsets) == 1))
+    if loss.advantage not in _GROUP_BASELINES or not num_single:
+        return []
+    text = (
+        f"{num_single} of {batch.num_groups} groups have a single rollout: {loss.advantage} has no "
+        "baseline there, and the advantage is the reward itself"
+    )
+    return [text]
+
+
+def _version_warnings(
+    batch: RolloutBatch, loss: Loss, kept_S: NDArray[np.bool_], version: int
+) -> list[str]:
+    """Rollouts that other versions of the policy sampled than the loss takes them to be of."""
+    found: list[str] = []
+    num_kept = int(np.count_nonzero(kept_S))
+    oldest_S, newest_S = batch.policy_version, newest_versions(batch)
+    is_corrected = loss.correction is not None or loss.correction_mask is not None
+    old = loss.old_logprobs
+    stale = oldest_S[kept_S & (oldest_S >= 0) & (oldest_S < version)]
+    if len(stale) and not is_corrected and old and old.kind is OldLogprobsKind.ON_POLICY:
+        found.append(
+            f"{len(stale)} of {num_kept} rollouts were sampled by versions {stale.min()} to "
+            f"{stale.max()}, before version {version}, and loss.old_logprobs on_policy takes them "
+            "for its own: their ratio is 1; a correction weighs the difference"
+        )
+    future = newest_S[kept_S & (newest_S > version)]
+    if len(future):
+        found.append(
+            f"{len(future)} of {num_kept} rollouts name versions {future.min()} to {future.max()}, "
+            f"and the policy is at {version}: it has not had them, or has gone back to a "
+            "checkpoint; they are in no staleness"
+        )
+    return found
 
 
 def sum_warnings(loss: Loss, sums: LossSums) -> tuple[str, ...]:

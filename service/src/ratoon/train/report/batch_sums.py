@@ -32,7 +32,7 @@ class BatchSums(Merged):
     dropped_zero_variance: float = total()
     # Rollouts that count, but have no gradient and were not run.
     not_run: float = total()
-    # Versions between sampling and now, over kept rollouts that say theirs.
+    # Versions between sampling and now, over kept rollouts that say one that the policy has had.
     dated_rollouts: float = total()
     staleness: float = total()
     staleness_max: float = largest()
@@ -67,9 +67,10 @@ def of_prepared(prepared: Prepared, version: int) -> BatchSums:
     advantages = Moments()
     if prepared.loss.advantage is not None:
         advantages = Moments.of(columns.advantage_J[columns.counted_J])
-    is_dated_S = selection.kept_S & (batch.policy_version >= 0)
+    is_dated_S = selection.kept_S & (batch.policy_version >= 0) & (batch.policy_version <= version)
     age = version - batch.policy_version[is_dated_S]
     token_age = version - versions_of_tokens(batch, is_dated_S)
+    token_age = token_age[token_age >= 0]
     return replace(
         of_batch(batch),
         advantages=advantages,

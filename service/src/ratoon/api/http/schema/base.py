@@ -104,17 +104,12 @@ def _from_list(dtype: str, allowed: frozenset[type], expected: str) -> Callable[
             return value
         items = cast("list[object]", value)
         if set(map(type, items)) <= allowed:
-            index = None
             array = _exact_array(items, dtype)
         else:
-            index = next(i for i, item in enumerate(items) if type(item) not in allowed)
-            array = None
-        if array is None:
-            raise PydanticCustomError(
-                "array",
-                "expected {expected}",
-                {"expected": expected} if index is None else {"expected": expected, "index": index},
-            )
+            array = next(i for i, item in enumerate(items) if type(item) not in allowed)
+        if isinstance(array, int):
+            context = {"expected": expected, "index": array}
+            raise PydanticCustomError("array", "expected {expected}", context)
         tensor = encode_array(array)
         return Tensor.model_construct(
             dtype=tensor.dtype, shape=list(tensor.shape), data=tensor.data
@@ -123,21 +118,23 @@ def _from_list(dtype: str, allowed: frozenset[type], expected: str) -> Callable[
     return convert
 
 
-def _exact_array(items: list[object], dtype: str) -> np.ndarray[Any, Any] | None:
-    """The array of `items`; None where a value does not fit the dtype."""
+def _exact_array(items: list[Any], dtype: str) -> np.ndarray[Any, Any] | int:
+    """The array of `items`, or the index of the first that the dtype does not hold."""
     target = np.dtype(dtype)
     holds_floats = target.kind == "f" or float in map(type, items)
     try:
         wide = np.array(items, dtype=np.float64 if holds_floats else np.int64)
     except OverflowError:
-        return None
+        most = 2**1024 if holds_floats else 2**63
+        return next(i for i, item in enumerate(items) if abs(item) >= most)
     if target.kind != "i":
-        # Overflow becomes infinite, and is refused by name with all other infinities.
         with np.errstate(over="ignore"):
-            return wide.astype(target)
+            narrow = wide.astype(target)
+        # What overflows is refused with its place, by the number that was sent.
+        return wide if np.isinf(narrow).any() else narrow
     bounds = np.iinfo(target)
     fits = (wide >= bounds.min) & (wide <= bounds.max) & (wide == np.rint(wide))
-    return wide.astype(target) if fits.all() else None
+    return wide.astype(target) if fits.all() else int(np.argmin(fits))
 
 
 _INTEGER = {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}
