@@ -1,14 +1,17 @@
-"""Callers of the gateway that would have it keep what they send: its memory stays as it was."""
+"""Callers that have the gateway keep what they send, or work for it: others notice neither."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
+from harness.attacks.floods import FLOODS
 from harness.attacks.http2 import withheld_messages
 from ratoon.api.grpc.intake import BATCH_BYTES
 from ratoon_proto.v1 import service_pb2
@@ -87,3 +90,47 @@ async def test_a_length_that_no_message_may_have_is_refused_unread(
     )
     assert sent.num_ended >= 4
     assert sent.num_bytes < 4 * MIB + 64 * 1024 * sent.num_calls
+
+
+async def _health_s(
+    process: ServedProcess, name: str, *, num_connections: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of Health during a second of a flood from its own address, and a second after it."""
+    during: list[float] = []
+    after: list[float] = []
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{process.port}") as channel:
+        stub = PolicyServiceStub(channel)
+
+        async def ask(into: list[float]) -> None:
+            begin = time.monotonic()
+            assert (await stub.Health(service_pb2.HealthRequest(), timeout=60)).status == "ok"
+            into.append(time.monotonic() - begin)
+            await asyncio.sleep(0.04)
+
+        await ask([])
+        flood = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "harness.attacks.floods", name, "--port", str(process.port),
+            "--seconds", "1", "--connections", str(num_connections),
+        )  # fmt: skip
+        ending = asyncio.create_task(flood.wait())
+        while not ending.done():
+            await ask(during)
+        assert await ending == 0
+        rests_until = time.monotonic() + 1.0
+        while time.monotonic() < rests_until:
+            await ask([])
+        while time.monotonic() < rests_until + 1.0:
+            await ask(after)
+    return during, after
+
+
+@pytest.mark.parametrize("num_connections", [1, 8])
+@pytest.mark.parametrize("name", sorted(FLOODS))
+async def test_a_flood_does_not_hold_up_another_connection_of_its_address(
+    gateway: ServedProcess, name: str, num_connections: int
+) -> None:
+    """A second of calls that were reset at once made a Health of the same address take 8 s."""
+    during, after = await _health_s(gateway, name, num_connections=num_connections)
+    assert len(during) >= 5
+    assert max(during) < 0.5
+    assert max(after) < 0.1
