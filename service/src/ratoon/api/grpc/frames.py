@@ -57,7 +57,7 @@ class _Reader:
 
     def __init__(self, num_ahead: int) -> None:
         self._head = b""
-        self._left = num_ahead
+        self._left: int = num_ahead
         self._kind, self._flags, self._stream = -1, 0, 0
 
     @property
@@ -81,7 +81,7 @@ class Frames(_Reader):
         self._places = places
         self._arrivals: dict[int, Arrival] = {}
         # State of the DATA frame being read.
-        self._message_left = 0
+        self._message_left: int = 0
         self._is_pad_next = False
         self._newest = 0
         # The newest call, until its headers are with gRPC; they have all arrived if it `_is_due`.
@@ -125,7 +125,7 @@ class Frames(_Reader):
             arrival.end()
             arrival.leave()
 
-    def feed(self, data: bytes | memoryview, most: int) -> tuple[bytes, int]:
+    def feed(self, data: bytes | bytearray, most: int) -> tuple[bytes, int]:
         """Process up to `most` frames; returns bytes for gRPC, and how many of `data` were used.
 
         It ends early after a call that was reset before the gate judged it, and where a call has
@@ -216,7 +216,9 @@ class Frames(_Reader):
         if kind != _RST_STREAM:
             return False
         is_early = arrival.leave()
-        self.cost.add(_RESET_COST * is_early)
+        if is_early:
+            self.cost.add(_RESET_COST)
+            self._places.rest()
         self.forget(self._stream)
         return is_early
 

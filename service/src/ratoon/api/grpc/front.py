@@ -29,8 +29,8 @@ _HEADER = "ratoon-call"
 _MAX_UNSEEN_BYTES = 64 * 1024
 # How long data for a peer that does not read is kept, before its connection is dropped.
 _LINGER_S = 60.0
-# The same for a connection that is closed as a flood, and the time between two log lines of those.
-_CALM_LINGER_S = 1.0
+# How long a connection that was a flood stays, unread, and the time between two log lines of such.
+_CALM_S = 1.0
 _LOG_S = 60.0
 _TCP_ESTABLISHED = 1
 
@@ -167,11 +167,11 @@ class _Pipe(asyncio.Protocol):
         if self.other is not None:
             self.other.close()
 
-    def close(self, linger_s: float = _LINGER_S) -> None:
-        """Close once all is written; a peer that does not read has `linger_s`."""
+    def close(self) -> None:
+        """Close once all is written; a peer that does not read has `_LINGER_S`."""
         self.transport.close()
         loop = asyncio.get_running_loop()
-        loop.call_later(linger_s, self.transport.abort)
+        loop.call_later(_LINGER_S, self.transport.abort)
 
 
 class _Inside(_Pipe):
@@ -244,7 +244,8 @@ class _Outside(_Pipe):
             self.other.transport.write(data)
             if self.frames.cost.is_flood():
                 self._calm_down(self.other)
-            elif self._unseen:
+                return
+            if self._unseen:
                 self.share.ask()
             self.read_on()
 
@@ -273,14 +274,16 @@ class _Outside(_Pipe):
         return state[0] != _TCP_ESTABLISHED
 
     def _calm_down(self, inside: _Pipe) -> None:
-        """End a flood: gRPC drops its calls, and the caller learns why if it reads."""
+        """End a flood: gRPC drops its calls, and the caller has a moment to read why."""
         self.other = inside.other = None
         inside.transport.abort()
+        self._end()
+        self._front.report_flood(self._name)
         if self.answers.is_between_frames:
             self.transport.write(self.frames.calm_down())
-        self._front.report_flood(self._name)
-        self._end()
-        self.close(_CALM_LINGER_S)
+        # To close with unread bytes would reset the connection, and lose what was written.
+        self.transport.pause_reading()
+        asyncio.get_running_loop().call_later(_CALM_S, self.abort)
 
     def _end(self) -> None:
         self._unseen.clear()

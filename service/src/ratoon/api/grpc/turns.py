@@ -19,6 +19,10 @@ MAX_UNJUDGED_OF_CONNECTION = 8
 # on with everything else: together two milliseconds.
 FRAMES_PER_TURN = 64
 _TURNS_AT_ONCE = 8
+# Calls of a host that may be reset before they are judged: per second, and at once. A connection
+# that resets more rests, as gRPC starts the handlers of most of them all the same.
+_RESETS_PER_S = 100.0
+_RESETS_AT_ONCE = 50
 
 
 class Host:
@@ -30,6 +34,14 @@ class Host:
         # Connections with something to forward, and those whose next call waits for a place.
         self.ready: deque[Share] = deque()
         self.waiting: deque[Share] = deque()
+        # When all resets so far will be within the rate.
+        self._rested_at = 0.0
+
+    def rest_s(self) -> float:
+        """Count a reset; returns the seconds for which its connection has to rest."""
+        now = asyncio.get_running_loop().time()
+        self._rested_at = max(self._rested_at, now) + 1 / _RESETS_PER_S
+        return self._rested_at - now - _RESETS_AT_ONCE / _RESETS_PER_S
 
 
 class Turns:
@@ -66,7 +78,8 @@ class Share:
     """One connection's turns and places. `advance` forwards a turn's worth of what has arrived.
 
     A connection asks for a turn, and is called for it once. It is ready (queued for a turn),
-    waiting (its next call has found no place, so it gets a turn once there is one) or neither.
+    waiting (its next call has found no place, so it gets a turn once there is one), resting (it
+    has reset calls) or none of these.
     """
 
     def __init__(self, host: Host, turns: Turns, advance: Callable[[], None]) -> None:
@@ -76,13 +89,15 @@ class Share:
         self._num_unjudged = 0
         self._is_ready = False
         self._is_waiting = False
+        self._is_resting = False
         # A place that another call gave back, and that is kept for this connection's next call.
         self._has_place = False
         self._has_ended = False
 
     def ask(self) -> None:
         """Ask for a turn; one that waits for a place gets it with the place."""
-        if not (self._is_ready or self._is_waiting or self._has_ended):
+        is_put_off = self._is_waiting or self._is_resting
+        if not (self._is_ready or is_put_off or self._has_ended):
             self._is_ready = True
             self._turns.add(self)
 
@@ -113,6 +128,17 @@ class Share:
             self.host.waiting.append(self)
         self._num_unjudged -= 1
         self._pass_on()
+
+    def rest(self) -> None:
+        """One of its calls was reset before it was judged."""
+        rest_s = self.host.rest_s()
+        if rest_s > 0:
+            self._is_resting = True
+            asyncio.get_running_loop().call_later(rest_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_resting = False
+        self.ask()
 
     def decline(self) -> None:
         """Nothing can be forwarded now: a place that was kept for it goes to another."""
