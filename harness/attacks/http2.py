@@ -1,7 +1,7 @@
 """gRPC attacks written by hand, as HTTP/2 with messages that no client library would send.
 
-Connects only to loopback addresses, from another one than a good caller's; every attack ends by
-itself.
+Connects only to loopback addresses, by default from another one than a good caller's; every attack
+ends by itself.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
-    0, 1, 3, 4, 6, 7, 8, 9,
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
+    0, 1, 2, 3, 4, 6, 7, 8, 9,
 )  # fmt: skip
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -1,15 +1,20 @@
-"""Callers of the gateway that would have it keep what they send: its memory stays as it was."""
+"""Callers that have the gateway keep what they send, or work for it: others notice neither."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
-from harness.attacks.http2 import withheld_messages
+from harness.attacks.floods import FLOODS
+from harness.attacks.http2 import PREFACE, SETTINGS, frame, withheld_messages
+from ratoon.api.grpc.frames import MAX_COST
 from ratoon.api.grpc.intake import BATCH_BYTES
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
@@ -22,6 +27,13 @@ MOST_GROWTH = 64 * MIB
 def gateway(tmp_path: Path) -> Iterator[ServedProcess]:
     """With keys."""
     with served_process(tmp_path, auth={"required": True}) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def long_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    """With keys, for many tests that leave nothing behind."""
+    with served_process(tmp_path_factory.mktemp("gateway"), auth={"required": True}) as process:
         yield process
 
 
@@ -87,3 +99,70 @@ async def test_a_length_that_no_message_may_have_is_refused_unread(
     )
     assert sent.num_ended >= 4
     assert sent.num_bytes < 4 * MIB + 64 * 1024 * sent.num_calls
+
+
+async def _health_s(
+    process: ServedProcess, name: str, *, num_connections: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of Health during a second of a flood from its own address, and a second after it."""
+    during: list[float] = []
+    after: list[float] = []
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{process.port}") as channel:
+        stub = PolicyServiceStub(channel)
+
+        async def ask(into: list[float]) -> None:
+            begin = time.monotonic()
+            assert (await stub.Health(service_pb2.HealthRequest(), timeout=60)).status == "ok"
+            into.append(time.monotonic() - begin)
+            await asyncio.sleep(0.04)
+
+        await ask([])
+        flood = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "harness.attacks.floods", name, "--port", str(process.port),
+            "--seconds", "1", "--connections", str(num_connections),
+        )  # fmt: skip
+        ending = asyncio.create_task(flood.wait())
+        while not ending.done():
+            await ask(during)
+        assert await ending == 0
+        rests_until = time.monotonic() + 1.0
+        while time.monotonic() < rests_until:
+            await ask([])
+        while time.monotonic() < rests_until + 1.0:
+            await ask(after)
+    return during, after
+
+
+@pytest.mark.parametrize(
+    ("name", "num_connections"),
+    [("resets", 1), ("calls", 1), *((name, 8) for name in sorted(FLOODS))],
+)
+async def test_a_flood_does_not_hold_up_another_connection_of_its_address(
+    long_gateway: ServedProcess, name: str, num_connections: int
+) -> None:
+    """A second of calls that were reset at once made a Health of the same address take 8 s."""
+    during, after = await _health_s(long_gateway, name, num_connections=num_connections)
+    assert len(during) >= 3
+    # Most of it for other processes of the machine: benchmarks/service/hostile_callers measures.
+    assert max(during) < 2.0
+    assert max(after) < 1.0
+
+
+@pytest.mark.parametrize("name", sorted(set(FLOODS) - {"calls"}))
+async def test_a_connection_that_is_a_flood_is_closed_and_told_why(
+    long_gateway: ServedProcess, name: str
+) -> None:
+    """Frames without end were forwarded without end, each for four microseconds of the loop."""
+    reader, writer = await asyncio.open_connection(*long_gateway.address)
+    first, frames_of = FLOODS[name]
+    num_frames = 200 if name == "resets" else int(MAX_COST) + 100
+    writer.write(PREFACE + frame(SETTINGS, 0, 0, b"") + first)
+    writer.write(b"".join(frames_of(number) for number in range(num_frames)))
+    answered = b""
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionResetError):
+            while data := await reader.read(MIB):
+                answered += data
+    writer.close()
+    # gRPC counts pings itself, and closes with bytes unread, which resets the connection.
+    assert b"that bring nothing" in answered or name == "ping"

@@ -13,10 +13,11 @@ import grpc.aio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from harness.attacks.http2 import header_block, message_calls
+from harness.attacks.http2 import Sent, message_calls
 from ratoon.api.grpc import front, intake
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.grpc.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION
 from ratoon.api.http.app import create_app
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
@@ -24,6 +25,7 @@ from tests.api import requests
 from tests.api.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, Api
 from tests.api.open_gate import OPEN_GATE
 from tests.api.served import served
+from tests.until import until
 
 MIB = 2**20
 PATH = f"/v1/policies/{requests.POLICY}/update"
@@ -254,28 +256,42 @@ async def test_only_so_many_chunks_wait_for_their_readers(
         assert (await stub.FetchWeights(request)).data == b"data"
 
 
+@pytest.mark.parametrize(
+    ("num_connections", "most"), [(1, MAX_UNJUDGED_OF_CONNECTION), (8, MAX_UNJUDGED)]
+)
 async def test_a_flood_of_calls_does_not_stand_before_those_of_others(
-    api: Api, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch, num_connections: int, most: int
 ) -> None:
     """4,352 calls without a key stood in line: a good caller waited for seconds."""
-    begun = 0
+    begun, source, sent = 0, "127.0.0.2", Sent()
+    read, never = intake.Request.read, asyncio.Event()
 
-    def never_judged(_: front.Call) -> None:
+    async def never_judged(request: intake.Request, caller: str) -> Any:
         nonlocal begun
-        begun += 1
+        if request.call.arrival.host == source:
+            begun += 1
+            await never.wait()
+        return await read(request, caller)
 
-    monkeypatch.setattr(front.Call, "judged", never_judged)
-    monkeypatch.setattr(front, "_JUDGED_S", 60.0)
+    monkeypatch.setattr(intake.Request, "read", never_judged)
     async with gateway(api) as port:
-        sent = await message_calls(
-            ("127.0.0.1", port), rpc="Health", message=b"", num_streams=1000, seconds=1.0
-        )
-        piece = front._PIECE_BYTES // len(header_block("Health"))
-        assert sent.num_calls >= 1000
-        assert front.MAX_UNJUDGED <= begun / 2 <= front.MAX_UNJUDGED + piece
+        flood = [
+            asyncio.create_task(
+                message_calls(
+                    ("127.0.0.1", port), rpc="Health", message=b"", num_streams=200,
+                    seconds=60.0, source=source, sent=sent,
+                )
+            )
+            for _ in range(num_connections)
+        ]  # fmt: skip
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             answer = await PolicyServiceStub(channel).Health(service_pb2.HealthRequest())
-    assert answer.status == "ok"
+        assert answer.status == "ok"
+        await until(lambda: sent.num_calls == 200 * num_connections and begun >= most)
+        await asyncio.sleep(0.3)
+        assert begun == most
+        for one in flood:
+            one.cancel()
 
 
 async def test_what_grpc_says_at_once_is_passed_on(
@@ -296,16 +312,16 @@ async def test_what_grpc_says_at_once_is_passed_on(
     assert answer.status == "ok"
 
 
-async def test_calls_that_are_never_judged_are_forgotten(
+async def test_calls_that_are_answered_unjudged_are_forgotten(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As those are that gRPC refuses itself: they kept their places for 2 s."""
     monkeypatch.setattr(front.Call, "judged", lambda _: None)
-    monkeypatch.setattr(front, "_JUDGED_S", 0.1)
     async with gateway(api) as port:
         sent = await message_calls(
             ("127.0.0.1", port), rpc="Health", message=b"", num_streams=20, seconds=1.0
         )
-    assert sent.num_ended > 2 * front.MAX_UNJUDGED
+    assert sent.num_ended > 2 * MAX_UNJUDGED
 
 
 async def test_a_compressed_message_is_not_inflated(api: Api) -> None:

@@ -1,8 +1,8 @@
 """The gateway's gRPC listener: connections, TLS, and the bytes between callers and gRPC.
 
 gRPC itself listens on a Unix socket in a folder of this process; everything between passes
-unchanged except for `frames`. Connections are limited in all and per host, silent ones are closed,
-and gRPC sees a connection only once HTTP/2 has begun on it.
+unchanged except for `frames`, in the order of `turns`. Connections are limited in all and per host,
+silent ones and floods are closed, and gRPC sees a connection only once HTTP/2 has begun on it.
 """
 
 from __future__ import annotations
@@ -10,68 +10,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import socket
 import ssl
-from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
-from ratoon.api.grpc.frames import PREFACE_BYTES, Arrival, Frames
+from ratoon.api.grpc.arrival import Arrival
+from ratoon.api.grpc.frames import PREFACE_BYTES, Answers, Frames
+from ratoon.api.grpc.turns import FRAMES_PER_TURN, Host, Share, Turns
+from ratoon.log import get_logger
 
 MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_OF_HOST = 1024
 HANDSHAKE_S = 20.0
 _HEADER = "ratoon-call"
-# Unauthorized calls per host: beyond it the host's bytes are not read until the gate has judged
-# some, or a flood of calls would queue ahead of other hosts'. Calls that gRPC itself refuses are
-# never judged, so they stop counting after `_JUDGED_S`.
-MAX_UNJUDGED = 32
-_JUDGED_S = 2.0
-# Bytes processed between two checks of that limit.
-_PIECE_BYTES = 2048
+# Bytes that wait for their turn, beyond which no more are read.
+_MAX_UNSEEN_BYTES = 64 * 1024
 # How long data for a peer that does not read is kept, before its connection is dropped.
 _LINGER_S = 60.0
+# How long a connection that was a flood stays, unread, and the time between two log lines of such.
+_CALM_S = 1.0
+_LOG_S = 60.0
+_TCP_ESTABLISHED = 1
 
-
-class _Host:
-    """One host's connections: its unjudged calls, and the connections that wait for them."""
-
-    def __init__(self) -> None:
-        self.num_connections = 0
-        self._unjudged: dict[Arrival, float] = {}
-        self._waiting: deque[_Outside] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def began(self, arrival: Arrival) -> None:
-        self._unjudged[arrival] = asyncio.get_running_loop().time()
-
-    def judged(self, arrival: Arrival) -> None:
-        if self._unjudged.pop(arrival, None) is not None:
-            self._go_on()
-
-    def is_full(self, connection: _Outside) -> bool:
-        """Whether the limit is reached; if so, `connection` is resumed later."""
-        if len(self._unjudged) < MAX_UNJUDGED:
-            return False
-        self._waiting.append(connection)
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_JUDGED_S, self._expire)
-        return True
-
-    def _expire(self) -> None:
-        self._timer = None
-        before = asyncio.get_running_loop().time() - _JUDGED_S
-        self._unjudged = {one: at for one, at in self._unjudged.items() if at > before}
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Resume connections in turn; one that finds the limit reached queues again."""
-        for _ in range(len(self._waiting)):
-            if len(self._unjudged) >= MAX_UNJUDGED:
-                break
-            self._waiting.popleft().advance()
-        if self._waiting and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_JUDGED_S, self._expire)
+_log = get_logger("grpc")
 
 
 class Front:
@@ -84,7 +47,10 @@ class Front:
         self._secret = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._open: dict[str, _Outside] = {}
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, Host] = {}
+        self._turns = Turns()
+        self._num_floods = 0
+        self._logs_from = 0.0
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
@@ -123,21 +89,32 @@ class Front:
 
     def admit(self, connection: _Outside, name: str) -> bool:
         """Whether the limits allow another connection of the host; if so, register it."""
-        host = self._hosts.get(name, _Host())
+        host = self._hosts.get(name, Host())
         if len(self._open) >= MAX_CONNECTIONS or host.num_connections >= MAX_CONNECTIONS_OF_HOST:
             return False
         connection.number = number = str(next(self._numbers))
         self._open[number] = connection
-        self._hosts[name] = connection.host = host
+        self._hosts[name] = host
         host.num_connections += 1
-        connection.frames = Frames(name, (_HEADER, f"{self._secret}.{number}."), host.began)
+        connection.share = share = Share(host, self._turns, connection.advance)
+        connection.frames = Frames(name, (_HEADER, f"{self._secret}.{number}."), share)
+        connection.answers = Answers(connection.frames)
         return True
 
     def dismiss(self, connection: _Outside, name: str) -> None:
         if self._open.pop(connection.number, None) is not None:
-            connection.host.num_connections -= 1
-            if not connection.host.num_connections:
+            host = connection.share.host
+            host.num_connections -= 1
+            if not host.num_connections:
                 self._hosts.pop(name, None)
+
+    def report_flood(self, name: str) -> None:
+        """Log that a host's connection was closed as a flood; at most one line a minute."""
+        self._num_floods += 1
+        now = asyncio.get_running_loop().time()
+        if now >= self._logs_from:
+            _log.warning("connections closed as floods", host=name, num=self._num_floods)
+            self._num_floods, self._logs_from = 0, now + _LOG_S
 
 
 class Call:
@@ -150,7 +127,7 @@ class Call:
 
     def judged(self) -> None:
         """The gate has decided on the call."""
-        self._connection.host.judged(self.arrival)
+        self.arrival.leave()
 
     def end(self) -> None:
         self.judged()
@@ -180,9 +157,9 @@ class _Pipe(asyncio.Protocol):
     def resume_writing(self) -> None:
         if self.other is not None:
             self.other._is_other_full = False
-            self.other._read_on()
+            self.other.read_on()
 
-    def _read_on(self) -> None:
+    def read_on(self) -> None:
         if not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -197,19 +174,40 @@ class _Pipe(asyncio.Protocol):
         loop.call_later(_LINGER_S, self.transport.abort)
 
 
+class _Inside(_Pipe):
+    """gRPC's end."""
+
+    def __init__(self, outside: _Outside) -> None:
+        # gRPC speaks first, possibly before its connection is visible to the other end.
+        self.other = self._outside = outside
+
+    def data_received(self, data: bytes) -> None:
+        self._outside.answers.feed(data)
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # gRPC does not read: these calls are judged who knows when.
+        self._outside.frames.leave()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._outside.share.ask()
+
+
 class _Outside(_Pipe):
     """The caller's end."""
 
     frames: Frames
-    host: _Host
+    answers: Answers
+    share: Share
     number = ""
 
     def __init__(self, front: Front) -> None:
         self._front = front
         self._name = ""
+        # What has arrived and was not forwarded yet.
         self._unseen = bytearray()
-        self._early = bytearray()
-        self._is_held = False
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
 
@@ -225,51 +223,76 @@ class _Outside(_Pipe):
 
     def data_received(self, data: bytes) -> None:
         self._unseen += data
-        if not self._is_held:
-            self.advance()
+        if len(self._unseen) > _MAX_UNSEEN_BYTES:
+            self.transport.pause_reading()
+        if self.other is not None:
+            self.share.ask()
+        elif len(self._unseen) >= PREFACE_BYTES and self._connecting is None:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._connecting = asyncio.create_task(self._connect())
 
     def advance(self) -> None:
-        """Forward what has arrived, until its host reaches the limit of unjudged calls."""
-        self._is_held = False
-        while self._unseen:
-            if self.host.is_full(self):
-                self._is_held = True
-                self.transport.pause_reading()
+        """Forward a turn's worth of what has arrived."""
+        if self.other is None or self._is_other_full or self.transport.is_closing():
+            self.share.decline()
+        elif self._has_hung_up():
+            self.abort()
+        else:
+            data, num_bytes = self.frames.feed(self._unseen, FRAMES_PER_TURN)
+            del self._unseen[:num_bytes]
+            self.other.transport.write(data)
+            if self.frames.cost.is_flood():
+                self._calm_down(self.other)
                 return
-            self._pass_on(self.frames.feed(bytes(self._unseen[:_PIECE_BYTES])))
-            del self._unseen[:_PIECE_BYTES]
-        self._read_on()
-
-    def _pass_on(self, data: bytes) -> None:
-        if self.other is not None:
-            super().data_received(data)
-            return
-        self._early += data
-        if len(self._early) < PREFACE_BYTES or self._connecting is not None:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        # Read no more until gRPC's end is connected.
-        self.transport.pause_reading()
-        self._connecting = asyncio.create_task(self._connect())
+            if self._unseen:
+                self.share.ask()
+            self.read_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self.number:
             self._front.dismiss(self, self._name)
-            self._unseen.clear()
-            self.frames.end()
+            self._end()
         super().connection_lost(exc)
 
     def abort(self) -> None:
         self.transport.abort()
 
+    def read_on(self) -> None:
+        is_behind = len(self._unseen) > _MAX_UNSEEN_BYTES
+        if not is_behind and not self._is_other_full:
+            super().read_on()
+
+    def _has_hung_up(self) -> bool:
+        """Whether the caller has left a backlog behind; the end of its bytes is not read yet."""
+        if len(self._unseen) <= _MAX_UNSEEN_BYTES:
+            return False
+        caller = self.transport.get_extra_info("socket")
+        state = caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        return state[0] != _TCP_ESTABLISHED
+
+    def _calm_down(self, inside: _Pipe) -> None:
+        """End a flood: gRPC drops its calls, and the caller has a moment to read why."""
+        self.other = inside.other = None
+        inside.transport.abort()
+        self._end()
+        self._front.report_flood(self._name)
+        if self.answers.is_between_frames:
+            self.transport.write(self.frames.calm_down())
+        # To close with unread bytes would reset the connection, and lose what was written.
+        self.transport.pause_reading()
+        asyncio.get_running_loop().call_later(_CALM_S, self.abort)
+
+    def _end(self) -> None:
+        self._unseen.clear()
+        self.frames.end()
+        self.share.end()
+
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
-        inside = _Pipe()
-        # gRPC speaks first, possibly before its connection is visible here.
-        inside.other = self
+        inside = _Inside(self)
         try:
             path = str(self._front.upstream)
             await loop.create_unix_connection(lambda: inside, path)
@@ -280,13 +303,4 @@ class _Outside(_Pipe):
             inside.transport.abort()
             return
         self.other = inside
-        inside.transport.write(bytes(self._early))
-        self._early.clear()
-        self._read_on()
-
-    def _read_on(self) -> None:
-        """Resume reading, unless it waits for the other end or the gate."""
-        is_connecting = self._connecting is not None and self.other is None
-        is_held = self._is_held or is_connecting or self._is_other_full
-        if not is_held and not self.transport.is_closing():
-            self.transport.resume_reading()
+        self.share.ask()

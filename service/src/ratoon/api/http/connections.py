@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 
 from ratoon.api.http.edge_budget import EdgeBudget
 from ratoon.api.http.errors import error_response
+from ratoon.api.http.heads import head_fault, refusal
 from ratoon.api.http.zero_copy import ZERO_COPY, FileSender
 from ratoon.errors import RatoonError
 
@@ -66,6 +67,9 @@ class BoundedConnection(HttpToolsProtocol):
         # Whether the parser consumed any of the last piece, and the bytes buffered since it did.
         self._has_moved = False
         self._num_kept_bytes = 0
+        self._is_head = True
+        self._num_headers = 0
+        self._fault: tuple[str, str] | None = None
         self._max_body_bytes = 0
         self._num_body_bytes = 0
         self._refusal: RatoonError | None = None
@@ -111,25 +115,33 @@ class BoundedConnection(HttpToolsProtocol):
             # Answer the well-formed request first, then close.
             self.cycle.keep_alive = False
             self._is_deaf = True
-        else:
-            super().send_400_response(msg)
+            return
+        self.transport.write(refusal(self._fault, msg))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         if self._is_answering():
             raise httptools.HttpParserError("one request at a time")
         super().on_message_begin()
         self._has_moved = True
+        self._is_head, self._num_headers = True, 0
         self._release_file()
         self._idle.stop()
         self._headers.start()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= self._bounds.max_headers:
+        self._num_headers += 1
+        if self._num_headers > self._bounds.max_headers:
             raise httptools.HttpParserError("too many headers")
-        if name.lower() not in _FORWARDED:
+        # A trailer is no header: the request is being answered already.
+        if self._is_head and name.lower() not in _FORWARDED:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._is_head = False
+        self._fault = head_fault(self.parser.get_http_version(), self.url, self.headers)
+        if self._fault is not None:
+            raise httptools.HttpParserError("an ambiguous head")
         # Its task, which is `_answer`, starts later.
         super().on_headers_complete()
         self._has_moved = True

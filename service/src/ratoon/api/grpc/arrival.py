@@ -1,0 +1,68 @@
+"""One gRPC call before the gate: the length of its message, and its place in line."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+_PREFIX_BYTES = 5
+
+
+class Places(Protocol):
+    """Where the calls of a connection wait for the gate."""
+
+    def take(self) -> bool: ...
+    def give_back(self) -> None: ...
+    def rest(self) -> None: ...
+
+
+class Arrival:
+    """What has arrived of one call's request. `host`: of its caller."""
+
+    __slots__ = ("_has_ended", "_places", "_prefix", "_waiter", "host", "num_bytes")
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        # Bytes of the stream so far, without headers.
+        self.num_bytes = 0
+        self._prefix = b""
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_ended = False
+        self._places: Places | None = None
+
+    async def length(self) -> int | None:
+        """Bytes of the message, as soon as they are known; None: there is none."""
+        while not self._is_known and not self._has_ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return int.from_bytes(self._prefix[1:], "big") if self._is_known else None
+
+    @property
+    def _is_known(self) -> bool:
+        return len(self._prefix) == _PREFIX_BYTES
+
+    def add(self, data: memoryview) -> None:
+        """Add the next bytes of the message, its prefix first."""
+        if not self._is_known:
+            self._prefix += data[: _PREFIX_BYTES - len(self._prefix)].tobytes()
+            self._wake()
+
+    def enter(self, places: Places) -> None:
+        """The call goes to gRPC, with a place that it has taken."""
+        self._places = places
+
+    def leave(self) -> bool:
+        """Give the place back, if it still has one; returns whether it had."""
+        places, self._places = self._places, None
+        if places is not None:
+            places.give_back()
+        return places is not None
+
+    def end(self) -> None:
+        """Nothing more will arrive."""
+        self._has_ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

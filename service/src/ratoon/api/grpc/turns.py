@@ -1,0 +1,163 @@
+"""Fair turns for the connections of the gRPC listener: who forwards next, and how much.
+
+Two things are shared: the event loop's time, counted in frames, and the places of calls that the
+gate has not judged yet. Hosts take turns, and so do the connections of a host, so that the backlog
+of one connection delays no other for longer than a turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+# Calls of a host, and of one connection, that the gate has not judged yet. A call beyond either is
+# not forwarded, or a flood of calls would queue ahead of those of others.
+MAX_UNJUDGED = 32
+MAX_UNJUDGED_OF_CONNECTION = 8
+# Frames that a connection forwards in a turn, and turns that are taken before the event loop goes
+# on with everything else: together two milliseconds.
+FRAMES_PER_TURN = 64
+_TURNS_AT_ONCE = 8
+# Calls of a host that may be reset before they are judged: per second, and at once. A connection
+# that resets more rests, as gRPC starts the handlers of most of them all the same.
+_RESETS_PER_S = 100.0
+_RESETS_AT_ONCE = 50
+
+
+class Host:
+    """What the connections of one host share."""
+
+    def __init__(self) -> None:
+        self.num_connections = 0
+        self.num_unjudged = 0
+        # Connections with something to forward, and those whose next call waits for a place.
+        self.ready: deque[Share] = deque()
+        self.waiting: deque[Share] = deque()
+        # When all resets so far will be within the rate.
+        self._rested_at = 0.0
+
+    def rest_s(self) -> float:
+        """Count a reset; returns the seconds for which its connection has to rest."""
+        now = asyncio.get_running_loop().time()
+        self._rested_at = max(self._rested_at, now) + 1 / _RESETS_PER_S
+        return self._rested_at - now - _RESETS_AT_ONCE / _RESETS_PER_S
+
+
+class Turns:
+    """The queue of all hosts that have something to forward."""
+
+    def __init__(self) -> None:
+        self._hosts: deque[Host] = deque()
+        self._next: asyncio.Handle | None = None
+
+    def add(self, share: Share) -> None:
+        if not share.host.ready:
+            self._hosts.append(share.host)
+        share.host.ready.append(share)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._hosts and self._next is None:
+            self._next = asyncio.get_running_loop().call_soon(self._take_some)
+
+    def _take_some(self) -> None:
+        self._next = None
+        for _ in range(_TURNS_AT_ONCE):
+            if not self._hosts:
+                return
+            host = self._hosts.popleft()
+            share = host.ready.popleft()
+            if host.ready:
+                self._hosts.append(host)
+            share.begin_turn()
+        self._go_on()
+
+
+class Share:
+    """One connection's turns and places. `advance` forwards a turn's worth of what has arrived.
+
+    A connection asks for a turn, and is called for it once. It is ready (queued for a turn),
+    waiting (its next call has found no place, so it gets a turn once there is one), resting (it
+    has reset calls) or none of these.
+    """
+
+    def __init__(self, host: Host, turns: Turns, advance: Callable[[], None]) -> None:
+        self.host = host
+        self._turns = turns
+        self._advance = advance
+        self._num_unjudged = 0
+        self._is_ready = False
+        self._is_waiting = False
+        self._is_resting = False
+        # A place that another call gave back, and that is kept for this connection's next call.
+        self._has_place = False
+        self._has_ended = False
+
+    def ask(self) -> None:
+        """Ask for a turn; one that waits for a place gets it with the place."""
+        is_put_off = self._is_waiting or self._is_resting
+        if not (self._is_ready or is_put_off or self._has_ended):
+            self._is_ready = True
+            self._turns.add(self)
+
+    def begin_turn(self) -> None:
+        self._is_ready = False
+        if not self._has_ended:
+            self._advance()
+
+    def take(self) -> bool:
+        """Take a place for a call, or wait for one."""
+        host = self.host
+        if not self._has_place:
+            if self._num_unjudged >= MAX_UNJUDGED_OF_CONNECTION:
+                self._is_waiting = True
+                return False
+            if host.num_unjudged >= MAX_UNJUDGED:
+                self._is_waiting = True
+                host.waiting.append(self)
+                return False
+            host.num_unjudged += 1
+        self._has_place = False
+        self._num_unjudged += 1
+        return True
+
+    def give_back(self) -> None:
+        """One of its calls has been judged, or has ended."""
+        if self._is_waiting and self._num_unjudged >= MAX_UNJUDGED_OF_CONNECTION:
+            self.host.waiting.append(self)
+        self._num_unjudged -= 1
+        self._pass_on()
+
+    def rest(self) -> None:
+        """One of its calls was reset before it was judged."""
+        rest_s = self.host.rest_s()
+        if rest_s > 0:
+            self._is_resting = True
+            asyncio.get_running_loop().call_later(rest_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_resting = False
+        self.ask()
+
+    def decline(self) -> None:
+        """Nothing can be forwarded now: a place that was kept for it goes to another."""
+        if self._has_place:
+            self._has_place = False
+            self._pass_on()
+
+    def end(self) -> None:
+        """The connection has ended, and has given the places of its calls back."""
+        self._has_ended = True
+        self.decline()
+
+    def _pass_on(self) -> None:
+        """Keep a free place for whoever has waited longest."""
+        host = self.host
+        while host.waiting:
+            share = host.waiting.popleft()
+            if not share._has_ended:
+                share._has_place, share._is_waiting = True, False
+                share.ask()
+                return
+        host.num_unjudged -= 1
