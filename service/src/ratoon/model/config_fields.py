@@ -125,7 +125,7 @@ _PLAIN = Rule(
 )
 _ROPE_RULES: Mapping[str, Rule] = {
     "rope_theta": _number(2, 1e12),
-    "partial_rotary_factor": _or_null(_number(1, 1)),
+    "partial_rotary_factor": _number(1, 1),
     "factor": _FACTOR,
     "original_max_position_embeddings": _integer(1, MAX_POSITIONS),
     "attention_factor": _or_null(_number(1e-3, 1e3)),
@@ -133,7 +133,7 @@ _ROPE_RULES: Mapping[str, Rule] = {
     "beta_slow": _or_null(_ROTATIONS),
     "mscale": _or_null(_number(0, 100)),
     "mscale_all_dim": _or_null(_number(0, 100)),
-    "truncate": _or_null(_FLAG),
+    "truncate": _FLAG,
     "low_freq_factor": _ROTATIONS,
     "high_freq_factor": _ROTATIONS,
 }

@@ -30,6 +30,7 @@ from ratoon.model.stored_weights import (
     on_meta,
     open_tensors,
     part_experts,
+    tensor_field,
 )
 from ratoon.model.support import read_config
 
@@ -116,16 +117,21 @@ def _judged_tensors(stored: dict[str, Stored], config: PreTrainedConfig) -> dict
         with torch.device("meta"), quiet_transformers():
             model = _model_class(config)(config)
         like = cast("dict[str, Tensor]", model.state_dict())
-        found = part_experts({name: on_meta(each) for name, each in stored.items()})
+        shapes = {name: on_meta(each) for name, each in stored.items()}
     except Exception as err:
         raise invalid(FIELD, f"no model that can be made ({shown(str(err))})", "one") from err
     if config.tie_word_embeddings and _HEAD not in stored:
         like.pop(_HEAD)
-    expected = part_experts(like)
-    # transformers takes the names of a decoder without its head, too.
-    with_prefix = {name: f"{_PREFIX}{name}" for name in found}
-    names = {n: p if n not in expected and p in expected else n for n, p in with_prefix.items()}
-    check_names_and_shapes({names[name]: tensor for name, tensor in found.items()}, expected)
+    expected, found = part_experts(like), dict[str, Tensor]()
+    for name, shape in shapes.items():
+        for part, like_part in part_experts({name: shape}).items():
+            # transformers takes the names of a decoder without its head, too.
+            own = f"{_PREFIX}{part}"
+            own = own if part not in expected and own in expected else part
+            if own in found:
+                raise invalid(tensor_field(part), "there twice", "each tensor once")
+            found[own] = like_part
+    check_names_and_shapes(found, expected)
     for name, each in stored.items():
         check_finite(name, each[...])
     return stored
