@@ -48,8 +48,8 @@ _PUBLISHED_FILES = (
     "vocab.json",
 )
 _MAX_PUBLISHED_BYTES = 2**26
-# Names of tensors: the head's, what those of its decoder begin with, and how those end that
-# transformers computes.
+# The name of the head's tensor, the prefix of all the decoder's, and the suffix of those that
+# transformers computes itself.
 _HEAD, _PREFIX, _COMPUTED = "lm_head.weight", "model.", "rotary_emb.inv_freq"
 
 
@@ -70,7 +70,7 @@ def load_folder(folder: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
     """
     read = read_config(folder)
     tensors = _judged_tensors(open_tensors(folder), read.config)
-    # Models without experts refuse to be told.
+    # A model without experts raises an error where this setting is given.
     has_experts = getattr(read.config, "num_experts", 0)
     settings = {"experts_implementation": EXPERTS_NAME} if has_experts else {}
     try:
@@ -105,10 +105,10 @@ def load_folder(folder: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _judged_tensors(stored: dict[str, Stored], config: PreTrainedConfig) -> dict[str, Stored]:
-    """Those of `stored` that the model of `config` has, which are all that it has, and finite."""
-    # Older folders have these of each layer, which transformers computes.
+    """The tensors of `stored`, which are those of the model of `config`, and finite."""
+    # Older folders have a tensor of frequencies in each layer, which transformers computes itself.
     stored = {name: each for name, each in stored.items() if not name.endswith(_COMPUTED)}
-    # Before so many layers are made of it, if only on no device.
+    # This is asked before the layers are made, even if they are made on no device.
     layers = int(cast("int", config.num_hidden_layers))
     if layers > len(stored):
         expected = f"a tensor for each of num_hidden_layers, {layers}"
