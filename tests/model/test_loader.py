@@ -231,6 +231,30 @@ def test_names_of_a_decoder_without_its_head_are_taken(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in stored.items())
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "again"),
+    [
+        ("qwen3", "model.norm.weight", "norm.weight"),
+        (
+            "qwen3_moe",
+            "model.layers.1.mlp.experts.down_proj",
+            "model.layers.1.mlp.experts.3.down_proj.weight",
+        ),
+    ],
+)
+def test_a_tensor_under_two_names_is_refused(
+    tmp_path: Path, architecture: str, name: str, again: str
+) -> None:
+    folder = write_folder(tmp_path / "base", architecture)
+    whole = load(folder, dtype=ModelDtype.FLOAT32).module.state_dict()
+    weights = load_file(folder / "model.safetensors") | {name: whole[name].clone()}
+    weights.setdefault(again, torch.zeros(16))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    error = error_of(lambda: load(folder))
+    assert (error.code, error.got) == (ErrorCode.INVALID_ARGUMENT, "there twice")
+    assert error.field.startswith("model_folder['")
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 2.0**127])
 @pytest.mark.parametrize(
     ("architecture", "name"),

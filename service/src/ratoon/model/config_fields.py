@@ -17,7 +17,7 @@ from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 MAX_POSITIONS = 2**24
 _MAX_SIZE = 2**20
 _MAX_LAYERS = 1024
-# Routed experts of all layers: each has tensors of its own name.
+# The routed experts of all layers together; each of them has tensors of its own.
 _MAX_EXPERTS = 2**16
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -92,7 +92,7 @@ FIELD_RULES: Mapping[str, Rule] = {
     ),
     "max_position_embeddings": _integer(1, MAX_POSITIONS),
     "initializer_range": _number(0, 1),
-    # Of float32: what is added to a mean of squares that may be zero.
+    # It is added to a mean of squares, which may be zero, in float32.
     "rms_norm_eps": _number(1e-12, 1),
     "use_cache": _FLAG,
     # -1 stands for none in early folders.
@@ -119,14 +119,14 @@ FIELD_RULES: Mapping[str, Rule] = {
 _FACTOR = _number(1, 2**16)
 _FINITE = _number(-1e300, 1e300)
 _ROTATIONS = _number(1e-3, 1e6)
-# What transformers does not look at.
+# An entry that transformers does not look at.
 _PLAIN = Rule(
     expected="a finite number, a flag, a text or null, for all layers",
     holds=lambda value: value is None or isinstance(value, str | bool) or _FINITE.holds(value),
 )
 _ROPE_RULES: Mapping[str, Rule] = {
     "rope_theta": _number(2, 1e12),
-    "partial_rotary_factor": _or_null(_number(1, 1)),
+    "partial_rotary_factor": _number(1, 1),
     "factor": _FACTOR,
     "original_max_position_embeddings": _integer(1, MAX_POSITIONS),
     "attention_factor": _or_null(_number(1e-3, 1e3)),
@@ -134,12 +134,12 @@ _ROPE_RULES: Mapping[str, Rule] = {
     "beta_slow": _or_null(_ROTATIONS),
     "mscale": _or_null(_number(0, 100)),
     "mscale_all_dim": _or_null(_number(0, 100)),
-    "truncate": _or_null(_FLAG),
+    "truncate": _FLAG,
     "low_freq_factor": _ROTATIONS,
     "high_freq_factor": _ROTATIONS,
 }
-# Their frequencies are functions of the position alone, with what each must say. "dynamic" and
-# "longrope" depend on the length of the sequence, which a packed run does not have.
+# The types whose frequencies are functions of the position alone, and the entries that each needs.
+# "dynamic" and "longrope" depend on the length of the sequence, which a packed run does not have.
 _ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -148,7 +148,7 @@ _ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 SUPPORTED_ROPE_TYPES = tuple(_ROPE_NEEDS)
 _LENGTHENED = ("llama3", "yarn")
-# Of the configuration itself, as older folders have them; newer ones have them in rope_parameters.
+# Older folders have these in the configuration itself, newer ones in rope_parameters.
 _ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", *_ROPE_OUTSIDE)
 

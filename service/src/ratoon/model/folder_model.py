@@ -30,6 +30,7 @@ from ratoon.model.stored_weights import (
     on_meta,
     open_tensors,
     part_experts,
+    tensor_field,
 )
 from ratoon.model.support import add_undeclared, read_config
 
@@ -47,8 +48,8 @@ _PUBLISHED_FILES = (
     "vocab.json",
 )
 _MAX_PUBLISHED_BYTES = 2**26
-# Names of tensors: the head's, what those of its decoder begin with, and how those end that
-# transformers computes.
+# The name of the head's tensor, the prefix of all the decoder's, and the suffix of those that
+# transformers computes itself.
 _HEAD, _PREFIX, _COMPUTED = "lm_head.weight", "model.", "rotary_emb.inv_freq"
 
 
@@ -71,7 +72,7 @@ def load_folder(
     """
     config, said = read_config(folder)
     tensors = _judged_tensors(open_tensors(folder), config)
-    # Models without experts refuse to be told.
+    # A model without experts raises an error where this setting is given.
     has_experts = getattr(config, "num_experts", 0)
     settings = {"experts_implementation": EXPERTS_NAME} if has_experts else {}
     try:
@@ -106,10 +107,10 @@ def load_folder(
 
 
 def _judged_tensors(stored: dict[str, Stored], config: PreTrainedConfig) -> dict[str, Stored]:
-    """Those of `stored` that the model of `config` has, which are all that it has, and finite."""
-    # Older folders have these of each layer, which transformers computes.
+    """The tensors of `stored`, which are those of the model of `config`, and finite."""
+    # Older folders have a tensor of frequencies in each layer, which transformers computes itself.
     stored = {name: each for name, each in stored.items() if not name.endswith(_COMPUTED)}
-    # Before so many layers are made of it, if only on no device.
+    # This is asked before the layers are made, even if they are made on no device.
     layers = int(cast("int", config.num_hidden_layers))
     if layers > len(stored):
         expected = f"a tensor for each of num_hidden_layers, {layers}"
@@ -118,16 +119,21 @@ def _judged_tensors(stored: dict[str, Stored], config: PreTrainedConfig) -> dict
         with torch.device("meta"), quiet_transformers():
             model = _model_class(config)(config)
         like = cast("dict[str, Tensor]", model.state_dict())
-        found = part_experts({name: on_meta(each) for name, each in stored.items()})
+        shapes = {name: on_meta(each) for name, each in stored.items()}
     except Exception as err:
         raise invalid(FIELD, f"no model that can be made ({shown(str(err))})", "one") from err
     if config.tie_word_embeddings and _HEAD not in stored:
         like.pop(_HEAD)
-    expected = part_experts(like)
-    # transformers takes the names of a decoder without its head, too.
-    with_prefix = {name: f"{_PREFIX}{name}" for name in found}
-    names = {n: p if n not in expected and p in expected else n for n, p in with_prefix.items()}
-    check_names_and_shapes({names[name]: tensor for name, tensor in found.items()}, expected)
+    expected, found = part_experts(like), dict[str, Tensor]()
+    for name, shape in shapes.items():
+        for part, like_part in part_experts({name: shape}).items():
+            # transformers takes the names of a decoder without its head, too.
+            own = f"{_PREFIX}{part}"
+            own = own if part not in expected and own in expected else part
+            if own in found:
+                raise invalid(tensor_field(part), "there twice", "each tensor once")
+            found[own] = like_part
+    check_names_and_shapes(found, expected)
     for name, each in stored.items():
         check_finite(name, each[...])
     return stored

@@ -98,7 +98,8 @@ def read_model(
     """Build or load the model of `spec`.
 
     `keep_reference` copies the initial weights (LoRA needs no copy: its reference is the base).
-    Links in a folder below `models_root` may lead to other places below it; None: out of no folder.
+    Links in a folder below `models_root` may lead to any place below that root; where it is None, a
+    link may not leave the folder.
     Raises INVALID_ARGUMENT (no such preset, unreadable folder, wrong adapter settings) and
     UNSUPPORTED (a model feature or an adapter target that is not served).
     """

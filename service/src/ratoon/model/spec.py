@@ -73,6 +73,6 @@ class ModelInfo:
     route_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
-    # Of a model whose attention goes back so many tokens and no further, in all layers or in some;
-    # 0: it has none. No sequence is longer, so that attention is full.
+    # Tokens that attention goes back to in all layers or in some, 0 where no layer has a window. No
+    # sequence is longer, so that attention is full.
     sliding_window: int = 0

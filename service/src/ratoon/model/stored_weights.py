@@ -30,7 +30,8 @@ _DTYPES = {"F64", "F32", "F16", "BF16"}
 # What bfloat16 and float32 hold is below, however it is rounded.
 _MAX_WEIGHT = 2.0**127
 
-# Of experts that are one parameter [E, F, D]: what lies one after the other in the features F.
+# Parameters [E, F, D] that hold all experts of a layer: the projections that lie one after the
+# other in the features F.
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 

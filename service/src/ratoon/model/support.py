@@ -68,8 +68,8 @@ _FIELDS_OFF = (
     "transformers_weights",
 )
 _DROPOUT_WORDS = ("dropout", "pdrop")
-# These decide nothing of a causal decoder's weights or log-probs, and what transformers makes of
-# them does not depend on the folder.
+# Fields that decide nothing about a causal decoder's weights or log-probs: transformers is not
+# given them, and writes its own values into what is published.
 _FIELDS_LEFT_OUT = {
     "attn_implementation",
     "experts_implementation",
@@ -83,11 +83,12 @@ _FIELDS_LEFT_OUT = {
     "transformers_version",
     "use_return_dict",
 }
-# What is looked at in every family: other readers go by it where the family does not declare it.
+# Fields that are looked at in every family: other readers of a folder go by them even where
+# transformers does not declare them.
 _LOOKED_AT_ANYWHERE = ("head_dim", "layer_types", "sliding_window")
-# A dense family has none, and our own code asks any configuration for them.
+# A dense family has no such fields, and our own code asks any configuration for them.
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok")
-# Where transformers has the window in the layers that say so; the others have it in all layers.
+# Families whose layers say one by one whether they have the window; in the others all have it.
 _WINDOW_BY_LAYER = ("qwen2", "qwen3")
 
 
@@ -121,9 +122,10 @@ def add_undeclared(config: PreTrainedConfig, said: Mapping[str, object]) -> None
 
 
 def attention_window(config: PreTrainedConfig) -> int | None:
-    """Tokens that a layer attends to, if it is not all: up to so many, attention is full in each.
+    """Tokens that a layer with a sliding window attends to; None where no layer has a window.
 
-    Of any architecture: what transformers ignores other readers of the folder may not.
+    Up to so many tokens attention is full. A window that transformers ignores counts too, for
+    other readers of the folder may not ignore it.
     """
     window = cast("int | None", getattr(config, "sliding_window", None))
     if config.model_type in _WINDOW_BY_LAYER and "sliding_attention" not in (
@@ -185,7 +187,7 @@ def _judged(raw: Mapping[str, object], family: type[PreTrainedConfig]) -> dict[s
 def _looked_at(
     raw: Mapping[str, object], family: type[PreTrainedConfig], declared: Collection[str]
 ) -> dict[str, Any]:
-    """The fields that there are rules for, which they keep."""
+    """The fields that were judged by their rules."""
     looked_at: dict[str, Any] = {}
     left_out = {*_FIELDS_LEFT_OUT, *ROPE_FIELDS, *vars(GenerationConfig())} - {*declared}
     for name, value in raw.items():
@@ -221,7 +223,7 @@ def _field(name: str) -> str:
 
 
 def _renamed(raw: Mapping[str, object]) -> dict[str, object]:
-    """With one name for what has two."""
+    """The fields, with one name for what has two."""
     renamed = dict(raw)
     for old, new in (("torch_dtype", "dtype"), ("num_local_experts", "num_experts")):
         value = renamed.pop(old, None)

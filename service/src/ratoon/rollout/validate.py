@@ -40,7 +40,7 @@ class BatchLimits:
     max_sequences: int
     max_tokens: int
     routes: RouteSizes = DENSE
-    # Of the model's attention; 0: none.
+    # Tokens that the model's attention goes back to; 0: all.
     sliding_window: int = 0
 
 

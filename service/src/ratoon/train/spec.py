@@ -38,7 +38,7 @@ class TrainerSpec:
     # A self-check (`train.self_check`) at every version that this divides; 0: never.
     self_check_every: int = 0
     guard: NumericsGuard = DEFAULT_GUARD
-    # Below it links in a model folder may lead from one place to another; None: out of no folder.
+    # Links in a model folder may lead to any place below this root; None: to no other folder.
     models_root: Path | None = None
     parallel: ParallelLayout = ONE_DEVICE
 
