@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from ratoon.engine.types import UpdateCommand
 from ratoon_proto.v1 import service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.wires import WireError
 
 # By the field that is named; the policy's weight decay is 0.01.
-BAD_STEPS: dict[str, tuple[dict[str, float], str]] = {
+BAD_STEPS: dict[str, tuple[dict[str, Any], str]] = {
     "a rate that float64 holds alone": ({"learning_rate": 1e308}, "learning_rate"),
     "a rate above its bound": ({"learning_rate": 10001.0, "weight_decay": 0.0}, "learning_rate"),
     "a rate that the policy's decay turns over": ({"learning_rate": 101.0}, "learning_rate"),
@@ -72,7 +73,7 @@ async def test_bad_constant_takes_no_seq(api: Api, wire_name: str) -> None:
 async def test_extreme_recipes_are_accepted(api: Api, wire_name: str) -> None:
     """Rates of restarts and of sign-like steps, tiny epsilons, decay per step over the rate."""
     await api.create_policy()
-    recipes = (
+    recipes: tuple[dict[str, Any], ...] = (
         {"learning_rate": 0.0},
         {"learning_rate": 100.0},
         {"learning_rate": 1e4, "weight_decay": 1e-4},
@@ -85,6 +86,7 @@ async def test_extreme_recipes_are_accepted(api: Api, wire_name: str) -> None:
         request = requests.update(seq=seq)
         request.optim.CopyFrom(training_pb2.OptimStepConfig(**recipe))
         await api.wire(wire_name).call("Update", request)
-    commands = [submission.command for submission in api.engine.log]
-    asked = [command.optim.step_on_zero_gradient for command in commands]
-    assert asked == [bool(recipe.get("step_on_zero_gradient")) for recipe in recipes]
+    for submission, recipe in zip(api.engine.log, recipes, strict=True):
+        assert isinstance(submission.command, UpdateCommand)
+        for name, value in recipe.items():
+            assert getattr(submission.command.optim, name) == value
