@@ -359,9 +359,7 @@ class Loop:
         straddled = sum(answer.straddled for answer in answers)
         self._log.write(
             "update",
-            f"version {step.version}: reward {rewards.mean():.3f}, stale"
-            f" {report.staleness_mean or 0.0:.1f} at most {report.staleness_max},"
-            f" dropped {report.dropped_stale}, update {ended - begun:.2f} s, waited {wait_s:.2f} s",
+            f"{step}, update {ended - begun:.2f} s, waited {wait_s:.2f} s",
             version=step.version,
             skipped=report.skipped,
             reward=float(rewards.mean()),

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from ratoon_client import IntegrityError, StepReport, results
 from ratoon_client.policy_options import NumericsGuard
-from ratoon_client.results import Operation
+from ratoon_client.results import Operation, StepResult
 from ratoon_client.wire.decode import decode, decode_forward
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2
@@ -53,6 +53,35 @@ def test_a_result_has_the_fields_of_its_message(name: str):
             assert ours[field_name].default is None, field_name
         if not field.has_presence:
             assert ours[field_name].default is MISSING, field_name
+
+
+def test_a_step_is_a_line_of_figures_and_says_which_are_missing():
+    """README's own print of a missing figure was a TypeError, after the step had been taken."""
+    bare = decode(operation_pb2.StepResult(version=3), StepResult)
+    assert str(bare).startswith("version 3, reward none, loss ")
+    assert "sampler KL none, gradient norm none" in str(bare)
+    report = training_pb2.StepReport(
+        loss=-1.5,
+        reward_mean=0.25,
+        sampler_kl=1.5e-3,
+        grad_norm=12.0,
+        kl=0.5,
+        ratio_min=0.5,
+        ratio_max=1.5,
+        clip_fraction_low=0.125,
+        clip_fraction_high=0.25,
+        staleness_mean=1.5,
+        staleness_max=2,
+        dropped_stale=1,
+        dropped_truncated=2,
+        skipped=True,
+        skip_reason=training_pb2.SKIP_REASON_REFERENCE_KL,
+    )
+    assert str(decode(report, StepReport)) == (
+        "reward 0.25, loss -1.5, sampler KL 1.5e-03, gradient norm 12, KL 5.0e-01, "
+        "ratio 0.500 to 1.500, clipped 37.5%, staleness 1.5, at most 2, dropped 3, "
+        "skipped: reference_kl"
+    )
 
 
 def test_absent_is_none_and_zero_is_zero():

@@ -29,12 +29,22 @@ TEMPLATE = (
 def test_readme_example_runs(service: Service, tmp_path: Path) -> None:
     code = _example(service)
     done = _run(code, tmp_path)
-    assert re.search(r"version 2, reward \d\.\d\d\n", done)
+    assert re.search(r"^version 2, reward [01](\.\d+)?, loss ", done, re.MULTILINE)
     assert (tmp_path / "weights" / "version-1" / "config.json").is_file()
     # What the sampler said of its tokens is what the trainer says of them.
-    gaps = [abs(float(gap)) for gap in re.findall(r"sampler KL (\S+)\n", done)]
+    gaps = [abs(float(gap)) for gap in re.findall(r"sampler KL (\S+),", done)]
     assert len(gaps) == 2
     assert max(gaps) < 1e-5
+
+
+@pytest.mark.e2e
+def test_readme_example_prints_a_batch_of_equal_rewards(service: Service, tmp_path: Path) -> None:
+    """Nothing is run then, and a figure that was not computed ended the loop in a TypeError."""
+    code = _example(service).replace('"first"', '"equal"')
+    code, number = re.subn(r"reward=sum\(.*", "reward=1.0,", code)
+    assert number == 1
+    done = _run(code, tmp_path)
+    assert len(re.findall(r"^version \d, reward 1, .*sampler KL none,", done, re.MULTILINE)) == 2
 
 
 @pytest.mark.e2e

@@ -21,6 +21,18 @@ from tests.running_service import Service
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 DIGITS = b"0123456789"
+# The second sampler, in the same words. A turn that is cut ends its path; after the other one come
+# the tool's answer, framed by the template of the presets, and two turns.
+CHECKS = """
+assert graded("1+1=?", "2", 0, sglang_samples).rollouts
+context = [*b"\\n", 257, *b"tool\\n4", 258, *b"\\n", 257, *b"assistant\\n"]
+assert between_turns({"role": "tool", "content": "4"}) == context
+rollouts = played("1+1=?", "2", 0).rollouts
+assert [[run.trained for run in each.content] for each in rollouts] == [
+    [True], [True, False, True], [True, False, True]
+]
+assert rollouts[1].content[0].tokens.tolist() == rollouts[2].content[0].tokens.tolist()
+"""
 
 
 class Samplers(BaseHTTPRequestHandler):
@@ -112,8 +124,7 @@ def test_every_recipe_runs(service: Service, sampler: str, tmp_path: Path) -> No
     ):
         assert code.count(address) == 1
         code = code.replace(address, own)
-    # The second sampler, in the same words.
-    code += '\nassert graded("1+1=?", "2", 0, sglang_samples).rollouts\n'
+    code += CHECKS
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -123,5 +134,5 @@ def test_every_recipe_runs(service: Service, sampler: str, tmp_path: Path) -> No
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    for recipe in ("grpo", "asynchronous", "dapo", "gspo", "kl", "lora", "custom"):
+    for recipe in ("grpo", "turns", "asynchronous", "dapo", "gspo", "kl", "lora", "custom"):
         assert f"{recipe}: " in done.stdout, done.stdout

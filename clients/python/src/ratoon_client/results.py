@@ -284,13 +284,38 @@ class StepReport:
     route_mismatch: float | None = None
     route_conflicts: int
 
+    def __str__(self) -> str:
+        """The figures that a loop prints, in one line; one that was not computed is `none`."""
+        shown = [
+            f"reward {_figure(self.reward_mean, '.3g')}",
+            f"loss {_figure(self.loss, '+.3g')}",
+            f"sampler KL {_figure(self.sampler_kl, '.1e')}",
+            f"gradient norm {_figure(self.grad_norm, '.3g')}",
+        ]
+        if self.kl is not None:
+            shown.append(f"KL {self.kl:.1e}")
+        if self.ratio_min is not None and self.ratio_max is not None:
+            shown.append(f"ratio {self.ratio_min:.3f} to {self.ratio_max:.3f}")
+            clipped = (self.clip_fraction_low or 0.0) + (self.clip_fraction_high or 0.0)
+            shown.append(f"clipped {clipped:.1%}")
+        if self.staleness_mean is not None:
+            shown.append(f"staleness {self.staleness_mean:.1f}, at most {self.staleness_max}")
+        if dropped := self.dropped_stale + self.dropped_truncated + self.dropped_zero_variance:
+            shown.append(f"dropped {dropped}")
+        if self.skipped:
+            shown.append(f"skipped: {self.skip_reason or 'unspecified'}")
+        return ", ".join(shown)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`version` is the policy's after the operation."""
+    """`version` is the policy's after the operation; as text, version and figures in one line."""
 
     version: int
     report: StepReport
+
+    def __str__(self) -> str:
+        return f"version {self.version}, {self.report}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,3 +457,7 @@ class Health:
     @property
     def is_ok(self) -> bool:
         return self.status == "ok"
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "none" if value is None else format(value, form)
