@@ -86,7 +86,7 @@ bench-floor: env-dev ## what a caller waits for at least, and what an idle servi
 bench-scale: env ## simulate an update on 8 to 4,096 GPUs, from what was measured
 	@$(BIN)/python -m benchmarks.scale.main --out benchmarks/results/cpu/scale.json $(ARGS)
 
-bench-hostile: env-dev ## memory, connections and a good caller's latency under hostile ones; 40 minutes
+bench-hostile: env-dev ## memory, connections and a good caller's latency under hostile ones; half an hour
 	@$(BIN)/python -m benchmarks.service.hostile_callers --out benchmarks/results/cpu/hostile_callers.json $(ARGS)
 
 bench-gpu: env-dev ## tree attention and token log-probs on an H200; after test-gpu

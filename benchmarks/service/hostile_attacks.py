@@ -1,7 +1,8 @@
 """The attacks of `hostile_callers`, each a process of its own that ends by itself.
 
 An attack prints what it achieved as a line of JSON. Attacks come from another loopback address than
-the good caller, and yield the cores to the service, as real attackers have their own.
+the good caller, but for the floods of frames, which come from its own. They yield the cores to the
+service, as real attackers have their own.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from harness.attacks import http
+from harness.attacks.floods import FLOODS, flood
 from harness.attacks.http2 import Sent, message_calls, withheld_messages
 
 MIB = 2**20
 SOURCE = "127.0.0.2"
+GOOD_SOURCE = "127.0.0.1"
 _POLICY_PATH = "/v1/policies/good"
 _EMPTY_GROUPS = b"\x0a\x00" * MIB
 
@@ -173,6 +176,32 @@ async def many_objects(ground: Ground) -> Mapping[str, object]:
     return {"http_calls": num_posted, "grpc_calls": sent.num_calls, "grpc_bytes": sent.num_bytes}
 
 
+async def reset_flood(ground: Ground) -> Mapping[str, object]:
+    """Calls without a key, half of them reset at once: 16 connections of the good host."""
+    return await _floods(ground, ["resets", "calls"] * 8)
+
+
+async def frame_flood(ground: Ground) -> Mapping[str, object]:
+    """Frames of all other kinds, on two connections each, from the good caller's address."""
+    return await _floods(ground, sorted(set(FLOODS) - {"resets", "calls"}) * 2)
+
+
+async def _floods(ground: Ground, names: list[str]) -> Mapping[str, object]:
+    sent = Sent()
+    await asyncio.gather(
+        *(
+            flood(ground.grpc, name, seconds=ground.seconds, source=GOOD_SOURCE, sent=sent)
+            for name in names
+        )
+    )
+    return {
+        "connections": sent.num_connections,
+        "closed": sent.num_closed,
+        "frames": sent.num_calls,
+        "bytes": sent.num_bytes,
+    }
+
+
 # Attack -> what of the service it aims at.
 ATTACKS: Mapping[str, Callable[[Ground], Awaitable[Mapping[str, object]]]] = {
     attack.__name__: attack
@@ -184,6 +213,8 @@ ATTACKS: Mapping[str, Callable[[Ground], Awaitable[Mapping[str, object]]]] = {
         unread_bodies,
         health_flood,
         many_objects,
+        reset_flood,
+        frame_flood,
     )
 }
 

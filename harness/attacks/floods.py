@@ -86,9 +86,9 @@ async def flood(
                 async with asyncio.timeout_at(ends_at):
                     await _pour(writer, name, reading, sent)
             finally:
+                sent.num_closed += clock() < ends_at
                 reading.cancel()
                 writer.transport.abort()
-            sent.num_closed += clock() < ends_at
         await asyncio.sleep(_PAUSE_S)
     return sent
 

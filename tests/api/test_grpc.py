@@ -153,7 +153,7 @@ async def test_malformed_requests_say_only_their_size(api: Api) -> None:
     )
     context = _ServeContext()
     error = RatoonError(ErrorCode.MALFORMED_BODY, "17 bytes are no message")
-    malformed: object = Refused(error=error)
+    malformed: object = Refused(error=error, policy_id="")
     answer = await servicer.GetPolicy(malformed, context)
     assert not answer.HasField("spec")
     assert "17 bytes" in context.details

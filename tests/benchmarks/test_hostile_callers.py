@@ -8,7 +8,15 @@ import time
 import pytest
 
 from benchmarks.service.hostile_attacks import ATTACKS, Ground
-from benchmarks.service.hostile_callers import P99_MS, SLACK, WINDOW_S, Samples, flatness, judged
+from benchmarks.service.hostile_callers import (
+    AFTER_P99_MS,
+    P99_MS,
+    SLACK,
+    WINDOW_S,
+    Samples,
+    flatness,
+    judged,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,10 +42,12 @@ def test_one_role_that_grows_makes_an_attack_not_flat() -> None:
         connections={"gateway": [1] * 100, "proxy": [1] * 100},
         latencies_ms={"grpc": [1.0] * 99 + [900.0] * 9, "http": [2.0] * 100},
     )
-    found = judged(samples)
+    after = Samples(latencies_ms={"grpc": [3.0] * 9, "http": [4.0] * 9})
+    found = judged(samples, after)
     assert found["flat"] is False
     assert found["memory_mib"]["gateway"]["flat"] is True
     assert found["p99_ms"] == 900.0 > P99_MS
+    assert found["after_p99_ms"] == 4.0 < AFTER_P99_MS
     assert found["get_operation"]["http"]["p99_ms"] == 2.0
     assert found["samples"]["memory_mib"]["proxy"] == samples.memory_mib["proxy"]
 

@@ -154,6 +154,33 @@ def test_the_service_of_the_cluster_is_ours() -> None:
     assert worker["resources"]["limits"]["nvidia.com/gpu"]
 
 
+def test_security_md_and_the_manifests_agree_on_the_dashboard() -> None:
+    """It said that there is none beyond loopback, where the manifest bound it to all addresses."""
+    cluster = _read("rayservice.yaml")["spec"]["rayClusterConfig"]
+    text = " ".join((FOLDER.parents[1] / "docs" / "security.md").read_text("utf-8").split())
+    (told,) = [part for part in text.split("**") if part == "KubeRay needs the dashboard."]
+    told = text.partition(told)[2].partition(" ## ")[0]
+    head, port = cluster["headGroupSpec"], 8265
+    assert not is_loopback(head["rayStartParams"]["dashboard-host"])
+    ports = {one["name"]: one["containerPort"] for one in _container(head)["ports"]}
+    assert ports["dashboard"] == port
+    assert f"port {port}" in told
+    assert "binds it to all of the head's addresses" in told
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert "The token is asked for by every route" in told
+    nodes, operator, callers = _read("networkpolicy.yaml")["spec"]["ingress"]
+    assert "lets the operator and nodes of the cluster alone reach the port" in told
+    assert [port in _ports(rule) for rule in (operator, callers)] == [True, False]
+    assert nodes == {"from": [{"podSelector": NODES}]}
+    assert operator["from"][0]["podSelector"]["matchLabels"] == {
+        "app.kubernetes.io/name": "kuberay-operator"
+    }
+
+
+def _ports(rule: Any) -> list[int]:
+    return [one["port"] for one in rule["ports"]]
+
+
 def _container(group: Any) -> Any:
     (container,) = group["template"]["spec"]["containers"]
     return container

@@ -21,7 +21,7 @@ MAX_FIELDS = 2**22
 MAX_JSON_VALUES = 2**22
 MAX_JSON_OBJECTS = 2**18
 _NAMES = {"RolloutGroup": "groups", "Rollout": "rollouts"}
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 class MalformedError(Exception):
@@ -66,13 +66,13 @@ class MessageCounter:
             tag = data[at]
             at += 1
             if tag > 127:
-                tag, at = _varint(data, at - 1)
+                tag, at = varint(data, at - 1)
             wire_type = tag & 7
-            if wire_type == _BYTES:
+            if wire_type == BYTES:
                 size = data[at]
                 at += 1
                 if size > 127:
-                    size, at = _varint(data, at - 1)
+                    size, at = varint(data, at - 1)
                 stop = at + size
                 if stop > end:
                     raise MalformedError
@@ -89,10 +89,10 @@ class MessageCounter:
                 elif tag >> 3 in packed:
                     num_fields += size
                 at = stop
-            elif wire_type == _VARINT:
-                at = _varint(data, at)[1]
-            elif wire_type in (_FIXED32, _FIXED64):
-                at += 4 if wire_type == _FIXED32 else 8
+            elif wire_type == VARINT:
+                at = varint(data, at)[1]
+            elif wire_type in (FIXED32, FIXED64):
+                at += 4 if wire_type == FIXED32 else 8
             else:
                 raise MalformedError
             if num_fields > MAX_FIELDS:
@@ -126,7 +126,8 @@ def _kind(descriptor: Descriptor, most: Mapping[str, int]) -> _Kind:
     )
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and where it ends. Raises IndexError, `MalformedError`."""
     byte = data[at]
     at += 1
     if byte < 128:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from google.protobuf.message import Message
 
 from ratoon.api.chunk import FileChunk
-from ratoon.api.convert.checks import POLICY_ID
+from ratoon.api.convert.checks import POLICY_ID, policy_of_operation
 from ratoon.api.request_context import acting_for
 from ratoon.auth.access import Access, Caller, Presented, access_of, denied, nobody
 from ratoon.auth.audit import Audit, AuditEntry, AuditLog
@@ -99,10 +99,13 @@ class Gate:
 
     def check(self, authorized: AuthorizedCall, request: Message) -> None:
         """Raises PERMISSION_DENIED where `request` is about a policy that the key is not for."""
-        if authorized.call not in OF_NO_POLICY and not authorized.caller.may_see(
-            policy_of(request)
-        ):
-            self._refuse(authorized, policy_of(request), seq_of(request), denied())
+        self.check_policy(authorized, policy_of(request), seq_of(request))
+
+    def check_policy(self, authorized: AuthorizedCall, policy_id: str, seq: int = 0) -> None:
+        """As `check`, for a wire that knows what a request is about before it is whole."""
+        is_about_one = authorized.call not in OF_NO_POLICY
+        if is_about_one and not authorized.caller.may_see(policy_id):
+            self._refuse(authorized, policy_id, seq, denied())
 
     def check_again(self, authorized: AuthorizedCall, request: Message) -> None:
         """For a call that goes on. Raises UNAUTHENTICATED where its key is no longer valid."""
@@ -236,8 +239,7 @@ def policy_of(request: Message) -> str:
     if "policy_id" in fields:
         return str(message.policy_id)
     if "operation_id" in fields:
-        # A suffix of the policy's id has no dot, and neither has the id.
-        return str(message.operation_id).rpartition(".")[0]
+        return policy_of_operation(str(message.operation_id))
     if "spec" in fields:
         return str(message.spec.policy_id)
     return ""

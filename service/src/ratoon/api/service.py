@@ -279,7 +279,8 @@ class PolicyService:
 
     async def _asked_health(self) -> str:
         try:
-            await asyncio.wait_for(self._engine.check_well(), HEALTH_ANSWER_S)
+            async with asyncio.timeout(HEALTH_ANSWER_S):
+                await self._engine.check_well()
         except TimeoutError:
             return "engine: it does not answer"
         except RatoonError as error:

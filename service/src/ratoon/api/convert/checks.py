@@ -31,6 +31,11 @@ def matched(field: str, value: str, pattern: re.Pattern[str]) -> str:
     return value
 
 
+def policy_of_operation(operation_id: str) -> str:
+    """The policy that an operation's id begins with; no part of either has a dot."""
+    return operation_id.rpartition(".")[0]
+
+
 def at_least(field: str, value: int, least: int) -> int:
     if value < least:
         raise invalid(field, value, f"at least {least}")

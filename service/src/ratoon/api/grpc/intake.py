@@ -47,7 +47,9 @@ class Budget:
     async def hold(self, caller: str, num_bytes: int) -> AsyncGenerator[None, None]:
         """Hold the bytes for the block. Raises RESOURCE_EXHAUSTED after `_PLACE_S`."""
         try:
-            await asyncio.wait_for(self._take(caller, num_bytes), _PLACE_S)
+            # `asyncio.wait_for` of Python 3.11 loses a cancel that comes with the result.
+            async with asyncio.timeout(_PLACE_S):
+                await self._take(caller, num_bytes)
         except TimeoutError as err:
             raise self._none(num_bytes) from err
         try:
@@ -128,7 +130,8 @@ class Intake(grpc.aio.ServerInterceptor):
                 self._unsent.hold(caller, limits.max_fetch_bytes)
             )
         try:
-            length = await asyncio.wait_for(arrival.length(), limits.max_body_pause_s)
+            async with asyncio.timeout(limits.max_body_pause_s):
+                length = await arrival.length()
         except TimeoutError as err:
             raise _too_slow(limits.max_body_pause_s) from err
         if length is None:

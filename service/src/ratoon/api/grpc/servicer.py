@@ -98,9 +98,13 @@ class PolicyServicer:
     async def _message(
         self, rpc: _Rpc, request: Message | Refused | Request, authorized: AuthorizedCall
     ) -> Message:
-        """The request, read now if it has not arrived yet."""
+        """The request, read now if it has not arrived yet; its policy is judged before it is."""
         if isinstance(request, Request):
             request = cast("Message | Refused", await request.read(authorized.caller.name))
+        if not isinstance(request, Refused):
+            self._gate.check(authorized, request)
+        elif request.policy_id:
+            self._gate.check_policy(authorized, request.policy_id)
         return sized(request, rpc.name, self._max_body_bytes)
 
     @contextmanager

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 # Calls of a host, and of one connection, that the gate has not judged yet. A call beyond either is
 # not forwarded, or a flood of calls would queue ahead of those of others.
-MAX_UNJUDGED = 32
-MAX_UNJUDGED_OF_CONNECTION = 8
+MAX_UNJUDGED = 16
+MAX_UNJUDGED_OF_CONNECTION = 4
 # Frames that a connection forwards in a turn, and turns that are taken before the event loop goes
 # on with everything else: together two milliseconds.
 FRAMES_PER_TURN = 64

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.contract import BATCHES, SERVICE, body_bound, check_size
+from ratoon.api.convert.fields import named_policy
 from ratoon.api.counts import MalformedError, MessageCounter
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
@@ -27,9 +28,10 @@ _DEFAULT_LIMITS = LimitsConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Replaces a request that must be refused."""
+    """Replaces a request that must be refused. `policy_id`: what it is about; "": unknown."""
 
     error: RatoonError
+    policy_id: str
 
 
 class Server(Protocol):
@@ -72,6 +74,7 @@ class _Deserializer:
 
     def __init__(self, method: MethodDescriptor, limits: LimitsConfig) -> None:
         self._class = GetMessageClass(method.input_type)
+        self._descriptor = method.input_type
         is_batch = method.name in BATCHES
         self._counter = MessageCounter(method.input_type, limits) if is_batch else None
 
@@ -81,9 +84,10 @@ class _Deserializer:
                 self._counter.count(data)
             return self._class.FromString(data)
         except (DecodeError, MalformedError):
-            return Refused(error=_malformed(len(data)))
-        except RatoonError as error:
-            return Refused(error=error)
+            error = _malformed(len(data))
+        except RatoonError as err:
+            error = err
+        return Refused(error=error, policy_id=named_policy(self._descriptor, data))
 
 
 def _serialize(message: Message) -> bytes:

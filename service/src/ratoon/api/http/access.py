@@ -1,4 +1,4 @@
-"""The gate on HTTP: a request is authorized before its body is read.
+"""The gate on HTTP: a request, and the policy in its path, is judged before its body is read.
 
 A route without a row in `CALL_SCOPES` is our bug and fails loudly. A request that matches no route
 passes, as nothing is behind it.
@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratoon.api.convert.checks import policy_of_operation
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
 from ratoon.api.http.errors import error_response
 from ratoon.auth.access import Presented
@@ -59,7 +60,7 @@ class AccessGate:
         if found is None:
             await self._app(scope, receive, send)
             return
-        route, policy_id = found
+        route, named = found
         # For the meter's label: a refused request never reaches the router.
         scope["route"] = route
         try:
@@ -77,12 +78,25 @@ class AccessGate:
             await send(message)
 
         try:
-            await self._app(scope, receive, note_status)
+            error = self._of_other_policy(authorized, named)
+            answer = self._app if error is None else error_response(error)
+            await answer(scope, receive, note_status)
         except Exception:
             outcome = str(ErrorCode.INTERNAL)
             raise
         finally:
-            self._gate.leave(authorized, policy_id, outcome)
+            self._gate.leave(authorized, named or "", outcome)
+
+    def _of_other_policy(
+        self, authorized: AuthorizedCall, policy_id: str | None
+    ) -> RatoonError | None:
+        """The refusal of a call whose path names a policy that the key is not for."""
+        try:
+            if policy_id is not None:
+                self._gate.check_policy(authorized, policy_id)
+        except RatoonError as error:
+            return error
+        return None
 
 
 def presented_of(scope: Scope) -> Presented:
@@ -93,22 +107,29 @@ def presented_of(scope: Scope) -> Presented:
     )
 
 
-def _authorized_of(request: Request) -> AuthorizedCall:
+def authorized_of(request: Request) -> AuthorizedCall:
     authorized = getattr(request.state, _AUTHORIZED)
     assert isinstance(authorized, AuthorizedCall)
     return authorized
 
 
-AuthorizedCallOf = Annotated[AuthorizedCall, Depends(_authorized_of)]
+AuthorizedCallOf = Annotated[AuthorizedCall, Depends(authorized_of)]
 
 
-def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> tuple[BaseRoute, str] | None:
-    """The route of a request, and the policy that its path names; "" where it names none."""
+def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> tuple[BaseRoute, str | None] | None:
+    """The route of a request, and the policy that its path names; None where it names none."""
     for route in routes:
         match, child_scope = route.matches(scope)
         if match is Match.FULL:
-            return route, str(child_scope.get("path_params", {}).get("policy_id", ""))
+            return route, policy_in(child_scope.get("path_params", {}))
     return None
+
+
+def policy_in(path: Mapping[str, object]) -> str | None:
+    """The policy that the parts of a path name."""
+    if "operation_id" in path:
+        return policy_of_operation(str(path["operation_id"]))
+    return str(path["policy_id"]) if "policy_id" in path else None
 
 
 def _name(route: BaseRoute) -> str:

@@ -46,6 +46,7 @@ def create_app(
         generate_unique_id_function=_operation_name,
     )
     app.state.parsing = asyncio.Semaphore(_MAX_PARSING)
+    app.state.gate = gate
     app.router.routes.insert(0, _document(app))
     errors.install(app)
     routers = (

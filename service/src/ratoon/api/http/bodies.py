@@ -7,6 +7,7 @@ Errors name the same field as FastAPI's own.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from google.protobuf.message import Message
 from pydantic import BaseModel, ValidationError
 
 from ratoon.api.counts import check_json
+from ratoon.api.http.access import authorized_of, policy_in
 from ratoon.api.http.errors import validation_error
 from ratoon.errors import invalid
 from ratoon_proto.fields import FieldError
@@ -42,6 +44,17 @@ class _ModelRequest(Request):
     def __init__(self, scope: Any, receive: Any, model: type[BaseModel]) -> None:
         super().__init__(scope, receive)
         self._model = model
+        self._is_judged = policy_in(self.path_params) is not None
+
+    async def body(self) -> bytes:
+        """Raises PERMISSION_DENIED where it names a policy that the caller's key is not for."""
+        body = await super().body()
+        if not self._is_judged:
+            self._is_judged = True
+            named = await asyncio.to_thread(_named_policy, body)
+            if named is not None:
+                self.app.state.gate.check_policy(authorized_of(self), named)
+        return body
 
     async def json(self) -> BaseModel:
         """Raises MALFORMED_BODY, INVALID_ARGUMENT, BODY_TOO_LARGE."""
@@ -49,6 +62,15 @@ class _ModelRequest(Request):
         # Few at once: a parsed JSON list takes twenty times its bytes.
         async with self.app.state.parsing:
             return await asyncio.to_thread(_parsed, self._model, body)
+
+
+def _named_policy(body: bytes) -> str | None:
+    """The id in a policy's spec, whatever else the JSON is; it is small, as is its call's bound."""
+    try:
+        found = json.loads(body)["spec"]["policy_id"]
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _parsed(model: type[BaseModel], body: bytes) -> BaseModel:

@@ -108,7 +108,9 @@ class _Body:
         left_s = self._ends_at - asyncio.get_running_loop().time()
         within_s = max(min(self._limits.max_body_pause_s, left_s), 0.0)
         try:
-            message = await asyncio.wait_for(self._receive(), within_s)
+            # `asyncio.wait_for` of Python 3.11 loses a cancel that comes with the message.
+            async with asyncio.timeout(within_s):
+                message = await self._receive()
         except TimeoutError as err:
             raise _too_slow(self._num_bytes) from err
         if message["type"] != "http.request":
