@@ -18,6 +18,7 @@ from ratoon.engine.policy import turns
 from ratoon.engine.types import Operation, OperationState, Recovery, StepResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
+from ratoon.stream.versions import version_folder
 from tests.engine.harness import RATE, Machine, policy_spec
 from tests.engine.postgres import PostgresServer, a_pair, pair_folder
 from tests.engine.stores import Stores
@@ -75,6 +76,9 @@ async def test_a_lost_operation_is_not_taken_for_another_of_its_seq(
         assert isinstance(ended.result, StepResult)
         assert ended.result.version == 4, "the number of the lost one names other weights"
         assert machine.run.token > token
+        # It was published, and is no version of the journal any more.
+        kept = [path.name for path in machine.paths.weights_set_aside.rglob("*")]
+        assert version_folder(machine.paths.weights, 3).name in kept
         await machine.controller.close(1.0)
 
 

@@ -19,6 +19,7 @@ from ratoon.config import CheckpointConfig, LimitsConfig, RatoonConfig
 from ratoon.doctor import Status, run_checks
 from ratoon.engine.files.losses import Choice, read_loss, write_decision
 from ratoon.engine.files.position import read_position, write_position
+from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.types import Command, Operation, PolicyState, Recovery, Sequencing
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.archived_machine import ArchivedMachine, Store
@@ -165,8 +166,8 @@ async def test_an_end_alone_that_is_lost_is_missed(room: Room, command: Command)
     await room.run((1, update(1)))
     accept = machine.journal.fenced.accept
 
-    def accept_and_remember(*args: Any) -> int:
-        position = accept(*args)
+    def accept_and_remember(token: int, record: OperationRecord, next_seq: int) -> int:
+        position = accept(token, record, next_seq)
         room.remember()
         return position
 

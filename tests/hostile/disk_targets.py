@@ -23,7 +23,7 @@ from ratoon.stream.blobs import decode_manifest, encode_manifest
 from ratoon.stream.files import seal_bytes, seal_document, unseal_document
 from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
-from ratoon.train import checkpoint, imported
+from ratoon.train import checkpoint, imported, saved_state
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.state import OptimizerState
 from ratoon_client.weights.deltas import read_delta, rebuild
@@ -134,7 +134,7 @@ def bad_checkpoints(folder: Path) -> Callable[[random.Random], None]:
         digest=_ZEROS,
     )
     snapshot.write(saved)
-    path, listing = saved / checkpoint.states_name(0, 1), saved / checkpoint.MANIFEST_NAME
+    path, listing = saved / checkpoint.states_name(0, 1), saved / saved_state.MANIFEST_NAME
     whole, right = path.read_bytes(), listing.read_bytes()
 
     def take(dice: random.Random) -> None:

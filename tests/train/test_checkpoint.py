@@ -18,7 +18,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import digest_file, seal_document, unseal_document
-from ratoon.train.checkpoint import MANIFEST_NAME, states_name
+from ratoon.train.checkpoint import states_name
 from ratoon.train.config import (
     KlConfig,
     KlKind,
@@ -29,6 +29,7 @@ from ratoon.train.config import (
 )
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
 from tests import builders
 from tests.tiny_models import write_folder

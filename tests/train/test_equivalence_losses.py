@@ -246,6 +246,7 @@ def test_tokens_of_most_entropy(
     )
     assert_close(pair.gradient_errors(), pair.tolerance)
     assert report.trained_tokens == sums.counters.tokens
+    assert report.policy_gradient_loss is not None
     assert report.policy_gradient_loss * sums.counters.sequences == pytest.approx(
         sums.policy_gradient, abs=1e-9
     )

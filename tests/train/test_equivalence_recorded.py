@@ -106,6 +106,7 @@ def _step(
     assert_close(pair.gradient_errors(), pair.tolerance)
     optim = OptimRequest(learning_rate=1e-2, max_grad_norm=1.0)
     check_step(pair, optim, divide_by=oracle_loss(request, batch).divide_by)
+    assert report.token_reduction is not None
     return report.token_reduction
 
 

@@ -205,7 +205,7 @@ CHECKPOINTS = _counter(
 )
 RECOVERIES = _counter(
     "ratoon_recoveries_total",
-    "Lost workers: replayed, rebased on other numerics, rolled back, or stopped.",
+    "Lost workers: replayed, rebased, rolled back or stopped; lost journals: lost or adopted.",
     "outcome",
 )
 REPLAYED_OPERATIONS = _counter(

@@ -27,12 +27,13 @@ from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import digest_file
 from ratoon.stream.versions import list_versions, read_manifest
-from ratoon.train.checkpoint import MANIFEST_NAME, states_name
+from ratoon.train.checkpoint import states_name
 from ratoon.train.config import LossKind, LossRequest, OldLogprobs, OldLogprobsKind, OptimRequest
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.report.step_report import StepReport
+from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
 from tests.faults.judge.calls import (
     LEARNING_RATE,

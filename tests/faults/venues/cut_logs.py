@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ratoon.engine.files.losses import Choice, read_loss, write_decision
 from ratoon.engine.types import Policy, PolicyState, StepResult
+from ratoon.stream.files import digest_file
+from ratoon.stream.versions import version_folder
 from tests.durability.cut_log import files_of, log_ends
 from tests.faults.judge.calls import Call, Kind
 from tests.faults.judge.history import Verdict, end_of, read_journal
@@ -64,11 +66,12 @@ def cut_for_a_while(run: LightRun, share: float, result: CutResult | None = None
 def _go_on(run: LightRun, share: float, result: CutResult) -> None:
     """Cut once more, accept the loss, or adopt where files that are gone are needed, and go on."""
     verdict, newest = result.verdict, max(told.version or 0 for told in run.notes.told.values())
-    before = files_of(run.settings.data_root)
     _cut(run, share)
-    if not _judge_start(run, share, result):
-        verdict.lost += run.notes.errors
+    is_refused = _judge_start(run, share, result)
+    verdict.lost += run.notes.errors
+    if not is_refused:
         return
+    evidence, failure = _evidence(run), ""
     for choice in Choice:
         loss = read_loss(run.paths)
         if loss is None or (choice is Choice.FROM_EVIDENCE and not loss.adoptable):
@@ -77,14 +80,16 @@ def _go_on(run: LightRun, share: float, result: CutResult) -> None:
         write_decision(run.paths, choice)
         run.pair.start()
         policy = _started(run)
+        failure = policy.failure
         if policy.state is PolicyState.READY:
             break
     else:
-        verdict.lost.append(f"log cut to {share:.0%}: no way on: {policy.failure}")
+        verdict.lost.append(f"log cut to {share:.0%}: no way on: {failure}")
         return
-    kept = files_of(run.settings.data_root)
-    lost = {name for name, _ in before - kept if not _is_known(run, name)}
-    verdict.lost += [f"log cut to {share:.0%}: {name} was deleted" for name in sorted(lost)]
+    # Bodies that the journal knows go with the checkpoints that cover them.
+    known = {record.body_digest for record in read_journal(run.settings.database, POLICY)}
+    gone = {name for name, _ in evidence - files_of(run.settings.data_root)} - known
+    verdict.lost += [f"log cut to {share:.0%}: {name} was deleted" for name in sorted(gone)]
     version = _step(run, policy.next_seq)
     if version is None or version <= newest:
         verdict.doubled.append(f"log cut to {share:.0%}: version {version} after {newest}")
@@ -151,10 +156,14 @@ def _started(run: LightRun) -> Policy:
         time.sleep(_LOOK_S)
 
 
-def _is_known(run: LightRun, name: str) -> bool:
-    """Whether a file is of what the journal knows, which it may delete: bodies that it covers."""
-    bodies = {record.body_digest for record in read_journal(run.settings.database, POLICY)}
-    return name in bodies
+def _evidence(run: LightRun) -> set[tuple[str, str]]:
+    """Files of what is ahead of the journal, and all bodies; name and digest."""
+    loss, paths = read_loss(run.paths), run.paths
+    assert loss is not None
+    folders = [version_folder(paths.weights, version) for version in loss.versions]
+    folders += [paths.checkpoint(checkpoint_id) for checkpoint_id in loss.checkpoints]
+    found = [path for folder in (*folders, paths.bodies) for path in folder.iterdir()]
+    return {(path.name, digest_file(path)) for path in found}
 
 
 def _step(run: LightRun, seq: int) -> int | None:
