@@ -163,7 +163,7 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
 
 
 def _smallest_dimension(module: nn.Module, targets: set[str]) -> int:
-    """The smallest of the linear maps with these names; with those of MLPs, of each expert's too."""
+    """The smallest dimension of the linear maps with these names, and of experts' if MLPs are."""
     shapes = [
         each.weight.shape
         for name, each in module.named_modules()
