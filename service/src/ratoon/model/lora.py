@@ -144,7 +144,7 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
 
 
 def _smallest_dimension(module: nn.Module, targets: set[str]) -> int:
-    """The smallest of the linear maps with these names; with those of MLPs, of each expert's too."""
+    """The least dimension of the linear maps, or experts, that these names stand for."""
     shapes = [
         each.weight.shape
         for name, each in module.named_modules()
