@@ -66,13 +66,17 @@ def unexpected(error: Exception) -> RatoonError:
     return RatoonError(ErrorCode.INTERNAL, f"{where}{described(error)}")
 
 
+# CUDA's, the CPU allocator's, and NCCL's, which calls CUDA for buffers of its own.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "Failed to CUDA calloc")
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a host or a device has no more memory, of which torch, CUDA and NCCL have errors of
     their own."""
     # torch is not imported here, so its error is told by name.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return any(text in str(error) for text in ("out of memory", "can't allocate memory"))
+    return any(text in str(error) for text in _NO_MEMORY)
 
 
 def overtaken() -> RatoonError:

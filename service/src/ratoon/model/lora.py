@@ -163,7 +163,7 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
 
 
 def _smallest_dimension(module: nn.Module, targets: set[str]) -> int:
-    """The smallest dimension of the linear maps with these names, and of experts' if MLPs are."""
+    """The least dimension of the linear maps, or experts, that these names stand for."""
     shapes = [
         each.weight.shape
         for name, each in module.named_modules()
