@@ -317,7 +317,8 @@ async def imports(
     await drive.run(import_weights(0, folder="one"))
     if is_killed:
         await drive.kill()
-    await drive.run(update(0))
+    # Twice its weights leave the policy so far from the sampler that no term has a gradient.
+    await drive.run(update(0, optim=OptimRequest(learning_rate=0.5, step_on_zero_gradient=True)))
     bits = await drive.bits()
     await machine.controller.close(1.0)
     return bits

@@ -65,13 +65,14 @@ def train(loop: Loop, console: Console, start: float) -> Verdict:
     rounds = _asynchronous_leg(loop.asynchronous(), console)
     last_reward = loop.evaluate()
     reports = [each.report for each in updates] + [r for e in rounds for r in (e.first, e.second)]
+    reductions = [report.token_reduction for report in reports]
     return Verdict(
         first_reward=first_reward,
         middle_reward=middle_reward,
         last_reward=last_reward,
         # The second leg begins with one more update of the first's kind.
         num_updates=len(reports) + 1,
-        token_reduction=float(np.mean([report.token_reduction or 1.0 for report in reports])),
+        token_reduction=float(np.mean([rho for rho in reductions if rho is not None])),
         version=loop.version,
         seconds=time.monotonic() - start,
         rounds=rounds,
