@@ -106,7 +106,7 @@ def run(
             assert received is not None, "the step was skipped: there is no new version"
             sampler.version = received.version
             print(
-                f"version {received.version}, reward {reports[-1].reward_mean:.3f}, copied in"
+                f"version {received.version}, {reports[-1]}, copied in"
                 f" {received.pause_s * 1e3:.1f} ms"
             )
     return sampler, reports

@@ -88,7 +88,7 @@ def route_array(field: str, routes: RoutesLike) -> RouteArray:
 
 
 def number(field: str, value: float) -> float:
-    """The float of whatever has one; a text that could be read as one has not."""
+    """`value` as a float; text is refused, even where it could be read as a number."""
     try:
         if not isinstance(value, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
             return float(value)
@@ -98,7 +98,7 @@ def number(field: str, value: float) -> float:
 
 
 def integer(field: str, value: int) -> int:
-    """The int of whatever is one: Python's, numpy's, a tensor of no dimension."""
+    """`value` as an int, from Python, numpy or a tensor without dimensions."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -108,7 +108,7 @@ def integer(field: str, value: int) -> int:
 
 
 def flag(field: str, value: object) -> bool:
-    """The bool of Python's or numpy's."""
+    """`value` as a bool, from Python or numpy."""
     if isinstance(value, bool):
         return value
     if isinstance(value, np.bool_):
@@ -134,7 +134,7 @@ def _vector(field: str, values: object, expected: str) -> NDArray[Any]:
 
 
 def _misfit(field: str, values: object, expected: str) -> InvalidArgumentError:
-    """The error of the first item that no array of numbers holds; of the whole where none is."""
+    """An error that names the first item that no array of numbers holds, or else the whole."""
     items = cast("Sequence[object]", values) if isinstance(values, list | tuple) else ()
     for place, item in enumerate(items):
         if not _fits_array(item):

@@ -78,7 +78,7 @@ def _check_even(
     is_meant_S: NDArray[np.bool_],
     fields: RequestFields,
 ) -> None:
-    """Whether all meant rollouts give `name`, or none; names the first of those that are fewer."""
+    """Raise unless all meant rollouts give `name`, or none; of both kinds the rarer is named."""
     given_S, missing_S = is_given_S & is_meant_S, ~is_given_S & is_meant_S
     given, missing = first_true(given_S), first_true(missing_S)
     if given is None or missing is None:

@@ -39,7 +39,7 @@ _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
 
 
 def group_message(group: Group, path: str = "group") -> rollout_pb2.RolloutGroup:
-    """`path` is the group's in errors."""
+    """`path` names the group in errors."""
     check_type(f"{path}.group_id", group.group_id, str)
     return rollout_pb2.RolloutGroup(
         group_id=group.group_id,
@@ -59,7 +59,7 @@ def group_messages(groups: Iterable[Group]) -> list[rollout_pb2.RolloutGroup]:
 
 
 def _check_rewards(groups: Iterable[Group]) -> None:
-    """No rollout lacks a reward where another has one: a None that a scorer let through."""
+    """Raise where a rollout has no outcome though another has a reward: a scorer returned None."""
     places = [
         (f"groups[{g}].rollouts[{r}]", rollout.outcome)
         for g, group in enumerate(groups)

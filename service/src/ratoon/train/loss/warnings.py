@@ -101,7 +101,7 @@ def _version_warnings(
         found.append(
             f"{len(future)} of {num_kept} rollouts name versions {future.min()} to {future.max()}, "
             f"and the policy is at {version}: it has not had them, or has gone back to a "
-            "checkpoint; they are in no staleness"
+            "checkpoint; no figure of staleness counts them"
         )
     return found
 
