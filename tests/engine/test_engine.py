@@ -228,9 +228,9 @@ async def test_a_wait_outlasts_the_start_of_a_controller(
     begun = asyncio.Event()
     acquire = house.journal.acquire
 
-    async def acquire_later(policy_id: str) -> int:
+    async def acquire_later(policy_id: str, above: int) -> int:
         await begun.wait()
-        return await acquire(policy_id)
+        return await acquire(policy_id, above)
 
     monkeypatch.setattr(house.journal, "acquire", acquire_later)
     await house.engine.recover()

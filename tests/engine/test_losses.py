@@ -160,7 +160,9 @@ async def test_a_worker_alone_proves_it_also_once_it_has_ended(room: Room) -> No
 
 
 @pytest.mark.parametrize("command", [update(2), forward_backward(2), save("mine")])
-async def test_an_end_alone_that_is_lost_is_missed(room: Room, command: Command) -> None:
+async def test_an_end_alone_that_is_lost_is_missed(
+    room: Room, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     """The acceptance is there: run again it would be told twice, and differ where choices do."""
     machine = await room.start()
     await room.run((1, update(1)))
@@ -171,7 +173,7 @@ async def test_an_end_alone_that_is_lost_is_missed(room: Room, command: Command)
         room.remember()
         return position
 
-    machine.journal.fenced.accept = accept_and_remember
+    monkeypatch.setattr(machine.journal.fenced, "accept", accept_and_remember)
     await room.run((2, command))
     await room.set_back()
     machine = await room.start()

@@ -71,20 +71,10 @@ def _go_on(run: LightRun, share: float, result: CutResult) -> None:
     verdict.lost += run.notes.errors
     if not is_refused:
         return
-    evidence, failure = _evidence(run), ""
-    for choice in Choice:
-        loss = read_loss(run.paths)
-        if loss is None or (choice is Choice.FROM_EVIDENCE and not loss.adoptable):
-            continue
-        run.pair.stop()
-        write_decision(run.paths, choice)
-        run.pair.start()
-        policy = _started(run)
-        failure = policy.failure
-        if policy.state is PolicyState.READY:
-            break
-    else:
-        verdict.lost.append(f"log cut to {share:.0%}: no way on: {failure}")
+    evidence = _evidence(run)
+    policy = _decide(run)
+    if policy.state is not PolicyState.READY:
+        verdict.lost.append(f"log cut to {share:.0%}: no way on: {policy.failure}")
         return
     # Bodies that the journal knows go with the checkpoints that cover them.
     known = {record.body_digest for record in read_journal(run.settings.database, POLICY)}
@@ -93,6 +83,22 @@ def _go_on(run: LightRun, share: float, result: CutResult) -> None:
     version = _step(run, policy.next_seq)
     if version is None or version <= newest:
         verdict.doubled.append(f"log cut to {share:.0%}: version {version} after {newest}")
+
+
+def _decide(run: LightRun) -> Policy:
+    """Accept the loss; where that is not possible, go on from a checkpoint, if there is one."""
+    policy = _started(run)
+    for choice in Choice:
+        loss = read_loss(run.paths)
+        if loss is None or (choice is Choice.FROM_EVIDENCE and not loss.adoptable):
+            continue
+        run.pair.stop()
+        write_decision(run.paths, choice)
+        run.pair.start()
+        policy = _started(run)
+        if policy.state is PolicyState.READY:
+            break
+    return policy
 
 
 def _cut(run: LightRun, share: float) -> dict[Path, bytes]:

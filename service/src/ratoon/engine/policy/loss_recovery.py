@@ -55,7 +55,7 @@ async def carry_out(
     else:
         kept = await _replayed(run, history, status, loss)
     folder = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(run.ports.now())) + "-journal-lost"
-    await _set_aside(run, history, folder, kept)
+    staying = await _set_aside(run, history, folder, kept)
     told = await asyncio.to_thread(read_position, run.paths.position) or Position()
     above = told.count, max(told.version, *loss.versions, 0)
     if is_adopted:
@@ -64,6 +64,8 @@ async def carry_out(
         await journal.adopt(run.token, policy_id, adopted, closed_seq, above, now)
     else:
         await journal.accept_loss(run.token, policy_id, kept, above)
+    run.published = (*history.policy.published, *staying)
+    await journal.set_published(run.token, policy_id, run.published)
     place = run.paths.set_aside / folder
     await asyncio.to_thread(forget_loss, run.paths, place)
     _LOG.error(
@@ -145,31 +147,42 @@ async def _load_adopted(run: PolicyRun, loss: Loss) -> Checkpoint:
 
 async def _set_aside(
     run: PolicyRun, history: PolicyHistory, name: str, kept: tuple[Checkpoint, ...]
-) -> None:
-    """Move what the journal does not list to folders of this name."""
+) -> tuple[int, ...]:
+    """Move what the journal does not list to folders of this name.
+
+    Returns versions that it does not list and whose states it will have: they stay.
+    """
     needed = {*(await run.ports.journal.bodies_in_use(run.policy_id)).values()}
     await run.archive.restore_bodies(await run.archive.body_names() - needed)
     await run.check_newest()
     await run.bodies.set_aside(needed, run.paths.set_aside / name / "bodies")
-    await asyncio.to_thread(_move_folders, run.paths, history, name, kept)
+    states = {(c.info.version, c.weights_digest) for c in kept}
+    if history.closed is not None:
+        states.add((history.policy.version, history.closed.weights_digest))
+    unlisted = [
+        found
+        for found in await asyncio.to_thread(find_versions, run.paths)
+        if found.version not in history.policy.published
+    ]
+    staying = tuple(
+        found.version
+        for found in unlisted
+        if found.made_by is not None
+        and found.made_by.state_digest
+        and (found.version, found.made_by.state_digest) in states
+    )
+    doomed = {found.version for found in unlisted}.difference(staying)
+    known = {checkpoint.info.checkpoint_id for checkpoint in (*history.checkpoints, *kept)}
+    await asyncio.to_thread(_move_folders, run.paths, name, doomed, known)
+    return staying
 
 
-def _move_folders(
-    paths: PolicyPaths, history: PolicyHistory, name: str, kept: tuple[Checkpoint, ...]
-) -> None:
-    """Leave the kept checkpoints, and the versions of their states, where they are."""
+def _move_folders(paths: PolicyPaths, name: str, versions: set[int], known: set[str]) -> None:
+    """Move these versions, and checkpoints that are not `known`."""
     folder = paths.set_aside / name
     make_folder(folder)
-    known = {checkpoint.info.checkpoint_id for checkpoint in (*history.checkpoints, *kept)}
-    doomed = [n for n in names_in(paths.checkpoints) if n not in known and n[0] != "."]
-    move_to(folder / "checkpoints", [paths.checkpoints / n for n in doomed])
-    states = {(c.info.version, c.weights_digest) for c in kept if c.weights_digest}
-    versions = [
-        v.version
-        for v in find_versions(paths)
-        if v.version not in history.policy.published
-        and (v.made_by is None or (v.version, v.made_by.state_digest) not in states)
-    ]
+    names = [n for n in names_in(paths.checkpoints) if n not in known and n[0] != "."]
+    move_to(folder / "checkpoints", [paths.checkpoints / n for n in names])
     there = [version_folder(paths.weights, version) for version in versions]
     move_to(paths.weights_set_aside / name, there)
 
