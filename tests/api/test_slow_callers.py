@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import time
 from collections.abc import AsyncIterator
@@ -13,7 +14,8 @@ import grpc.aio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from harness.attacks.http2 import Sent, message_calls
+from harness.attacks.floods import FLOODS
+from harness.attacks.http2 import PREFACE, SETTINGS, Sent, frame, message_calls
 from ratoon.api.grpc import front, intake
 from ratoon.api.grpc.server import start_server
 from ratoon.api.grpc.servicer import PolicyServicer
@@ -310,6 +312,33 @@ async def test_what_grpc_says_at_once_is_passed_on(
     async with gateway(api) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         answer = await PolicyServiceStub(channel).Health(service_pb2.HealthRequest(), timeout=5)
     assert answer.status == "ok"
+
+
+async def test_what_a_caller_left_behind_is_not_served(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of its bytes is behind them: thousands of calls of nobody were answered first."""
+    begun, num_calls = 0, 3000
+    read = intake.Request.read
+
+    async def counted(request: intake.Request, caller: str) -> Any:
+        nonlocal begun
+        begun += 1
+        return await read(request, caller)
+
+    monkeypatch.setattr(intake.Request, "read", counted)
+    _, frames_of = FLOODS["calls"]
+    async with gateway(api) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(PREFACE + frame(SETTINGS, 0, 0, b""))
+        writer.write(b"".join(frames_of(number) for number in range(num_calls)))
+        writer.write_eof()
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionResetError):
+                while await reader.read(MIB):
+                    pass
+        writer.close()
+    assert begun < num_calls / 10
 
 
 async def test_calls_that_are_answered_unjudged_are_forgotten(
