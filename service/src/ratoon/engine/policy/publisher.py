@@ -143,6 +143,7 @@ class Publisher(Awaited):
             run.published = there
         if self.newest == run.version or not (is_lost or self.is_due(run.version)):
             self._unfinished = None
+            self.wake()
             return
         if is_ahead:
             self._under_way = run.version
