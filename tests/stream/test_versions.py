@@ -6,6 +6,7 @@ import errno
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,8 +132,8 @@ def test_publish_beside_a_replaced_writer_takes_the_same_files_only(
 def test_publish_of_another_policy_or_kind_is_refused(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"a": b"one"})
     for policy_id, kind in (("q", WeightKind.FULL), ("p", WeightKind.ADAPTER)):
-        call = lambda p=policy_id, k=kind: publish_version(tmp_path, p, 1, k, writer({}), 0.0)  # noqa: E731
-        assert code_of(call) is ErrorCode.INVALID_ARGUMENT
+        with pytest.raises(RatoonError, match=re.escape(f"it is of policy p (full) in {tmp_path}")):
+            publish_version(tmp_path, policy_id, 1, kind, writer({}), 0.0)
 
 
 def test_publish_failing_write_leaves_nothing(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def publish_version(
     if there is not None:
         # The process that published it may have been killed before it synced the name.
         fsync_folder(root)
-        return _same_version(there, policy_id, kind)
+        return _same_version(root, there, policy_id, kind)
     remove_leftovers(root)
     temporary = temporary_name(target)
     spares = _take_spare(root, temporary)
@@ -170,7 +170,7 @@ def _name(temporary: Path, target: Path, manifest: WeightManifest) -> WeightMani
         if there.files != manifest.files:
             raise
     shutil.rmtree(temporary)
-    return _same_version(there, manifest.policy_id, manifest.kind)
+    return _same_version(target.parent, there, manifest.policy_id, manifest.kind)
 
 
 def read_manifest(root: Path, version: int, policy_id: str = "") -> WeightManifest:
@@ -386,12 +386,19 @@ def _digest_not_found(digest: str) -> RatoonError:
     )
 
 
-def _same_version(manifest: WeightManifest, policy_id: str, kind: WeightKind) -> WeightManifest:
+def _same_version(
+    root: Path, manifest: WeightManifest, policy_id: str, kind: WeightKind
+) -> WeightManifest:
     if (manifest.policy_id, manifest.kind) != (policy_id, kind):
-        raise invalid(
-            "version",
-            f"{manifest.version} of {policy_id} ({kind})",
-            f"the one that is published: of {manifest.policy_id} ({manifest.kind})",
+        version = manifest.version
+        raise RatoonError(
+            ErrorCode.INVALID_ARGUMENT,
+            f"version {version} of policy {policy_id} ({kind}) cannot be written, as that version"
+            f" exists: it is of policy {manifest.policy_id} ({manifest.kind}) in {root}. Move it"
+            " away, or give each service a weights_root of its own",
+            field="version",
+            got=str(version),
+            expected="a version that does not exist",
         )
     return manifest
 
