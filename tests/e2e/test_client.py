@@ -218,6 +218,30 @@ def test_what_an_ended_operation_made_is_what_every_reader_gets(
     client.delete_policy(policy_id).result()
 
 
+def test_a_damaged_version_is_written_again_or_not_found_over_every_wire(
+    clients: dict[str, RatoonClient], service: Service
+):
+    """The newest one was INTERNAL until the next step."""
+    policy_id = "client-damaged"
+    clients["http"].create_policy(policy_id, preset="tiny", seed=7).result()
+    clients["http"].policy(policy_id).update(batch(), loss=Loss("grpo"), optim=OPTIM).result()
+    whole = clients["http"].weight_manifest(policy_id)
+    assert service.config.weights_root is not None
+    root = service.config.weights_root / policy_id
+    (root / "00000001" / "manifest.json").write_bytes(b"{}")
+    for name in WIRES:
+        newest = clients[name].weight_manifest(policy_id, known_version=0)
+        assert (newest.version, newest.files) == (1, whole.files)
+    assert (root / "damaged-00000001" / "manifest.json").read_bytes() == b"{}"
+    (root / "00000000" / "model.safetensors").unlink()
+    for name in WIRES:
+        with pytest.raises(RatoonApiError, match="version 0 is damaged") as caught:
+            clients[name].weight_manifest(policy_id, 0)
+        assert caught.value.code == "WEIGHTS_NOT_FOUND"
+    clients["http"].delete_policy(policy_id).result()
+    assert not root.exists()
+
+
 def test_gradients_read_over_every_wire_are_those_that_the_step_divides(
     clients: dict[str, RatoonClient], policies: dict[str, str]
 ):

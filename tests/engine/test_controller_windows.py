@@ -140,6 +140,11 @@ async def test_a_checkpoint_in_a_window_says_where_to_replay_from(machine: Machi
     assert [checkpoint.info.checkpoint_id for checkpoint in known] == ["seq3-v1", "mine"]
     twice = await machine.end(await machine.submit(6, save("mine"), 0))
     assert code_of(twice) == ErrorCode.INVALID_ARGUMENT
+    assert isinstance(twice.result, FailedResult)
+    assert twice.result.error["message"] == (
+        "checkpoint_id: the policy has a checkpoint mine already, of version 2 at seq 5; take"
+        " another name"
+    )
 
 
 async def test_bodies_live_as_long_as_their_window(machine: Machine) -> None:

@@ -144,6 +144,10 @@ async def test_the_same_spec_again_is_the_same_operation(town: Town) -> None:
     with pytest.raises(RatoonError) as caught:
         await town.lifecycle.create_policy(policy_spec("a", keep_versions=5))
     assert caught.value.code is ErrorCode.POLICY_EXISTS
+    assert caught.value.message == (
+        "policy a exists already, with another spec; it is ready, at version 0. Take another id, or"
+        " the spec that it was created with"
+    )
 
 
 async def test_a_policy_that_cannot_be_loaded_is_gone_and_may_be_tried_again(town: Town) -> None:
@@ -320,6 +324,8 @@ async def stuck_delete(town: Town) -> None:
     failed = await town.end(await town.lifecycle.delete_policy("a"))
     assert failed.state is OperationState.FAILED
     assert (await town.lifecycle.policy("a")).state is PolicyState.DELETING
+    with pytest.raises(RatoonError, match="policy a is being deleted; its id is free once"):
+        await town.lifecycle.create_policy(policy_spec("a"))
     town.fleet.is_stuck = False
 
 

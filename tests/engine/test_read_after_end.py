@@ -216,12 +216,17 @@ async def test_a_version_that_cannot_be_written_ends_the_wait(
     assert (await machine.controller.weight_manifest(1)).version == 1
 
 
+@pytest.mark.parametrize(("recovery", "newest"), [(Recovery.REPLAY, 1), (Recovery.FAIL, 0)])
 @pytest.mark.parametrize("version", [None, 0])
 async def test_a_version_whose_worker_is_lost_is_waited_for(
-    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch, version: int | None
+    make_machine: MakeMachine,
+    monkeypatch: pytest.MonkeyPatch,
+    recovery: Recovery,
+    newest: int,
+    version: int | None,
 ) -> None:
     """Also where the start after that fails: a reader got the version before, meanwhile."""
-    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    machine = await make_machine(recovery=recovery).start()
     fence, lost = machine.worker.fence, list[None]()
 
     async def fenced(token: int, *, on_one_node: bool = False) -> Any:
@@ -233,7 +238,7 @@ async def test_a_version_whose_worker_is_lost_is_waited_for(
     monkeypatch.setattr(machine.worker, "fence", fenced)
     machine.crashes.armed[CrashPoint.WORKER_BEFORE_PUBLISH] = 1
     assert (await machine.end(await machine.update(1, 1))).state is OperationState.DONE
-    assert (await known(version, 0.0)(machine.controller)).version == 1
+    assert (await known(version, 0.0)(machine.controller)).version == newest
     assert len(lost) == 2
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +29,7 @@ from ratoon.stream.versions import (
     publish_version,
     read_manifest,
     version_folder,
+    whole_version,
 )
 from ratoon_client.weights.deltas import read_delta, rebuild
 from tests.stream.samples import flipped, safetensors
@@ -128,8 +132,8 @@ def test_publish_beside_a_replaced_writer_takes_the_same_files_only(
 def test_publish_of_another_policy_or_kind_is_refused(tmp_path: Path) -> None:
     publish(tmp_path, 1, {"a": b"one"})
     for policy_id, kind in (("q", WeightKind.FULL), ("p", WeightKind.ADAPTER)):
-        call = lambda p=policy_id, k=kind: publish_version(tmp_path, p, 1, k, writer({}), 0.0)  # noqa: E731
-        assert code_of(call) is ErrorCode.INVALID_ARGUMENT
+        with pytest.raises(RatoonError, match=re.escape(f"it is of policy p (full) in {tmp_path}")):
+            publish_version(tmp_path, policy_id, 1, kind, writer({}), 0.0)
 
 
 def test_publish_failing_write_leaves_nothing(tmp_path: Path) -> None:
@@ -277,7 +281,45 @@ def test_chunk_is_found_in_an_older_version_until_it_is_pruned(tmp_path: Path) -
 def test_damaged_manifest_is_an_error_not_a_version(tmp_path: Path, text: str) -> None:
     publish(tmp_path, 1, {"a": b"x"})
     (version_folder(tmp_path, 1) / "manifest.json").write_text(text)
-    assert code_of(lambda: read_manifest(tmp_path, 1)) is ErrorCode.INTERNAL
+    with pytest.raises(RatoonError, match="version 1 is damaged: its manifest") as caught:
+        read_manifest(tmp_path, 1)
+    assert (caught.value.code, caught.value.field) == (ErrorCode.WEIGHTS_NOT_FOUND, "version")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "a"])
+def test_publish_over_a_damaged_version_keeps_what_was_damaged_first(
+    tmp_path: Path, name: str
+) -> None:
+    """It was refused, or taken for whole."""
+    whole = publish(tmp_path, 1, {"a": b"one"})
+    for data in (b"first", b"second"):
+        (version_folder(tmp_path, 1) / name).write_bytes(data)
+        assert publish(tmp_path, 1, {"a": b"one"}) == whole_version(tmp_path, 1) == whole
+    assert (tmp_path / "damaged-00000001" / name).read_bytes() == b"first"
+    assert list_versions(tmp_path) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.EIO, ErrorCode.WEIGHTS_NOT_FOUND),
+        (errno.EACCES, ErrorCode.UNAVAILABLE),
+        (errno.ESTALE, ErrorCode.UNAVAILABLE),
+        (errno.EMFILE, ErrorCode.UNAVAILABLE),
+    ],
+)
+@pytest.mark.parametrize("name", ["read_bytes", "stat"])
+def test_what_cannot_be_read_now_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: ErrorCode, name: str
+) -> None:
+    """Set aside, a version would be gone for a server of files that is away for a moment."""
+    publish(tmp_path, 1, {"a": b"one"})
+
+    def fail(_path: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, name, fail)
+    assert code_of(lambda: whole_version(tmp_path, 1)) is code
 
 
 def test_manifest_is_json_of_a_stated_format(tmp_path: Path) -> None:
@@ -296,7 +338,9 @@ def test_manifest_of_another_digest_is_an_error(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[place] ^= 1
         path.write_bytes(damaged)
-        assert code_of(lambda: read_manifest(tmp_path, 1)) is ErrorCode.INTERNAL, place
+        with pytest.raises(RatoonError, match="version 1 is damaged: its manifest") as caught:
+            read_manifest(tmp_path, 1)
+        assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND, place
 
 
 def test_publishing_again_syncs_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -125,6 +126,11 @@ def weights_root(config: ClientConfig) -> Path | None:
     """The config's, or else that of the variable, which the service reads too."""
     path = config.weights_root or os.environ.get(WEIGHTS_VARIABLE)
     return Path(path) if path else None
+
+
+def lock_folder() -> Path:
+    """Where this user's locks are: below the machine's temporary folder, or that of `TMPDIR`."""
+    return Path(tempfile.gettempdir()) / f"ratoon-{os.geteuid()}"
 
 
 def default_url() -> str:

@@ -169,12 +169,12 @@ class EngineClient:
         """Absolute path and description of a file of a version.
 
         A version that is being written is waited for, as by `weight_manifest`. Raises
-        WEIGHTS_NOT_FOUND.
+        WEIGHTS_NOT_FOUND where there is none, or it is damaged and cannot be written again.
         """
 
         def read(paths: PolicyPaths) -> tuple[Path, WeightFile]:
-            path = file_path(paths.weights, version, name)
-            files = read_manifest(paths.weights, version).fetchable
+            path = file_path(paths.weights, version, name, policy_id)
+            files = read_manifest(paths.weights, version, policy_id).fetchable
             return path, next(file for file in files if file.name == name)
 
         try:

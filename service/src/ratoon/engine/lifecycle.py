@@ -28,7 +28,13 @@ from ratoon.engine.journal.records import (
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.admission import new_operation_id
 from ratoon.engine.policy.ledger import Ledger, LiveOperation
-from ratoon.engine.refusals import draining, operation_not_found, policy_not_found, policy_not_ready
+from ratoon.engine.refusals import (
+    draining,
+    operation_not_found,
+    policy_exists,
+    policy_not_found,
+    policy_not_ready,
+)
 from ratoon.engine.types import (
     EmptyResult,
     FailedResult,
@@ -267,13 +273,8 @@ class Lifecycle:
         kind, policy_id = OperationKind.CREATE_POLICY, spec.policy_id
         first = await self._journal.find_lifecycle_operation(policy_id, kind)
         if first is None or row.spec != spec or row.state is PolicyState.DELETING:
-            raise RatoonError(
-                ErrorCode.POLICY_EXISTS,
-                f"policy {policy_id} exists and is {row.state}",
-                field="policy_id",
-                got=policy_id,
-                expected="an id that is not in use, or the spec it was created with",
-            )
+            is_other = row.spec != spec
+            raise policy_exists(policy_id, row.state, row.version, is_other=is_other)
         return _view(first)
 
     async def _check_room(self) -> None:

@@ -14,6 +14,28 @@ def policy_not_found(policy_id: str) -> RatoonError:
     )
 
 
+def policy_exists(
+    policy_id: str, state: PolicyState, version: int, *, is_other: bool
+) -> RatoonError:
+    """`is_other`: it was created with another spec."""
+    if state is PolicyState.DELETING:
+        text = "is being deleted; its id is free once that has ended"
+    elif is_other:
+        text = (
+            f"exists already, with another spec; it is {state}, at version {version}. Take another"
+            " id, or the spec that it was created with"
+        )
+    else:
+        text = f"exists already; it is {state}, at version {version}. Train it, or take another id"
+    return RatoonError(
+        ErrorCode.POLICY_EXISTS,
+        f"policy {policy_id} {text}",
+        field="policy_id",
+        got=policy_id,
+        expected="an id that is not in use, or the spec it was created with",
+    )
+
+
 def operation_not_found(operation_id: str) -> RatoonError:
     return RatoonError(
         ErrorCode.OPERATION_NOT_FOUND,

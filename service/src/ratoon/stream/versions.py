@@ -6,6 +6,7 @@ version number never names two contents. A root has one writer, many readers.
     root/00000007/{manifest.json, config.json, model.safetensors, delta-from-00000006.bin, ...}
     root/.spare/    the version pruned last; the next is written over its pages, as new ones have
                     to be zeroed first
+    root/damaged-00000006/    a version that a disk has damaged, for whoever looks into it
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ from ratoon.stream.manifest import MadeBy, WeightDelta, WeightFile, WeightKind, 
 _LOG = get_logger("versions")
 MANIFEST_NAME = "manifest.json"
 SPARE_NAME = ".spare"
+DAMAGED_PREFIX = "damaged-"
 MANIFEST_FORMAT = 3
 # Per chunk; the wire's own limit.
 MAX_CHUNK_BYTES = 16 * 2**20
 
 _VERSION_PATTERN = re.compile(r"[0-9]{8,}")
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
+_MISSING = (errno.ENOENT, errno.ENOTDIR)
+# Of a name that is there, but is no file that can be read.
+_UNREADABLE = (errno.EIO, errno.EISDIR)
 
 
 def version_folder(root: Path, version: int) -> Path:
@@ -70,19 +75,20 @@ def publish_version(
 
     `write` may find files there, to be written over, and returns the digests of files, by name,
     that it took while it wrote them; the others are read for theirs. If the version exists, return
-    its manifest without calling `write`: after a crash the same step gives the same bits. With
-    `deltas` it has a delta from the newest other version, where that is small enough. Raises
-    INVALID_ARGUMENT where the existing version is another policy's or of another kind, and whatever
-    `write` raises; nothing is visible then.
+    its manifest without calling `write`: after a crash the same step gives the same bits. One that
+    is damaged is set aside and written again. With `deltas` the version has a delta from the newest
+    other version, where that is small enough. Raises INVALID_ARGUMENT where the existing version is
+    another policy's or of another kind, and whatever `write` raises; nothing is visible then.
     """
     if version < 0:
         raise invalid("version", version, "at least 0")
     make_folder(root)
     target = version_folder(root, version)
-    if (target / MANIFEST_NAME).exists():
+    there = _existing(root, version)
+    if there is not None:
         # The process that published it may have been killed before it synced the name.
         fsync_folder(root)
-        return _same_version(read_manifest(root, version), policy_id, kind)
+        return _same_version(root, there, policy_id, kind)
     remove_leftovers(root)
     temporary = temporary_name(target)
     spares = _take_spare(root, temporary)
@@ -134,16 +140,25 @@ def _newest_other(root: Path, manifest: WeightManifest) -> WeightManifest | None
     others = [version for version in list_versions(root) if version != manifest.version]
     if not others:
         return None
-    folder = version_folder(root, others[-1])
     try:
-        parent = read_manifest(root, others[-1])
-        is_whole = all(
-            (folder / file.name).stat().st_size == file.size_bytes for file in parent.files
-        )
-    except (RatoonError, OSError):
+        parent = whole_version(root, others[-1])
+    except RatoonError:
         return None
     is_alike = (parent.policy_id, parent.kind) == (manifest.policy_id, manifest.kind)
-    return parent if is_whole and is_alike else None
+    return parent if is_alike else None
+
+
+def _existing(root: Path, version: int) -> WeightManifest | None:
+    """The manifest of a whole version; None where there is none any more, or was none."""
+    if not version_folder(root, version).exists():
+        return None
+    try:
+        return whole_version(root, version)
+    except RatoonError as err:
+        if err.code is not ErrorCode.WEIGHTS_NOT_FOUND:
+            raise
+        set_aside(root, version, err.message)
+        return None
 
 
 def _name(temporary: Path, target: Path, manifest: WeightManifest) -> WeightManifest:
@@ -157,26 +172,93 @@ def _name(temporary: Path, target: Path, manifest: WeightManifest) -> WeightMani
         if there.files != manifest.files:
             raise
     shutil.rmtree(temporary)
-    return _same_version(there, manifest.policy_id, manifest.kind)
+    return _same_version(target.parent, there, manifest.policy_id, manifest.kind)
 
 
-def read_manifest(root: Path, version: int) -> WeightManifest:
-    """The manifest of a published version. Raises WEIGHTS_NOT_FOUND."""
+def read_manifest(root: Path, version: int, policy_id: str = "") -> WeightManifest:
+    """The manifest of a published version of this policy ("": any).
+
+    Raises WEIGHTS_NOT_FOUND where there is none or it is damaged, and UNAVAILABLE where it cannot
+    be read now.
+    """
     path = version_folder(root, version) / MANIFEST_NAME
     try:
-        return _decode(path.read_bytes())
-    except FileNotFoundError as err:
-        raise RatoonError(
-            ErrorCode.WEIGHTS_NOT_FOUND,
-            f"version {version} is not published or was removed",
-            field="version",
-            got=str(version),
-            expected="a published version",
-        ) from err
+        manifest = _decode(path.read_bytes())
+    except OSError as err:
+        if err.errno in _MISSING:
+            raise RatoonError(
+                ErrorCode.WEIGHTS_NOT_FOUND,
+                f"version {version} is not published or was removed",
+                field="version",
+                got=str(version),
+                expected="a published version",
+            ) from err
+        if err.errno in _UNREADABLE:
+            raise _damaged(version, f"its manifest cannot be read: {err.strerror}") from err
+        raise _unavailable(version, err) from err
     except (ValueError, KeyError, TypeError) as err:
-        raise RatoonError(
-            ErrorCode.INTERNAL, f"the manifest of version {version} is unreadable: {err}"
-        ) from err
+        raise _damaged(version, f"its manifest is unreadable: {err}") from err
+    if manifest.version != version or policy_id not in ("", manifest.policy_id):
+        other = f"version {manifest.version} of policy {manifest.policy_id}"
+        raise _damaged(version, f"its manifest is that of {other}")
+    return manifest
+
+
+def whole_version(root: Path, version: int, policy_id: str = "") -> WeightManifest:
+    """The manifest of a version that has all its files, by their sizes. Raises as `read_manifest`.
+
+    Deltas may be missing: a reader fetches whole files then.
+    """
+    manifest = read_manifest(root, version, policy_id)
+    for file in manifest.files:
+        _whole_path(root, version, file)
+    return manifest
+
+
+def set_aside(root: Path, version: int, reason: str) -> Path | None:
+    """Take a damaged version's name from its folder, which is kept for whoever looks into it.
+
+    One folder is kept of each version, the first. Returns it; None where there was nothing to keep.
+    """
+    folder, kept = version_folder(root, version), root / f"{DAMAGED_PREFIX}{version:08d}"
+    if kept.exists():
+        remove_folder(folder)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            rename_folder(folder, kept)
+    found = kept if kept.exists() else None
+    _LOG.error("version damaged", root=str(root), version=version, reason=reason, kept=str(found))
+    return found
+
+
+def _whole_path(root: Path, version: int, file: WeightFile) -> Path:
+    """The path of a version's file, which has the size that the manifest says."""
+    path = version_folder(root, version) / file.name
+    try:
+        size_bytes = path.stat().st_size
+    except OSError as err:
+        if err.errno in (*_MISSING, *_UNREADABLE):
+            raise _damaged(version, f"{file.name}: {err.strerror}") from err
+        raise _unavailable(version, err) from err
+    if size_bytes != file.size_bytes:
+        reason = f"{file.name} has {size_bytes} bytes, expected {file.size_bytes}"
+        raise _damaged(version, reason)
+    return path
+
+
+def _damaged(version: int, reason: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.WEIGHTS_NOT_FOUND,
+        f"version {version} is damaged: {reason}",
+        field="version",
+        got=str(version),
+        expected="a version whose files are whole",
+    )
+
+
+def _unavailable(version: int, error: OSError) -> RatoonError:
+    text = f"version {version} cannot be read now: {error.strerror}"
+    return RatoonError(ErrorCode.UNAVAILABLE, text)
 
 
 def list_versions(root: Path) -> tuple[int, ...]:
@@ -231,21 +313,25 @@ def _take_spare(root: Path, temporary: Path) -> list[Path]:
     return spares
 
 
-def file_path(root: Path, version: int, name: str) -> Path:
-    """The path of a file that the manifest names. Raises WEIGHTS_NOT_FOUND for any other name."""
-    if not any(file.name == name for file in read_manifest(root, version).fetchable):
-        raise RatoonError(
-            ErrorCode.WEIGHTS_NOT_FOUND,
-            f"version {version} has no file of that name",
-            field="name",
-            got=name,
-            expected="a file of the manifest",
-        )
-    return version_folder(root, version) / name
+def file_path(root: Path, version: int, name: str, policy_id: str = "") -> Path:
+    """The path of a file that the manifest names.
+
+    Raises WEIGHTS_NOT_FOUND for any other name, and where the version is damaged.
+    """
+    for file in read_manifest(root, version, policy_id).fetchable:
+        if file.name == name:
+            return _whole_path(root, version, file)
+    raise RatoonError(
+        ErrorCode.WEIGHTS_NOT_FOUND,
+        f"version {version} has no file of that name",
+        field="name",
+        got=name,
+        expected="a file of the manifest",
+    )
 
 
 def find_file(root: Path, digest: str) -> tuple[Path, WeightFile]:
-    """The newest published file with this digest.
+    """The newest published file with this digest; damaged versions are passed over.
 
     Raises INVALID_ARGUMENT for an invalid digest, WEIGHTS_NOT_FOUND where no file has it.
     """
@@ -253,14 +339,13 @@ def find_file(root: Path, digest: str) -> tuple[Path, WeightFile]:
         raise invalid("digest", repr(digest), "32 lower-case hexadecimal digits")
     for version in reversed(list_versions(root)):
         try:
-            manifest = read_manifest(root, version)
+            for file in read_manifest(root, version).fetchable:
+                if file.digest == digest:
+                    return _whole_path(root, version, file), file
         except RatoonError as err:
-            if err.code is ErrorCode.WEIGHTS_NOT_FOUND:
-                continue  # Pruned since it was listed.
-            raise
-        for file in manifest.fetchable:
-            if file.digest == digest:
-                return version_folder(root, version) / file.name, file
+            if err.code is not ErrorCode.WEIGHTS_NOT_FOUND:
+                raise
+            # Damaged, or pruned since it was listed.
     raise _digest_not_found(digest)
 
 
@@ -303,12 +388,19 @@ def _digest_not_found(digest: str) -> RatoonError:
     )
 
 
-def _same_version(manifest: WeightManifest, policy_id: str, kind: WeightKind) -> WeightManifest:
+def _same_version(
+    root: Path, manifest: WeightManifest, policy_id: str, kind: WeightKind
+) -> WeightManifest:
     if (manifest.policy_id, manifest.kind) != (policy_id, kind):
-        raise invalid(
-            "version",
-            f"{manifest.version} of {policy_id} ({kind})",
-            f"the one that is published: of {manifest.policy_id} ({manifest.kind})",
+        version = manifest.version
+        raise RatoonError(
+            ErrorCode.INVALID_ARGUMENT,
+            f"version {version} of policy {policy_id} ({kind}) cannot be written, as that version"
+            f" exists: it is of policy {manifest.policy_id} ({manifest.kind}) in {root}. Move it"
+            " away, or give each service a weights_root of its own",
+            field="version",
+            got=str(version),
+            expected="a version that does not exist",
         )
     return manifest
 

@@ -1,4 +1,4 @@
-"""Calls of an inference engine over HTTP, by one receiver of this machine.
+"""Calls of an inference engine over HTTP, by one receiver of this user on this machine.
 
 What an engine answers counts where it is a success that the body does not deny; all else is an
 EngineError that names the engine, the call and what came.
@@ -9,18 +9,17 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
 import httpx
 import xxhash
 
+from ratoon_client.config import lock_folder
 from ratoon_client.errors import EngineError, InvalidArgumentError
-from ratoon_client.weights.file_lock import take
+from ratoon_client.weights.file_lock import own_folder, take
 
 _MAX_ANSWER_BYTES = 16 * 2**20
 _SHOWN_CHARACTERS = 300
@@ -47,7 +46,8 @@ class EngineHttp:
     """Holds the engine at `url` from construction to `close`, or as a context manager.
 
     Each call is bounded by its seconds, `call_s` where it has none of its own. Raises EngineError
-    where another receiver of this machine has the engine.
+    where another receiver of this user on this machine has the engine, and InvalidArgumentError
+    where other users could hold its lock.
     """
 
     def __init__(self, url: str, *, api_key: str | None, call_s: float) -> None:
@@ -119,14 +119,15 @@ class EngineHttp:
 
 
 def _lock(url: httpx.URL) -> int:
-    """By host and port; all names of this machine are one."""
+    """A lock named after host and port; all names of this machine are one."""
     port = url.port or (443 if url.scheme == "https" else 80)
     address = f"{'localhost' if _is_this_machine(url.host) else url.host}:{port}"
-    name = f"ratoon-engine-{xxhash.xxh3_128_hexdigest(address.encode())}.lock"
+    name = f"engine-{xxhash.xxh3_128_hexdigest(address.encode())}.lock"
     try:
-        return take(Path(tempfile.gettempdir()) / name)
+        return take(own_folder(lock_folder()) / name)
     except BlockingIOError:
-        raise EngineError(f"{url}: another receiver of this machine has this engine") from None
+        text = "another receiver of this user on this machine has this engine"
+        raise EngineError(f"{url}: {text}") from None
 
 
 def _is_this_machine(host: str) -> bool:

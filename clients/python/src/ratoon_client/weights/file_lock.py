@@ -1,17 +1,52 @@
-"""A lock that one process of this machine holds, and that ends with it."""
+"""A lock that one process of this user holds, and that ends with it.
+
+Whoever may open a lock's file may hold the lock. So no other user may open one: its mode is 0600,
+and outside of a receiver's own folder it is in a folder that only this user can enter.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ratoon_client.errors import InvalidArgumentError
+
+
+def own_folder(path: Path) -> Path:
+    """Make `path` a folder for this user alone; it may exist.
+
+    Raises InvalidArgumentError where what is there is a link, another user's or open to others.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_own or status.st_mode & 0o077:
+        raise InvalidArgumentError(
+            "TMPDIR",
+            f"one in which {path} is not a folder of this user alone",
+            "that folder removed or closed to others (chmod 700), or another temporary folder",
+        )
+    return path
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of the lock's file, which is made where it is missing. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 def take(path: Path) -> int:
     """A descriptor that holds the lock until it is closed. Raises BlockingIOError: it is held."""
-    descriptor = _open(path)
+    descriptor = open_lock(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -22,18 +57,9 @@ def take(path: Path) -> int:
 
 @contextmanager
 def held(path: Path) -> Generator[None]:
-    """Raises BlockingIOError where somebody else holds it."""
+    """Raises BlockingIOError where another process holds it."""
     descriptor = take(path)
     try:
         yield
     finally:
         os.close(descriptor)
-
-
-def _open(path: Path) -> int:
-    """A file of another user, in a folder of all, may be opened but not with O_CREAT."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(path, flags)
-    except FileNotFoundError:
-        return os.open(path, flags | os.O_CREAT, 0o644)

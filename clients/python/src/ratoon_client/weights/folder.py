@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.weights.checks import MANIFEST_NAME
+from ratoon_client.weights.file_lock import open_lock
 from ratoon_client.weights.partial import is_whole
 
 _VERSION = re.compile(r"version-(\d{1,19})")
@@ -43,7 +44,7 @@ class VersionsFolder:
     @asynccontextmanager
     async def locked(self) -> AsyncGenerator[None]:
         """One pull at a time, over all processes of this machine."""
-        descriptor = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_lock(self._root / ".lock")
         try:
             # The holder may be another process: there is no event to wait for.
             while not _try_lock(descriptor):  # noqa: ASYNC110

@@ -15,7 +15,7 @@ class SglangAdapter(EngineHttp):
     """Holds the engine at `url` from construction to `close`, or as a context manager.
 
     `load_s` bounds an update, which waits for requests that are being answered; `call_s` all other
-    calls. Raises EngineError where another receiver of this machine has the engine.
+    calls. Raises EngineError where another receiver of this user on this machine has the engine.
     """
 
     def __init__(

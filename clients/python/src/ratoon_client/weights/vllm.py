@@ -28,7 +28,8 @@ class VllmAdapter(EngineHttp):
     """Holds the engine at `url` from construction to `close`, or as a context manager.
 
     `drain_s` bounds the wait for requests that are being answered, `load_s` a load, `call_s` all
-    other calls. Raises EngineError where another receiver of this machine has the engine.
+    other calls. Raises EngineError where another receiver of this user on this machine has the
+    engine.
     """
 
     def __init__(

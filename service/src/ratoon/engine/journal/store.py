@@ -80,7 +80,9 @@ class SqlStore:
                 insert_row(connection, POLICIES, row)
             except IntegrityError as err:
                 raise RatoonError(
-                    ErrorCode.POLICY_EXISTS, f"policy {spec.policy_id} exists", field="policy_id"
+                    ErrorCode.POLICY_EXISTS,
+                    f"policy {spec.policy_id} exists already: it was created just now",
+                    field="policy_id",
                 ) from err
             insert_row(connection, OPERATIONS, to_columns(record))
 

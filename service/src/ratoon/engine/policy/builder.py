@@ -70,9 +70,9 @@ class TaskBuilder:
         run = self._run
         checkpoint_id = command.checkpoint_id or f"seq{record.seq}-v{run.version}"
         checkpoints = await run.ports.journal.checkpoints(run.policy_id)
-        known = {checkpoint.info.checkpoint_id for checkpoint in checkpoints}
-        if checkpoint_id in known:
-            raise invalid("checkpoint_id", checkpoint_id, "a name that no checkpoint has yet")
+        for known in (checkpoint.info for checkpoint in checkpoints):
+            if known.checkpoint_id == checkpoint_id:
+                raise _exists(known)
         # Left by a failed save whose controller was killed before it could delete it.
         await run.check_newest()
         await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
@@ -146,6 +146,17 @@ class TaskBuilder:
         if not (run.paths.results / name).exists():
             raise invalid(field, "a Forward whose result has expired", expected)
         return Choices(old_logprobs=name, old_version=record.result.version)
+
+
+def _exists(known: CheckpointInfo) -> RatoonError:
+    return RatoonError(
+        ErrorCode.INVALID_ARGUMENT,
+        f"checkpoint_id: the policy has a checkpoint {known.checkpoint_id} already, of version"
+        f" {known.version} at seq {known.seq}; take another name",
+        field="checkpoint_id",
+        got=known.checkpoint_id,
+        expected="a name that no checkpoint has yet",
+    )
 
 
 def forward_file_name(operation_id: str, digest: str) -> str:

@@ -233,7 +233,10 @@ class Controller:
                 async with self._lock:  # Not during a rollback of versions, or a start.
                     # Lost with its worker, a publication is begun again by the start after it.
                     if run.failure or not self._publisher.is_begun(version):
-                        return await self._publisher.manifest(version)
+                        manifest = await self._publisher.manifest(version)
+                        if manifest is not None:
+                            return manifest
+                        continue
                 left_s = None
             elif run.failure:
                 raise policy_not_ready(run.policy_id, run.state, run.failure)

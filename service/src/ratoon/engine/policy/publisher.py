@@ -21,13 +21,20 @@ from ratoon.engine.policy.ledger import Awaited
 from ratoon.engine.policy.lost_workers import LostWorkers
 from ratoon.engine.policy.receivers import Receivers
 from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.refusals import overtaken
 from ratoon.engine.types import Acknowledgement, OperationResult, PublishKind, StepResult
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.files import remove_folder
 from ratoon.stream.manifest import WeightManifest
-from ratoon.stream.versions import list_versions, prune_versions, read_manifest, version_folder
+from ratoon.stream.versions import (
+    list_versions,
+    prune_versions,
+    set_aside,
+    version_folder,
+    whole_version,
+)
 
 _LOG = get_logger("publisher")
 # Of the seconds of an operation: for so long the next one gives way to what it publishes.
@@ -57,6 +64,9 @@ class Publisher(Awaited):
         self._stopped: int | None = None
         # The version whose publication the next start has to begin again.
         self._unfinished: int | None = None
+        # What is wrong with each version that was damaged, and the one that was written again.
+        self._damaged: dict[int, RatoonError] = {}
+        self._rewritten: int | None = None
         self._lost_workers = LostWorkers()
 
     @property
@@ -89,11 +99,11 @@ class Publisher(Awaited):
         is_published = current == self.newest if version is None else current in self._run.published
         if is_published or current in (self._under_way, self._unfinished):
             return False
-        if current == asked and self._refused is not None and self._refused[0] == current:
+        on_request = self._run.spec.publish.kind is PublishKind.ON_REQUEST
+        is_refused = self._refused is not None and self._refused[0] == current
+        if is_refused and (current == asked or (version is None and not on_request)):
             return False
-        if self._run.spec.publish.kind is PublishKind.ON_REQUEST:
-            return version in (None, current)
-        return version == current and self.is_due(current)
+        return version in (None, current) and (on_request or self.is_due(current))
 
     def is_there(self, version: int | None, known_version: int | None) -> bool:
         """Whether `version`, or with None a newest other than `known_version`, is published."""
@@ -123,7 +133,9 @@ class Publisher(Awaited):
         run = self._run
         is_ahead = run.stored_outcome is not None
         spared = run.version if is_ahead else None
-        there = await asyncio.to_thread(_keep_readable, run.paths.weights, run.published, spared)
+        there = await asyncio.to_thread(
+            _keep_whole, run.paths.weights, run.policy_id, run.published, spared
+        )
         is_lost = run.version in run.published and run.version not in there
         if there != run.published:
             _LOG.warning("versions lost", policy_id=run.policy_id, published=run.published)
@@ -131,6 +143,7 @@ class Publisher(Awaited):
             run.published = there
         if self.newest == run.version or not (is_lost or self.is_due(run.version)):
             self._unfinished = None
+            self.wake()
             return
         if is_ahead:
             self._under_way = run.version
@@ -205,18 +218,27 @@ class Publisher(Awaited):
         if self._landing is not None:
             self._landing.cancel()
 
-    async def manifest(self, version: int | None) -> WeightManifest:
+    async def manifest(self, version: int | None) -> WeightManifest | None:
         """The manifest of a published version, None: the newest.
 
-        Raises WEIGHTS_NOT_FOUND, or why the version could not be published.
+        None where the version turns out to be damaged: it is published no more, and the caller
+        looks again. Raises WEIGHTS_NOT_FOUND, or why the version could not be published.
         """
         run = self._run
-        version = self.newest if version is None else version
-        if version is not None and version in run.published:
-            return await asyncio.to_thread(read_manifest, run.paths.weights, version)
+        wanted = self.newest if version is None else version
+        if wanted is not None and wanted in run.published:
+            root = run.paths.weights
+            try:
+                return await asyncio.to_thread(whole_version, root, wanted, run.policy_id)
+            except RatoonError as error:
+                if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:
+                    raise
+                await self._drop(wanted, error)
+                return None
         if self._refused is not None and version in (None, self._refused[0]):
             raise self._refused[1]
-        raise self._not_published("version", version)
+        damaged = max(self._damaged, default=-1) if version is None else version
+        raise self._damaged.get(damaged) or self._not_published("version", version)
 
     async def acknowledge(self, ack: Acknowledgement) -> int | None:
         """Note what a receiver serves and holds; returns the newest published version.
@@ -289,12 +311,38 @@ class Publisher(Awaited):
             published = tuple(one for one in there if one in kept or one in held)
             await run.ports.journal.set_published(run.token, run.policy_id, published)
             run.published, self._under_way, self._stopped = published, None, None
+            self._damaged.pop(version, None)
             self._lost_workers = LostWorkers()
         run.send(telemetry.versions(run.policy_id, run.version, published))
         run.send(telemetry.receiver_lags(run.policy_id, self.receivers.lags(version)))
         self.wake()
         run.reach(CrashPoint.ENGINE_AFTER_PUBLISH)
         await asyncio.to_thread(prune_versions, run.paths.weights, 1, published)
+
+    async def _drop(self, version: int, error: RatoonError) -> None:
+        """Publish a damaged version no more, and set its files aside.
+
+        The current one is written again, once: a disk that damages it again is let be.
+        """
+        run = self._run
+        async with self._listing:
+            if version not in run.published:
+                return  # It was pruned meanwhile.
+            published = tuple(other for other in run.published if other != version)
+            try:
+                await run.ports.journal.set_published(run.token, run.policy_id, published)
+            except FencedError as err:
+                raise overtaken() from err  # The files are another controller's.
+            run.published = published
+        kept = await asyncio.to_thread(set_aside, run.paths.weights, version, error.message)
+        if kept is not None:
+            message = f"{error.message}; its files are kept as {kept.name}"
+            error = RatoonError.from_dict({**error.to_dict(), "message": message})
+        self._damaged[version] = error
+        if version == self._rewritten:
+            self._refused = (version, error)
+        self._rewritten = version
+        run.send(telemetry.versions(run.policy_id, run.version, published))
 
     def _refuse(self, version: int, error: RatoonError) -> None:
         """Nobody gets this version until it is asked for again."""
@@ -328,26 +376,29 @@ class Publisher(Awaited):
         )
 
 
-def _keep_readable(root: Path, versions: tuple[int, ...], spared: int | None) -> tuple[int, ...]:
-    """The versions whose files are complete; all other folders but `spared` are removed.
+def _keep_whole(
+    root: Path, policy_id: str, versions: tuple[int, ...], spared: int | None
+) -> tuple[int, ...]:
+    """Those of `versions` whose files are whole; all other folders but `spared` lose their names.
 
-    A folder of an unknown version may be older than the journal, and would be taken for the version
-    of that number published next.
+    Damaged ones are set aside. A folder of an unknown version is removed: it may be older than the
+    journal, and would be taken for the version of that number published next.
     """
-    kept = tuple(version for version in versions if _is_readable(root, version))
-    for version in {*versions, *list_versions(root)} - {*kept, spared}:
-        assert version is not None
-        remove_folder(version_folder(root, version))
-    return kept
-
-
-def _is_readable(root: Path, version: int) -> bool:
-    folder = version_folder(root, version)
-    try:
-        files = read_manifest(root, version).files
-        return all((folder / file.name).stat().st_size == file.size_bytes for file in files)
-    except (RatoonError, OSError):
-        return False
+    kept: list[int] = []
+    for version in dict.fromkeys((*versions, *list_versions(root))):
+        try:
+            whole_version(root, version, policy_id)
+        except RatoonError as error:
+            if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:
+                _LOG.error("version left", policy_id=policy_id, reason=error.message)
+            elif version != spared:
+                set_aside(root, version, error.message)
+            continue
+        if version in versions:
+            kept.append(version)
+        elif version != spared:
+            remove_folder(version_folder(root, version))
+    return tuple(kept)
 
 
 def _with_seconds(result: OperationResult, seconds: float) -> OperationResult:
