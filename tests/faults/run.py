@@ -1,6 +1,6 @@
 """`make faults`: nothing that is killed, torn or hostile loses or doubles what was acknowledged.
 
-Runs a number of kills, minutes of load and hostile inputs. Writes one result file, a line of the
+Runs a number of kills, minutes of load, attacks and hostile inputs. Writes one result file, a line of the
 self-test and a line of the whole; exit 1 where anything was lost, doubled, loaded or crashed. The
 long form is the same with more of each. Nothing of ours runs beside the load, which is timed.
 
@@ -32,6 +32,7 @@ from tests.faults.judge.reference import worst_difference
 from tests.faults.selftest import find_builds
 from tests.faults.summary import MIN_KILLS, Summary
 from tests.faults.venues import crashes as faults_crashes
+from tests.faults.venues.attacks import run_attacks
 from tests.faults.venues.crashes import (
     Kills,
     crash_at,
@@ -71,6 +72,7 @@ def main() -> None:
         load = summary.part("load", lambda: run_load(model, args.seed, 60 * args.minutes))
         if load is not None:
             summary.add_load(load)
+        summary.attacks = summary.part("attacks", lambda: run_attacks(model)) or {}
         # In a process of its own: its memory is looked at.
         with _beside() as fresh:
             hostile = fresh.submit(fuzz, args.seed, args.inputs)

@@ -18,6 +18,7 @@ from tests.durability.torn import TornCounts
 from tests.faults.judge.history import Verdict
 from tests.faults.judge.reference import TOLERANCE
 from tests.faults.selftest import SCHEDULES, Finding
+from tests.faults.venues.attacks import ATTACKS
 from tests.faults.venues.crashes import Kills
 from tests.faults.venues.cut_logs import SHARES, CutResult
 from tests.faults.venues.deliveries import ROLES, DeliveryResult
@@ -42,8 +43,8 @@ class Summary:
     killed, the longest of all rounds. `deliveries`: kills by role while versions were received,
     not in `kills`; `versions`: those that an engine sampled with. `forgotten`: operations that had
     ended and that a promoted standby lacked. `cut_logs`: journals whose log was cut short;
-    `refused_starts`: those of them that were refused. `broken`: parts that did not come to their
-    end, and why.
+    `refused_starts`: those of them that were refused. `attacks`: by name, why the service did not
+    stand. `broken`: parts that did not come to their end, and why.
     `load`, `hostile`: None before they have ended.
     """
 
@@ -59,6 +60,7 @@ class Summary:
     forgotten: int = 0
     cut_logs: int = 0
     refused_starts: int = 0
+    attacks: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     fp64_difference: float = 0.0
     verdict: Verdict = field(default_factory=Verdict)
     torn: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -171,6 +173,10 @@ class Summary:
             yield f"{self.failovers} failovers of the database, {self.forgotten} ends forgotten"
         if self.cut_logs < 2 * len(SHARES) or not self.refused_starts:
             yield f"{self.cut_logs} logs cut short, {self.refused_starts} refused"
+        if missed := sorted(ATTACKS.keys() - self.attacks.keys()):
+            yield f"not attacked by: {', '.join(missed)}"
+        for name, reasons in self.attacks.items():
+            yield from (f"{name}: {reason}" for reason in reasons)
         if self.missed_points:
             yield f"nothing was killed at {', '.join(self.missed_points)}"
         if self.missed_events:
@@ -213,6 +219,8 @@ class Summary:
             f"{self.operations} operations, {self.in_window} kills inside a window, "
             f"{self.failovers} failovers of the database, "
             f"{self.refused_starts} of {self.cut_logs} cut logs refused, "
+            f"{sum(not reasons for reasons in self.attacks.values())} of {len(ATTACKS)} attacks "
+            "withstood, "
             f"{self.fp64_difference:.1e} from the plain loop in float64; "
             f"load: {_load_text(self.load)}"
         )
@@ -235,6 +243,7 @@ class Summary:
             "forgotten": self.forgotten,
             "cut_logs": self.cut_logs,
             "refused_starts": self.refused_starts,
+            "attacks": self.attacks,
             "operations": self.operations,
             "fp64_difference": self.fp64_difference,
             "self_test": {finding.build: finding.is_found for finding in self.findings},

@@ -20,6 +20,7 @@ from tests.faults.run import document
 from tests.faults.selftest import SCHEDULES, Finding
 from tests.faults.summary import MAX_GROWTH_BYTES, Summary
 from tests.faults.venues.crashes import Kills
+from tests.faults.venues.attacks import ATTACKS
 from tests.faults.venues.cut_logs import SHARES, CutResult
 from tests.faults.venues.deliveries import ROLES, DeliveryResult
 from tests.faults.venues.failover import PLACES, FailoverResult
@@ -57,6 +58,7 @@ def good() -> Summary:
     )
     summary.add_failovers(FailoverResult(failovers=2 * len(PLACES), forgotten=1))
     summary.add_cuts(CutResult(cuts=2 * len(SHARES), refused=1))
+    summary.attacks = {name: [] for name in ATTACKS}
     summary.add_load(LoadResult(operations=1, p99_s=0.49, pss_growth=0.05, more_descriptors=5.0))
     return summary
 
@@ -141,6 +143,14 @@ def refuse_no_cut_log(summary: Summary) -> None:
     summary.refused_starts = 0
 
 
+def skip_an_attack(summary: Summary) -> None:
+    summary.attacks.popitem()
+
+
+def give_way_to_an_attack(summary: Summary) -> None:
+    summary.attacks["floods of frames"] = ["resets: Health took 7.00 s during, 7.00 s after"]
+
+
 def differ(summary: Summary) -> None:
     summary.fp64_difference = 2 * TOLERANCE
 
@@ -219,6 +229,8 @@ def break_off(summary: Summary) -> None:
             forget_nothing,
             cut_too_few_logs,
             refuse_no_cut_log,
+            skip_an_attack,
+            give_way_to_an_attack,
             miss_an_event,
             differ,
             differ_by_nan,
