@@ -1,8 +1,8 @@
 """`make faults`: nothing that is killed, torn or hostile loses or doubles what was acknowledged.
 
-Runs a number of kills, minutes of load, attacks and hostile inputs. Writes one result file, a line of the
-self-test and a line of the whole; exit 1 where anything was lost, doubled, loaded or crashed. The
-long form is the same with more of each. Nothing of ours runs beside the load, which is timed.
+Runs a number of kills, minutes of load, attacks and hostile inputs. Writes one result file, a line
+of the self-test and a line of the whole; exit 1 where anything was lost, doubled, loaded or
+crashed. The long form has more of each. Nothing of ours runs beside the load, which is timed.
 
     python -m tests.faults.run
     python -m tests.faults.run --kills 300 --deliveries 1000 --minutes 30 --inputs 1000000 \\

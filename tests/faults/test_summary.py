@@ -19,8 +19,8 @@ from tests.faults.judge.reference import TOLERANCE
 from tests.faults.run import document
 from tests.faults.selftest import SCHEDULES, Finding
 from tests.faults.summary import MAX_GROWTH_BYTES, Summary
-from tests.faults.venues.crashes import Kills
 from tests.faults.venues.attacks import ATTACKS
+from tests.faults.venues.crashes import Kills
 from tests.faults.venues.cut_logs import SHARES, CutResult
 from tests.faults.venues.deliveries import ROLES, DeliveryResult
 from tests.faults.venues.failover import PLACES, FailoverResult
