@@ -124,7 +124,7 @@ async def test_all_places_are_free_in_the_end(log: list[str]) -> None:
         one.num_calls = 3
         one.share.ask()
     await until(lambda: len(log) == MAX_UNJUDGED)
-    # Those that hold places, and one that has just been given one, end.
+    # Connections that hold places, and one that has just been given one, end.
     for one in crowd:
         for _ in range(one.share._num_unjudged):
             one.share.give_back()

@@ -51,7 +51,7 @@ def life(request: pytest.FixtureRequest, ram: Path) -> Iterator[Life]:
 
 @pytest.fixture
 def root(ram: Path) -> Iterator[Path]:
-    """Of one cut."""
+    """What one cut led to."""
     yield ram / "cut"
     shutil.rmtree(ram / "cut", ignore_errors=True)
 
@@ -247,7 +247,7 @@ def test_a_checkpoint_of_what_was_lost_is_gone_on_from(
         for seq in range(loss.journal.last_seq + 1, adopted.seq + 1):
             command, number = COMMANDS[seq - 1]
             ended = await machine.end(await machine.submit(seq, command, number))
-            assert code_of(ended) == ErrorCode.INTERNAL
+            assert code_of(ended) == ErrorCode.WORKER_LOST
             assert f"the journal lost how seq {seq} ended" in str(ended.result)
         assert len(machine.weights) == num_left
         await goes_on(life, machine)

@@ -13,7 +13,7 @@ import pytest
 from ratoon.ports import free_port
 from tests.e2e.test_access import RATOON, START_S
 
-# Of standard output and standard error together.
+# Counts are of standard output and standard error together.
 _MOST_LINES, _MOST_COLUMNS = 12, 200
 
 

@@ -27,7 +27,7 @@ from tests.engine.ray_engine import SPEC
 from tests.until import until
 
 _SILENCE_S = 6.0
-# Of a hang alone: a busy machine makes ranks of other cases wait for longer.
+# Only a hang has it: a busy machine makes ranks of other cases wait for longer.
 _BEHIND_S = 20.0
 # From the harm to the end of the operation, by when its processes are told to end: what finds it,
 # and what a machine takes that is busy with others. Ray gives a process that hangs 5 s.

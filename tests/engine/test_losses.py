@@ -354,7 +354,7 @@ def doctor_says(config: RatoonConfig) -> list[tuple[str, str]]:
 
 
 async def test_copies_in_an_archive_are_evidence_too(tmp_path: Path) -> None:
-    """Of a disk that is lost, they are all there is."""
+    """Where a disk is lost, they are all there is."""
     store, url = Store(tmp_path / "store"), f"sqlite:///{tmp_path / DATABASE}"
     machine = ArchivedMachine(tmp_path / "one", store, url, OFTEN)
     await machine.start()

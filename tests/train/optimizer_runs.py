@@ -51,7 +51,7 @@ def make_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
 def make_optimizer_of(
     dtype: torch.dtype, kind: OptimizerStates, device: torch.device | None = None
 ) -> Optimizer:
-    """Of `make_parameters` in another dtype, or on another device."""
+    """The parameters of `make_parameters` in another dtype, or on another device."""
     parameters = {
         name: nn.Parameter(parameter.detach().to(device or "cpu", dtype))
         for name, parameter in make_parameters().items()

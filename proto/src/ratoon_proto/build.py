@@ -7,7 +7,7 @@ import subprocess  # nosec B404
 from importlib import metadata
 from pathlib import Path
 
-# Of a source tree; of an installed copy it is a folder without `.git`.
+# The root of a source tree; an installed copy has a folder without `.git` there.
 _ROOT = Path(__file__).parents[3]
 _GIT = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 _GIT_S = 5.0

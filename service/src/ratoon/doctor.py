@@ -198,7 +198,7 @@ def _check_disk(config: RatoonConfig) -> Iterator[Check]:
 
 
 def _check_policies(config: RatoonConfig) -> Iterator[Check]:
-    """Those whose journal has lost its end, and what was set aside for that."""
+    """Policies whose journal has lost its end, and what was set aside for that."""
     from ratoon.engine.files.losses import read_loss
     from ratoon.engine.files.paths import POLICIES
     from ratoon.engine.settings import EngineSettings

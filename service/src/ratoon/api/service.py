@@ -50,7 +50,7 @@ BatchRequest = (
     service_pb2.UpdateRequest | service_pb2.ForwardBackwardRequest | service_pb2.ForwardRequest
 )
 MAX_UPLOAD_PARTS = 65_536
-# Of a weight manifest: for the service's own start.
+# A field of weight manifests that only the service's own start reads.
 _NOT_SENT = ("made_by",)
 # Maximum age of a Health answer, and how long the engine's answer may take.
 HEALTH_S = 1.0

@@ -51,7 +51,7 @@ MAX_CHUNK_BYTES = 16 * 2**20
 _VERSION_PATTERN = re.compile(r"[0-9]{8,}")
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
-# Of a name that is there, but is no file that can be read.
+# Errors of a name that is there, but is no file that can be read.
 _UNREADABLE = (errno.EIO, errno.EISDIR)
 
 

@@ -67,7 +67,7 @@ class RayPeer:
         self._numbers = count(1)
         self._load: _Pending | None = None
         self._last = 0
-        # Of messages; with its device once that is known.
+        # The rank's name in messages, with its device once that is known.
         self._name = f"rank {number}"
         # What it was asked last, while it is created, and how often it was.
         self._newest: _Pending | None = None

@@ -78,7 +78,7 @@ class PolicyPaths:
 
     @property
     def weights_set_aside(self) -> Path:
-        """The same for versions, on their own file system."""
+        """Versions that starts moved away, on the file system that versions are on."""
         return self.weights / "set-aside"
 
     @property

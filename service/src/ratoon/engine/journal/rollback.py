@@ -97,7 +97,7 @@ def _unknown(policy_id: str, seq: int, now: float) -> OperationRecord:
 def _unknown_end(seq: int, checkpoint: Checkpoint) -> RatoonError:
     info = checkpoint.info
     return RatoonError(
-        ErrorCode.INTERNAL,
+        ErrorCode.WORKER_LOST,
         f"the journal lost how seq {seq} ended; the policy went on from checkpoint "
         f"{info.checkpoint_id}, version {info.version}, which has its effect, if it had one",
         details={

@@ -151,7 +151,10 @@ async def find_loss(run: PolicyRun, history: PolicyHistory) -> Decided | None:
 async def find_worker_loss(
     run: PolicyRun, history: PolicyHistory, status: WorkerStatus
 ) -> Decided | None:
-    """The same, by a worker that is ahead. It is noted first, as a refused policy's worker ends."""
+    """Look at a worker that is ahead of the journal; None: nothing is lost.
+
+    What it has run is noted first, as a refused policy's worker ends. Raises as `find_loss` does.
+    """
     if not is_worker_ahead(history, status):
         return None
     before = run.position

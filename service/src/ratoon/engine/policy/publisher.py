@@ -379,7 +379,7 @@ class Publisher(Awaited):
 def _keep_whole(
     root: Path, policy_id: str, versions: tuple[int, ...], spared: int | None
 ) -> tuple[int, ...]:
-    """Those of `versions` whose files are whole; all other folders but `spared` lose their names.
+    """Returns the `versions` whose files are whole; all other folders but `spared` are renamed.
 
     Damaged ones are set aside. A folder of an unknown version is removed: it may be older than the
     journal, and would be taken for the version of that number published next.

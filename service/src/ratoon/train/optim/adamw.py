@@ -51,7 +51,7 @@ class Optimizer(ABC):
     """
 
     _config: AdamWConfig
-    # Of the state as it is; None: nobody has measured it since it was last changed from outside.
+    # Bounds of the state as it is; None: nobody has measured it since it was changed from outside.
     _bounds: StateBounds | None = None
 
     @property

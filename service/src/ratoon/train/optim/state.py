@@ -17,7 +17,7 @@ from ratoon.train.optim.step_bounds import StateBounds
 
 # Fields of a state that make up the weights.
 _OF_WEIGHTS = ("weights", "weight_remainder")
-# Those that are as large as the first and the second moments: these, or the scales of their codes.
+# Fields as large as the first and the second moments: these, or the scales of their codes.
 _OF_FIRST = ("exp_avg", "exp_avg_scale")
 _OF_SECOND = ("exp_avg_sq", "exp_avg_sq_scale")
 
