@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ratoon.engine.types import OperationState, PublishConfig, PublishKind
+from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightKind, WeightManifest
 from ratoon.stream.versions import (
@@ -202,6 +203,21 @@ async def test_a_version_that_is_damaged_again_and_again_is_written_once_more_on
         assert (await machine.controller.weight_manifest(None)).version == 0
     assert asked == [1]
     assert kept(machine) == {"damaged-00000001"}
+
+
+async def test_a_controller_that_was_replaced_sets_nothing_aside(
+    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder may be one that the newer controller is having written."""
+    machine = await stepped(make_machine(), 1)
+
+    async def fenced(*_: object) -> None:
+        raise FencedError("another controller")
+
+    monkeypatch.setattr(machine.journal, "set_published", fenced)
+    damage(machine, 1)
+    assert (await refusal(machine, None)).code is ErrorCode.UNAVAILABLE
+    assert kept(machine) == set()
 
 
 async def test_a_failed_policy_has_the_version_before(make_machine: MakeMachine) -> None:

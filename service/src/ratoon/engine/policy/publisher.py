@@ -64,9 +64,9 @@ class Publisher(Awaited):
         self._stopped: int | None = None
         # The version whose publication the next start has to begin again.
         self._unfinished: int | None = None
-        # What is wrong with each version that was damaged, and the one that was written again.
+        # What is wrong with each damaged version, and the version that was damaged last.
         self._damaged: dict[int, RatoonError] = {}
-        self._rewritten: int | None = None
+        self._damaged_last: int | None = None
         self._lost_workers = LostWorkers()
 
     @property
@@ -124,11 +124,11 @@ class Publisher(Awaited):
         return begun is not None and version in (None, begun)
 
     async def catch_up(self) -> None:
-        """After a crash: publish the current version where that is due and it is not readable.
+        """After a crash: publish the current version where it is due, or was lost.
 
-        A worker that may be a step ahead of the journal still has the copy of it. Other unreadable
-        versions are no longer listed, and folders that the journal does not know are removed.
-        Raises `WorkerLostError`.
+        A worker that may be a step ahead of the journal still has the copy of it. Other versions
+        that are lost or damaged are no longer listed. Folders of damaged versions are set aside,
+        those that the journal does not know are removed. Raises `WorkerLostError`.
         """
         run = self._run
         is_ahead = run.stored_outcome is not None
@@ -322,7 +322,8 @@ class Publisher(Awaited):
     async def _drop(self, version: int, error: RatoonError) -> None:
         """Publish a damaged version no more, and set its files aside.
 
-        The current one is written again, once: a disk that damages it again is let be.
+        The current version is written again for the reads that follow, unless it is damaged twice
+        in a row.
         """
         run = self._run
         async with self._listing:
@@ -339,9 +340,9 @@ class Publisher(Awaited):
             message = f"{error.message}; its files are kept as {kept.name}"
             error = RatoonError.from_dict({**error.to_dict(), "message": message})
         self._damaged[version] = error
-        if version == self._rewritten:
+        if version == self._damaged_last:
             self._refused = (version, error)
-        self._rewritten = version
+        self._damaged_last = version
         run.send(telemetry.versions(run.policy_id, run.version, published))
 
     def _refuse(self, version: int, error: RatoonError) -> None:
