@@ -139,6 +139,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_head = False
+        assert self.parser is not None
         self._fault = head_fault(self.parser.get_http_version(), self.url, self.headers)
         if self._fault is not None:
             raise httptools.HttpParserError("an ambiguous head")
