@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +54,7 @@ async def test_a_call_that_is_cancelled_as_its_length_comes_is_not_read() -> Non
     arrival = Arrival("host")
     asked = asyncio.Event()
 
-    async def messages() -> Any:
+    async def messages() -> AsyncIterator[bytes]:
         asked.set()
         await asyncio.sleep(0.2)
         yield b"x"

@@ -17,6 +17,7 @@ def named_policy(request: Descriptor, data: bytes) -> str:
     fields = request.fields_by_name
     if "spec" in fields:
         spec = fields["spec"]
+        assert spec.message_type is not None
         return named_policy(spec.message_type, b"".join(_values(data, spec.number, is_cut=True)))
     for name in ("policy_id", "operation_id"):
         if name in fields:
