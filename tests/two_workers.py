@@ -17,7 +17,8 @@ OWN_SERVICES = (
 )
 SHARED_SERVICE = (
     *("tests/e2e/", "tests/network/"),
-    *("tests/engine/test_engine_ray.py", "tests/engine/test_placement.py"),
+    *("tests/engine/test_creation_faults.py", "tests/engine/test_engine_ray.py"),
+    "tests/engine/test_placement.py",
     *("tests/engine/test_ranks_ray.py", "tests/engine/test_ray_calls.py", "tests/test_doctor.py"),
 )
 

@@ -62,15 +62,15 @@ async def test_headers_that_do_not_come_end_the_connection(api: Api, sent: bytes
 
 async def test_a_second_request_has_as_long_and_no_longer(api: Api) -> None:
     ask = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    async with served(api.app, headers_s=0.3) as port:
+    async with served(api.app, headers_s=0.3, keep_alive_s=90) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             writer.write(ask)
-            answer = await asyncio.wait_for(reader.readuntil(b"}"), 5.0)
+            answer = await asyncio.wait_for(reader.readuntil(b"}"), 30.0)
             assert answer.startswith(b"HTTP/1.1 200")
         await asyncio.sleep(0.4)
         writer.write(ask[:20])
-        assert await asyncio.wait_for(reader.read(MIB), 5.0) == b""
+        assert await asyncio.wait_for(reader.read(MIB), 30.0) == b""
         writer.close()
 
 
@@ -92,10 +92,11 @@ async def test_a_body_that_pauses_too_long_is_refused(api: Api) -> None:
 async def test_a_body_that_pauses_too_long_ends_the_connection(api: Api) -> None:
     """The answer alone left it open, for as long as an idle one may be."""
     limits = api.limits.model_copy(update={"max_body_pause_s": 0.2})
-    async with served(create_app(api.service, limits, gate=OPEN_GATE)) as port:
+    app = create_app(api.service, limits, gate=OPEN_GATE)
+    async with served(app, keep_alive_s=90) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"{HEADERS}Content-Length: 99\r\n\r\n{{".encode())
-        answer = await asyncio.wait_for(reader.read(), 3.0)
+        answer = await asyncio.wait_for(reader.read(), 30.0)
         writer.close()
     assert b"408" in answer.splitlines()[0]
 
@@ -346,10 +347,14 @@ async def test_calls_that_are_answered_unjudged_are_forgotten(
 ) -> None:
     """As those are that gRPC refuses itself: they kept their places for 2 s."""
     monkeypatch.setattr(front.Call, "judged", lambda _: None)
+    sent = Sent()
     async with gateway(api) as port:
-        sent = await message_calls(
-            ("127.0.0.1", port), rpc="Health", message=b"", num_streams=20, seconds=1.0
+        calls = message_calls(
+            ("127.0.0.1", port), rpc="Health", message=b"", num_streams=20, seconds=60.0, sent=sent
         )
+        calling = asyncio.create_task(calls)
+        await until(lambda: sent.num_ended > 2 * MAX_UNJUDGED or calling.done())
+        calling.cancel()
     assert sent.num_ended > 2 * MAX_UNJUDGED
 
 

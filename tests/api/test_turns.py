@@ -77,6 +77,16 @@ async def test_the_loop_goes_on_between_turns(log: list[str]) -> None:
         assert len(log) <= before + turns._TURNS_AT_ONCE
 
 
+async def test_one_that_fails_does_not_stop_the_others(log: list[str]) -> None:
+    broken, good = _connections(log, "bg")
+    broken.share._advance = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    asyncio.get_running_loop().set_exception_handler(lambda *_: log.append("!"))
+    good.num_turns = 1
+    for one in (broken, good):
+        one.share.ask()
+    await until(lambda: log == ["!", "g"])
+
+
 async def test_a_connection_has_its_share_of_the_places(log: list[str]) -> None:
     flood, good = _connections(log, "fg")
     flood.num_calls = 100

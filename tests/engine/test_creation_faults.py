@@ -100,7 +100,7 @@ async def test_a_rank_that_fails_while_it_is_created_is_told_and_frees_everythin
 ) -> None:
     """The other rank waited for it, and its caller for both: in `meet` for ten minutes, elsewhere
     for ever."""
-    begun = tmp_path / "begun"
+    begun, before = tmp_path / "begun", _processes_of_ranks()
     behind_s = _BEHIND_S if harm == "hang" else BEHIND_S
     fault = Fault(rank=rank, step=step, harm=harm, behind_s=behind_s, begun=begun)
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +116,7 @@ async def test_a_rank_that_fails_while_it_is_created_is_told_and_frees_everythin
     assert error["code"] == _code(step, harm)
     if rank and harm != "hang":
         assert f"rank {rank}" in message
-    await until(lambda: not _processes_of_ranks())
+    await until(lambda: not _processes_of_ranks() - before)
     assert (await _created(engine)).state is OperationState.DONE
 
 

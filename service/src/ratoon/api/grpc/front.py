@@ -49,8 +49,7 @@ class Front:
         self._open: dict[str, _Outside] = {}
         self._hosts: dict[str, Host] = {}
         self._turns = Turns()
-        self._num_floods = 0
-        self._logs_from = 0.0
+        self._num_floods, self._logs_from = 0, 0.0
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
@@ -170,8 +169,7 @@ class _Pipe(asyncio.Protocol):
     def close(self) -> None:
         """Close once all is written; a peer that does not read has `_LINGER_S`."""
         self.transport.close()
-        loop = asyncio.get_running_loop()
-        loop.call_later(_LINGER_S, self.transport.abort)
+        asyncio.get_running_loop().call_later(_LINGER_S, self.transport.abort)
 
 
 class _Inside(_Pipe):
@@ -216,10 +214,9 @@ class _Outside(_Pipe):
         peer = transport.get_extra_info("peername")
         self._name = str(peer[0]) if peer else ""
         if not self._front.admit(self, self._name):
-            self.transport.abort()
+            self.abort()
             return
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(HANDSHAKE_S, self.transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self.abort)
 
     def data_received(self, data: bytes) -> None:
         self._unseen += data
@@ -261,8 +258,7 @@ class _Outside(_Pipe):
         self.transport.abort()
 
     def read_on(self) -> None:
-        is_behind = len(self._unseen) > _MAX_UNSEEN_BYTES
-        if not is_behind and not self._is_other_full:
+        if len(self._unseen) <= _MAX_UNSEEN_BYTES and not self._is_other_full:
             super().read_on()
 
     def _has_hung_up(self) -> bool:
@@ -291,13 +287,11 @@ class _Outside(_Pipe):
         self.share.end()
 
     async def _connect(self) -> None:
-        loop = asyncio.get_running_loop()
-        inside = _Inside(self)
+        inside, path = _Inside(self), str(self._front.upstream)
         try:
-            path = str(self._front.upstream)
-            await loop.create_unix_connection(lambda: inside, path)
+            await asyncio.get_running_loop().create_unix_connection(lambda: inside, path)
         except OSError:
-            self.transport.abort()
+            self.abort()
             return
         if self.transport.is_closing():
             inside.transport.abort()

@@ -63,15 +63,20 @@ class Turns:
 
     def _take_some(self) -> None:
         self._next = None
-        for _ in range(_TURNS_AT_ONCE):
-            if not self._hosts:
-                return
+        try:
+            for _ in range(_TURNS_AT_ONCE):
+                self._take_one()
+        finally:
+            # Whatever goes wrong with one connection, the others go on.
+            self._go_on()
+
+    def _take_one(self) -> None:
+        if self._hosts:
             host = self._hosts.popleft()
             share = host.ready.popleft()
             if host.ready:
                 self._hosts.append(host)
             share.begin_turn()
-        self._go_on()
 
 
 class Share:
