@@ -139,13 +139,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_head = False
-<<<<<<< HEAD
         assert self.parser is not None
         self._fault = head_fault(self.parser.get_http_version(), self.url, self.headers)
-=======
-        parser: Any = self.parser
-        self._fault = head_fault(parser.get_http_version(), self.url, self.headers)
->>>>>>> edges
         if self._fault is not None:
             raise httptools.HttpParserError("an ambiguous head")
         # Its task, which is `_answer`, starts later.
