@@ -195,7 +195,9 @@ def test_what_an_ended_operation_made_is_what_every_reader_gets(
     receiver.sync_once()
 
     def updated(times: int) -> int:
-        steps = [session.update(batch(), loss=Loss("grpo"), optim=OPTIM) for _ in range(times)]
+        # On policy, or in the end every term would be clipped, and the step skipped.
+        loss = Loss("grpo", old_logprobs="on_policy")
+        steps = [session.update(batch(), loss=loss, optim=OPTIM) for _ in range(times)]
         return [step.result().version for step in steps][-1]
 
     readers: dict[str, Callable[[int], set[int]]] = {
