@@ -69,8 +69,8 @@ class Call:
 
     @property
     def entropy_coefficient(self) -> float:
-        """Times the entropy of 64 tokens, 1e308 is no float64."""
-        return 1e308 if self.is_infinite else 0.0
+        """Times an entropy above 1.2, 3e38 is no float32."""
+        return 3e38 if self.is_infinite else 0.0
 
     @property
     def batch_number(self) -> int:
