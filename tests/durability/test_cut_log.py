@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import inspect
 
-from ratoon.engine.files.losses import Choice, Loss, read_loss, write_decision
+from ratoon.engine.files.losses import Choice, JournalLoss, read_loss, write_decision
 from ratoon.engine.files.paths import policy_paths, require_known
 from ratoon.engine.journal.connections import connect
 from ratoon.engine.journal.store import SqlStore
@@ -106,7 +106,7 @@ async def refused(life: Life, machine: Machine) -> None:
     assert machine.worker.is_released
 
 
-async def refused_loss(life: Life, root: Path) -> Loss:
+async def refused_loss(life: Life, root: Path) -> JournalLoss:
     """What the policy was refused for at its first start."""
     machine = machine_at(root, life.spec)
     await refused(life, machine)

@@ -61,7 +61,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class JournalLoss:
     """`journal`: what is left. `told`: what callers had been told, None: not known.
 
     `versions`, `checkpoints`: what the journal cannot have made. `adoptable`: the checkpoint that
@@ -131,12 +131,12 @@ def find_checkpoints(
     return found
 
 
-def write_loss(paths: PolicyPaths, loss: Loss) -> None:
+def write_loss(paths: PolicyPaths, loss: JournalLoss) -> None:
     """Note why the policy is refused."""
     write_atomic(paths.loss, seal_document(asdict(loss)))
 
 
-def read_loss(paths: PolicyPaths) -> Loss | None:
+def read_loss(paths: PolicyPaths) -> JournalLoss | None:
     """Why the policy is refused; None: it is not. Raises `DamagedFileError`."""
     try:
         document = unseal_document(paths.loss.read_bytes())
@@ -148,7 +148,7 @@ def read_loss(paths: PolicyPaths) -> Loss | None:
         raise DamagedFileError(f"{paths.loss}: other fields: {err!r}") from err
 
 
-def write_decision(paths: PolicyPaths, choice: Choice) -> Loss:
+def write_decision(paths: PolicyPaths, choice: Choice) -> JournalLoss:
     """Decide about the loss that the policy is refused for, which is returned.
 
     Raises INVALID_ARGUMENT where there is none, or where the choice is not possible, and
@@ -164,7 +164,7 @@ def write_decision(paths: PolicyPaths, choice: Choice) -> Loss:
     return loss
 
 
-def read_decision(paths: PolicyPaths, loss: Loss) -> Choice | None:
+def read_decision(paths: PolicyPaths, loss: JournalLoss) -> Choice | None:
     """What was decided for a journal as it is now; None: nothing."""
     try:
         document = unseal_document(paths.decision.read_bytes())
@@ -193,9 +193,9 @@ def _come_to(facts: Facts) -> str:
     )
 
 
-def _loss(document: dict[str, Any]) -> Loss:
+def _loss(document: dict[str, Any]) -> JournalLoss:
     told = document["told"]
-    return Loss(
+    return JournalLoss(
         journal=Facts(**document["journal"]),
         position=document["position"],
         told=None if told is None else Facts(**told),

@@ -14,7 +14,7 @@ from ratoon import metrics
 from ratoon.engine.files.losses import (
     Choice,
     FoundCheckpoint,
-    Loss,
+    JournalLoss,
     find_checkpoints,
     find_versions,
     forget_loss,
@@ -80,7 +80,7 @@ async def carry_out(
 
 
 async def _replayed(
-    run: PolicyRun, history: PolicyHistory, status: WorkerStatus, loss: Loss
+    run: PolicyRun, history: PolicyHistory, status: WorkerStatus, loss: JournalLoss
 ) -> tuple[Checkpoint, ...]:
     """Run again what is left, before anything is moved: files that it needs may be gone.
 
@@ -120,7 +120,7 @@ async def _vouched_for(run: PolicyRun, history: PolicyHistory) -> tuple[Checkpoi
     return tuple(vouched)
 
 
-async def _load_adopted(run: PolicyRun, loss: Loss) -> Checkpoint:
+async def _load_adopted(run: PolicyRun, loss: JournalLoss) -> Checkpoint:
     """The checkpoint to go on from, once the worker has loaded it: so it is whole."""
     (found,) = await asyncio.to_thread(find_checkpoints, run.paths, [loss.adoptable])
     checkpoint = _to_checkpoint(found, run.ports.now())

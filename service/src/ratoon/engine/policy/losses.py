@@ -22,7 +22,7 @@ from ratoon.engine.files.losses import (
     Facts,
     FoundCheckpoint,
     FoundVersion,
-    Loss,
+    JournalLoss,
     find_checkpoints,
     find_versions,
     forget_loss,
@@ -51,7 +51,7 @@ class JournalLostError(RecoveryStoppedError):
 class Decided:
     """What is lost, and how to go on."""
 
-    loss: Loss
+    loss: JournalLoss
     choice: Choice
 
 
@@ -73,7 +73,7 @@ def look(paths: PolicyPaths) -> Found:
     )
 
 
-def judge(history: PolicyHistory, found: Found, sequencing: Sequencing) -> Loss | None:
+def judge(history: PolicyHistory, found: Found, sequencing: Sequencing) -> JournalLoss | None:
     """What the journal has lost, None: nothing. Pure."""
     policy, last_seq = history.policy, last_in_turn(history)
     told = found.told
@@ -94,7 +94,7 @@ def judge(history: PolicyHistory, found: Found, sequencing: Sequencing) -> Loss 
     adoptable, obstacle = _adoptable(history, ahead, last_seq, sequencing)
     max_seq = max((r.seq for r in history.records), default=last_seq)
     left = Facts(last_seq=last_seq, max_seq=max_seq, version=policy.version)
-    return Loss(
+    return JournalLoss(
         journal=left,
         position=policy.position,
         told=_facts(told) if told is not None and is_behind else None,
@@ -169,7 +169,7 @@ async def find_worker_loss(
     return await find_loss(run, history)
 
 
-async def refused(run: PolicyRun, loss: Loss, reason: str = "") -> JournalLostError:
+async def refused(run: PolicyRun, loss: JournalLoss, reason: str = "") -> JournalLostError:
     """The error to raise. Readers keep what they had: a version is whole by itself."""
     await asyncio.to_thread(write_loss, run.paths, loss)
     run.published = (*run.published, *(v for v in loss.versions if v not in run.published))
