@@ -256,9 +256,10 @@ def digest_of(number: float) -> str:
 
 
 def update(number: float, **changes: object) -> UpdateCommand:
+    """An update that makes a version, whatever its loss clips."""
     command = UpdateCommand(
         loss=LossRequest(kind=LossKind.GRPO),
-        optim=OptimRequest(learning_rate=RATE),
+        optim=OptimRequest(learning_rate=RATE, step_on_zero_gradient=True),
         expected_version=None,
         body_digest=digest_of(number),
     )
