@@ -37,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", type=Path, metavar="PATH", help=help_text)
     help_text = "keep what --gpu-report's file says of tests that this run leaves out"
     parser.addoption("--gpu-report-again", action="store_true", help=help_text)
+    help_text = "record what tests/golden finds, in place of comparing it"
+    parser.addoption("--write-golden", action="store_true", help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,137 @@
+"""Plans of batches, and what three updates of each kind of trainer leave and report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ratoon.model.spec import (
+    FolderBase,
+    FullTuning,
+    LoraTuning,
+    ModelDtype,
+    ModelSpec,
+    PresetBase,
+)
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import DEFAULT_COSTS
+from ratoon.rollout.plan import make_plan
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.train.config import AdamWConfig, LossKind, OptimizerStates
+from ratoon.train.prepare import has_trained_tokens
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+from tests import builders
+from tests.golden.conftest import Golden
+from tests.tiny_models import write_folder
+from tests.train.trainer_runs import make_loss, make_step
+
+LORA = LoraTuning(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
+# Name -> states, dtype, tuning, architecture.
+KINDS: Mapping[str, tuple[OptimizerStates, ModelDtype, FullTuning | LoraTuning, str]] = {
+    **{
+        states.value: (states, ModelDtype.BFLOAT16, FullTuning(), "tiny")
+        for states in OptimizerStates
+    },
+    "float32": (OptimizerStates.FP32, ModelDtype.FLOAT32, FullTuning(), "tiny"),
+    "lora": (OptimizerStates.FP32, ModelDtype.FLOAT32, LORA, "qwen3"),
+    "experts": (OptimizerStates.FP32, ModelDtype.FLOAT32, FullTuning(), "qwen3_moe"),
+    "expert_lora": (
+        OptimizerStates.FP32,
+        ModelDtype.FLOAT32,
+        LoraTuning(rank=4, alpha=8.0, target_modules=()),
+        "qwen3_moe",
+    ),
+}
+LOSSES = (LossKind.GRPO, LossKind.DAPO, LossKind.REINFORCE)
+# They depend on the clock and on the machine.
+UNREPEATED = {
+    *("seconds", "tokens_per_second", "hardware_mfu", "logical_mfu"),
+    *("peak_memory_bytes", "planned_memory_bytes", "rank_seconds"),
+}
+
+
+def batch_of(seed: int, **knobs: Any) -> RolloutBatch:
+    return builders.random_batch(np.random.default_rng(seed), num_groups=6, **knobs)
+
+
+@pytest.mark.parametrize("budget", [16, 48, 4096])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_plans(golden: Golden, budget: int, num_ranks: int) -> None:
+    """How batches are cut: whole, into subtrees, into stages, over ranks."""
+    plans: list[dict[str, Any]] = []
+    for seed in range(4):
+        batch = batch_of(seed, max_prompt=24, max_response=12)
+        plan = make_plan(
+            batch,
+            sort_sequences(batch),
+            has_trained_tokens(batch),
+            budget,
+            DEFAULT_COSTS,
+            num_ranks=num_ranks,
+        )
+        plans.append(asdict(plan))
+    golden.check(f"plans_{budget}_{num_ranks}", plans)
+
+
+def made(kind: str, root: Path) -> Trainer:
+    states, dtype, tuning, name = KINDS[kind]
+    base = (
+        PresetBase(name="tiny")
+        if name == "tiny"
+        else FolderBase(folder=str(write_folder(root, name, seed=1)))
+    )
+    return Trainer.create(
+        TrainerSpec(
+            model=ModelSpec(base=base, tuning=tuning, dtype=dtype, seed=3),
+            optimizer=AdamWConfig(),
+            deterministic=True,
+            micro_batch_tokens=48,
+            keep_reference=isinstance(tuning, FullTuning),
+            attention_backend="",
+            device="cpu",
+            num_threads=1,
+            optimizer_states=states,
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_updates(golden: Golden, kind: str, tmp_path: Path) -> None:
+    """Digests are compared on a machine like the one that recorded them, figures on every one."""
+    trainer = made(kind, tmp_path / "base")
+    digests, reports = [trainer.state_digest()], list[dict[str, Any]]()
+    for seed, loss_kind in enumerate(LOSSES):
+        batch = batch_of(seed, outcome="reward")
+        loss = make_loss(batch, loss_kind)
+        plan = trainer.prepare(batch, loss).plan
+        report = trainer.update(batch, loss, make_step(trainer, loss, tensor_grad_norms=True), plan)
+        trainer.version += 1
+        digests.append(trainer.state_digest())
+        reports.append({k: v for k, v in asdict(report).items() if k not in UNREPEATED})
+    numerics = {k: v for k, v in trainer.fingerprint().items() if k not in ("ratoon", "kernels")}
+    found = {"digests": digests, "reports": reports, "numerics": numerics}
+    recorded = cast("dict[str, Any]", golden.recorded(f"updates_{kind}", found))
+    if recorded["numerics"] == numerics:
+        assert digests == recorded["digests"]
+    _same_figures(reports, recorded["reports"], kind)
+
+
+def _same_figures(found: Any, recorded: Any, place: str) -> None:
+    if isinstance(recorded, float) and isinstance(found, float):
+        assert found == pytest.approx(recorded, rel=1e-3, abs=1e-6), place
+    elif isinstance(recorded, dict):
+        assert {*found} == {*recorded}, place
+        for name, value in cast("dict[str, Any]", recorded).items():
+            _same_figures(found[name], value, f"{place}.{name}")
+    elif isinstance(recorded, list):
+        assert len(found) == len(recorded), place
+        for index, value in enumerate(cast("list[Any]", recorded)):
+            _same_figures(found[index], value, f"{place}[{index}]")
+    else:
+        assert found == recorded, place
