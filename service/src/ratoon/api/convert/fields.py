@@ -1,7 +1,6 @@
-"""What damaged bytes of a message still say.
+"""Reads which policy a request is about from bytes that do not parse.
 
-A request that does not parse is about a policy all the same, and who may not know of the policy is
-told so before anything else.
+A caller who may not know of the policy is told so before anything else, also of damaged bytes.
 """
 
 from __future__ import annotations
@@ -11,9 +10,13 @@ from google.protobuf.descriptor import Descriptor
 from ratoon.api.convert.checks import policy_of_operation
 from ratoon.api.counts import BYTES, FIXED32, FIXED64, VARINT, MalformedError, varint
 
+# Encoders write fields by number, and the policy's is the first: a million others after it are not
+# walked through.
+_MAX_FIELDS = 64
+
 
 def named_policy(request: Descriptor, data: bytes) -> str:
-    """The policy that a request's bytes name up to the damage; "": none."""
+    """The policy that a request's first fields name, up to the damage; "": none."""
     fields = request.fields_by_name
     if "spec" in fields:
         spec = fields["spec"]
@@ -28,11 +31,13 @@ def named_policy(request: Descriptor, data: bytes) -> str:
 
 
 def _values(data: bytes, number: int, *, is_cut: bool) -> list[bytes]:
-    """All values of a field of strings or messages; a last one that is cut only if `is_cut`."""
+    """Values of a field of strings or messages; a last one that is cut only if `is_cut`."""
     found: list[bytes] = []
     at = 0
     try:
-        while at < len(data):
+        for _ in range(_MAX_FIELDS):
+            if at >= len(data):
+                break
             tag, at = varint(data, at)
             match tag & 7:
                 case kind if kind == BYTES:
