@@ -165,7 +165,7 @@ class LimitsConfig(_Section):
     # Versions that receivers hold beyond `keep_versions`, per policy, and for how long each.
     max_held_versions: int = Field(default=2, ge=0)
     max_hold_s: float = Field(default=3600.0, gt=0)
-    # Of one GetGradientManifest.
+    # Gradients of one GetGradientManifest.
     max_gradient_bytes: int = Field(default=GIB, ge=1024)
     inline_result_bytes: int = Field(default=4 * MIB, ge=0)
 

@@ -110,7 +110,7 @@ def _check_gpu() -> Iterator[Check]:
 
 
 def _check_ranks() -> Iterator[Check]:
-    """Of how many a policy may be here, and what they copy through."""
+    """How many ranks a policy may have here, and what they copy through."""
     import torch
 
     from ratoon.engine.cluster.nodes import gpu_links

@@ -29,11 +29,11 @@ class LayerAttention(Protocol):
 
 
 class PathAttention(LayerAttention, Protocol):
-    """The same for all layers; `attend` asks the module which of them it is."""
+    """Attention for all layers; `attend` asks the module which layer it is."""
 
     @property
     def held(self) -> HeldTokens:
-        """By which what layers keep is planned."""
+        """Held tokens, from which the layers' activations are planned."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class PathAttention(LayerAttention, Protocol):
         ...
 
     def at_layer(self, index: int, /) -> LayerAttention:
-        """Of one layer, for code compiled once for all: it does not ask for the index."""
+        """Attention of one layer, for code compiled once for all: it does not ask for the index."""
         ...
 
 

@@ -27,12 +27,13 @@ EXPERTS_NAME = "ratoon_grouped"
 # y_SF, x_SD, stop_E -> y_SF and what an adapter of the product from x to y adds to it.
 Adapter = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Those whose activation `gated_linear` is of.
+# Activation classes that `gated_linear` implements.
 _SILU = (torch.nn.SiLU, SiLUActivation)
 
 # Grouped products on a GPU want rows of whole 16 bytes.
 _ROW_MULTIPLE = 8
-# Of GPUs whose grouped products write zeros for the weight gradient of an expert without rows.
+# Compute capabilities whose grouped products write zeros for the weight gradient of an expert
+# without rows.
 _ZEROING_CAPABILITIES = ((9, 0),)
 
 
@@ -92,7 +93,7 @@ def _(expert_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(place_S: Tensor) -> Tensor:
-    """Of a permutation; int32."""
+    """Inverse of a permutation; int32."""
     rank_S = torch.arange(len(place_S), dtype=torch.int32, device=place_S.device)
     with in_any_order():
         return torch.empty_like(rank_S).scatter_(0, place_S.long(), rank_S)
@@ -197,7 +198,7 @@ def _has_grouped_products(x: Tensor, *features: int) -> bool:
 
 
 def _rows_of_experts(stop_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """Of those that have any; waits for the device."""
+    """Yields (expert, its rows) for experts that have rows; waits for the device."""
     start = 0
     for expert, stop in enumerate(stop_E.tolist()):
         if stop > start:

@@ -133,7 +133,8 @@ class WeightsCopy:
     def _files(self) -> dict[str, list[str]]:
         return _planned_files(self._model)
 
-    # The same for each version: a model of many experts has ten thousands of tensors to name.
+    # The content's layout is the same for each version, so it is made once: a model of many experts
+    # has tens of thousands of tensors to name.
     @cached_property
     def _content(self) -> dict[str, FileContent]:
         tensors = exported_values(self._model, self._values)
@@ -158,7 +159,7 @@ class WeightsCopy:
 
     @cached_property
     def _parameters(self) -> dict[str, list[str]]:
-        """Those that are in files of this rank, if only in part, by the first such file."""
+        """Parameters in files of this rank, even if only in part, by the first such file."""
         tensors, found = exported_tensors(self._model), dict[str, str]()
         for file, names in self._own_files.items():
             for name in names:

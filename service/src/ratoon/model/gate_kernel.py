@@ -32,7 +32,8 @@ def gate_rows(gate_up_SG: Tensor, weight_S1: Tensor) -> Tensor:
 def differentiate_rows(
     dproduct_SF: Tensor, gate_up_SG: Tensor, weight_S1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same again, and the gradients of both where it has that of `dproduct_SF`."""
+    """Recomputes the product, and returns it with the gradients of both inputs, given its own,
+    `dproduct_SF`."""
     product_SF, dgate_up_SG = torch.empty_like(dproduct_SF), torch.empty_like(gate_up_SG)
     dweight_S1 = torch.empty_like(weight_S1)
     _launch(gate_up_SG, weight_S1, product_SF, dproduct_SF, dgate_up_SG, dweight_S1)

@@ -98,7 +98,7 @@ class LayerShards:
         }
 
     def handles(self) -> list[Handle]:
-        """Of this rank's memory, for `open` on the others."""
+        """Handles of this rank's memory, for `open` on the others."""
         return [memory.handle() for memory in self._owned]
 
     def open(self, by_rank: Sequence[Sequence[Handle]]) -> None:

@@ -120,7 +120,7 @@ class DecoderLayers:
         if self._offload is None:
             self._offload = HostOffload(parameters[0].device)
         resident = (*parameters, *kwargs["position_embeddings"])
-        # Those that are AWAY have the time of the layers behind them to leave.
+        # Layers that are AWAY have the time of the layers behind them to leave.
         is_last = kept[index] is Kept.HOST and Kept.HOST not in kept[index + 1 :]
         return self._offload.layer(index, resident, is_last=is_last)
 
@@ -202,7 +202,8 @@ def _mark_sizes(most: int, rows: Iterable[Tensor], attention: PathAttention) -> 
     if most > 1:
         for row in rows:
             torch._dynamo.mark_dynamic(row, 1, hint_override=most, min=2, max=most)
-        # Of the same number, whose bounds are above: a layout may be run by graphs of two ranges.
+        # These tensors have the same number of tokens, whose bounds are above: one layout may be
+        # run by graphs of two ranges.
         for each in attention.per_token:
             torch._dynamo.mark_dynamic(each, 0, hint_override=most)
     for table in attention.tables:

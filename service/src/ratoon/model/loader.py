@@ -134,9 +134,10 @@ def read_model(
 
 
 def placed_bytes(module: PreTrainedModel, num_sharing: int = 1, num_copies: int = 1) -> int:
-    """Of a module's weights on a device; of `num_sharing`, on the one with the most.
+    """Bytes of a module's weights on a device; with `num_sharing` devices, on the fullest.
 
-    Where these share layers out: its parts of them, those that it reads, and all else.
+    If the devices share the layers, this counts its own parts of them, the layers that it reads,
+    and everything else.
     """
     total = num_copies * sum(p.nbytes for p in module.parameters())
     if num_sharing == 1:

@@ -44,11 +44,11 @@ _EARLY_FIELDS = (
     "task_type",
 )
 _MAX_CONFIG_BYTES = 2**20
-# Of its configuration: what decides how its tensors enter the model.
+# Fields of the configuration that decide how its tensors enter the model.
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-# By this name peft finds them.
+# Name by which peft finds the experts.
 _EXPERTS = "experts"
 # What an adapter adds is scaled by alpha / rank: neither rounded to zero nor without bound.
 MIN_ALPHA, MAX_ALPHA = 2.0**-20, 2.0**20
@@ -65,7 +65,7 @@ def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: st
 
 
 def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> PeftModel:
-    """The same without values.
+    """Attach an adapter without values.
 
     Raises INVALID_ARGUMENT for an alpha out of range, and for a rank above the smallest dimension
     of what is adapted, beyond which an adapter reaches nothing new. Raises UNSUPPORTED for a target
@@ -139,7 +139,7 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
     """
     linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     of_experts = {*_MLP} if _has_experts(module) else set[str]()
-    # Of either kind, but not of both.
+    # Projections of either kind, but not of both.
     available = (linear ^ of_experts).intersection(_ATTENTION + _MLP)
     shown_names = ", ".join(sorted(available))
     if not requested and of_experts & linear:

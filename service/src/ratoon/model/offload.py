@@ -23,10 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 # Smaller ones are not worth a copy.
 MIN_BYTES = 2**20
-# Of the host's memory; a layer's last one may be partly empty. Each costs the launching thread some
-# 40 us: by chunks of 4 MiB it took longer over the first layer of 30B than the GPU.
+# Chunks of host memory; a layer's last one may be partly empty. Each costs the launching thread
+# some 40 us: with chunks of 4 MiB it took longer over the first layer of 30B than the GPU did.
 CHUNK_BYTES = 16 * 2**20
-# Allocated at a time, a power of two, to which torch would round other sizes up.
+# Chunks allocated at a time: a power of two, because torch would round other sizes up.
 _SLAB_CHUNKS = 4
 
 
@@ -34,10 +34,10 @@ _SLAB_CHUNKS = 4
 class _Saved:
     """The bytes of one tensor; on the device until they have left, and once they are fetched."""
 
-    # Of the host's chunks, in order.
+    # Pieces of the host's chunks, in order.
     pieces: list[Tensor]
     on_device: Tensor | None
-    # After the last copy, to the host or from there.
+    # Event after the last copy, to or from the host.
     copied: torch.cuda.Event | None
 
 
@@ -83,7 +83,7 @@ class HostOffload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._spare: list[Tensor] = []
         self._last: weakref.ref[_Layer] | None = None
-        # Of the layer before, which has had the time of one layer to leave.
+        # Tensors of the previous layer, which has had the time of one layer to leave.
         self._leaving: list[_Saved] = []
 
     @contextmanager

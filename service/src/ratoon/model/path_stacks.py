@@ -74,7 +74,8 @@ class PathStacks:
         return self._keys[:stop]
 
     def sums(self, stop: int) -> KeyPair:
-        """Of all before `stop`; what nobody has cleared is of a stage that is over."""
+        """Sums of all tokens before `stop`; sums that nobody has cleared belong to a stage that is
+        over."""
         if self._sums is None:
             keys = self.keys(0)
             self._sums = self._room(keys, accumulation_dtype(keys.k_SKH.dtype))

@@ -120,7 +120,7 @@ class PolicyModel:
         attention: PathAttention,
         routed: RoutedTokens | None = None,
     ) -> Tensor:
-        """The same of any tokens, [T, D]; `attention` knows what each of them attends."""
+        """Hidden states of any tokens, [T, D]; `attention` knows what each token attends to."""
         assert tokens_T.shape == position_T.shape, "one position a token"
         kept = self._layers.kept = self._plan_activations(attention.held)
         self._layers.fetched_at = None if kept is None else fetched_at(self.sizes, kept)
@@ -179,7 +179,7 @@ class PolicyModel:
         return trained_parameters(self.module, self.adapter)
 
     def named_layers(self) -> list[list[str]]:
-        """Of `named_trainable()` the names of each decoder layer's."""
+        """Names in `named_trainable()`, by decoder layer."""
         return names_by_layer(self.module, self.named_trainable())
 
     @contextmanager
@@ -265,7 +265,7 @@ def trained_parameters(
 
 
 def names_by_layer(module: PreTrainedModel, parameters: Mapping[str, Parameter]) -> list[list[str]]:
-    """Those of `parameters` that each decoder layer has; of some there may be none."""
+    """Names of the `parameters` of each decoder layer; a layer may have none."""
     layers = cast("Any", module).get_decoder().layers
     owner = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
     found: list[list[str]] = [[] for _ in layers]

@@ -24,7 +24,7 @@ class RouteSums:
     """`layers`: those with experts that ran, ascending; () of a dense model."""
 
     layers: tuple[int, ...] = ()
-    # Of each, E + 4, as `RouteCount.sums_F` has them.
+    # Sums of each layer, E + 4 numbers, as in `RouteCount.sums_F`.
     sums: tuple[tuple[float, ...], ...] = ()
 
     def __add__(self, other: RouteSums) -> RouteSums:
@@ -61,7 +61,7 @@ class RouteCounts:
 
     @property
     def num_layers(self) -> int:
-        """Those with experts."""
+        """Number of layers with experts."""
         return len(self._counts)
 
     @contextmanager
@@ -99,7 +99,8 @@ class RouteCounts:
             count.sums_F = count.balance_loss = None
 
     def balance_loss(self) -> float:
-        """Of all backwards since, without coefficients. Waits for the device."""
+        """Balance loss of all backwards since the last reset, without coefficients. Waits for the
+        device."""
         counts = self._counts.values()
         losses = [count.balance_loss for count in counts if count.balance_loss is not None]
         return float(torch.stack(losses).sum()) if losses else 0.0

@@ -35,8 +35,8 @@ class Balance(Protocol):
         ...
 
     def gradient(self, row: int, probs_TE: Tensor, /) -> Tensor:
-        """Of the loss without its coefficient in the probabilities, in their dtype, [T, E]; at the
-        row-th layer with experts."""
+        """Gradient of the loss without its coefficient with respect to the probabilities, in their
+        dtype, [T, E]; at the row-th layer with experts."""
         ...
 
 
@@ -55,10 +55,10 @@ class RouteCount:
         # Experts that its tokens visit in place of the router's own, ascending, int16; -1: that
         # token has none. None: of no token.
         self.recorded_TC: Tensor | None = None
-        # Of the forward under way, and of the backward.
+        # Balance of the running forward, and of the running backward.
         self.balance: Balance | None = None
         self.balance_behind: Balance | None = None
-        # Of `balance`, without its coefficient; float64 []. None: no backward yet.
+        # Loss of `balance`, without its coefficient; float64 []. None: no backward yet.
         self.balance_loss: Tensor | None = None
         # float64 [E + 4]: choices of each expert, tokens, entropies in nats, tokens with recorded
         # experts, those of them that the router would send elsewhere. None: no forward yet.
@@ -95,7 +95,8 @@ class RouteCount:
             self.balance.add(expert_TC, probs_TE.shape[1])
 
     def gradient(self, probs_TE: Tensor) -> Tensor | None:
-        """Of the balance loss in the logits; None: there is none."""
+        """Gradient of the balance loss with respect to the logits; None if there is no balance
+        loss."""
         if self.balance_behind is None:
             return None
         dprobs_TE = self.balance_behind.gradient(self.row, probs_TE)

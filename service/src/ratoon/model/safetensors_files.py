@@ -31,16 +31,16 @@ _MIN_FILE_BYTES = 250 * 10**6
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8
 _NUM_THREADS = min(os.cpu_count() or 1, 16)
-# Of what a thread writes at a time. For each it takes Python's interpreter lock, which who launches
-# kernels meanwhile takes for each of them: 30 µs a time.
+# Bytes that a thread writes at a time. Each write takes Python's interpreter lock, which the thread
+# that launches kernels needs for each launch: 30 µs a time.
 _BLOCK_BYTES = 16 * 2**20
-# Of pwritev(2).
+# Maximum number of buffers in a pwritev(2).
 _MAX_PARTS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileContent:
-    """What a file is to have; of tensors that are written over in place it is made but once.
+    """Content of a file; for tensors that are overwritten in place it is made only once.
 
     Attributes:
         header: What says which bytes after it are which tensor's, and its length.
@@ -54,8 +54,9 @@ class FileContent:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> FileContent:
-        """Of tensors of floats by name, on the host. One that is not dense is copied."""
-        # By size of elements, so that each is aligned, then by name.
+        """Content with tensors of floats by name, on the host. Tensors that are not dense are
+        copied."""
+        # Tensors are sorted by element size, so that each is aligned, then by name.
         by_size = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
         ordered = dict(by_size)
         header = _header(ordered)

@@ -25,7 +25,7 @@ _EXPANDABLE = "expandable_segments"
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Of one process's memory, for another: `opens(*arguments)` maps it."""
+    """Handle of one process's memory, for another: `opens(*arguments)` maps it."""
 
     opens: Callable[..., Tensor]
     arguments: tuple[Any, ...]

@@ -50,26 +50,27 @@ class ModelSpec:
     base: PresetBase | FolderBase
     tuning: FullTuning | LoraTuning
     dtype: ModelDtype
-    # Of random initial weights and adapters.
+    # Seed of random initial weights and adapters.
     seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a loaded model tells its policy; counts are parameters, lengths are tokens."""
+    """Facts that a loaded model reports to its policy; counts are parameters, lengths are
+    tokens."""
 
     num_parameters: int
     num_trainable_parameters: int
     vocab_size: int
     max_sequence_tokens: int
     attention_backend: str
-    # By name, of `train.config.OptimizerStates`: what the trainer keeps. "": nobody has said it.
+    # Name of the `train.config.OptimizerStates` that the trainer keeps. "": not known.
     optimizer_states: str = ""
-    # The same of `train.config.Shard`: what its ranks share out.
+    # Name of the `train.config.Shard`: what the ranks share. "": not known.
     shard: str = ""
-    # Whether it was loaded on a GPU; its policy says it.
+    # Whether it was loaded on a GPU; the policy sets it.
     uses_gpu: bool = False
-    # Layers with experts, and the experts of each; 0 of a dense model.
+    # Layers with experts, and the experts of each; 0 for a dense model.
     route_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0

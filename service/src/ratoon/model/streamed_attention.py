@@ -145,7 +145,7 @@ class _Place:
     group: SequenceGroup
 
     def settings(self) -> Mapping[str, Any]:
-        """Of the kernels' calls."""
+        """Arguments of the kernels' calls."""
         return {
             "query_start": self.own.start,
             "key_start": 0,

@@ -19,7 +19,7 @@ _NUM_STEPS = 4
 
 
 def token_limits(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> TokenLimits:
-    """Of a whole forest, and of stages, whatever waits of them on the host."""
+    """Token limits of a whole forest, and of stages, however much of them waits on the host."""
     return TokenLimits(
         at_once=sizes.num_ranks * max_tokens(sizes, device_bytes, host_bytes),
         streamed=sizes.num_ranks * streamed_tokens(sizes, device_bytes, host_bytes),

@@ -34,18 +34,18 @@ DELTA_FORMAT = 1
 RUN_BYTES = 4 * 2**20
 # A delta that is not smaller than this share of the files that it makes is not kept.
 _MAX_SHARE = 0.5
-# What an encoder may take to start, and bytes a second that the slowest encodes.
+# Time that an encoder may take to start, and bytes a second of the slowest encoder.
 _START_S = 60.0
 _LEAST_RATE = 20e6
-# Of mallopt(3): M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
+# Parameters of mallopt(3): M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
 _MALLOC = {-1: 2**30, -2: 2**26, -3: 2**25}
 # A mean gap above which two bytes per gap compress better than one.
 _LONG_GAP = 350
 _NUM_PROCESSES = min(os.cpu_count() or 1, 16)
-# Of the files, for each process: it takes a quarter of a second to start.
+# Minimum bytes of the files per process: a process takes a quarter of a second to start.
 _LEAST_BYTES = 256 * 2**20
 _LENGTH_BYTES = 8
-# What is compared at a time; no word is longer.
+# Bytes compared at a time; no word is longer.
 _GROUP_BYTES = 8
 
 Array = NDArray[Any]
@@ -114,7 +114,7 @@ class _Source:
     files: tuple[WeightFile, ...]
 
     def pairs(self) -> list[_Pair]:
-        """Of both versions, whether they have changed or not."""
+        """Files in both versions, whether they have changed or not."""
         parents = {(file.name, file.size_bytes): file for file in self.parent.files}
         pairs: list[_Pair] = []
         for file in self.files:

@@ -23,14 +23,18 @@ if TYPE_CHECKING:
     from ratoon.stream.object_store import ObjectStore
 
 _LOG = get_logger("archive")
-# Per call to the store, with its retries.
+# Timeout of a call to the store, including its retries.
 _TIMEOUT_S = 30.0
-# That wait, of a policy.
+# Maximum pending deletions per policy.
 _MAX_DELETIONS = 65_536
 
 
 class Archive(Protocol):
-    """Raises UNAVAILABLE where the store does not answer; drops and start leave it to the next."""
+    """Copies of a policy's files in an object store.
+
+    Methods raise UNAVAILABLE if the store does not answer, except `start` and `drop_*`, which retry
+    at the next start.
+    """
 
     async def start(self) -> None:
         """Remove what interrupted writers left."""
@@ -41,13 +45,13 @@ class Archive(Protocol):
         ...
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Stop without waiting."""
         ...
 
     async def keep_body(self, digest: str, body: bytes) -> None: ...
 
     def drop_body(self, digest: str) -> None:
-        """Delete it in the background."""
+        """Delete the body in the background."""
         ...
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
@@ -246,13 +250,13 @@ class _Deletions:
             pass
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Stop without waiting."""
         self._waiting.clear()
 
     async def _run(self) -> None:
         while self._waiting:
             async with self._lock:
-                # Stopped or spared while this waited for the lock.
+                # The deletions may have been stopped or spared while this waited for the lock.
                 key = self._key = next(iter(self._waiting), "")
                 if not key:
                     return
