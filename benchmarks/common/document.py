@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Of a table of figures.
+# Columns of a table of figures.
 FIGURE_COLUMNS = ("", "measured", "wanted")
 
 

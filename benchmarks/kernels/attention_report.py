@@ -29,7 +29,7 @@ COLUMNS = (
     *("shape", "backend", "fwd ms", "bwd ms", "fwd TFLOP/s", "bwd TFLOP/s"),
     *("x flash", "x FA2 replicated", "peak GiB"),
 )
-# Of a loop without pauses, where it was measured.
+# Columns for a loop without pauses, if it was measured.
 SUSTAINED_COLUMNS = ("sustained TFLOP/s", "J / TFLOP")
 NUM_TEXT_COLUMNS = 2
 NOTHING = "–"

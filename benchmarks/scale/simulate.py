@@ -24,11 +24,11 @@ from ratoon.train.numerics import plannable_bytes
 _WEIGHTS, _SUMS, _MOMENTS = 2, 4, 2 + 8 / 256
 # Layers whose weights are gathered at a time under Z3: the one that runs and the next.
 _GATHERED_LAYERS = 2
-# Parts of a group that splitting tries: of twice its mean length, and halves of that.
+# Splitting tries parts of twice a group's mean length, and halves of that.
 _MOST_HALVINGS = 6
-# Of all groups or ranks, whichever are more: more parts only repeat more prompts.
+# Most parts per group or rank, whichever are more: further parts only repeat more prompts.
 _MOST_PARTS = 8
-# Of an Update: what was agreed on, statuses, squares of the gradient, partial digests.
+# Exchanges of an Update: the agreed values, statuses, squares of the gradient, partial digests.
 _EXCHANGES = 4
 
 
@@ -61,7 +61,7 @@ AS_DESIGNED = Options()
 
 
 def state_bytes(model: Model, layout: Layout, n: int) -> float:
-    """Of one GPU: weights, sums and moments, and the layers that Z3 gathers at a time."""
+    """Bytes of one GPU: weights, sums and moments, and the layers that Z3 gathers at a time."""
     count = model.num_parameters
     weights = _WEIGHTS * count / (n if layout is Layout.Z3 else 1)
     sums = _SUMS * count / (1 if layout is Layout.Z1 else n)
@@ -223,7 +223,8 @@ def _run(model: Model, batch: Batch, n: int, layout: Layout, c: Values, options:
 
 
 def _flops(model: Model, batch: Batch) -> NDArray[np.float64]:
-    """Of each group, forward and backward, nothing twice: linear in tokens, rows and pairs."""
+    """FLOPs of each group's forward and backward, without recomputation: linear in tokens, rows and
+    pairs."""
     token, row, pair = (
         step_flops(model.size, StepWork(tokens=t, rows=r, pairs=p))
         for t, r, p in ((1, 0, 0), (0, 1, 0), (0, 0, 1))

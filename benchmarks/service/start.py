@@ -80,7 +80,7 @@ def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
 
 
 def settings_of(plan: Plan, device: str, root: Path) -> dict[str, Any]:
-    """Of a service below `root`."""
+    """Settings of a service below `root`."""
     return {
         "crash_points": False,
         "log_level": "INFO",

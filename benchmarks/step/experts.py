@@ -61,17 +61,17 @@ from ratoon.train.layout import needed_bytes
 BEGIN = "<!-- experts: written by benchmarks/step/experts.py -->"
 END = "<!-- end of experts -->"
 STATES = OptimizerStates.BF16_SPLIT_8BIT
-# Of 48; all products of the recorded group are kept of these.
+# Number of layers of the model's 48: all products of the recorded group are kept in these.
 NUM_LAYERS = 16
 OF_TRANSFORMERS = "grouped_mm"
-# Rows that are no way to run a step.
+# Rows that are not variants of a step.
 PROFILE, UPDATE, TRANSFORMERS = "profile", "update", "experts of transformers"
 PROFILED_STEPS = 2
 LONGEST_KERNELS = 24
 MAX_NAME = 80
 WANTED = {"hardware_mfu": ">= 0.50", "over_replicated": ">= 4.5", "over_transformers": ""}
 
-# Of each expert, how often tokens go there, relative to others.
+# Relative frequency with which tokens visit each expert.
 Popularity = Callable[[int], NDArray[np.float64]]
 POPULARITY: dict[str, Popularity] = {
     "even": np.ones,

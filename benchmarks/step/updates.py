@@ -117,7 +117,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
         **middle,
         "hardware_mfu": update_flops(size, packed, passes) / measured.seconds / PEAK_FLOPS,
         "logical_mfu": update_flops(size, replicated, passes) / measured.seconds / PEAK_FLOPS,
-        # Of forward and backward beside all that the trainer keeps.
+        # MFU of forward and backward, with everything that the trainer keeps in memory.
         "trained_mfu": mfu(size, packed, middle["forward_s"] + middle["backward_s"]),
         "peak_gib": measured.peak_gib,
         **({} if planned is None else {"planned_gib": planned / 2**30}),

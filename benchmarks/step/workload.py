@@ -70,7 +70,7 @@ class RoutedSize(ModelSize):
 
     @property
     def layer_parameters(self) -> int:
-        """Those of a token: with its own experts and the router."""
+        """Parameters that a token passes: its own experts and the router included."""
         router = self.num_layers * self.hidden_size * self.num_experts
         return super(RoutedSize, self).layer_parameters + router
 
@@ -229,7 +229,8 @@ def packed_batch(batch: RolloutBatch) -> PackedBatch:
 
 
 def replicated_batches(batch: RolloutBatch, sequences_per_batch: int) -> list[PackedBatch]:
-    """The same rollouts in request order, `sequences_per_batch` per micro-batch, unshared."""
+    """Replicated batches: the rollouts in request order, unshared, `sequences_per_batch` per
+    micro-batch."""
     return [
         pack(
             batch,

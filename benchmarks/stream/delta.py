@@ -29,10 +29,10 @@ NAME = "model.safetensors"
 CORES = 2
 SHARES = (0.001, 0.01, 0.04, 0.1, 0.5)
 KINDS = ("step", "draw")
-# Of one tensor.
+# Words of one tensor.
 BLOCK_WORDS = 2**23
 Words = NDArray[np.uint16]
-# One up, one down.
+# Steps of one up and one down.
 _STEPS = np.array([1, 2**16 - 1], np.uint16)
 
 

@@ -196,13 +196,14 @@ def measure(args: argparse.Namespace, root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _gpus() -> list[str]:
-    """That this process sees, by CUDA's names."""
+    """GPUs that this process sees, by CUDA's names."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))]
 
 
 def _write_model(size: ModelSize, folder: Path, seed: int) -> None:
-    """Weights of the seed, and a tokenizer of as many tokens, of which the first are bytes."""
+    """Write weights of the seed, and a tokenizer with as many tokens, the first of which are
+    bytes."""
     module = build_module(size, torch.device("cuda"), torch.bfloat16, seed)
     module.save_pretrained(folder)
     del module
@@ -286,7 +287,7 @@ def kept(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a loop's events. The first version that is served is the one that was there before."""
+    """Figures of a loop's events. The first served version existed before, and is left out."""
     by_kind = {
         kind: [{**event} for event in events if event["event"] == kind]
         for kind in ("update", "served", "evaluation", "failure")

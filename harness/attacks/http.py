@@ -110,7 +110,7 @@ async def stalled_reader(target: Target, path: str) -> Connection:
 async def stalled_reader_with_another(
     target: Target, path: str, pause_s: float = 0.1
 ) -> Connection:
-    """The same, with a second request behind it."""
+    """Stalled reader with a second request behind the first."""
     connection = await stalled_reader(target, path)
     await asyncio.sleep(pause_s)
     await connection.send(head("GET", "/v1/health"))

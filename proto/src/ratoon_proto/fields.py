@@ -46,7 +46,8 @@ def json_places(message: Descriptor) -> Mapping[str, Place]:
 
 
 def fields_of(message: Any) -> Iterable[FieldDescriptor]:
-    """Of a descriptor, whose type is that of the implementation in use."""
+    """Returns the fields of a descriptor, whose type depends on the protobuf implementation in
+    use."""
     return message.fields
 
 

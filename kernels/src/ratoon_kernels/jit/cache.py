@@ -55,7 +55,8 @@ def get_cubin(spec: KernelSpec) -> bytes:
 
 
 def find_cubin(spec: KernelSpec, folders: CubinFolders) -> bytes:
-    """The same from given folders; what is compiled is kept in `folders.cache`."""
+    """Returns the machine code of `spec` from the given folders; newly compiled code is kept in
+    `folders.cache`."""
     sources = read_sources(spec)
     prebuilt = find_prebuilt(folders.prebuilt, sources.key(compiler=""))
     if prebuilt is not None:
