@@ -1,6 +1,6 @@
 """The Triton kernel that chooses the experts of each token.
 
-Imported where there is a GPU: triton comes with torch's CUDA wheels alone.
+Import it only where there is a GPU: triton comes only with torch's CUDA wheels.
 
 T tokens, E experts, C experts of a token.
 """
@@ -51,7 +51,7 @@ def _choose_experts(
     expert = tl.arange(0, BLOCK)
     is_there = is_token[:, None] & (expert < EXPERTS)[None, :]
     left = tl.load(probs + token[:, None] * EXPERTS + expert[None, :], mask=is_there, other=-2.0)
-    # As torch sorts them: first of all.
+    # NaN sorts first, as in torch.
     left = tl.where(left == left, left, float("inf"))
     for index in range(TOP_K):
         _, chosen = tl.max(left, axis=1, return_indices=True)
