@@ -16,7 +16,8 @@ _TILE = 1024
 
 
 def choose_experts(probs_TE: Tensor, top_k: int) -> Tensor:
-    """expert_TC, int64: the first ones of a stable sort by falling probability; float32."""
+    """expert_TC, int64: the first ones of a stable sort by falling probability, which is
+    float32."""
     num_tokens, num_experts = probs_TE.shape
     expert_TC = probs_TE.new_empty((num_tokens, top_k), dtype=torch.int64)
     block = triton.next_power_of_2(num_experts)

@@ -15,7 +15,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Elements of one program at a time: 16 bytes of bfloat16 a thread.
+# Elements that one program handles at a time: 16 bytes of bfloat16 per thread.
 _TILE = 2048
 _WARPS = 8
 

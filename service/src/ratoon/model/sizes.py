@@ -1,4 +1,4 @@
-"""The sizes of a decoder that its bytes follow from, read off a transformers module."""
+"""Reads the sizes that decide a decoder's bytes from a transformers module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model a policy is, and everything that decides its initial weights. Imports no torch."""
+"""Describes a policy's model and everything that decides its initial weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PRESET_NAMES = ("tiny", "small")
 class ModelDtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-    # For proofs of exactness; not offered on the wire.
+    # Float64 is for proofs of exactness; the wire does not offer it.
     FLOAT64 = "float64"
 
 
@@ -31,14 +31,13 @@ class FolderBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullTuning:
-    """Every parameter is trained."""
+    """Full fine-tuning: every parameter is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTuning:
-    """Low-rank adapters (Hu et al., 2021); no target_modules: all of attention and MLP, or of the
-    experts in its place.
-    """
+    """Low-rank adapters (Hu et al., 2021). Without target_modules they adapt all of attention and
+    of the MLP or the experts."""
 
     rank: int
     alpha: float
@@ -74,6 +73,6 @@ class ModelInfo:
     route_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
-    # Tokens that attention goes back to in all layers or in some, 0 where no layer has a window. No
-    # sequence is longer, so that attention is full.
+    # Window of attention in all layers or in some, in tokens; 0 if no layer has a window. No
+    # sequence is longer, so attention is full.
     sliding_window: int = 0
