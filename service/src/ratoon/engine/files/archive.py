@@ -1,8 +1,8 @@
 """A second copy of a policy's bodies and checkpoints, from which an empty disk is restored.
 
 With an archive, an operation is acknowledged, and a checkpoint journaled, only after its copy is
-durable. What the journal no longer needs is deleted from both places, from the archive in the
-background or else by the next start. Forward results and published weights have no copy.
+durable. Files that the journal no longer needs are deleted from both places: from the archive in
+the background, or else by the next start. Forward results and published weights have no copy.
 
     policies/<policy_id>/{bodies,checkpoints}
 """
@@ -41,7 +41,7 @@ class Archive(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Begin no more deletions, and wait for the one under way."""
+        """Begin no more deletions, and wait for the running one."""
         ...
 
     def abandon(self) -> None:
@@ -65,7 +65,7 @@ class Archive(Protocol):
         ...
 
     def drop_checkpoint(self, checkpoint_id: str) -> None:
-        """Delete it in the background."""
+        """Delete the checkpoint in the background."""
         ...
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
@@ -83,40 +83,40 @@ class NoArchive:
     """No archive: the local disk has the only copy."""
 
     async def start(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def stop(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def abandon(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def keep_body(self, digest: str, body: bytes) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def drop_body(self, digest: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def body_names(self) -> frozenset[str]:
         return frozenset()
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def drop_checkpoint(self, checkpoint_id: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def checkpoint_names(self) -> frozenset[str]:
         return frozenset()
 
     async def forget(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class BlobArchive:
@@ -174,7 +174,7 @@ class BlobArchive:
         try:
             self._blobs.put_folder(key, folder)
         except FileExistsError:
-            # A save of that name, never journaled, left another state here.
+            # An earlier save of that name, never journaled, left another state here.
             self._blobs.delete_folder(key)
             self._blobs.put_folder(key, folder)
 
@@ -192,7 +192,7 @@ class BlobArchive:
         except RatoonError as error:
             if error.code is not ErrorCode.INTERNAL:
                 raise
-            # Do not load it: recovery takes an older one.
+            # The checkpoint must not be loaded: recovery takes an older one.
             _LOG.error("archived checkpoint is damaged", error=error.message)
         else:
             policy_id = self._paths.root.name
@@ -218,12 +218,12 @@ class BlobArchive:
 class _Deletions:
     """Deletes from a store in the background, one key at a time.
 
-    Once the store does not answer, what is waiting is left to the next start.
+    If the store does not answer, pending deletions are left to the next start.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[str], None]] = {}
-        # Held while `_key` is being deleted.
+        # The lock is held while `_key` is being deleted.
         self._lock = asyncio.Lock()
         self._key = ""
         self._task: asyncio.Task[None] | None = None
@@ -313,19 +313,19 @@ class ArchivedBodyFiles(BodyFiles):
 
 
 def open_archive(storage_url: str, paths: PolicyPaths) -> Archive:
-    """The archive of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
+    """Archive of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
     return BlobArchive(open_store(storage_url), paths) if storage_url else NoArchive()
 
 
 def check_store(storage_url: str) -> None:
-    """Raises INVALID_ARGUMENT for a read-only store, UNAVAILABLE where it does not answer."""
+    """Raises INVALID_ARGUMENT for a read-only store, UNAVAILABLE if it does not answer."""
     if storage_url:
         open_store(storage_url).check()
 
 
 def open_store(storage_url: str) -> ObjectStore:
     try:
-        # An optional dependency; and the AWS libraries are large.
+        # The dependency is optional, and the AWS libraries are large.
         from ratoon.stream.object_store import ObjectStore
     except ImportError as err:
         raise invalid("storage_url", f"no library for it ({err})", "ratoon[s3] installed") from err
@@ -333,5 +333,5 @@ def open_store(storage_url: str) -> ObjectStore:
 
 
 def _left_behind(reason: str) -> None:
-    """Log it; the next start deletes what is left."""
+    """Log that deletions were left; the next start makes them."""
     _LOG.warning("not deleted from the archive", error=reason)
