@@ -102,7 +102,7 @@ def lowered(
 
 
 def main(root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--update", action="store_true", help="lower the baseline, never raise it")
     arguments = parser.parse_args()
     found, baseline = all_hits(root), read_baseline(root)
