@@ -1,4 +1,5 @@
-"""What benchmarks write: result files, aligned text tables, generated sections of documents.
+"""Writes the outputs of benchmarks: result files, aligned text tables, generated sections of
+documents.
 
 A section lies between two markers; the rest of the document is left untouched.
 """

@@ -57,7 +57,7 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What has figures."""
+        """Columns that have figures."""
         is_sustained = any("joules" in row for row in self.rows)
         return (*COLUMNS, *(SUSTAINED_COLUMNS if is_sustained else ()))
 

@@ -95,7 +95,7 @@ def measure(seed: int) -> dict[str, Any]:
 
 
 def simulated(values: Values, seed: int) -> dict[str, Any]:
-    """What follows from constants and seed alone."""
+    """Figures that follow only from constants and seed."""
     return {
         "memory": [_memory_row(model, n, values) for model in MODELS for n in COUNTS],
         "rows": [

@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md, from a result alone."""
+"""Renders the tables of docs/scale.md from a result."""
 
 from __future__ import annotations
 

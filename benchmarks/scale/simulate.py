@@ -75,7 +75,7 @@ def _layer_bytes(model: Model) -> float:
 
 
 def free_bytes(model: Model, layout: Layout, n: int, gpu: str, c: Values) -> int:
-    """What one GPU has for activations, by the service's own reserve."""
+    """Bytes that one GPU has for activations, by the service's own reserve."""
     held = state_bytes(model, layout, n) + (1e9 * c["collectives"] if n > 1 else 0)
     return plannable_bytes(GPU_BYTES[gpu], math.ceil(held))
 
@@ -139,7 +139,8 @@ class Update:
 def simulate(
     model: Model, batch: Batch, n: int, layout: Layout, c: Values, options: Options = AS_DESIGNED
 ) -> Update:
-    """One Update of `batch` on n H200, of which one alone is taken to have the memory."""
+    """Simulates one Update of `batch` on n H200, compared with a single one that is assumed to have
+    the memory."""
     if options.bf16_sums and layout is Layout.Z1:
         layout = Layout.Z2
     run = _run(model, batch, n, layout, c, options)
@@ -276,5 +277,5 @@ def _reduce_s(
 
 
 def _exposed(seconds: float, hidden_K: NDArray[np.float64]) -> float:
-    """What each micro-batch's communication takes longer than what it runs beside."""
+    """Seconds by which each micro-batch's communication exceeds the work that it overlaps."""
     return float(np.maximum(0.0, seconds - hidden_K).sum())

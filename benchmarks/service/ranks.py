@@ -53,7 +53,7 @@ SIZES = {size.name: size for size in (QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_ROUTED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What updates have: groups of these rollouts.
+    """Work of updates: groups of these rollouts.
 
     Attributes:
         num_groups: None: as many as the command says.
@@ -94,7 +94,7 @@ CASES = (
     *((TOGETHER, work) for work in (GROUP, LONG)),
 )
 ROUTED_CASES = tuple((WEIGHTS, work) for work in (GROUPS, ALONE))
-# What a result says first, and what is wanted of it.
+# Headline figures of a result, and their targets.
 WANTED = {
     "speedup": ">= 0.97 of the GPUs (two), 0.95 (four)",
     "service_speedup": ">= 0.925 of the GPUs (two), 0.9 (four)",
@@ -156,7 +156,7 @@ def _cases(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def parallel_of(policy: str, num_workers: int) -> Parallel:
-    """What is shared out in a policy of that name."""
+    """Parallel layout of the policy with that name."""
     if policy == ONE:
         return Parallel(num_workers=1)
     if policy == HALF:
@@ -184,7 +184,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         root = Path(folder)
         write_model(plan, args.device, root / "models" / MODEL, args.seed)
         settings = settings_of(plan, args.device, root)
-        # What is looked at is the updates after the first, which have no self-check.
+        # Only the updates after the first are measured, and they have no self-check.
         settings["worker"] |= {"optimizer_states": args.states, "self_check_every": 0}
         settings["limits"] = {"max_tokens": 10**7, "max_body_bytes": 2 * 10**9}
         with (
@@ -356,7 +356,7 @@ def markdown(result: Mapping[str, Any], result_link: str) -> Iterator[str]:
     model = result["plan"]["model"]
     notes = f" {result['notes']}" if "notes" in result else ""
     stale = f" STALE: {result['stale']}." if "stale" in result else ""
-    # Before it was written down, policies were what they are by default.
+    # Results before the field existed are of policies with default settings.
     is_free = not result["cases"][0].get("deterministic", True)
     order = ", `deterministic: false`" if is_free else ""
     yield (

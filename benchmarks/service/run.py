@@ -46,7 +46,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is trained.
+    """Contents of a run.
 
     Attributes:
         model: With random weights, in a Hugging Face folder.

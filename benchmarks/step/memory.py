@@ -30,7 +30,7 @@ from ratoon.model.stage_plan import HeldTokens
 
 # Prefixes of case names.
 ACTIVATIONS, MANY = "activations ", "many "
-# For estimates of seconds, which only the budget uses.
+# Rate for estimates of seconds, which only the budget uses.
 EXPECTED_MFU = 0.45
 # Longer steps have one sample, and a warm-up only if the budget allows both.
 LONG_STEP_S = 20.0

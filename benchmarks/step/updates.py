@@ -130,7 +130,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
 
 
 def _plain_step(ways: Ways, batch: RolloutBatch) -> Row:
-    """Forward and backward alone, before optimizer states are allocated."""
+    """Measures only forward and backward, before optimizer states are allocated."""
     row, _ = measure_way(ways, ways.run.scale.ours, batch, Plan(cuts=()))
     ways.clear()
     return {name: row[name] for name in ("seconds", "peak_gib", "samples")}
@@ -150,7 +150,7 @@ class Update:
 
     trainer: Trainer
     batch: RolloutBatch
-    # With the old log-probs of a Forward; with the update's own.
+    # Updates with the old log-probs of a Forward, and with the update's own.
     loss: Loss
     on_policy: Loss
 

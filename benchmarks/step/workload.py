@@ -1,4 +1,4 @@
-"""What steps are measured on: models, groups of random rollouts, and their floating-point work.
+"""Workloads of steps: models, groups of random rollouts, and their floating-point work.
 
 All ways to run the same rollouts are credited with the same work, so MFU compares as time does.
 Gradients of a packed batch and of the same rollouts replicated, however cut, are sums of the same
@@ -88,7 +88,7 @@ QWEN3_1_7B = ModelSize(
     name="Qwen3-1.7B", num_layers=28, hidden_size=2048, num_heads=16, num_kv_heads=8, head_dim=128,
     intermediate_size=6144, vocab_size=151_936, ties_embeddings=True,
 )  # fmt: skip
-# For a CPU: runs everything in seconds, and says nothing about speed.
+# Scale for a CPU: it runs everything in seconds, and says nothing about speed.
 TINY = ModelSize(
     name="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,
     intermediate_size=48, vocab_size=67, ties_embeddings=False,
@@ -178,7 +178,7 @@ class SeededBatch:
 
     @property
     def held(self) -> list[HeldTokens]:
-        """What the service plans each forward's kept activations by."""
+        """Held tokens from which the service plans each forward's activations."""
         if not self.stages:
             return [HeldTokens(tokens=self.packed_tokens, above=0, waits=False, stream=None)]
         stream, parents = stream_tokens(self.stages), {stage.parent for stage in self.stages}
@@ -284,7 +284,7 @@ def packed_work(packed: PackedBatch) -> StepWork:
 
 
 def replicated_work(batch: RolloutBatch) -> StepWork:
-    """The work of all rollouts, each run alone."""
+    """Work of all rollouts, each run separately."""
     length = sequence_lengths(batch)
     return StepWork(
         tokens=int(length.sum()),

@@ -90,7 +90,7 @@ def _measure(root: Path, parent: WeightManifest, file: WeightFile, repeats: int)
     made.unlink()
     raw = {"encode_s": encode_s, "rebuild_s": rebuild_s, "copy_s": copy_s}
     return {
-        # Without a delta the file itself is what is sent.
+        # Without a delta the file itself is sent.
         "size_percent": round(100 * delta.stat().st_size / file.size_bytes, 3) if is_kept else 100,
         "bound_percent": round(100 * _positions_bits(changed_share) / 16, 3),
         "changed_share": changed_share,
@@ -100,7 +100,8 @@ def _measure(root: Path, parent: WeightManifest, file: WeightFile, repeats: int)
 
 
 def _positions_bits(share: float) -> float:
-    """Entropy per value of which ones have changed: what no coding of random places is below."""
+    """Entropy per value of the positions of changes, below which no coding of random places
+    goes."""
     return -sum(p * math.log2(p) for p in (share, 1 - share) if p)
 
 

@@ -91,7 +91,7 @@ async def newline_after_answer(target: Target) -> Connection:
 
 
 async def byte_of_body_after_answer(target: Target) -> Connection:
-    """More of a request's body, never complete, after its answer."""
+    """Sends more of a request's body, never complete, after its answer."""
     connection = await target.connect()
     await connection.send(head("POST", "/nothing", "Content-Length: 1000"))
     await connection.answer()

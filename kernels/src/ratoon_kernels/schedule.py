@@ -207,7 +207,7 @@ def _forward_items(tiles: TileTable, num_run_tiles: Int64Array) -> Int32Array:
 def _sweep_list(sweeps: Sweeps) -> SweepList:
     start, length = sweeps.start_B, sweeps.stop_B - sweeps.start_B
     size = min(_MAX_WINDOW, max(_MIN_WINDOW, int(length.sum()) // _WINDOW_PART))
-    # What is little longer than a window is not worth a slot.
+    # A sweep that is little longer than a window is not worth a slot.
     is_split = length > size + size // 2
     first_window = start // size
     last_window = np.where(is_split, (sweeps.stop_B - 1) // size, first_window)

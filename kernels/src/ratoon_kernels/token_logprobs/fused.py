@@ -185,7 +185,7 @@ def dlogit_scale(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reduction:
-    """What logits reduce to: filled chunk by chunk.
+    """Results of reducing logits, filled chunk by chunk.
 
     Attributes:
         targets: The sorted targets, in range.
@@ -258,7 +258,7 @@ def _sort_seeds(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LogitGradient:
-    """What the gradients of all chunks of logits share.
+    """Inputs that the gradients of all chunks of logits share.
 
     Attributes:
         targets: The sorted targets.

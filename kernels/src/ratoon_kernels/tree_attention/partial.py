@@ -152,7 +152,7 @@ def merge_partials(
     for name, lse_NQ in (("lse_a_NQ", lse_a_NQ), ("lse_b_NQ", lse_b_NQ)):
         _check_shape(name, lse_NQ, (out_a_QNH.shape[1], out_a_QNH.shape[0]))
     lse_NQ = torch.logaddexp(lse_a_NQ, lse_b_NQ)
-    # Where both are -inf the weights are exp(-inf - 0) = 0, not exp(-inf + inf) = nan.
+    # If both are -inf the weights are exp(-inf - 0) = 0, not exp(-inf + inf) = nan.
     base_NQ = lse_NQ.masked_fill(lse_NQ == -torch.inf, 0)
     weight_a_QN1 = (lse_a_NQ - base_NQ).exp().T[..., None]
     weight_b_QN1 = (lse_b_NQ - base_NQ).exp().T[..., None]
