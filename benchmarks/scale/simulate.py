@@ -124,7 +124,7 @@ class Update:
     Attributes:
         phases: `compute` is what n GPUs need at least; what they wait for each other and what
             memory makes them run again are phases of their own.
-        publish_s: Of the version, beside the next Update; what is longer than one is in `phases`.
+        publish_s: Publication during the next Update; `phases` has the excess over one.
     """
 
     layout: Layout
@@ -180,9 +180,9 @@ class _Run:
     """Seconds of forwards and backwards, and of the communication that they do not hide.
 
     Attributes:
-        compute_s: Of the batch uncut, nothing twice, over n.
+        compute_s: Seconds of the uncut batch, nothing recomputed, over n.
         again_s: What is run again for want of memory, or for groups that are split, over n.
-        waiting_s: Of the last rank beyond the mean; in Z2 and Z3 at each micro-batch.
+        waiting_s: Excess of the last rank over the mean; in Z2 and Z3 at each micro-batch.
     """
 
     compute_s: float

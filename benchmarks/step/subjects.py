@@ -263,7 +263,7 @@ class MemoryPlan:
 
     Attributes:
         layers: Number of layers by kind, for the largest forward whose backward comes at once.
-        waiting: The same for the largest stage that waits for others; empty if there is none.
+        waiting: Layers by kind for the largest stage that waits for others; empty if there is none.
         predicted_bytes: The peak beyond weights that the service predicts.
         gradients_stay: Whether all gradients exist at the peak.
     """

@@ -58,8 +58,8 @@ class RoutedSize(ModelSize):
     """A Qwen3-MoE decoder: `intermediate_size` has the experts of one token side by side.
 
     Attributes:
-        num_experts: Of a layer.
-        experts_per_token: Those that each token passes.
+        num_experts: Experts of a layer.
+        experts_per_token: Experts that each token passes.
         implementation: Transformers' name of what runs experts; with one of its own, its router
             decides, too.
     """
@@ -165,7 +165,7 @@ class SeededBatch:
     Attributes:
         batch: The micro-batch.
         column_L: int64; the response token of each term, for comparing ways.
-        packed: The same on the host.
+        packed: The packed batch on the host.
         stages: Stages of a streamed batch; empty if it runs at once.
         weight_L: float32; the terms' weights.
     """

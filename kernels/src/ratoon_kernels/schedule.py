@@ -104,7 +104,7 @@ class Schedule:
         forward_items: int32 [number of query tiles, 4]; query tile, runs [start, stop), number of
             key tiles, which may be 0.
         sweep: Pieces of the backward with dQ.
-        levels: Those of the deterministic one for each number of kv heads of `SPLIT_KV_HEADS`.
+        levels: Deterministic lists, one for each number of kv heads in `SPLIT_KV_HEADS`.
     """
 
     num_queries: int

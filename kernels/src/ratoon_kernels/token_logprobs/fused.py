@@ -239,8 +239,8 @@ class _Seeds:
     """Gradients of results.
 
     Attributes:
-        dlogprob_M: Of the log-probs, in the order of the sorted targets, or None where it is zero.
-        dentropy_R: Of the entropies, contiguous, or None where it is zero.
+        dlogprob_M: Gradient of the log-probs in the sorted targets' order, or None where zero.
+        dentropy_R: Gradient of the entropies, contiguous, or None where it is zero.
     """
 
     dlogprob_M: Tensor | None

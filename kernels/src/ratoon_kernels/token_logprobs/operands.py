@@ -66,8 +66,8 @@ class DifferentiatedLogprobs:
     """Results of one pass over the rows.
 
     Attributes:
-        logprob_M: Of the targets, in the accumulation dtype.
-        entropy_R: Of the rows, in the accumulation dtype.
+        logprob_M: Log-probs of the targets, in the accumulation dtype.
+        entropy_R: Entropies of the rows, in the accumulation dtype.
         dhidden_RD: Gradient of the hidden states, in their dtype.
         dlm_head_VD: Gradient of the LM head, in its dtype; no rows where not asked for.
     """

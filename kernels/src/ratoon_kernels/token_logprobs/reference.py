@@ -105,8 +105,8 @@ class _GradientSums:
     """Gradients that add up over chunks.
 
     Attributes:
-        dhidden_RD: Of the hidden states, in their dtype.
-        dhead_VD: Of the head, in the accumulation dtype; no rows where not asked for.
+        dhidden_RD: Gradient of the hidden states, in their dtype.
+        dhead_VD: Gradient of the head, in the accumulation dtype; no rows if not requested.
     """
 
     dhidden_RD: Tensor

@@ -101,7 +101,7 @@ def tree_attention_partial_backward(
         query_start: Packed index of the first query.
         key_start: Packed index of the first key.
         dk_acc_SKH: fp32 (fp64 for fp64) buffer that these queries' share of dK is added to.
-        dv_acc_SKH: The same for dV.
+        dv_acc_SKH: Accumulator of dV, likewise.
         backend: A backend's name, or None for the best one available.
         deterministic: Require the same bits on every call with the same inputs.
 
