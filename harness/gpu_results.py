@@ -1,4 +1,4 @@
-"""What every GPU result contains, and when one may be written.
+"""Defines what every GPU result contains, and when one may be written.
 
 A result names the commit, sources, GPU and versions that it was measured on, so that a test can
 tell when it is stale. A result that is kept although the sources have changed says why in a

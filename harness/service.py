@@ -24,7 +24,7 @@ START_S = 900.0
 # Time for `ratoon serve` to notice that its Ray is gone; it waits a minute for the head.
 END_S = 600.0
 _POLL_S = 0.1
-# What the titles of a role's processes start with or contain.
+# Prefix or part of the titles of a role's processes.
 TITLES = {
     "worker": "ray::WorkerActor",
     "rank": "ray::RankActor",
@@ -194,7 +194,7 @@ class Service:
         processes = self.processes()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()  # So that none starts another one meanwhile.
+                process.suspend()  # None may start another one meanwhile.
         for process in {*processes, *self.processes()}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -98,7 +98,7 @@ def table() -> list[str]:
         for kept, cells in _rows(config):
             lines.append(f"| {name} | {kept} | {' | '.join(cells)} |")
     heads = [f"{count} x {gpu}" for gpu in RANKS_GPUS for count in RANKS]
-    lines += ["", "Of several GPUs, by what they share out:", ""]
+    lines += ["", "Several GPUs, by what they shard:", ""]
     lines += ["| model | shard | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
     for name in RANKS_MODELS:
         for shard, cells in _rows_of_ranks(_without_weights(MODELS[name])):

@@ -12,7 +12,8 @@ from ratoon.cli import cli
 from ratoon.config import OTHER_VARIABLES, RatoonConfig, load_config, unknown_variables
 from ratoon_client import config as client_config
 
-# Of a Service named `ratoon`, and of the one that KubeRay makes for a cluster of that name.
+# Variables of a Service named `ratoon`, and of the one that KubeRay makes for a cluster of that
+# name.
 OF_KUBERNETES = {
     "RATOON_SERVICE_HOST": "10.0.0.11",
     "RATOON_SERVICE_PORT": "8000",

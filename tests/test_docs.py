@@ -97,13 +97,13 @@ def test_every_metric_is_listed_with_its_labels() -> None:
 def test_every_metric_that_is_named_exists() -> None:
     names = {metric.name for metric in METRICS}
     named = set(re.findall(r"\bratoon_[a-z_]+\b", OPERATIONS))
-    # Of other kinds: packages of Python.
+    # These names are Python packages.
     assert named - names <= {"ratoon_client", "ratoon_kernels", "ratoon_proto"}
 
 
 @cache
 def _anchors(page: Path) -> frozenset[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of the headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)

@@ -18,10 +18,8 @@ Result = dict[str, Any]
 
 
 def make_parser(description: str | None, *, has_device: bool = True) -> argparse.ArgumentParser:
-    """A parser with the shared options; one of --out, --draft and --report is required.
-
-    Without `has_device` the CPU alone is measured.
-    """
+    """Returns a parser with the shared options; one of --out, --draft and --report is required.
+    Without `has_device` only the CPU is measured."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

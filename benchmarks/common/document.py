@@ -1,4 +1,5 @@
-"""What benchmarks write: result files, aligned text tables, generated sections of documents.
+"""Writes the outputs of benchmarks: result files, aligned text tables, generated sections of
+documents.
 
 A section lies between two markers; the rest of the document is left untouched.
 """
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Of a table of figures.
+# Columns of a table of figures.
 FIGURE_COLUMNS = ("", "measured", "wanted")
 
 

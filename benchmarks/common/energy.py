@@ -12,9 +12,10 @@ _LIBRARY = "libnvidia-ml.so.1"
 
 
 def joules_taken(device: torch.device) -> float | None:
-    """Since the driver was loaded, in steps of a millijoule; None on a CPU or without a counter.
+    """Energy since the driver was loaded, in steps of a millijoule; None on a CPU or without a
+    counter.
 
-    The counter is renewed some ten times a second: a difference over less says little.
+    The counter is updated some ten times a second, so a difference over less time says little.
     """
     if device.type != "cuda":
         return None

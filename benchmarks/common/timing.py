@@ -51,9 +51,10 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 def measure(
     work: Callable[[], object], device: torch.device, *, num_samples: int, stop_at: float
 ) -> Measured:
-    """At least one sample, up to `num_samples`; fewer if one is slow or `stop_at` has come.
+    """Takes at least one sample, and up to `num_samples`; fewer if one is slow or `stop_at` has
+    come.
 
-    The caller has run the work before. `stop_at` is of `time.monotonic()`.
+    The caller must have run the work before. `stop_at` is a time of `time.monotonic()`.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

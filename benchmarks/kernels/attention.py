@@ -87,7 +87,8 @@ def _measure(args: argparse.Namespace) -> None:
         payload["runs"][-1]["seconds"] = time.monotonic() - start
         print(f"{shape}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         if args.out is not None:
-            # After every shape, so that an interrupted run keeps what it has.
+            # The result is written after every shape, so that an interrupted run keeps its
+            # measurements.
             write_result(args.out, payload, seed=run.seed)
     if left_out := [name for name in run.shapes if name not in payload["runs"][-1]["shapes"]]:
         print(f"out of time, left out: {left_out}", file=sys.stderr)

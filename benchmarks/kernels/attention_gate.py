@@ -158,7 +158,7 @@ def _relative_errors(got_THD: Tensor, want_THD: Tensor) -> tuple[float, float]:
 
 def _keep_worst(errors: dict[str, float], more: dict[str, float]) -> None:
     for name, value in more.items():
-        # Not max(): it would drop a NaN.
+        # max() would drop a NaN.
         if not value <= errors.get(name, -1.0):
             errors[name] = value
 

@@ -29,7 +29,7 @@ COLUMNS = (
     *("shape", "backend", "fwd ms", "bwd ms", "fwd TFLOP/s", "bwd TFLOP/s"),
     *("x flash", "x FA2 replicated", "peak GiB"),
 )
-# Of a loop without pauses, where it was measured.
+# Columns for a loop without pauses, if it was measured.
 SUSTAINED_COLUMNS = ("sustained TFLOP/s", "J / TFLOP")
 NUM_TEXT_COLUMNS = 2
 NOTHING = "–"
@@ -57,7 +57,7 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What has figures."""
+        """Columns that have figures."""
         is_sustained = any("joules" in row for row in self.rows)
         return (*COLUMNS, *(SUSTAINED_COLUMNS if is_sustained else ()))
 

@@ -42,7 +42,7 @@ MAX_ERROR_CHARACTERS = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one run measures.
+    """Contents of one run.
 
     Attributes:
         shapes: Keys of `benchmarks.common.forests.SHAPES`.

@@ -1,4 +1,4 @@
-"""What the attention benchmark measures: our tree attention, and libraries' on replicas.
+"""Subjects of the attention benchmark: our tree attention, and libraries' on replicas.
 
 Forward and backward can be timed apart, and do that attention's work alone: gathering, padding and
 building a layout happen before the clock starts.
@@ -56,11 +56,11 @@ class Call(Protocol):
     def forward(self) -> None: ...
 
     def backward(self) -> None:
-        """After `forward`, once."""
+        """Runs the backward once, after `forward`."""
         ...
 
     def results(self) -> Results:
-        """After `backward`."""
+        """Returns the results, after `backward`."""
         ...
 
 

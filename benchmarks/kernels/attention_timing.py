@@ -26,7 +26,8 @@ FLUSH_BYTES = 256 * 2**20
 BUSY_CYCLES = 2_000_000
 MIN_SAMPLES = 5
 MAX_SAMPLES = 50
-# Without pauses: longer than the clock takes to come down, and than the counter is coarse.
+# Seconds of a loop without pauses: longer than the clock takes to come down, and long against the
+# counter's steps.
 SUSTAINED_S = 1.5
 GEMM_SAMPLES = 10
 GEMM_SIZES = {"cuda": 8192, "cpu": 256}

@@ -29,7 +29,7 @@ MAX_REPORTED_LINES = 60
 
 
 def read_log(tool: str, text: str, exit_status: int) -> dict[str, Any]:
-    """What a tool found; `is_clean` is false if it says nothing."""
+    """Findings of a tool; `is_clean` is false if it reports nothing."""
     found = list(SUMMARIES[tool].finditer(text))
     counts = {name: int(n) for name, n in found[-1].groupdict().items()} if found else {}
     are_values_right = SUCCESS in text

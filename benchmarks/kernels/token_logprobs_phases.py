@@ -1,4 +1,4 @@
-"""Profiles our token log-probs on a GPU: each phase alone, and other chunk sizes."""
+"""Profiles our token log-probs on a GPU: each phase separately, and other chunk sizes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one run measures, and its clock."""
+    """Contents of one run, and its clock."""
 
     geometry: Geometry
     subjects: tuple[str, ...]
@@ -154,7 +154,7 @@ def _leaves(problem: Problem, *, is_frozen: bool) -> Problem:
 
 
 def work_of(function: Function, problem: Problem, mode: str) -> Callable[[], None]:
-    """A call of one mode: forward alone, with all gradients, or with a frozen head."""
+    """Returns a call of one mode: only the forward, with all gradients, or with a frozen head."""
 
     def forward() -> None:
         with torch.no_grad():

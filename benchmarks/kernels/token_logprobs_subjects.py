@@ -1,4 +1,4 @@
-"""What computes token log-probs in the benchmark: ours, plain torch, compiled torch, Liger.
+"""Subjects that compute token log-probs in the benchmark: ours, plain torch, compiled torch, Liger.
 
 All take the same call, one target per row at temperature 1: the only call that all of them
 support.
@@ -100,7 +100,7 @@ def _of_backend(name: str) -> Function:
 def _dense(
     hidden_RD: Tensor, lm_head_VD: Tensor, target_R: Tensor, temperature_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As training code has it: a 16-bit product, upcast, with entropies."""
+    """Computes as common training code does: a 16-bit product, upcast, with entropies."""
     logits_RV = (hidden_RD @ lm_head_VD.T).float() / temperature_R[:, None]
     logp_RV = torch.log_softmax(logits_RV, dim=-1)
     entropy_R = -(logp_RV.exp() * logp_RV).sum(dim=-1)

@@ -28,7 +28,7 @@ Run = dict[str, Any]
 
 WINDOW = 10
 LAST = 50
-# For the total update of states with masters, at RL's learning rates: up to MAX_RL_RATE.
+# Criterion for the total update of states with masters, at RL's learning rates: up to MAX_RL_RATE.
 MIN_COSINE = 0.9
 MAX_RL_RATE = 1e-5
 # Two standard errors cover this share of pure chance.

@@ -66,7 +66,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         _plot_rate(panels, [v for v in verdicts if v.learning_rate == rate])
         panels[0].set_title(f"learning rate {rate:g}", fontsize=10)
         panels[1].set_xlabel("update")
-    # At lower rates so few updates do not get near it.
+    # At lower rates the few updates do not get near it.
     columns[0, 0].axhline(result["best_loss"], color="#777777", linewidth=0.8, linestyle="--")
     columns[0, 0].set_ylabel("loss, nats per token")
     columns[1, 0].set_ylabel("minus fp32")

@@ -141,7 +141,7 @@ def train_seed(plan: Plan, seed: int, device_name: str) -> list[Run]:
     baseline: dict[str, Tensor] = {}
     for rate, kind in plan.runs(seed):
         start = time.perf_counter()
-        # Layers are compiled anew, and one process can hold only so many.
+        # Layers are compiled anew, and one process can hold only a limited number.
         torch.compiler.reset()
         trainer = _trainer(plan, kind, seed, device)
         before = _exact_weights(trainer)
@@ -198,7 +198,7 @@ def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
             seed=seed,
         ),
         optimizer=AdamWConfig(),
-        # So that only the states differ from the baseline.
+        # Only the states may differ from the baseline.
         deterministic=True,
         micro_batch_tokens=1 << 20,
         keep_reference=False,
@@ -208,7 +208,7 @@ def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
         optimizer_states=states,
     )
     configure_torch(spec)
-    # Not compiled, which would take longer than so few updates of so small a model.
+    # The model is not compiled, which would take longer than the few updates of so small a model.
     initial = replace(spec.model, seed=_INITIAL_SEED)
     model = read_model(initial).place(device)
     trainer = Trainer(spec, model)

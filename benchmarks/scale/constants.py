@@ -1,4 +1,4 @@
-"""What the simulation of many GPUs computes with: models, GPUs, and constants with their sources.
+"""Inputs of the simulation of many GPUs: models, GPUs, and constants with their sources.
 
 Of a constant `kind` says how far to trust it: `measured` is in a committed result file, `noted` was
 measured on two H100 and has no file, `cited` is a data sheet's or another project's, `default` is a
@@ -46,7 +46,7 @@ class Model:
 
     @property
     def sizes(self) -> DecoderSizes:
-        """What the activations' bytes follow from."""
+        """Sizes that decide the activations' bytes."""
         size = self.size
         return DecoderSizes(
             num_layers=size.num_layers,

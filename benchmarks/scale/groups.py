@@ -1,4 +1,4 @@
-"""The groups of an Update, drawn, cut and dealt to ranks; lengths alone, no tokens."""
+"""Draws the groups of an Update, cuts them and deals them to ranks; only lengths, no tokens."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ REMEDIES = {
     "all but Z2": Options(by_node=True, plan_on_ranks=True, overlap=True, split=True),
     "all": Options(by_node=True, bf16_sums=True, plan_on_ranks=True, overlap=True, split=True),
 }
-# Of batches that are planned, ascending.
+# Group counts of the planned batches, ascending.
 _TIMED_GROUPS = (1, 64)
 _REPEATS = 9
-# Of the group that is planned, where weights and states take half of the GPU.
+# Free bytes for the planned group, if weights and states take half of the GPU.
 _FREE_BYTES = GPU_BYTES["H200"] // 2
 _DIGITS = 4
 
@@ -95,7 +95,7 @@ def measure(seed: int) -> dict[str, Any]:
 
 
 def simulated(values: Values, seed: int) -> dict[str, Any]:
-    """What follows from constants and seed alone."""
+    """Figures that follow only from constants and seed."""
     return {
         "memory": [_memory_row(model, n, values) for model in MODELS for n in COUNTS],
         "rows": [

@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md, from a result alone."""
+"""Renders the tables of docs/scale.md from a result."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from benchmarks.common.document import markdown_table, write_section
 
 BEGIN = "<!-- scale: written by benchmarks/scale/main.py -->"
 END = "<!-- end of scale -->"
-# Of an Update's seconds: a phase that takes more has broken.
+# Share of an Update's seconds above which a phase has broken.
 BROKEN_SHARE = 0.05
 _ALL = "all but Z2"
 _NOTHING = "–"
-# GPUs of the longer tables; the result has the others.
+# Numbers of GPUs in the longer tables; the result file has the others too.
 _SHOWN = (32, 512, 4096)
-# Memory hardly falls beyond.
+# Largest number of GPUs in the memory table: memory hardly falls beyond.
 _MEMORY_SHOWN = 128
 
 Result = dict[str, Any]

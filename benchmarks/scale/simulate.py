@@ -24,11 +24,11 @@ from ratoon.train.numerics import plannable_bytes
 _WEIGHTS, _SUMS, _MOMENTS = 2, 4, 2 + 8 / 256
 # Layers whose weights are gathered at a time under Z3: the one that runs and the next.
 _GATHERED_LAYERS = 2
-# Parts of a group that splitting tries: of twice its mean length, and halves of that.
+# Splitting tries parts of twice a group's mean length, and halves of that.
 _MOST_HALVINGS = 6
-# Of all groups or ranks, whichever are more: more parts only repeat more prompts.
+# Most parts per group or rank, whichever are more: further parts only repeat more prompts.
 _MOST_PARTS = 8
-# Of an Update: what was agreed on, statuses, squares of the gradient, partial digests.
+# Exchanges of an Update: the agreed values, statuses, squares of the gradient, partial digests.
 _EXCHANGES = 4
 
 
@@ -61,7 +61,7 @@ AS_DESIGNED = Options()
 
 
 def state_bytes(model: Model, layout: Layout, n: int) -> float:
-    """Of one GPU: weights, sums and moments, and the layers that Z3 gathers at a time."""
+    """Bytes of one GPU: weights, sums and moments, and the layers that Z3 gathers at a time."""
     count = model.num_parameters
     weights = _WEIGHTS * count / (n if layout is Layout.Z3 else 1)
     sums = _SUMS * count / (1 if layout is Layout.Z1 else n)
@@ -75,7 +75,7 @@ def _layer_bytes(model: Model) -> float:
 
 
 def free_bytes(model: Model, layout: Layout, n: int, gpu: str, c: Values) -> int:
-    """What one GPU has for activations, by the service's own reserve."""
+    """Bytes that one GPU has for activations, by the service's own reserve."""
     held = state_bytes(model, layout, n) + (1e9 * c["collectives"] if n > 1 else 0)
     return plannable_bytes(GPU_BYTES[gpu], math.ceil(held))
 
@@ -124,7 +124,7 @@ class Update:
     Attributes:
         phases: `compute` is what n GPUs need at least; what they wait for each other and what
             memory makes them run again are phases of their own.
-        publish_s: Of the version, beside the next Update; what is longer than one is in `phases`.
+        publish_s: Publication during the next Update; `phases` has the excess over one.
     """
 
     layout: Layout
@@ -139,7 +139,8 @@ class Update:
 def simulate(
     model: Model, batch: Batch, n: int, layout: Layout, c: Values, options: Options = AS_DESIGNED
 ) -> Update:
-    """One Update of `batch` on n H200, of which one alone is taken to have the memory."""
+    """Simulates one Update of `batch` on n H200, compared with a single one that is assumed to have
+    the memory."""
     if options.bf16_sums and layout is Layout.Z1:
         layout = Layout.Z2
     run = _run(model, batch, n, layout, c, options)
@@ -179,9 +180,9 @@ class _Run:
     """Seconds of forwards and backwards, and of the communication that they do not hide.
 
     Attributes:
-        compute_s: Of the batch uncut, nothing twice, over n.
+        compute_s: Seconds of the uncut batch, nothing recomputed, over n.
         again_s: What is run again for want of memory, or for groups that are split, over n.
-        waiting_s: Of the last rank beyond the mean; in Z2 and Z3 at each micro-batch.
+        waiting_s: Excess of the last rank over the mean; in Z2 and Z3 at each micro-batch.
     """
 
     compute_s: float
@@ -223,7 +224,8 @@ def _run(model: Model, batch: Batch, n: int, layout: Layout, c: Values, options:
 
 
 def _flops(model: Model, batch: Batch) -> NDArray[np.float64]:
-    """Of each group, forward and backward, nothing twice: linear in tokens, rows and pairs."""
+    """FLOPs of each group's forward and backward, without recomputation: linear in tokens, rows and
+    pairs."""
     token, row, pair = (
         step_flops(model.size, StepWork(tokens=t, rows=r, pairs=p))
         for t, r, p in ((1, 0, 0), (0, 1, 0), (0, 0, 1))
@@ -275,5 +277,5 @@ def _reduce_s(
 
 
 def _exposed(seconds: float, hidden_K: NDArray[np.float64]) -> float:
-    """What each micro-batch's communication takes longer than what it runs beside."""
+    """Seconds by which each micro-batch's communication exceeds the work that it overlaps."""
     return float(np.maximum(0.0, seconds - hidden_K).sum())

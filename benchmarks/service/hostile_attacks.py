@@ -29,7 +29,7 @@ _EMPTY_GROUPS = b"\x0a\x00" * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """Where and for how long to attack. `key` may train, and is not the good caller's."""
+    """Target and duration of an attack. `key` may train, and is not the good caller's."""
 
     http_port: int
     grpc_port: int
@@ -144,7 +144,7 @@ async def health_flood(ground: Ground) -> Mapping[str, object]:
 
 
 async def many_objects(ground: Ground) -> Mapping[str, object]:
-    """With a key: 2 MiB of empty groups over gRPC, 3 MiB of them as JSON."""
+    """Sends, with a key, 2 MiB of empty groups over gRPC, 3 MiB of them as JSON."""
     sent = Sent()
     num_posted = 0
     ends_at = time.monotonic() + ground.seconds
@@ -222,7 +222,7 @@ ATTACKS: Mapping[str, Callable[[Ground], Awaitable[Mapping[str, object]]]] = {
 async def _kept(
     ground: Ground, makers: list[Callable[[], Awaitable[http.Connection]]], *, most: int
 ) -> Mapping[str, object]:
-    """As many connections as the service accepts, each reopened once it is closed."""
+    """Opens as many connections as the service accepts, each reopened once it is closed."""
     kept: list[http.Connection] = []
     ends_at, num_made, num_refused = time.monotonic() + ground.seconds, 0, 0
     while time.monotonic() < ends_at:

@@ -51,7 +51,7 @@ SLACK = {"memory_mib": 32.0, "connections": 64.0}
 WINDOW_S = 60
 _CALL_S = 0.05
 _REST_S = 5.0
-# From when and for how long an attack's aftermath is measured.
+# Start and duration of the measurement of an attack's aftermath.
 _AFTER_FROM_S = 1.0
 _AFTER_S = 4.0
 _CONNECTED = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)

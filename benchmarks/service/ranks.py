@@ -53,7 +53,7 @@ SIZES = {size.name: size for size in (QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_ROUTED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What updates have: groups of these rollouts.
+    """Work of updates: groups of these rollouts.
 
     Attributes:
         num_groups: None: as many as the command says.
@@ -83,10 +83,10 @@ WORKS = {
     "524288x8": _long(524_288, num_updates=0),
 }
 ONE, STATES, GRADIENTS, WEIGHTS, TOGETHER = "one", "states", "gradients", "weights", "together"
-# As `states`, of half the devices.
+# Case `states` with half of the devices.
 HALF = "half"
 _SHARDS: dict[str, Shard] = {STATES: "states", GRADIENTS: "gradients", WEIGHTS: "weights"}
-# Of a dense model; those of one with experts share out more, and have no long prompts.
+# Cases of a dense model; those of a model with experts shard more, and have no long prompts.
 CASES = (
     *((ONE, work) for work in (GROUPS, GROUP, LONG)),
     *((STATES, work) for work in (GROUPS, GROUP)),
@@ -94,7 +94,7 @@ CASES = (
     *((TOGETHER, work) for work in (GROUP, LONG)),
 )
 ROUTED_CASES = tuple((WEIGHTS, work) for work in (GROUPS, ALONE))
-# What a result says first, and what is wanted of it.
+# Headline figures of a result, and their targets.
 WANTED = {
     "speedup": ">= 0.97 of the GPUs (two), 0.95 (four)",
     "service_speedup": ">= 0.925 of the GPUs (two), 0.9 (four)",
@@ -156,7 +156,7 @@ def _cases(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def parallel_of(policy: str, num_workers: int) -> Parallel:
-    """What is shared out in a policy of that name."""
+    """Parallel layout of the policy with that name."""
     if policy == ONE:
         return Parallel(num_workers=1)
     if policy == HALF:
@@ -184,7 +184,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         root = Path(folder)
         write_model(plan, args.device, root / "models" / MODEL, args.seed)
         settings = settings_of(plan, args.device, root)
-        # What is looked at is the updates after the first, which have no self-check.
+        # Only the updates after the first are measured, and they have no self-check.
         settings["worker"] |= {"optimizer_states": args.states, "self_check_every": 0}
         settings["limits"] = {"max_tokens": 10**7, "max_body_bytes": 2 * 10**9}
         with (
@@ -207,7 +207,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured_before(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of the file that is to be written, unless it is of another commit or other GPUs."""
+    """Cases in the file that is to be written, unless it is of another commit or other GPUs."""
     if args.out is None or not args.out.exists():
         return []
     before, now = json.loads(args.out.read_text(encoding="utf-8")), describe_gpu(args.seed)
@@ -272,7 +272,7 @@ def _run(
 
 
 def work_batch(work: Work, plan: Plan, num_groups: int, seed: int) -> list[Rollouts]:
-    """Of a draft that is tiny, tiny groups."""
+    """Groups of the work, one batch per item; a tiny draft gets tiny groups."""
     if plan.model.vocab_size < 1000:
         short = Group(prompt=max(8, work.group.prompt // 4096), responses=(6,) * 4)
         work = replace(work, group=short)
@@ -293,10 +293,12 @@ def work_batch(work: Work, plan: Plan, num_groups: int, seed: int) -> list[Rollo
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of medians; those alone whose cases are there. Several devices are the fastest sharing's.
+    """Figures from medians, only those whose cases exist. Several devices count with the fastest
+    way of sharing.
 
-    `exposed_ms` is what the step of several devices takes longer than its share of one's: gradients
-    to their owners, and new weights from there. `seconds_per_group` is of one device.
+    `exposed_ms` is the time that a step of several devices takes beyond its share of one device's
+    step: gradients to their owners, and new weights from there. `seconds_per_group` is the time on
+    one device.
     """
     cases = {(row["policy"], row["work"]): row for row in rows}
     sharings = [
@@ -335,7 +337,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def median(row: Mapping[str, Any], name: str) -> float:
-    """Of a case's updates that count."""
+    """Median over a case's counted updates."""
     return statistics.median(update[name] for update in _counting(row["updates"]))
 
 
@@ -354,7 +356,7 @@ def markdown(result: Mapping[str, Any], result_link: str) -> Iterator[str]:
     model = result["plan"]["model"]
     notes = f" {result['notes']}" if "notes" in result else ""
     stale = f" STALE: {result['stale']}." if "stale" in result else ""
-    # Before it was written down, policies were what they are by default.
+    # Results before the field existed are of policies with default settings.
     is_free = not result["cases"][0].get("deterministic", True)
     order = ", `deterministic: false`" if is_free else ""
     yield (

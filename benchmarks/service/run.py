@@ -46,7 +46,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is trained.
+    """Contents of a run.
 
     Attributes:
         model: With random weights, in a Hugging Face folder.
@@ -55,8 +55,8 @@ class Plan:
         longer_by: Tokens by which the prompt grows per update.
         num_updates: Per policy.
         killed_in: The update, counted from 1, during which the worker is killed; 0: in none.
-        num_threads: Of torch, and CPUs of Ray.
-        host_gib: Of the host's memory, lent to activations.
+        num_threads: Threads of torch, and CPUs of Ray.
+        host_gib: Host memory lent to activations.
     """
 
     model: ModelSize

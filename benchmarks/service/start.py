@@ -31,10 +31,10 @@ from ratoon_client import Loss, Optim, RatoonClient
 
 POLICY = "start"
 PATIENCE_S = 1800.0
-# For a warm start of Qwen3-8B, all three phases together.
+# Target for a warm start of Qwen3-8B, all three phases together.
 TARGET_S = 75.0
 SIZES = {size.name: size for size in (QWEN3_8B, QWEN3_1_7B, TINY)}
-# What the worker logs about its start and a creation.
+# Log events of the worker about its start and a creation.
 _EVENT = re.compile(r"\{.*\}")
 _EVENTS = ("worker started", "policy loaded")
 FULL = Plan(
@@ -80,7 +80,7 @@ def measure(plan: Plan, device: str, root: Path, seed: int) -> dict[str, Any]:
 
 
 def settings_of(plan: Plan, device: str, root: Path) -> dict[str, Any]:
-    """Of a service below `root`."""
+    """Settings of a service below `root`."""
     return {
         "crash_points": False,
         "log_level": "INFO",

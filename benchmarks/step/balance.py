@@ -1,4 +1,4 @@
-"""How evenly plans load the ranks of a data-parallel policy, and how long planning takes.
+"""Measures how evenly plans load the ranks of a data-parallel policy, and how long planning takes.
 
 Costs are modelled: those of Qwen3-8B at the H200's rates, by which the service plans. Milliseconds
 are measured, on one thread: a plan with its choice of micro-batch tokens, of sorted sequences.
@@ -32,7 +32,7 @@ from ratoon.train.planning import Planner, device_planner
 
 NUM_GROUPS = 64
 NUM_RANKS = 8
-# What the device of each rank lends to activations.
+# Bytes that the device of each rank lends to activations.
 ACTIVATION_BYTES = 80 * 2**30
 # Standard deviations of the logarithms of lengths.
 SKEWS = (0.5, 1.0, 1.5)

@@ -42,9 +42,9 @@ from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train.device_batch import DeviceBatch, to_device
 
-# Sequences and tokens of a replicated micro-batch of one layer, at most; so many fill the device.
+# Bounds on sequences and tokens of a replicated micro-batch of one layer; these fill the device.
 MAX_CUT, CUT_TOKENS = 4, 65_536
-# Of one layer, whose embedding and head are not run.
+# Vocabulary of the one-layer model, whose embedding and head are not run.
 VOCAB_SIZE = 64
 
 

@@ -49,7 +49,7 @@ MIN_STAGE_TOKENS = 2048
 # In column order. Bandwidth is not fitted: it accounts for a few per cent.
 FITTED = ("linear_flops", "attention_flops", "head_flops", "layer_call_s")
 _SECONDS = ("layer_call_s", "exchange_s")
-# With these a plan shares and streams whatever it can, or shares nothing.
+# Costs with which a plan shares and streams whatever it can, or shares nothing.
 _SHARED = CostModel(pair=0.0, row=0.0, call=0.0, resident=0.0)
 _ALONE = replace(_SHARED, pair=1.0, fork=1e12)
 _AT_ONCE = 1 << 30
@@ -170,7 +170,7 @@ def fitted_rows(rows: list[Row]) -> list[Row]:
 
 
 def rates_in_use(rows: list[Row]) -> DeviceRates:
-    """By which a result's seconds are predicted; an H200's where its rows have none."""
+    """Rates by which a result's seconds are predicted; an H200's if its rows have none."""
     return next((DeviceRates(**row["rates"]) for row in rows if "rates" in row), H200_RATES)
 
 
@@ -213,7 +213,8 @@ def _rate(name: str, weight: float) -> float:
 
 
 def _least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of a x = b with x >= 0; components that are not positive become 0 for good."""
+    """Least squares of a x = b with x >= 0; components that are not positive stay 0 from then
+    on."""
     kept = np.arange(a.shape[1])
     while True:
         x = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]

@@ -61,17 +61,17 @@ from ratoon.train.layout import needed_bytes
 BEGIN = "<!-- experts: written by benchmarks/step/experts.py -->"
 END = "<!-- end of experts -->"
 STATES = OptimizerStates.BF16_SPLIT_8BIT
-# Of 48; all products of the recorded group are kept of these.
+# Number of layers of the model's 48: all products of the recorded group are kept in these.
 NUM_LAYERS = 16
 OF_TRANSFORMERS = "grouped_mm"
-# Rows that are no way to run a step.
+# Rows that are not variants of a step.
 PROFILE, UPDATE, TRANSFORMERS = "profile", "update", "experts of transformers"
 PROFILED_STEPS = 2
 LONGEST_KERNELS = 24
 MAX_NAME = 80
 WANTED = {"hardware_mfu": ">= 0.50", "over_replicated": ">= 4.5", "over_transformers": ""}
 
-# Of each expert, how often tokens go there, relative to others.
+# Relative frequency with which tokens visit each expert.
 Popularity = Callable[[int], NDArray[np.float64]]
 POPULARITY: dict[str, Popularity] = {
     "even": np.ones,
@@ -86,7 +86,7 @@ PARTS = (
     ("rows gathered and added up", Kind.COMPILED, r"index|_ToRows|_ToTokens"),
     ("other compiled kernels", Kind.COMPILED, ""),
     ("copies and fills", Kind.COPIES, ""),
-    # What torch runs one operation after the other: the router, and the sort of its choices.
+    # Operations that torch runs one after the other: the router, and the sort of its choices.
     ("routing", Kind.EAGER, ""),
 )
 
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     is_gpu = is_for_gpu(args)
     if is_gpu:
-        # As in a worker of the service.
+        # The settings are those of a worker of the service.
         for name, value in GPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     size = replace(QWEN3_30B_A3B, num_layers=NUM_LAYERS) if is_gpu else TINY_ROUTED
@@ -136,13 +136,13 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         payload["rows"].append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "kernels"}), file=sys.stderr)
         if args.out is not None:
-            # So that an interrupted run keeps what it has.
+            # The result is written now, so that an interrupted run keeps its measurements.
             write_result(args.out, {**headline(payload), **payload}, seed=run.seed)
     return {**describe_gpu(run.seed), **headline(payload), **payload}
 
 
 def _rows(run: Run, size: RoutedSize) -> Iterator[Row]:
-    """Each row once it is measured."""
+    """Yields each row once it is measured."""
     scale, ours = run.scale, run.scale.ours
     batch = make_batch((scale.paper,), size.vocab_size, run.seed)
     ways = Ways(run, size)
@@ -283,7 +283,7 @@ def load_of(sums: Sequence[Sequence[float]]) -> float | None:
 
 
 def headline(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """What is measured against a goal; absent where a row of it is."""
+    """Figures with a target; absent if one of their rows is."""
     rows = {(row["routing"], row["how"]): row for row in payload["rows"] if "error" not in row}
     found: dict[str, Any] = {"layers": payload["model"]["num_layers"]}
     how = next((how for routing, how in rows if routing == "even"), "")

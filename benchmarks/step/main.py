@@ -115,7 +115,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _measure(args: argparse.Namespace) -> None:
     is_gpu = is_for_gpu(args)
     if is_gpu:
-        # As in a worker of the service.
+        # The settings are those of a worker of the service.
         for name, value in GPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     start = time.monotonic()
@@ -151,7 +151,7 @@ def _measure_section(
         current["seconds"] = time.monotonic() - start
         print(f"{section} {case}: {current['seconds']:.0f} s", file=sys.stderr, flush=True)
         if args.out is not None:
-            # So that an interrupted run keeps what it has.
+            # The result is written now, so that an interrupted run keeps its measurements.
             write_result(args.out, payload, seed=run.seed)
     if left_out := [case for case in wanted if case not in current["cases"][section]]:
         print(f"out of time, {section} left out: {left_out}", file=sys.stderr)
@@ -248,7 +248,7 @@ def sort_cases(payload: dict[str, Any], section: str, order: list[str]) -> None:
 
 
 def measured_cases(payload: dict[str, Any], section: str) -> set[str]:
-    """Cases of which every way has figures."""
+    """Cases in which every variant has figures."""
     failed = {row["case"] for row in payload[section] if "error" in row}
     return {row["case"] for row in payload[section]} - failed
 

@@ -30,7 +30,7 @@ from ratoon.model.stage_plan import HeldTokens
 
 # Prefixes of case names.
 ACTIVATIONS, MANY = "activations ", "many "
-# For estimates of seconds, which only the budget uses.
+# Rate for estimates of seconds, which only the budget uses.
 EXPECTED_MFU = 0.45
 # Longer steps have one sample, and a warm-up only if the budget allows both.
 LONG_STEP_S = 20.0
@@ -38,11 +38,11 @@ LONG_STEP_S = 20.0
 HOST_BYTES = 100 * 2**30
 # Two short lengths, which compile whatever the long groups run.
 WARM_UP_PROMPTS = (96, 160)
-# For the plan of a step that only compiles.
+# Held tokens for the plan of a step that only compiles.
 NO_TOKENS = [HeldTokens(tokens=0, above=0, waits=False, stream=None)]
-# Of the comparison: responses per wave, rollouts per replicated micro-batch.
+# Responses per wave, and rollouts per replicated micro-batch, in the comparison.
 WAVE = CUT = 4
-# The prompt of the sweep that is measured first.
+# Prompt length that the sweep measures first.
 FIRST_PROMPT = 131_072
 
 

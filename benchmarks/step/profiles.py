@@ -35,7 +35,7 @@ ALGORITHM = "grpo"
 
 
 class Kind(StrEnum):
-    """What a kernel is part of, as named in tables."""
+    """Part that a kernel belongs to, as named in tables."""
 
     ATTENTION_FORWARD = "attention, forward"
     ATTENTION_BACKWARD = "attention, backward"

@@ -233,7 +233,7 @@ def _draw_updates(panel: Any, rows: list[Row]) -> None:
 
 
 def _legend_beside(panel: Any) -> None:
-    """Beside the panel, where it covers no bar."""
+    """Draws the legend beside the panel, where it covers no bar."""
     panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 

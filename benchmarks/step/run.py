@@ -1,4 +1,4 @@
-"""What the step benchmark measures: models, groups and cases, full size on a GPU, tiny on a CPU.
+"""Contents of the step benchmark: models, groups and cases, full size on a GPU, tiny on a CPU.
 
 A case's name says its shape, and stands for the same rollouts in every run.
 """
@@ -186,7 +186,7 @@ class Run:
 
     @property
     def rates(self) -> DeviceRates:
-        """By which seconds are predicted: the device's, of an unknown one an H200's."""
+        """Rates by which seconds are predicted: the device's, or an H200's for an unknown one."""
         return KNOWN_RATES.get(device_model(self.device), H200_RATES)
 
     def module(self, size: ModelSize) -> PreTrainedModel:
@@ -208,7 +208,7 @@ class Section:
 
 
 def figures_or_refusal(measure: Callable[[], Row]) -> Row:
-    """What `measure` returns; if it raises, the error as the row's content."""
+    """Row that `measure` returns; if it raises, a row with the error."""
     try:
         return measure()
     except Exception as error:  # noqa: BLE001  whatever a library or the device says

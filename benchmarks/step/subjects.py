@@ -73,7 +73,7 @@ class Way:
 def build_module(
     size: ModelSize, device: torch.device, dtype: torch.dtype, seed: int
 ) -> PreTrainedModel:
-    """A model with random weights, made on the device; leaves the global random state alone."""
+    """Makes a model with random weights on the device; the global random state stays unchanged."""
     register_tree_attention()
     register_grouped_experts()
     config = _config(size)
@@ -123,9 +123,10 @@ def open_policy(
     weight = next(module.parameters())
     is_gpu = weight.device.type == "cuda"
     if is_gpu:
-        # Before anything is compiled, as compiled code is for one table of backends.
+        # This happens before anything is compiled, because compiled code is for one table of
+        # backends.
         step_varlen.install()
-        # Each way compiles its own layers, and all of them stay.
+        # Each variant compiles its own layers, and all of them stay.
         cast("Any", torch)._dynamo.config.recompile_limit = MAX_RECOMPILES
     spec = ModelSpec(
         base=PresetBase(name="benchmark"),
@@ -258,11 +259,11 @@ def layer_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What layers keep for the backward, and the memory that follows from it.
+    """Activations that layers keep for the backward, and the memory that follows from them.
 
     Attributes:
         layers: Number of layers by kind, for the largest forward whose backward comes at once.
-        waiting: The same for the largest stage that waits for others; empty if there is none.
+        waiting: Layers by kind for the largest stage that waits for others; empty if there is none.
         predicted_bytes: The peak beyond weights that the service predicts.
         gradients_stay: Whether all gradients exist at the peak.
     """

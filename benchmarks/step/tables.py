@@ -1,4 +1,4 @@
-"""The tables of a step result.
+"""Renders the tables of a step result.
 
 Cells hold what is in the file, or follows from rows of one case.
 """
@@ -170,7 +170,7 @@ def _joules(row: Row, name: str) -> str:
 
 
 def paper_table(rows: list[Row]) -> Table:
-    """Every way to run the recorded group, in the order of measurement."""
+    """Variants of the recorded group, in the order of measurement."""
     cells: list[list[str]] = []
     for row in rows:
         cell = by_case(rows)[row["case"]]

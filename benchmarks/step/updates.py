@@ -117,7 +117,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
         **middle,
         "hardware_mfu": update_flops(size, packed, passes) / measured.seconds / PEAK_FLOPS,
         "logical_mfu": update_flops(size, replicated, passes) / measured.seconds / PEAK_FLOPS,
-        # Of forward and backward beside all that the trainer keeps.
+        # MFU of forward and backward, with everything that the trainer keeps in memory.
         "trained_mfu": mfu(size, packed, middle["forward_s"] + middle["backward_s"]),
         "peak_gib": measured.peak_gib,
         **({} if planned is None else {"planned_gib": planned / 2**30}),
@@ -130,7 +130,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
 
 
 def _plain_step(ways: Ways, batch: RolloutBatch) -> Row:
-    """Forward and backward alone, before optimizer states are allocated."""
+    """Measures only forward and backward, before optimizer states are allocated."""
     row, _ = measure_way(ways, ways.run.scale.ours, batch, Plan(cuts=()))
     ways.clear()
     return {name: row[name] for name in ("seconds", "peak_gib", "samples")}
@@ -150,7 +150,7 @@ class Update:
 
     trainer: Trainer
     batch: RolloutBatch
-    # With the old log-probs of a Forward; with the update's own.
+    # Updates with the old log-probs of a Forward, and with the update's own.
     loss: Loss
     on_policy: Loss
 

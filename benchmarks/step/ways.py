@@ -129,7 +129,7 @@ def compare_each(
 def measure_way(
     ways: Ways, way: Way, batch: RolloutBatch, plan: Plan
 ) -> tuple[Row, dict[str, Tensor]]:
-    """Figures of one way, and values to compare it by.
+    """Measures one variant: its figures, and values to compare it by.
 
     Raises:
         OutOfTimeError: The budget is spent.
@@ -229,7 +229,7 @@ def _retimed(row: Row, samples: list[float]) -> Row:
 def memory_figures(
     policy: PolicyModel, plan: MemoryPlan | None, peak: float, resident: float
 ) -> Row:
-    """GiB beyond weights, measured and predicted, and beyond gradients; empty on a CPU.
+    """Memory in GiB beyond weights, measured and predicted, and beyond gradients; empty on a CPU.
 
     The latter is known only if all gradients exist at the peak. `peak` and `resident` are GiB at
     the peak, and with weights and inputs alone.

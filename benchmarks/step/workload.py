@@ -1,4 +1,4 @@
-"""What steps are measured on: models, groups of random rollouts, and their floating-point work.
+"""Workloads of steps: models, groups of random rollouts, and their floating-point work.
 
 All ways to run the same rollouts are credited with the same work, so MFU compares as time does.
 Gradients of a packed batch and of the same rollouts replicated, however cut, are sums of the same
@@ -58,8 +58,8 @@ class RoutedSize(ModelSize):
     """A Qwen3-MoE decoder: `intermediate_size` has the experts of one token side by side.
 
     Attributes:
-        num_experts: Of a layer.
-        experts_per_token: Those that each token passes.
+        num_experts: Experts of a layer.
+        experts_per_token: Experts that each token passes.
         implementation: Transformers' name of what runs experts; with one of its own, its router
             decides, too.
     """
@@ -70,7 +70,7 @@ class RoutedSize(ModelSize):
 
     @property
     def layer_parameters(self) -> int:
-        """Those of a token: with its own experts and the router."""
+        """Parameters that a token passes: its own experts and the router included."""
         router = self.num_layers * self.hidden_size * self.num_experts
         return super(RoutedSize, self).layer_parameters + router
 
@@ -88,7 +88,7 @@ QWEN3_1_7B = ModelSize(
     name="Qwen3-1.7B", num_layers=28, hidden_size=2048, num_heads=16, num_kv_heads=8, head_dim=128,
     intermediate_size=6144, vocab_size=151_936, ties_embeddings=True,
 )  # fmt: skip
-# For a CPU: runs everything in seconds, and says nothing about speed.
+# Scale for a CPU: it runs everything in seconds, and says nothing about speed.
 TINY = ModelSize(
     name="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,
     intermediate_size=48, vocab_size=67, ties_embeddings=False,
@@ -165,7 +165,7 @@ class SeededBatch:
     Attributes:
         batch: The micro-batch.
         column_L: int64; the response token of each term, for comparing ways.
-        packed: The same on the host.
+        packed: The packed batch on the host.
         stages: Stages of a streamed batch; empty if it runs at once.
         weight_L: float32; the terms' weights.
     """
@@ -178,7 +178,7 @@ class SeededBatch:
 
     @property
     def held(self) -> list[HeldTokens]:
-        """What the service plans each forward's kept activations by."""
+        """Held tokens from which the service plans each forward's activations."""
         if not self.stages:
             return [HeldTokens(tokens=self.packed_tokens, above=0, waits=False, stream=None)]
         stream, parents = stream_tokens(self.stages), {stage.parent for stage in self.stages}
@@ -229,7 +229,8 @@ def packed_batch(batch: RolloutBatch) -> PackedBatch:
 
 
 def replicated_batches(batch: RolloutBatch, sequences_per_batch: int) -> list[PackedBatch]:
-    """The same rollouts in request order, `sequences_per_batch` per micro-batch, unshared."""
+    """Replicated batches: the rollouts in request order, unshared, `sequences_per_batch` per
+    micro-batch."""
     return [
         pack(
             batch,
@@ -283,7 +284,7 @@ def packed_work(packed: PackedBatch) -> StepWork:
 
 
 def replicated_work(batch: RolloutBatch) -> StepWork:
-    """The work of all rollouts, each run alone."""
+    """Work of all rollouts, each run separately."""
     length = sequence_lengths(batch)
     return StepWork(
         tokens=int(length.sum()),

@@ -29,10 +29,10 @@ NAME = "model.safetensors"
 CORES = 2
 SHARES = (0.001, 0.01, 0.04, 0.1, 0.5)
 KINDS = ("step", "draw")
-# Of one tensor.
+# Words of one tensor.
 BLOCK_WORDS = 2**23
 Words = NDArray[np.uint16]
-# One up, one down.
+# Steps of one up and one down.
 _STEPS = np.array([1, 2**16 - 1], np.uint16)
 
 
@@ -90,7 +90,7 @@ def _measure(root: Path, parent: WeightManifest, file: WeightFile, repeats: int)
     made.unlink()
     raw = {"encode_s": encode_s, "rebuild_s": rebuild_s, "copy_s": copy_s}
     return {
-        # Without a delta the file itself is what is sent.
+        # Without a delta the file itself is sent.
         "size_percent": round(100 * delta.stat().st_size / file.size_bytes, 3) if is_kept else 100,
         "bound_percent": round(100 * _positions_bits(changed_share) / 16, 3),
         "changed_share": changed_share,
@@ -100,7 +100,8 @@ def _measure(root: Path, parent: WeightManifest, file: WeightFile, repeats: int)
 
 
 def _positions_bits(share: float) -> float:
-    """Entropy per value of which ones have changed: what no coding of random places is below."""
+    """Entropy per value of the positions of changes, below which no coding of random places
+    goes."""
     return -sum(p * math.log2(p) for p in (share, 1 - share) if p)
 
 

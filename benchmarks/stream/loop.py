@@ -60,7 +60,7 @@ VLLM_ENVIRONMENT = {
 }
 # All ranks are of this machine, which may have no network.
 NCCL = {"NCCL_SOCKET_IFNAME": "lo"}
-# What is kept of an event, in a result.
+# Fields of an event that a result keeps.
 KEPT = (
     *("event", "version", "reward", "staleness_max", "dropped_stale", "straddled_prompts"),
     *("update_s", "publish_s", "fetch_s", "verify_s", "commit_s", "pause_s", "first_token_s"),
@@ -91,9 +91,9 @@ class Server(NamedTuple):
     transfer: str
 
 
-# With which so small a model learns more than one constant word, in a few minutes.
+# Settings with which so small a model learns more than one constant word, in a few minutes.
 _FOR_REWARD = ("--learning-rate", "2e-3")
-# A learning rate that does no harm in so few steps; what is learned is not looked at.
+# A learning rate that does no harm in few steps; the result of learning is not measured.
 _FOR_SECONDS = ("--learning-rate", "1e-6", "--evaluate-every", "10", "--held-out", "64")
 CASES = {
     case.name: case
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(args: argparse.Namespace, root: Path) -> Iterator[dict[str, Any]]:
-    """Each case, with its raw events."""
+    """Yields each case, with its raw events."""
     logs = args.logs or root
     cases = [CASES[name] for name in args.cases]
     for size in {case.size: None for case in cases}:
@@ -196,13 +196,14 @@ def measure(args: argparse.Namespace, root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _gpus() -> list[str]:
-    """That this process sees, by CUDA's names."""
+    """GPUs that this process sees, by CUDA's names."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))]
 
 
 def _write_model(size: ModelSize, folder: Path, seed: int) -> None:
-    """Weights of the seed, and a tokenizer of as many tokens, of which the first are bytes."""
+    """Write weights of the seed, and a tokenizer with as many tokens, the first of which are
+    bytes."""
     module = build_module(size, torch.device("cuda"), torch.bfloat16, seed)
     module.save_pretrained(folder)
     del module
@@ -286,7 +287,7 @@ def kept(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a loop's events. The first version that is served is the one that was there before."""
+    """Figures of a loop's events. The first served version existed before, and is left out."""
     by_kind = {
         kind: [{**event} for event in events if event["event"] == kind]
         for kind in ("update", "served", "evaluation", "failure")

@@ -60,7 +60,7 @@ FULL = Plan(
     num_updates=4,
     num_threads=2,
 )
-# Updates of which one's version is published.
+# Number of updates per published version.
 CYCLE = 4
 TARGETS = {
     "http_gb_s": ">= 1.5, or the next",
@@ -127,7 +127,7 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
     with tempfile.TemporaryDirectory(prefix="rt-", dir=weights_root.parent) as folder:
         size_mb = 2000 if plan is FULL else 20
         deltas = delta.measure(Path(folder), size_mb, (repeats + 1) // 2, seed)
-    # By whichever kind of change is worse.
+    # The figure is that of the worse kind of change.
     of_one_percent = [row for row in deltas if row["share"] == 0.01]
     medians = {name: statistics.median(samples) for name, samples in reads.items()}
     seconds = {
@@ -140,7 +140,7 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
         "pull_http_gb_s": medians["pull http"],
         "pull_grpc_gb_s": medians["pull grpc"],
         "pull_host_gb_s": medians["pull host"],
-        # Where each version is published, each update is held and has a publication beside it.
+        # If each version is published, each update is held and overlaps a publication.
         "publish_adds": (seconds["held"] + seconds["beside"]) / seconds["alone"] - 2,
         "stall_s": statistics.median(row["stall_s"] for row in updates["held"]),
         "visible_s": statistics.median(row["visible_s"] for row in updates["held"]),
@@ -156,11 +156,9 @@ def measure(plan: Plan, repeats: int, weights_root: Path, seed: int) -> dict[str
 
 
 def _updates(service: Service, plan: Plan, seed: int) -> dict[str, list[dict[str, float]]]:
-    """Updates one after the other, of which each fourth one's version is published.
-
-    `held`: that one. `beside`: the next, beside which its version is written. `alone`: the two
-    others. The first is left out.
-    """
+    """Runs updates one after the other, and publishes every fourth one's version. `held`: that one.
+    `beside`: the next, during which its version is written. `alone`: the two others. The first is
+    left out."""
     rows: dict[str, list[dict[str, float]]] = {"held": [], "beside": [], "alone": []}
     with (
         RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client,
@@ -198,7 +196,7 @@ def _updates(service: Service, plan: Plan, seed: int) -> dict[str, list[dict[str
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The largest file of a version, as its readers name it and as it lies on the disk."""
+    """Largest file of a version: its name for readers, and its path on the disk."""
 
     name: str
     digest: str
@@ -312,7 +310,7 @@ def _pull(target: str, beside: Path, weights_root: Path | None = None) -> float:
 
 
 def _stalled_mb(service: Service, manifest: WeightManifest) -> float:
-    """What the gateway's memory grows by for one reader of a whole file that stalls."""
+    """Growth of the gateway's memory for one reader of a whole file that stalls."""
     largest = max(manifest.files, key=lambda file: file.size_bytes)
     url_path = f"/v1/policies/{POLICY}/weights/{manifest.version}/files/{largest.name}"
     file = _File(largest.name, largest.digest, largest.size_bytes, url_path, Path())

@@ -44,7 +44,7 @@ def _call(number: int, flags: int = 0) -> bytes:
     return frame(HEADERS, END_HEADERS | flags, 2 * number + 3, _BLOCK)
 
 
-# What is sent once, and the frames of each number after it.
+# Bytes sent once, and the frames of each number after them.
 FLOODS: Mapping[str, tuple[bytes, Callable[[int], bytes]]] = {
     "resets": (b"", lambda n: _call(n) + frame(RST_STREAM, 0, 2 * n + 3, _CANCEL)),
     "calls": (b"", lambda n: _call(n, END_STREAM)),

@@ -91,7 +91,7 @@ async def newline_after_answer(target: Target) -> Connection:
 
 
 async def byte_of_body_after_answer(target: Target) -> Connection:
-    """More of a request's body, never complete, after its answer."""
+    """Sends more of a request's body, never complete, after its answer."""
     connection = await target.connect()
     await connection.send(head("POST", "/nothing", "Content-Length: 1000"))
     await connection.answer()
@@ -110,7 +110,7 @@ async def stalled_reader(target: Target, path: str) -> Connection:
 async def stalled_reader_with_another(
     target: Target, path: str, pause_s: float = 0.1
 ) -> Connection:
-    """The same, with a second request behind it."""
+    """Stalled reader with a second request behind the first."""
     connection = await stalled_reader(target, path)
     await asyncio.sleep(pause_s)
     await connection.send(head("GET", "/v1/health"))

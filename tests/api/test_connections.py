@@ -264,7 +264,7 @@ async def test_what_is_fetched_is_told_by_the_path_alone() -> None:
 
 
 async def test_stalled_readers_of_other_answers_do_not_close_the_port() -> None:
-    """Those of the API document, which needs no key, made every request a 429 for a minute."""
+    """Readers of the API document, which needs no key, made every request a 429 for a minute."""
     app = App(8 * MIB)
     async with served(app, max_unsent_bytes=20 * MIB) as port:
         stalled = [await attacks.stalled_reader(target_at(port), "/openapi.json") for _ in range(9)]

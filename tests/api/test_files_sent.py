@@ -79,7 +79,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _tls(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Of a server, and of its clients."""
+    """TLS contexts of a server and of its clients."""
     authority = make_authority("servers")
     (folder / "ca.pem").write_bytes(authority.pem)
     authority.issue(folder / "cert.pem", folder / "key.pem")

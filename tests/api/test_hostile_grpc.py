@@ -45,7 +45,7 @@ def open_gateway(tmp_path: Path) -> Iterator[ServedProcess]:
 
 
 async def _growth(process: ServedProcess, rpcs: list[str], num_streams: int, size: int) -> int:
-    """Of the resident memory, at most, while one connection withholds a byte of each message."""
+    """Largest growth of resident memory while one connection withholds a byte of each message."""
     before = most = process.resident_bytes()
     attack = asyncio.create_task(
         withheld_messages(

@@ -60,9 +60,9 @@ MESSAGES: dict[str, Descriptor] = {
 ENUMS: dict[str, EnumDescriptor] = {
     name: enum for file in FILES for name, enum in file.DESCRIPTOR.enum_types_by_name.items()
 }
-# In the path instead of the body.
+# Fields that are in the path instead of the body.
 IN_PATH = {"policy_id", "upload_id", "part_index", "checkpoint_id"}
-# Of these JSON has their fields where the message itself would stand.
+# Messages whose fields JSON has in place of the message itself.
 FLAT = {"key": {"seq", "request_id"}, "segments": {"segments"}}
 BODIES: dict[str, Any] = {
     method.input_type.name: body for method in SERVICE.methods if (body := body_of(method))

@@ -195,7 +195,8 @@ async def test_what_a_client_says_of_the_loss_reaches_the_engine(
 
 
 async def test_two_wires_and_an_upload_give_one_digest(api: Api) -> None:
-    """The same batch over gRPC, HTTP and in parts is one payload: a retry elsewhere is a retry."""
+    """A batch over gRPC, over HTTP and in parts is one payload, so a retry over another wire is a
+    retry."""
     await api.create_policy()
     all_groups = requests.groups(4)
     first = await api.grpc.call("Update", requests.update(batch=all_groups))

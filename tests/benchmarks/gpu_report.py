@@ -108,7 +108,7 @@ def _read_tests(path: Path) -> list[dict[str, Any]]:
 
 
 def _gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
-    """Those of the markers that -m names, of one GPU or of several."""
+    """Ids of the tests with the markers that -m names: of one GPU or of several."""
     named = re.findall(r"\w+", config.option.markexpr)
     markers = [marker for marker in MARKERS if marker in named] or MARKERS
     return [item.nodeid for item in items if any(map(item.get_closest_marker, markers))]

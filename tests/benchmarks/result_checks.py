@@ -39,7 +39,7 @@ def staleness_problems(result: Result, source_sha256: str) -> Iterator[str]:
 
 
 def _sources(result: Result) -> Iterator[object]:
-    """Of the whole, and of runs that say it themselves."""
+    """Source digests of the whole result, and of runs that have their own."""
     yield result.get("source_sha256")
     yield from (run["source_sha256"] for run in result.get("runs", ()) if "source_sha256" in run)
 

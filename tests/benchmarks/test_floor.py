@@ -23,7 +23,7 @@ def test_transactions_are_counted_not_their_statements(tmp_path: Path) -> None:
     for _ in range(3):
         database.execute("BEGIN")
         for _ in range(4):
-            # Of more pages than one.
+            # The row takes more than one page.
             database.execute("INSERT INTO rows VALUES (zeroblob(10000))")
         database.execute("COMMIT")
     assert committed_writes(tmp_path / "some.sqlite") == before + 3

@@ -110,7 +110,7 @@ def test_red_tests_can_run_again_alone(tmp_path: Path) -> None:
     outcomes = {test["id"].split("::")[1]: test["outcome"] for test in report["tests"]}
     assert outcomes == dict.fromkeys(("test_good", "test_odd[1]", "test_odd[2]"), "passed")
     assert report["num_earlier"] == 1
-    # That of several GPUs was not asked for.
+    # The test of several GPUs was not requested.
     assert report["not_run"] == ["test_some.py::test_set_up"]
 
 

@@ -165,7 +165,7 @@ def test_benchmark_writes_a_result_and_shows_it(
         elif run["states"] in WITHOUT_MASTERS:
             assert run["cosine"] < 0.5
             assert run["error"] > 2
-        # The same gradients, as the weights in the model are the same: so are the masters.
+        # Gradients are equal, because the weights in the model are; so the masters are equal too.
         if run["states"] == "bf16_split":
             assert (run["cosine"], run["error"]) == (pytest.approx(1, abs=1e-12), 0.0)
     capsys.readouterr()

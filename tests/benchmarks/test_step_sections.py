@@ -244,7 +244,7 @@ def test_gradients_are_there_from_the_start_or_from_their_backward_on(
     for _ in range(2):
         run_step(policy, batches, gradients_stay=stay)
     assert held == [len(parameters) if stay else 0] * 2
-    # Those of the step before are not in them.
+    # Gradients of the previous step are not in them.
     for name, gradient in _gradients_after(policy, batches, gradients_stay=stay).items():
         assert expected[name].norm() > 0
         torch.testing.assert_close(gradient, expected[name])

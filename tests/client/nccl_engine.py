@@ -33,7 +33,7 @@ class ncclUniqueId(ctypes.Structure):  # noqa: N801 - vLLM's name
 
 
 def digest(values: dict[str, Tensor]) -> str:
-    """Of all names, dtypes, shapes and bits."""
+    """Digest of all names, dtypes, shapes and bits."""
     state = xxhash.xxh3_128()
     for name in sorted(values):
         value = values[name].contiguous()

@@ -288,7 +288,7 @@ def test_a_version_that_goes_while_it_is_linked_is_fetched(
 def test_another_version_of_that_number_is_not_taken(
     publisher: Publisher, near: RatoonClient, root: Path
 ) -> None:
-    """Of a policy that was made anew, or of another service's folder."""
+    """The version belongs to a policy that was created again, or to another service's folder."""
     publisher.service.publish(1, SECOND)
     pulled = near.pull_weights("p", root)
     assert (pulled.folder / MODEL).read_bytes() == SECOND[MODEL]

@@ -344,7 +344,7 @@ def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_help_shows_the_pattern_of_an_id(ctl: Ctl, monkeypatch: pytest.MonkeyPatch):
-    """Of `[a-z0-9][a-z0-9_-]{0,63}` the second pair of brackets alone was there."""
+    """Only the second pair of brackets of `[a-z0-9][a-z0-9_-]{0,63}` was shown."""
     monkeypatch.setenv("COLUMNS", "200")
     status, out, _ = ctl("policies", "get", "--help")
     assert status == 0

@@ -71,9 +71,9 @@ class Setup:
         return serial
 
     def serial(self, wire: str, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> int:
-        """Of what the service shows to a new connection."""
+        """Serial number of the certificate that the service shows to a new connection."""
         context = ssl.create_default_context(cafile=self.ca)
-        # Without it this end would refuse what is older than 1.2.
+        # Without this setting the client would refuse versions older than 1.2.
         context.set_ciphers("DEFAULT:@SECLEVEL=0")
         context.minimum_version = context.maximum_version = version
         context.set_alpn_protocols(["h2", "http/1.1"])

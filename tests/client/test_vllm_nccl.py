@@ -129,7 +129,7 @@ def adapter(engine: Engine, device: str) -> Iterator[Callable[..., VllmNcclAdapt
 
 
 def child_ids() -> list[int]:
-    """Of children of this process that push."""
+    """Ids of this process's children that push."""
     return [
         process.pid
         for process in psutil.process_iter(["ppid", "cmdline"])

@@ -167,9 +167,9 @@ def test_security_md_and_the_manifests_agree_on_the_dashboard() -> None:
     assert f"port {port}" in told
     assert "binds it to all of the head's addresses" in told
     assert cluster["authOptions"] == {"mode": "token"}
-    assert "The token is asked for by every route" in told
+    assert "Every route requires the token" in told
     nodes, operator, callers = _read("networkpolicy.yaml")["spec"]["ingress"]
-    assert "lets the operator and nodes of the cluster alone reach the port" in told
+    assert "lets only the operator and nodes of the cluster reach the port" in told
     assert [port in _ports(rule) for rule in (operator, callers)] == [True, False]
     assert nodes == {"from": [{"podSelector": NODES}]}
     assert operator["from"][0]["podSelector"]["matchLabels"] == {

@@ -35,5 +35,5 @@ def base(ram: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def recording(ram: Path, shim: Path, base: Path) -> Recording:
-    """Of a policy that recovers by running its journal again."""
+    """Recording of a policy that recovers by replaying its journal."""
     return record_life(ram, shim, base)

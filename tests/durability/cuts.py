@@ -86,7 +86,7 @@ def cuts_at_promises(recording: Recording, is_done: IsDone = all_done) -> Iterat
 
 
 def distinct(cuts: Iterable[Cut]) -> list[Cut]:
-    """Of cuts of one disk, the last: it has the most promises."""
+    """Last of the cuts with equal disks: it has the most promises."""
     last = {image_digest(cut.image): cut for cut in cuts}
     return sorted(last.values(), key=lambda cut: cut.place)
 

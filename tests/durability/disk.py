@@ -19,11 +19,11 @@ import xxhash
 
 from tests.durability.recorder import Event, Kind
 
-# Of what a disk writes whole, and of what it may write a part of.
+# Size that a disk writes whole, and size of which it may write a part.
 PAGE_BYTES = 4096
 SECTOR_BYTES = 512
 
-# By path below the root: content, None for a folder.
+# Content by path below the root; None for a folder.
 Image = Mapping[str, bytes | None]
 IsDone = Callable[[Event], bool]
 
@@ -90,7 +90,8 @@ class Disk:
         return dict(_walk(self._root, lambda folder: folder.durable, lambda file: file.durable))
 
     def torn(self, seed: int) -> Image:
-        """Of what was not synced, any part survived: each change of a name, each page or sector."""
+        """Image in which any part of the unsynced data survived: each change of a name, each page
+        or sector."""
         generator = random.Random(seed)
         return dict(
             _walk(

@@ -143,7 +143,7 @@ def commands() -> Mapping[int, tuple[Any, float]]:
 
 
 def digests_of(trainer: Trainer) -> tuple[str, str]:
-    """Of weights, moments and the counter; of the gradients of the open window."""
+    """Digests of weights, moments and the counter, and of the gradients of the open window."""
     hasher = hashlib.sha256()
     for name, tensor in sorted(trainer.ranks.own.gradients.sums().items()):
         hasher.update(name.encode())

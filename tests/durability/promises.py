@@ -35,7 +35,7 @@ from tests.engine.fake_trainer import number_batch
 from tests.engine.harness import POLICY
 
 Mark = Mapping[str, Any]
-# Of weights and of the window's gradients.
+# Digests of weights and of the window's gradients.
 Digests = tuple[str, str]
 _RESULT_BYTES = 2**20
 
@@ -183,7 +183,8 @@ def _published(machine: DurableMachine) -> tuple[int, ...]:
 
 
 def _check_checkpoints(machine: DurableMachine, promises: Promises) -> None:
-    """Those of the journal can be loaded, and hold the weights that they were made of."""
+    """Check that the journal's checkpoints can be loaded, and hold the weights that they were made
+    of."""
     trainer = machine.training.real[-1]
     for checkpoint in machine.journal.store.checkpoints(POLICY):
         info = checkpoint.info

@@ -44,13 +44,13 @@ _PATTERNS = {
 }
 _COMPILED = {site: re.compile(pattern) for site, pattern in _PATTERNS.items()}
 
-# Of SQLite, while it makes the file, before it has a log: no promise was made by then.
+# Site of SQLite's log while it creates the file: no promise was made by then.
 BEFORE_ANY_PROMISE = "journal's first roll-back log"
 SITES = tuple(site for site in _PATTERNS if site != BEFORE_ANY_PROMISE)
 
 
 def site_of(event: Event) -> str:
-    """Of a SYNC; "" for any other event. Raises `LookupError` for a place that is not known."""
+    """Site of a SYNC; "" for any other event. Raises `LookupError` for an unknown place."""
     if event.kind is not Kind.SYNC:
         return ""
     path = event.path.removesuffix(" (deleted)")

@@ -77,7 +77,7 @@ def test_a_power_cut_of_a_policy_that_fails_what_was_lost_loses_nothing_in_silen
 
 @pytest.mark.more
 def test_a_power_cut_at_any_moment_loses_no_promise(recording: Recording, ram: Path) -> None:
-    """Of what was not synced any page, sector or name may be on the disk."""
+    """Any unsynced page, sector or name may be on the disk."""
     places = random.Random(3).sample(range(len(recording.events)), NUM_TORN)
     num_cuts = 0
     for cut in torn_cuts(recording, places):

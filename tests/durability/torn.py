@@ -41,7 +41,7 @@ PAGE_BYTES = 4096
 LOG_NAME = f"{DATABASE_NAME}-wal"
 _LOG_HEADER_BYTES = 32
 _FRAME_BYTES = 24 + PAGE_BYTES
-# Of a file of one page, so that small ones are not left out.
+# Least number of flips, that of a file of one page, so that small files are not left out.
 _MIN_FLIPS = 6
 _RESULT_BYTES = 2**28
 _REFUSALS = (RatoonError, DamagedRowError, DamagedFileError)

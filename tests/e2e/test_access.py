@@ -33,7 +33,7 @@ START_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Of a service in a process of its own."""
+    """Ports of a service in its own process."""
 
     http: int
     gateway: int

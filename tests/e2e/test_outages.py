@@ -200,7 +200,8 @@ async def test_a_full_disk_of_the_database_refuses_new_work_and_loses_none(
 async def _refusal(
     outages: Outages, client: AsyncRatoonClient, handles: list[Handle]
 ) -> RatoonApiError:
-    """Of an update; those before it are accepted, as the database's last pages have room."""
+    """Refusal of an update; earlier ones are accepted, because the database's last pages have
+    room."""
     for _ in range(100):
         try:
             handles.append(await outages.send(client))

@@ -156,7 +156,8 @@ async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operat
 
 
 def _result_behind_a_gap(handle: OperationHandle[Any]) -> object:
-    """That the gap is there is all that a caller is told before it is filled."""
+    """Result of an operation behind a gap: until it is filled, a caller learns only that the gap
+    exists."""
     deadline = time.monotonic() + 280.0
     while True:
         try:

@@ -74,7 +74,7 @@ class Running:
         )
 
     def serial(self, scheme: str) -> int:
-        """Of the certificate that a new connection is shown."""
+        """Serial number of the certificate that a new connection is shown."""
         context = ssl.create_default_context(cafile=self.folder / "servers.pem")
         context.set_alpn_protocols(["h2", "http/1.1"])
         context.load_cert_chain(self.folder / "client.pem", self.folder / "client-key.pem")
@@ -96,7 +96,7 @@ class Running:
         return {at: names[pid] for at, pid in _listeners() if pid in names}
 
     def others_ports(self) -> set[int]:
-        """Those that a process of another program listens on."""
+        """Ports that processes of other programs listen on."""
         pids = {one.pid for one in self._processes()}
         return {port for (_, port), pid in _listeners() if pid not in pids}
 

@@ -19,7 +19,7 @@ OFTEN = CheckpointConfig(every_operations=3, every_s=0, every_bytes=0)
 
 
 class Store(LocalBlobs):
-    """That may be away."""
+    """Object store that may be unreachable."""
 
     is_away = False
     num_asked = 0

@@ -145,7 +145,7 @@ class Faults:
     no_memory: set[float] = field(default_factory=set[float])
     holds: dict[float, threading.Event] = field(default_factory=dict[float, threading.Event])
     device: str = "fake"
-    # Of plans that are made from now on.
+    # Tokens of plans that are made from now on.
     plan_tokens: int = 64
     noise: float = 0.0
     full_disk: bool = False
@@ -160,7 +160,7 @@ class FakeTrainer:
         self.version = 0
         self.weights: list[tuple[list[float], float]] = []
         self.gradients: list[float] = []
-        # Those that were run.
+        # Plans that were run.
         self.plans: list[UpdatePlan] = []
         self.faults = faults
         self.is_device_dead = False

@@ -307,7 +307,8 @@ def load(checkpoint_id: str) -> LoadCheckpointCommand:
 
 
 def import_weights(number: float, **changes: object) -> ImportWeightsCommand:
-    """Of the folder of this number, which a machine makes as it is submitted."""
+    """Import of the folder with this number, which a machine makes when the command is
+    submitted."""
     command = ImportWeightsCommand(
         folder=f"outer-{number:g}",
         mode=ImportMode.DELTA,

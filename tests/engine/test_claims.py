@@ -111,7 +111,7 @@ async def test_uploads_count_for_their_key(make_machine: MakeMachine) -> None:
 
 
 async def test_what_is_open_is_what_the_journal_says(tmp_path: Path) -> None:
-    """Of the policy that is read; what is counted of others stays."""
+    """Restoring replaces only the read policy's claims; those of other policies stay."""
     claims, mine = claims_of(tmp_path), holder(max_open_operations=2)
     await take(claims, 1, mine, size=5)
     await take(claims, 2, mine, policy_id="b", size=6)

@@ -294,7 +294,7 @@ async def test_old_logprobs_come_from_the_forward_that_is_named(machine: Machine
     for seq in (3, 4):
         update = await machine.end(await machine.update(seq, 5, loss=from_forward(read)))
         assert isinstance(update.result, StepResult)
-        # Of the first the Forward is of the version that it trains.
+        # The first update's Forward is of the version that it trains.
         assert len(update.result.report.warnings) == (seq == 3)
     assert machine.weights == [([1.0], RATE), ([-2.0], RATE), ([-2.0], RATE)]
 
@@ -360,7 +360,7 @@ async def test_counters_are_the_journals(machine: Machine) -> None:
 
 
 async def test_forward_backward_command_hashes_differ_from_update(machine: Machine) -> None:
-    """The same batch and loss under another call is another payload."""
+    """An equal batch and loss in another call is another payload."""
     await machine.update(1, 1)
     with pytest.raises(RatoonError) as caught:
         await machine.submit(1, forward_backward(1), 1)

@@ -217,7 +217,7 @@ def test_the_caller_that_is_killed_does_not_stop_its_update(engine: Engine) -> N
 def test_a_cancelled_update_leaves_the_weights(engine: Engine) -> None:
     async def main(client: EngineClient) -> None:
         before = await manifest_digest(client)
-        # Of 40 groups it was done at times before it could be cancelled.
+        # An update of 40 groups was sometimes done before it could be cancelled.
         large = await client.submit(submission(11, update(0), random_batch(11, 200)))
         queued = await client.submit(submission(12, update(0), random_batch(12)))
         cancelled = await client.cancel_operation(queued.operation_id)

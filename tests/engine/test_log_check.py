@@ -46,13 +46,13 @@ def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
 
 def insert(connection: sqlite3.Connection, numbers: range) -> None:
     for number in numbers:
-        # Of one page, and of several.
+        # Rows take one page or several.
         connection.execute("INSERT INTO t VALUES (?, ?)", (number, "x" * (9000 * (number % 3))))
 
 
 @pytest.fixture
 def log(connection: sqlite3.Connection, tmp_path: Path) -> bytes:
-    """Of some forty transactions."""
+    """Log of some forty transactions."""
     insert(connection, range(40))
     return (tmp_path / "j-wal").read_bytes()
 

@@ -159,7 +159,7 @@ def test_every_figure_of_a_report_is_shown(kind: OperationKind) -> None:
         if str(field.type).split(" ")[0] in ("float", "int") and field.name not in _ELSEWHERE
     }
     if kind is OperationKind.OPTIM_STEP:
-        # Of batches alone: a step has packed nothing.
+        # Only batches have these figures: a step has packed nothing.
         of_batches = (
             *("token_reduction", "tokens_per_second", "peak_memory_bytes"),
             *("planned_memory_bytes", "rank_gap"),

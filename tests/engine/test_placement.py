@@ -44,7 +44,7 @@ async def test_a_worker_that_was_released_is_made_by_no_question(ray_cluster: Ra
 
 
 class Spare:
-    """Of a policy, or of none; one that `hangs` does not say whose it is."""
+    """Worker of a policy, or of none; one that `hangs` does not say whose it is."""
 
     def __init__(self, hangs: bool) -> None:
         self._hangs = hangs

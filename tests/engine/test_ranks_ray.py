@@ -55,9 +55,9 @@ _SPEC = replace(
     keep_versions=9,
 )
 _UPDATES = 4
-# More than a busy machine makes a process wait.
+# Longer than a busy machine makes a process wait.
 _SILENCE_S = 6.0
-# Of Linux: a descriptor of another process.
+# System call of Linux that copies a descriptor of another process.
 _PIDFD_GETFD = 438
 
 

@@ -124,7 +124,7 @@ def test_unknown_optimizer_states_are_refused_by_name(monkeypatch: pytest.Monkey
 
 
 def test_what_fits_is_chosen_where_the_server_says_nothing() -> None:
-    """Of bfloat16 policies, by their trainer."""
+    """The trainer chooses the states of bfloat16 policies."""
     settings = EngineSettings.from_config(load_config(None))
     assert settings.optimizer_states is None
     cluster, spec = RayCluster(replace(settings, device="cpu")), policy_spec("p")

@@ -191,7 +191,7 @@ class Drive:
 
 
 def _sampled_across(group: RawGroup, versions: tuple[tuple[int, int], ...]) -> RawGroup:
-    """The same with a first rollout whose tokens are of several versions."""
+    """`group`, with a first rollout whose tokens come from several versions."""
     first, *others = group.rollouts
     if versions:
         first = replace(first, policy_version=None, version_spans=versions)

@@ -71,7 +71,7 @@ def test_a_forward_that_on_policy_spares_is_warned_about(tmp_path: Path) -> None
     trainer = make_trainer(FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3"))))
     runner, paths = TaskRunner(trainer.spec, trainer), policy_paths(tmp_path, "p")
     make_policy_folders(paths)
-    # Of one seed: the first three groups of the four.
+    # Both batches have one seed: the part is the first three of the four groups.
     whole, part = (batch_to_bytes(make_batch(2, num_groups=number)) for number in (4, 3))
     digests = [hashlib.sha256(data).hexdigest() for data in (whole, part)]
     for digest, data in zip(digests, (whole, part), strict=True):

@@ -50,7 +50,7 @@ from tests.faults.venues.load import run_load
 from tests.hostile.fuzz import fuzz
 from tests.tiny_models import write_folder
 
-# Of each light run; one by seq has all crash points and windows besides.
+# Random kills of each light run; a run by seq has all crash points and windows besides.
 RANDOM_KILLS = 5
 SEED_STEP = 1000
 

@@ -37,7 +37,7 @@ _MOST_SHOWN = 20
 
 @dataclass
 class Summary:
-    """Of all parts. `seconds`: by part, of all rounds.
+    """Findings of all parts. `seconds`: by part, over all rounds.
 
     `back_s`: seconds from each kill of the service until all callers had gone on, by what was
     killed, the longest of all rounds. `deliveries`: kills by role while versions were received,
@@ -186,7 +186,7 @@ class Summary:
         yield from self._input_problems()
 
     def _input_problems(self) -> Iterator[str]:
-        """Of torn files, load and hostile inputs."""
+        """Problems of torn files, load and hostile inputs."""
         yield from (f"torn: {text}" for text in self.torn_faults[:_MOST_SHOWN])
         if not self.torn:
             yield "torn: no file"

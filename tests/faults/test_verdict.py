@@ -130,5 +130,5 @@ def test_a_block_of_calls_names_none_of_its_own() -> None:
 
 
 def test_every_crash_point_is_in_a_fault_run() -> None:
-    """Those of the wires and of ranks are for a run of the real service."""
+    """Points of the wires and of ranks are for a run of the real service."""
     assert sorted((*crashes.POINTS, *live.POINTS)) == sorted(CrashPoint)

@@ -95,7 +95,7 @@ def bad_deltas(folder: Path) -> Callable[[random.Random], None]:
     def take(dice: random.Random) -> None:
         data, text = payload, json.dumps(header).encode()
         if dice.random() < 0.5:
-            # Of the same length, or its streams are not looked at.
+            # The length must not change, or the streams are not looked at.
             data = mutated_bytes(dice, [payload])[:place].ljust(place, b"\0")
         else:
             text = mutated_json(dice, [header])

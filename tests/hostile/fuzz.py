@@ -16,7 +16,7 @@ import psutil
 
 from tests.hostile.targets import ServerFaultError, Target, all_targets
 
-# Of all inputs, those after which memory is measured: what is loaded or cached once is there.
+# Share of inputs after which memory is measured: by then everything loaded or cached once is there.
 _WARM_SHARE = 0.2
 _MEASURE_EVERY = 500
 _MOST_FINDINGS = 20

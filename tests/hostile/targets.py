@@ -59,7 +59,7 @@ LIMITS = LimitsConfig(
     max_tokens=10_000,
     max_wait_s=0.001,
 )
-# Of arrays that a target may make of one input.
+# Bytes of arrays that a target may make from one input.
 _MAX_ARRAY_BYTES = 2**20
 _ANSWERED = (DecodeError, RatoonClientError)
 _ZEROS = "0" * 32
@@ -154,7 +154,7 @@ def _batch() -> Callable[[random.Random], None]:
 
 
 def judge_json(document: bytes | dict[str, Any]) -> None:
-    """The same for the body of a request over HTTP."""
+    """Judge the body of a request over HTTP."""
     data = document if isinstance(document, bytes) else json.dumps(document)
     request = service_pb2.UpdateRequest(policy_id=POLICY)
     fill_request(request, UPDATE_BODY.model_validate_json(data))

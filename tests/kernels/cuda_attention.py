@@ -91,7 +91,7 @@ def run_cuda(
 
 
 def run_reference(layout: TreeLayout, problem: Problem, *, with_dlse: bool = True) -> Results:
-    """The same of the reference backend, in fp32."""
+    """Results of the reference backend, in fp32."""
     attention = attention_of(layout, problem.scale, backend="reference")
     return run(attention, in_fp32(problem), with_dlse=with_dlse)
 
@@ -111,7 +111,7 @@ def run_reference_of_rounded(layout: TreeLayout, problem: Problem, out_TNH: Tens
 
 
 def run_torch(mask: npt.NDArray[np.bool_], problem: Problem, *, with_dlse: bool = True) -> Results:
-    """The same of torch in the problem's dtype: 16-bit products with a dense mask.
+    """Results of torch in the problem's dtype: 16-bit products with a dense mask.
 
     Only the sums of the softmax and of the log-sum-exp are fp32.
     """

@@ -191,7 +191,7 @@ def run(
 def dense_oracle(
     mask: npt.NDArray[np.bool_], problem: Problem, *, with_dlse: bool = True
 ) -> Results:
-    """The same through a dense T x T mask in fp64 and torch's own derivatives."""
+    """Results through a dense T x T mask in fp64 and torch's own derivatives."""
     mask_TT = torch.from_numpy(mask).to(problem.q_TNH.device)
 
     def attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:

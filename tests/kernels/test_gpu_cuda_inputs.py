@@ -46,7 +46,7 @@ LAYOUT_TOKENS = FOREST.num_tokens
 
 
 def _within(x_TNH: Tensor, *, before: int, after: int) -> Tensor:
-    """The same values as the inner channels of wider rows, between NaN."""
+    """A copy whose values are the inner channels of wider rows, between NaN."""
     tokens, heads, head_dim = x_TNH.shape
     wide = x_TNH.new_full((tokens, heads, before + head_dim + after), torch.nan)
     inner = wide[..., before : before + head_dim]
@@ -54,7 +54,7 @@ def _within(x_TNH: Tensor, *, before: int, after: int) -> Tensor:
 
 
 def _among_heads(x_TNH: Tensor) -> Tensor:
-    """The same values as some heads of a fused projection."""
+    """A copy whose values are some heads of a fused projection."""
     tokens, heads, head_dim = x_TNH.shape
     return x_TNH.new_full((tokens, heads + 5, head_dim), torch.nan)[:, 3:-2].copy_(x_TNH)
 

@@ -54,7 +54,7 @@ def _copy(x_TNH: Tensor, rows: int, first_token: int, num_tiles: int) -> Tensor:
 
 
 def _with_zeros(x_TNH: Tensor, first_token: int, num_rows: int) -> Tensor:
-    """The same by torch: rows before and past the tensor's tokens are zeros."""
+    """Expected copy, by torch: rows before and past the tensor's tokens are zeros."""
     tokens, heads, head_dim = x_TNH.shape
     wanted = torch.zeros((heads, num_rows, head_dim), device="cuda")
     start = max(first_token, 0)

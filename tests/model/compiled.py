@@ -20,7 +20,7 @@ from ratoon.model import layers
 
 @contextmanager
 def eager_graphs() -> Iterator[list[GraphModule]]:
-    """Those that there are so far."""
+    """Graphs compiled so far."""
     compiled: list[GraphModule] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

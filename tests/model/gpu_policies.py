@@ -80,7 +80,7 @@ class Step:
         logprob_R.backward(self.weight_R)
 
     def gradients(self, policy: PolicyModel) -> dict[str, Tensor]:
-        """Of one run; they are taken out of the parameters."""
+        """Gradients of one run; they are removed from the parameters."""
         policy.module.zero_grad(set_to_none=True)
         self.run(policy)
         found = {name: cast("Tensor", p.grad) for name, p in policy.named_trainable().items()}

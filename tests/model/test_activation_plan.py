@@ -111,7 +111,7 @@ def test_peak_of_one_layer_by_hand() -> None:
 
 
 def test_the_heads_buffers_are_those_of_the_kernels() -> None:
-    """Of the rows that they hold at most, however many there are."""
+    """The buffers have the largest number of rows that they hold, however many rows there are."""
     assert (LOGIT_BYTES, DLOGIT_BYTES) == (fused.LOGIT_BYTES, fused.DLOGIT_BYTES)
     rows = 10**6
     more = QWEN3_8B.head_bytes(2 * rows) - QWEN3_8B.head_bytes(rows)
@@ -206,7 +206,8 @@ def test_what_fits_neither_device_nor_again_goes_to_the_host() -> None:
 
 
 def test_the_host_takes_products_that_would_run_again() -> None:
-    """Of the recorded group on one H200, beside 8-bit moments: 13 layers ran gate and up again."""
+    """With the recorded group on one H200, beside 8-bit moments, 13 layers recomputed gate and
+    up."""
     tokens, device = 41_323, int(103.5 * GIB)
     sizes = dataclasses.replace(QWEN3_8B, layer_gradient_bytes=2 * 6_945_767_424 // 36)
     layer = tokens * sizes.kept_bytes(Kept.AWAY)

@@ -101,7 +101,7 @@ def test_recomputation_costs_more_the_more_is_held() -> None:
 def test_what_may_wait_on_the_host_is_what_it_has_room_for() -> None:
     costs = device_costs(QWEN3_8B, H200_RATES)
     again = with_recompute(costs, QWEN3_8B, H200_RATES, 60 * GIB, 10 * GIB).recompute
-    # Of 36 layers: input and attention's output, 4096 of 16 bits each, and 32 sums of 32 bits.
+    # 36 layers keep input and attention's output, 4096 of 16 bits each, and 32 sums of 32 bits.
     assert again.host_tokens == 10 * GIB // (36 * (4 * 4096 + 4 * 32)) == 18_063
 
 

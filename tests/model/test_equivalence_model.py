@@ -149,7 +149,7 @@ def _depth(forest: Forest) -> int:
 
 
 def _split_nodes(forest: Forest, rng: np.random.Generator) -> Forest:
-    """The same forest with longer nodes cut in two, a parent and its only child."""
+    """`forest` with longer nodes cut in two, a parent and its only child."""
     cuts: list[int] = []
     for start, stop in zip(forest.node_start.tolist(), forest.node_stop.tolist(), strict=True):
         cuts.append(int(rng.integers(start + 1, stop)) if stop - start > 1 else stop)

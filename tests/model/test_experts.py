@@ -256,7 +256,7 @@ def test_gradients_of_routes_are_those_of_the_formula(top_k: int, is_normalized:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_ties_go_to_the_lower_expert(dtype: torch.dtype) -> None:
-    """Of three that tie for two places; where all are equal, to the first ones."""
+    """Two of three tied experts get the two places; if all are equal, the first ones do."""
     count = RouteCount()
     logits_TE = torch.tensor([[0, 2, 1, 2, 2, 3], [1, 1, 1, 1, 1, 1], [3, 0, 3, 0, 3, 0]])
     for _ in range(3):

@@ -26,7 +26,7 @@ from tests.tiny_models import write_folder
 from tests.train.bf16_runs import MAX_PARAMETER_RATIO, MAX_RATIO, SEEDS
 
 Gradients = dict[str, Tensor]
-# Of the two layers: experts [P, C] of a sequence's tokens.
+# Experts [P, C] of a sequence's tokens, for each of the two layers.
 Routes = list[Tensor]
 
 
@@ -71,7 +71,7 @@ def _sequence_gradients(
 
 
 def _packed_routes(packed: Packed, routes: list[Routes]) -> Routes:
-    """Of the packed tokens: sequences that share one agree, in float64."""
+    """Routes of the packed tokens: sequences that share one agree, in float64."""
     found: Routes = []
     for layer in range(len(routes[0])):
         expert_TC = torch.full((len(packed.tokens_T), routes[0][layer].shape[1]), -1)
@@ -100,7 +100,7 @@ def _errors(got: Gradients, truth: Gradients) -> dict[str, float]:
 
 
 def _ratios(tmp_path: Path, seed: int, edit: Callable[[Routes], Routes]) -> tuple[float, float]:
-    """Of the packed error to the replicated one: of all parameters, and the worst."""
+    """Ratios of the packed error to the replicated one: over all parameters, and for the worst."""
     folder = write_folder(tmp_path / str(seed), "qwen3_moe", seed=seed)
     rounded, truth = (load_stock(folder, dtype=d) for d in (torch.bfloat16, torch.float64))
     with torch.no_grad():

@@ -126,7 +126,8 @@ def test_experts_are_written_one_by_one_as_transformers_does(tmp_path: Path) -> 
 
 
 def test_what_is_written_is_no_copy(tmp_path: Path) -> None:
-    """Of dense rows in the memory of its parameter, which experts are parted in."""
+    """Exported tensors are dense rows in the memory of their parameter, from which experts are
+    cut."""
     model = load(write_folder(tmp_path / "base", "qwen3_moe"))
     values = {name: parameter.detach() for name, parameter in model.named_trainable().items()}
     exported = exported_values(model, values)

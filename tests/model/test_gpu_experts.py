@@ -61,7 +61,7 @@ def _zipf() -> Tensor:
 
 
 def _few() -> Tensor:
-    """Of 64 experts five have rows, not the first and not the last."""
+    """Choices in which five of 64 experts have rows, not the first and not the last."""
     popularity_E = torch.zeros(NUM_EXPERTS, device=DEVICE)
     popularity_E[[3, 4, 17, 40, 62]] = 1.0
     return _chosen(popularity_E, 501, 2)
@@ -79,7 +79,7 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def _experts(implementation: str, dtype: torch.dtype, inner: int = F) -> Any:
-    """The same weights in any dtype, to its rounding to bfloat16."""
+    """Experts with equal weights in any dtype, up to its rounding to bfloat16."""
     register_grouped_experts()
     config = Qwen3MoeConfig(
         num_experts=NUM_EXPERTS, hidden_size=D, moe_intermediate_size=inner, hidden_act="silu"
@@ -147,7 +147,8 @@ def _run(module: Any, expert_TC: Tensor) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("poisoned_memory")
 @each_case
 def test_errors_are_at_most_twice_those_of_torch(case: Callable[[], Tensor]) -> None:
-    """Of bfloat16 against float32; transformers' experts, one after the other, are torch here."""
+    """Errors are those of bfloat16 against float32; transformers' experts, one after the other,
+    stand for torch."""
     expert_TC = case()
     truth = _run(_experts("eager", torch.float32), expert_TC)
     torchs = _run(_experts("eager", torch.bfloat16), expert_TC)
@@ -220,7 +221,7 @@ def test_rows_move_as_on_the_cpu(case: Callable[[], Tensor], features: int) -> N
 
 
 def test_routes_are_those_of_the_cpu() -> None:
-    """Of logits of few values, so that most tokens have ties; gradients to rounding."""
+    """Logits have few values, so that most tokens have ties; gradients agree to rounding."""
     logits_TE = torch.randint(0, 9, (4001, 128), generator=_generator(3), device=DEVICE).bfloat16()
     dweight_TC = torch.randn(4001, 8, generator=_generator(4), device=DEVICE).bfloat16()
     copies_T = torch.randint(0, 65, (4001,), generator=_generator(5), device=DEVICE)

@@ -12,7 +12,7 @@ from tests.model.gpu_policies import DEVICE, Step, make_policy
 
 pytestmark = pytest.mark.gpu
 
-# Of the others: what is away is that of PRODUCTS.
+# Kinds without AWAY, which keeps what PRODUCTS keeps.
 KINDS = tuple(kept for kept in Kept if kept is not Kept.AWAY)
 SMALL = star(300, 5, 90)
 LARGE = star(2048, 15, 960)

@@ -25,7 +25,7 @@ _LONG = 500_000_000
 
 
 def _gradients(model: PolicyModel) -> dict[str, Tensor]:
-    """Of all that a layer keeps at the least, in float32 on the host."""
+    """Gradients with the least that a layer can keep, in float32 on the host."""
     vars(model)["_plan_activations"] = lambda _: (Kept.ATTENTION,) * model.sizes.num_layers
     hidden_TD = hidden_of(model, pack(branching_sequences(0), str(model.device)))
     generator = torch.Generator().manual_seed(5)

@@ -17,7 +17,8 @@ from tests.train.gpu_streams import cut_stages, make_batch, pack_batch, stream_g
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic_compiler")]
 
-# Of whole forests, and of prompts whose responses are streamed: of two ranges of tokens, or three.
+# Numbers of tokens, in two or three ranges: whole forests, and prompts whose responses are
+# streamed.
 WHOLE = (700, 3900, 5500)
 STREAMED = (500, 1100, 5000)
 LONG = 70_000

@@ -52,10 +52,10 @@ def _keep(model: PolicyModel, packed: Packed, kept: Kept) -> tuple[Kept, ...]:
     budget = peak_bytes(sizes, (kept,) * sizes.num_layers, tokens, tokens)
     on_host = tokens * sizes.num_layers * sizes.kept_bytes(Kept.HOST) if kept is Kept.HOST else 0
     model.limit_activations(budget, host_bytes=on_host)
-    # What these tests run is too small to be worth a copy.
+    # These tests' tensors are too small to be worth a copy by default.
     model._layers._offload = HostOffload(model.device, min_bytes=1)
     plan = plan_activations(sizes, tokens, tokens, budget, on_host)
-    # Of two layers on the host, both are on the device while one runs backward.
+    # With two layers on the host, both are on the device while one runs backward.
     assert plan[0] is kept or kept is Kept.HOST
     return plan
 
@@ -262,8 +262,9 @@ def test_compiled_layers_share_one_graph_a_kind(graphs: list[GraphModule]) -> No
 @pytest.mark.more
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU by g++")
 def test_graphs_of_one_start_are_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that keep some of their results too, which torch has to be told how to recognise."""
-    # More on a CPU, and the compiler would make a graph narrower than its range.
+    """Graphs that keep some of their results count too; torch has to be told how to recognise
+    them."""
+    # With more tokens on a CPU, the compiler would make a graph narrower than its range.
     monkeypatch.setattr(layers, "_MOST_TOKENS", (61,))
     packed, found = pack(branching_sequences(0)), []
     with fresh_cache():
@@ -464,7 +465,7 @@ def test_a_dense_layer_beside_experts_keeps_no_more_than_is_planned(
 
 
 def _own_bytes(saved: list[list[Tensor]]) -> tuple[int, int]:
-    """Of each of two layers, without the tables that both have."""
+    """Bytes of each of two layers, without the tables that both have."""
     first, second = ({x.data_ptr(): x.nbytes for x in layer} for layer in saved)
     shared = sum(first[data] for data in first.keys() & second.keys())
     return sum(first.values()) - shared, sum(second.values()) - shared

@@ -202,7 +202,7 @@ def test_tied_configuration_with_a_head_of_its_own_is_refused(tmp_path: Path) ->
 def test_experts_run_as_ours_in_every_architecture_that_has_them(
     tmp_path: Path, architecture: str
 ) -> None:
-    """Those without refuse to be told how to run them."""
+    """Architectures without experts refuse to be told how to run them."""
     module = load(write_folder(tmp_path / "base", architecture)).module
     is_ours = module.config._experts_implementation == EXPERTS_NAME
     assert is_ours == (architecture == "qwen3_moe")

@@ -145,5 +145,5 @@ def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
     layer, inputs = _experts(case), _inputs(case)
     with _WeightGradients() as gradients:
         _gradients(_adapted(case, layer, inputs), layer, inputs)
-    # Of gate and up, then of down.
+    # Counts for gate and up, then for down.
     assert gradients.counts == {(RANK, D): 2, (F, RANK): 2, (RANK, F): 1, (D, RANK): 1}

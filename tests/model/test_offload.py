@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 # Three tensors of a layer are saved: its input, and the inputs of SiLU and of the second product.
 LAYER_BYTES = 3 * 5 * 8 * 4
 NUM_LAYERS = 3
-# Of no size of theirs.
+# Chunk size that no tensor has.
 CHUNK_BYTES = 100
 
 

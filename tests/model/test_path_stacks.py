@@ -12,7 +12,7 @@ from tests.model.test_streamed_attention import NODES, make_layout
 @pytest.mark.parametrize(
     ("spans", "nodes"),
     [
-        # Of the inner prefix, its second wave alone: two answers, in what is left of the forest.
+        # The inner prefix with only its second wave: two answers, in what is left of the forest.
         (
             [(0, 7), (7, 11), (15, 20)],
             [(0, 7, 16, -1), (7, 11, 16, 0), (11, 14, 14, 1), (14, 16, 16, 1)],

@@ -27,7 +27,8 @@ from ratoon.stream.files import digest_file
 
 
 def _tensors() -> dict[str, Tensor]:
-    """Of all dtypes and odd sizes, one of no elements, one of no dimensions, one not dense."""
+    """Tensors of all dtypes and odd sizes, one without elements, one without dimensions, one not
+    dense."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "b.bf16": torch.randn(7, 3, generator=generator).to(torch.bfloat16),
@@ -146,7 +147,7 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_is_written_in_pieces_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
-    """Of a tensor, and of several and a part of the next."""
+    """Pieces are parts of a tensor, and several tensors with a part of the next."""
 
     def some(descriptor: int, parts: list[memoryview], offset: int) -> int:
         return os.pwrite(descriptor, b"".join(parts)[:num_bytes], offset)

@@ -43,7 +43,7 @@ class _Echo:
 
 
 def _gradients(model: PolicyModel, packed: Packed, link: _Echo) -> dict[str, Tensor]:
-    """Of the first of two ranks."""
+    """Gradients of the first of two ranks."""
     group = SequenceGroup(index=0, size=2, link=link)
     own = len(packed.tokens_T) // 2
     attention = model.open_together(packed.layout, group)

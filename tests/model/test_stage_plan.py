@@ -203,7 +203,7 @@ def test_what_runs_takes_what_the_others_leave_of_the_host() -> None:
 
 
 def test_more_of_either_memory_keeps_no_less() -> None:
-    """Of a stage that runs: it runs no more again."""
+    """A running stage recomputes no more."""
     rank = {kind: rank for rank, kind in enumerate(Kept)}
     held = held_tokens(STAGES)[2]
     low, middle, high = (

@@ -84,7 +84,7 @@ def _attend(stage: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> T
 def _staged(
     inputs: _Inputs, attend: Any = _attend, module: nn.Module | None = None
 ) -> list[Tensor]:
-    """The same stage by stage, each backward as soon as nothing below it is to come."""
+    """Results stage by stage, each backward as soon as nothing below it is to come."""
     module = _Layer(0) if module is None else module
     stream = _stream()
     results = [torch.full_like(x, torch.nan) for x in (inputs.q, inputs.q, inputs.k, inputs.v)]

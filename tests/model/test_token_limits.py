@@ -24,7 +24,7 @@ from tests.model.test_activation_plan import QWEN3_8B
 from tests.rollout.stages import held_tokens
 
 GIB = 2**30
-# Of a size at which the head's buffers fill up within a few hundred tokens.
+# Sizes at which the head's buffers fill up within a few hundred tokens.
 SMALL = DecoderSizes(
     num_layers=4,
     hidden_size=64,

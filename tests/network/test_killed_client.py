@@ -29,7 +29,7 @@ async def main(target, policy_id, seq):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-# Of 24 groups of 2 * 256 tokens and as many log-probs; HTTP has them in base64.
+# Bytes of 24 groups of 2 * 256 tokens and as many log-probs; HTTP has them in base64.
 LEAST_BYTES = 24 * 2 * 256 * 8
 
 

@@ -38,7 +38,7 @@ class SlowSenders:
     since: float
 
     def num_open(self) -> dict[str, int]:
-        """Of each kind that has some."""
+        """Open connections by kind, for kinds that have some."""
         counts = {kind: sum(map(_is_open, sockets)) for kind, sockets in self.sockets.items()}
         return {kind: count for kind, count in counts.items() if count}
 

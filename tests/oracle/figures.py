@@ -39,7 +39,7 @@ def figures(
     tokens = _Tokens()
     for counted in select(paths, loss, version):
         tokens.advantage += counted.advantages[counted.own].tolist()
-        # Of the others the model is not asked.
+        # The model is not asked about the others.
         if counted.own.any() and has_gradient(counted, loss):
             _look_at(tokens, counted, loss, by_path[id(counted.path)])
     return {
@@ -131,7 +131,7 @@ def _of_correction(tokens: _Tokens, loss: OracleLoss) -> dict[str, float | None]
 
 
 def _of_batch(paths: list[Path]) -> dict[str, float | None]:
-    """Of all rollouts as sent, dropped ones too."""
+    """Figures of all rollouts as sent, including dropped ones."""
     rewards = [path.reward for path in paths if path.reward is not None]
     groups: dict[str, list[float]] = {}
     for path in paths:

@@ -75,7 +75,7 @@ def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:
 
 
 def router_logits(model: nn.Module, path: Path) -> list[Tensor]:
-    """Of each layer with experts over all tokens of the path, [T, E] each."""
+    """Router logits of each layer with experts over all tokens of the path, [T, E] each."""
     ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
     is_double = next(model.parameters()).dtype is torch.float64
     with _DoublePrecision() if is_double else nullcontext(), _forced(model, path):

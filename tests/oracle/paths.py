@@ -31,7 +31,7 @@ class Path:
     truncated: bool
     # -1: not said.
     version: int
-    # Of a Forward, float64 [R].
+    # Entropies of a Forward, float64 [R].
     entropy: NDArray[np.float64] | None = None
     # Experts that its tokens visit in place of the routers' own, int64 [P + R, layers with experts,
     # C]; -1: that token has none.

@@ -161,7 +161,7 @@ def test_running_again_is_between_what_was_told() -> None:
     again = Recompute(held=(10, 20, 40), cost=(0.0, 1.0, 5.0), stack_share=0.01, host_tokens=0)
     prices = [again.of(tokens, is_streamed=False) for tokens in (1, 10, 15, 20, 30, 40, 99)]
     assert prices == [0, 0, 0.5, 1, 3, 5, 5]
-    # Of 20 held in stages, a fifth of the memory is their stacks', as if 25 were held.
+    # With 20 held in stages, a fifth of the memory is their stacks', as if 25 were held.
     assert again.of(20, is_streamed=True) == pytest.approx(2.0)
     assert again.of(100, is_streamed=True) == 5
     assert NOTHING_AGAIN.of(10**9, is_streamed=True) == 0

@@ -44,14 +44,14 @@ def test_sharing_stops_where_forks_cost_more_than_the_prefix() -> None:
     assert _plan(_fan(4, [9, 9, 9]), DEAR).unshared == ()
     assert _plan(_fan(4, [10, 10, 10]), DEAR).unshared == (1, 2)
     assert _plan(_fan(4, [10, 10, 10]), DEAR).packed_tokens == 42
-    # Of a long one and a short one the short one comes to the long one.
+    # If a long and a short one share, the short one comes to the long one.
     plan = _plan(_fan(4, [10, 2, 10, 2]), DEAR)
     assert plan.unshared == (2,)
     assert plan.packed_tokens == 4 + 12 + 4 + 12
 
 
 def test_what_is_not_run_does_not_part_what_is() -> None:
-    """Of a short, a long and a short one the long one is left out: the others share."""
+    """The long one between two short ones is left out: the others share."""
     batch = _fan(4, [2, 10, 2])
     kept_S = np.array([True, False, True])
     plan = make_plan(batch, sort_sequences(batch), kept_S, 10**9, DEAR)

@@ -151,7 +151,7 @@ def test_a_file_of_many_runs_with_long_stretches_that_stay(versions: Versions) -
 def test_processes_apart_write_the_same_delta(
     versions: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int
 ) -> None:
-    """Of two runs, which are one part, or two, or two and some without any."""
+    """Two runs are one part, or two, or two and some parts without any."""
     random = np.random.default_rng(0)
     old = [("F32", random.bytes(4 * 5000)), ("BF16", random.bytes(2 * 3000))]
     new = [(dtype, flipped(data, 2, range(7, 2000, 9), seed=1)) for dtype, data in old]
@@ -263,7 +263,7 @@ def test_only_files_with_the_parents_tensors_are_in_a_delta(versions: Versions) 
     assert len(before["dtype.safetensors"]) == len(after["dtype.safetensors"])
     versions.write(before, after)
     assert versions.rebuilt() == {NAME: after[NAME]}
-    # Of the 80 words that could be compared.
+    # The share is that of the 80 words that could be compared.
     assert versions.share == 0.5
 
 

@@ -37,6 +37,6 @@ def _expert_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture
 def expert_pair(_expert_pair: Pair) -> Iterator[Pair]:
-    """Of a model with experts."""
+    """Pair for a model with experts."""
     yield _expert_pair
     _expert_pair.discard()

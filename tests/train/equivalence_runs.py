@@ -153,7 +153,7 @@ def random_batch_near(pair: Pair, seed: int, *, noise: float = 0.2, **knobs: Any
 
 
 def make_request(kind: LossKind, **changes: Any) -> LossRequest:
-    """Of a loss with its defaults; gspo, which has none, is told its old log-probs."""
+    """Request of a loss with its defaults; gspo, which has none, is told its old log-probs."""
     if kind is LossKind.GSPO:
         changes = {"old_logprobs": OldLogprobs(kind=OldLogprobsKind.SAMPLER)} | changes
     return LossRequest(kind=kind, **changes)

@@ -79,7 +79,8 @@ class _Seeds:
 def stream_gradients(
     policy: PolicyModel, packed: PackedBatch, stages: tuple[Stage, ...], *, is_of_rows: bool = True
 ) -> dict[str, Tensor]:
-    """Of a random weight of each term; at once, and in two phases, where there are no stages."""
+    """Gradients for a random weight of each term; at once, and in two phases, if there are no
+    stages."""
     generator = torch.Generator().manual_seed(1)
     weight_L = torch.randn(len(packed.term_target), generator=generator).to(DEVICE)
     policy.module.zero_grad(set_to_none=True)

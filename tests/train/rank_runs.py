@@ -41,11 +41,11 @@ from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer
 
-# Of a version: small models have several, for peers to write some.
+# Size of a version's files: small models have several, so that peers write some.
 FILE_BYTES = 10_000
-# Of CUBLAS_WORKSPACE_CONFIG: it repeats its bits with a fixed workspace alone.
+# Value of CUBLAS_WORKSPACE_CONFIG: cuBLAS repeats its bits only with a fixed workspace.
 REPEATABLE = ":4096:8"
-# Who cuts parameters into parts.
+# Modules that cut parameters into parts.
 _CUTTERS = ("ratoon.train.rank", "ratoon.model.loader")
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(["ratoon.train.trainer", "tests.train.rank_runs"])
@@ -159,7 +159,7 @@ def ranked(
 
 
 def spread_over(plan: UpdatePlan, ranks: tuple[int, ...]) -> UpdatePlan:
-    """The same cuts, in turn on these ranks: those of a plan of one rank, to compare with it."""
+    """`plan`'s cuts, in turn on these ranks, to compare with a plan of one rank."""
     parts = enumerate(plan.micro_batches)
     return replace(
         plan,
@@ -168,7 +168,7 @@ def spread_over(plan: UpdatePlan, ranks: tuple[int, ...]) -> UpdatePlan:
 
 
 def together(plan: UpdatePlan, size: int, num_groups: int = 1) -> UpdatePlan:
-    """The same cuts, in turn on groups of so many ranks."""
+    """`plan`'s cuts, in turn on groups of `size` ranks."""
     parts = enumerate(plan.micro_batches)
     return replace(
         plan,

@@ -15,7 +15,7 @@ LAYERS, NUM_EXPERTS, TOP_K = 2, 4, 2
 
 
 def with_routes(batch: RolloutBatch, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> RolloutBatch:
-    """Of each sequence the first token with a row, and its rows."""
+    """`batch` with routes: for each sequence the first token with a row, and its rows."""
     joined = np.concatenate([np.sort(part, axis=2) for _, part in rows])
     return replace(
         batch,

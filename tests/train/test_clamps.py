@@ -89,7 +89,7 @@ def test_loss_without_a_ratio_clamps_none() -> None:
     [
         (KlKind.K1, [20.0, 19.0, -2.0, -20.0], [0.0, 1.0, 1.0, 0.0], 2),
         (KlKind.K2, [200.0, 180.5, 2.0, 200.0], [0.0, 19.0, -2.0, 0.0], 2),
-        # Of gap -2: e^2 - 3 = 4.39; of 19 and beyond, and of -20: 10, without a gradient.
+        # A gap of -2 gives e^2 - 3 = 4.39; 19 and beyond, and -20, give 10, without a gradient.
         (
             KlKind.K3,
             [10.0, 10.0, math.exp(2) - 3, 10.0],

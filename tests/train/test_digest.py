@@ -146,7 +146,7 @@ def test_multipliers_are_odd_and_differ() -> None:
 
 
 def test_digest_knows_the_block_and_the_place_in_it() -> None:
-    """Of a tensor of several blocks and a part of one."""
+    """The tensor has several blocks and a part of one."""
     weights = {"w": torch.randn(5 * BLOCK + 77)}
     state = replace(
         _state(OptimizerStates.FP32), weights=weights, exp_avg=weights, exp_avg_sq=weights

@@ -25,7 +25,8 @@ NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 128, 8
 
 
 def _gradients(forest: Forest, expert_LTC: Tensor, device: torch.device) -> Tensor:
-    """Of both layers in the probabilities of all tokens, [L, T, E], forwarded in two stages."""
+    """Gradients of both layers with respect to the probabilities of all tokens, [L, T, E],
+    forwarded in two stages."""
     model: Any = SimpleNamespace(
         device=device,
         routes=SimpleNamespace(num_layers=NUM_LAYERS),

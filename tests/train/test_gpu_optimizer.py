@@ -151,7 +151,7 @@ def test_split_masters_step_as_float32_ones_bit_for_bit(
 
 @pytest.mark.parametrize("kind", [*WITHOUT_MASTERS, OptimizerStates.BF16_SPLIT_8BIT])
 def test_a_step_takes_the_roundings_of_the_cpu(kind: OptimizerStates) -> None:
-    """The same words: what differs is where float32 results differ in their last bits."""
+    """Words are equal, except where float32 results differ in their last bits."""
     gpu = _run(_optimizer(kind, _DEVICE), _DEVICE, range(1))
     cpu = _run(_optimizer(kind, torch.device("cpu")), torch.device("cpu"), range(1))
     for name, tensor in gpu.items():
@@ -324,7 +324,7 @@ def test_a_finite_step_that_no_bound_proves_has_its_bits(
     "kind", [OptimizerStates.BF16_8BIT, OptimizerStates.BF16_SPLIT_8BIT, OptimizerStates.BF16_SPLIT]
 )
 def test_a_step_needs_little_memory_beside_its_states(kind: OptimizerStates) -> None:
-    """Of 2**27 weights a float32 copy is 512 MiB."""
+    """A float32 copy of 2**27 weights is 512 MiB."""
     count = 1 << 27
     weight = nn.Parameter(torch.ones(count, dtype=torch.bfloat16, device=_DEVICE))
     sums = {"a": torch.full((count,), 0.1, device=_DEVICE)}

@@ -58,7 +58,7 @@ def test_a_streamed_peak_is_as_predicted_and_leaves_nothing() -> None:
     stages = cut_stages(packed, wave=8)
     budget = _budget(policy, Kept.ATTENTION, peak_tokens(stages))
     policy.limit_activations(budget)
-    # Those of all layers stay from one stage to the next.
+    # Gradients of all layers stay from one stage to the next.
     layers = [p for name, p in policy.named_trainable().items() if ".layers." in name]
     gradients = sum(p.numel() * p.element_size() for p in layers)
     assert _measured(policy, packed, stages) == pytest.approx(budget + gradients, rel=0.1)
@@ -86,7 +86,7 @@ def test_prefixes_on_the_host_leave_the_device_to_the_waves() -> None:
     lent = waiting * sizes.num_layers * sizes.kept_bytes(Kept.HOST)
     budget = max(least_plan(sizes, one, lent).peak_bytes for one in held)
     policy.limit_activations(budget, host_bytes=lent)
-    # Those of the turns too, which are small.
+    # The offload takes the turns' tensors too, which are small.
     policy._layers._offload = offload = HostOffload(DEVICE, min_bytes=2**12)
     plans = [plan_forward(sizes, one, budget, lent) for one in held]
     assert [plan.kept[0] is Kept.HOST for plan in plans] == [one.waits for one in held]

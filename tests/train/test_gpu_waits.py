@@ -104,7 +104,7 @@ def test_a_pass_waits_once_for_its_sums(
                 torch.cuda.set_sync_debug_mode("default")
         texts = [str(w.message) for w in caught]
         waits.append([text for text in texts if text.startswith("called a synchronizing")])
-    # Of the loss sums, and of the log-probs.
+    # The two waits are for the loss sums and for the log-probs.
     assert len(waits[1]) == 2, waits[1]
     if offload is not None:
         assert bool(offload.room_bytes) == (cut is _one_a_wave)

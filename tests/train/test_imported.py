@@ -313,7 +313,7 @@ def _grow(folder: Path) -> None:
 
 
 def _damages() -> Iterator[tuple[str, Callable[[Path], object], str]]:
-    """Of each: a name, what is done to a good folder, and what the error must name."""
+    """Each damage: a name, what is done to a good folder, and what the error must name."""
     yield "cut", _cut, WEIGHTS
     yield "no safetensors", lambda folder: (folder / WEIGHTS).write_bytes(b"PK\3\4" * 9), WEIGHTS
     yield "empty file", lambda folder: (folder / WEIGHTS).write_bytes(b""), WEIGHTS
@@ -409,7 +409,7 @@ def _fifo(folder: Path) -> None:
 def test_an_adapter_that_means_something_else_is_refused(
     base: FolderBase, tmp_path: Path, damage: Callable[[Path], object], named: str
 ) -> None:
-    """The same tensors under another scale are another policy."""
+    """Equal tensors under another scale are another policy."""
     trainer = trainer_of(base, tuning=LORA)
     folder = export(trainer, tmp_path / "one")
     take(trainer, folder)

@@ -41,8 +41,8 @@ _FORWARD = _P - _Q
 
 
 def _expected(kind: KlKind, sampled: Tensor, *, weighted: bool = False) -> tuple[float, Tensor]:
-    """Of value and gradient of a KL term over tokens of `sampled` (log-probs); the gradient is with
-    respect to the policy's logits, d log p(x) = e_x - p."""
+    """Expected value and gradient of a KL term over tokens of `sampled` (log-probs); the gradient
+    is with respect to the policy's logits, d log p(x) = e_x - p."""
     config = KlConfig(
         kind=kind, coefficient=1.0, reference=ReferenceKind.GIVEN, importance_weighted=weighted
     )
@@ -73,7 +73,7 @@ def test_k1_has_no_expected_gradient_on_policy() -> None:
 
 
 def test_k3_has_the_gradient_of_the_other_kl() -> None:
-    """Of KL(q || p), which is near to the other's only where the two are near."""
+    """The gradient is that of KL(q || p), which is near the other's only where the two are near."""
     value, gradient = _expected(KlKind.K3, _LOGP)
     assert value == pytest.approx(_REVERSE_KL.item(), rel=1e-12)
     torch.testing.assert_close(gradient, _FORWARD, rtol=1e-12, atol=1e-14)

@@ -113,7 +113,7 @@ _LORA = LoraTuning(rank=2, alpha=4.0)
 
 
 def _spec(base: FolderBase | PresetBase, tuning: LoraTuning | None = None) -> TrainerSpec:
-    """Of three ranks, that leaves open what may be left open."""
+    """Spec of three ranks that leaves every optional choice open."""
     spec = make_trainer(base, dtype=ModelDtype.BFLOAT16, tuning=tuning).spec
     parallel = ParallelLayout(num_workers=3)
     return replace(spec, optimizer_states=None, parallel=parallel, keep_reference=False)

@@ -290,7 +290,7 @@ FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p
 
 
 def test_only_tokens_of_most_entropy_have_an_advantage() -> None:
-    """Of five counted tokens two fifths are two, and what ties with the second; all count."""
+    """Two fifths of five counted tokens are two, plus those that tie with the second; all count."""
     masked = np.array([True, False, True])
     rollouts = [
         builders.rollout([1, 2, 3], advantages=np.full(3, 2.0, np.float32), loss_mask=masked),

@@ -130,7 +130,8 @@ def test_a_batch_that_has_no_room_even_so_is_cut(small: Trainer) -> None:
 def test_a_step_tells_what_its_forwards_were_planned_to_hold(
     small: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a whole micro-batch: what was there before, and activations; no sums."""
+    """For a whole micro-batch the plan has the memory in use before and the activations, but no
+    sums."""
     monkeypatch.setattr(rank, "allocated_bytes", lambda _device: 1 << 40)
     plan = _plan(small)
     report = small.update(_BATCH, make_loss(_BATCH), make_step(small, make_loss(_BATCH)), plan)

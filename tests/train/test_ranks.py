@@ -193,7 +193,7 @@ def test_the_same_again_has_the_same_bits(base: FolderBase, shard: Shard) -> Non
 
 
 def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_path: Path) -> None:
-    """Of four, of two, of one, whatever is sharded: the same bits, and steps from there."""
+    """Four ranks, two or one load equal bits, whatever is sharded, and step from there."""
     spec = replace(
         alone_of(base, dtype=ModelDtype.BFLOAT16).spec, optimizer_states=OptimizerStates.BF16_SPLIT
     )

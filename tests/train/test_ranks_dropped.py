@@ -24,7 +24,7 @@ from ratoon.train.config import Shard
 from tests.train.rank_runs import alone_of, ranked, update_over
 from tests.train.trainer_runs import make_batch, make_loss, make_step
 
-# Of one exchange, and until the kernel gives a silent machine up.
+# Timeout of one exchange, and time until the kernel gives a silent machine up.
 TIMEOUT_S = 3.0
 _NAMESPACE = ("unshare", "--net", "--")
 # <linux/sockios.h>, <net/if.h>

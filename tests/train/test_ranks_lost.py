@@ -120,7 +120,7 @@ def test_a_late_rank_of_an_earlier_worker_does_not_join() -> None:
 def test_a_rank_that_dies_in_the_pass_is_waited_for_by_none(
     base: FolderBase, num_ranks: int, shard: Shard
 ) -> None:
-    """Of four, the two others do not wait for one another either."""
+    """With four ranks, the two others do not wait for one another either."""
     with ranked(alone_of(base).spec, num_ranks, 100, shard) as (trainer, peers):
         batch = make_batch(1, num_groups=12)
         loss = make_loss(batch)

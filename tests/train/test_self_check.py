@@ -261,7 +261,7 @@ def test_nothing_is_compiled_for_it(
     alone = sequence_lengths(batch)[self_check_of(report).sequence]
     assert alone < 61 < report.packed_tokens
     assert not alarms(report)
-    # Of the policy, and of the reference.
+    # One graph is the policy's, the other the reference's.
     assert num_graphs == [1 + (kl is not None)] * 2
 
 

@@ -46,7 +46,7 @@ from tests.train.trainer_runs import (
     make_trainer,
 )
 
-# Of each sequence its whole terms are needed.
+# This correction needs the whole terms of each sequence.
 _WHOLE_SEQUENCES = RolloutCorrection(
     mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, high=1.5, low=0.0
 )
@@ -104,7 +104,8 @@ def test_updates_of_every_loss_are_those_of_one_device(base: FolderBase, size: i
         _assert_same_updates(alone, many, size, list(LossKind) if size == 2 else KINDS)
 
 
-# Of single tokens, of whole sequences, and again, so that both are run at once and in stages.
+# Losses of single tokens and of whole sequences, each twice, so that both are run at once and in
+# stages.
 KINDS = (LossKind.GRPO, LossKind.GSPO, LossKind.GSPO, LossKind.GRPO)
 
 
@@ -284,7 +285,7 @@ def test_a_rank_that_is_told_to_stop_stops_the_other(base: FolderBase) -> None:
 
 
 class BrokenError(Exception):
-    """Of a rank alone."""
+    """Error of one rank only."""
 
 
 def _fail_between(done: int, _planned: int, _tokens: int) -> None:

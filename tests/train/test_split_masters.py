@@ -48,7 +48,7 @@ def test_every_float32_is_its_nearest_bfloat16_and_a_remainder() -> None:
     is_tie = (x.view(torch.int32) & 0xFFFF) == 0x8000
     theirs = x.to(torch.bfloat16)
     assert torch.equal(weight[~is_tie].view(torch.int16), theirs[~is_tie].view(torch.int16))
-    # Of a tie it is the neighbour that is further from zero.
+    # A tie takes the neighbour that is further from zero.
     truncated = (x[is_tie].view(torch.int32) & -0x10000).view(torch.float32)
     assert (weight[is_tie].float().abs() > truncated.abs()).all()
 
@@ -124,7 +124,7 @@ def test_updates_with_8bit_moments_are_as_noisy_as_their_moments() -> None:
 
 @pytest.mark.parametrize("kind", WITHOUT_MASTERS)
 def test_without_masters_the_rounding_is_larger_than_the_update(kind: OptimizerStates) -> None:
-    """Of the curve in docs/decisions/0008: what the warning below 1e-5 is about."""
+    """Points of the curve in docs/decisions/0008, which the warning below 1e-5 is about."""
     assert _error(kind, 1e-6, 100) == pytest.approx((3.15, 0.30), rel=0.05)
     assert _error(kind, 1e-6, 400) == pytest.approx((1.97, 0.455), rel=0.05)
     assert _error(kind, 1e-5, 100) == pytest.approx((0.98, 0.71), rel=0.05)

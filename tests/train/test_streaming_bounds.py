@@ -256,7 +256,8 @@ def _watch(offload: HostOffload, patch: pytest.MonkeyPatch) -> list[int]:
 def test_prefixes_wait_on_the_host_and_change_no_bit(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """Of two levels: what of the layers' inputs is there while a wave is run, and after."""
+    """Prefixes have two levels: the test checks which of the layers' inputs are there while a wave
+    runs, and after."""
     batch, sizes = _batch(is_deep=True), trainer.model.sizes
     expected = _gradients(trainer, batch, 92)
     layers_there = int(share * sizes.num_layers)

@@ -34,7 +34,7 @@ _SIZES = flops.Geometry(
 
 
 def test_training_flops_give_the_known_hardware_mfu() -> None:
-    """That group takes 4.69 s on an H200 where its de-duplicated work is half the peak."""
+    """The group takes 4.69 s on an H200, where its de-duplicated work is half the peak."""
     tokens = _PROMPT + int(_LENGTHS.sum())
     assert tokens == 41_323
     causal = _PROMPT * (_PROMPT + 1) // 2 + int((_LENGTHS * _PROMPT).sum())

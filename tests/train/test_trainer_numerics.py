@@ -118,7 +118,7 @@ def test_first_ratio_is_exactly_one_from_forward(
     assert report.clip_fraction_low == report.clip_fraction_high == 0.0
     by_ratio = _ratio_spread(trainer, batch, old.logprobs)
     assert by_ratio == 0.0
-    # The same on the same weights without old log-probs: bit for bit the same gradient.
+    # Without old log-probs, equal weights give the same gradient bit for bit.
     if dtype is ModelDtype.FLOAT32:
         gradients = gradients_of(trainer)
         trainer.discard_gradients()

@@ -83,8 +83,8 @@ def _seconds(
 
 @pytest.mark.parametrize(("spread", "most"), [(0.0, 1.001), (0.05, 1.08)])
 def test_eight_ranks_of_unequal_micro_batches_hardly_wait(spread: float, most: float) -> None:
-    """Of four each, as long as one another together; in rounds they would wait for half as long as
-    they run. `spread`: how far a micro-batch's time is from its tokens."""
+    """Each rank has four micro-batches, with equal sums; in rounds they would wait for half as long
+    as they run. `spread`: how far a micro-batch's time is from its tokens."""
     rng = np.random.default_rng(0)
     tokens: list[list[int]] = [[] for _ in range(8)]
     for size in sorted(rng.lognormal(0.0, 0.5, 32) * 20_000, reverse=True):

@@ -1,7 +1,7 @@
-"""What every backend module answers, whatever its op.
+"""Protocol of every backend module, whatever its op.
 
-Importing a backend's module needs torch and numpy alone; a package that it needs beside them is
-imported inside its functions, so that `unavailable_reason` can say that it is missing.
+Importing a backend's module needs only torch and numpy. Functions import any other package that the
+backend needs, so that `unavailable_reason` can report that it is missing.
 """
 
 from typing import Protocol

@@ -140,7 +140,7 @@ def build_layout(
 
 
 def _host_buffer(num_ints: int, device: torch.device) -> Tensor:
-    # Only from pinned memory is a copy to a GPU asynchronous.
+    # A copy to a GPU is asynchronous only from pinned memory.
     return torch.empty(num_ints, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 

@@ -1,4 +1,4 @@
-"""Which dtypes the ops take, and the dtype that each accumulates in.
+"""Defines the dtypes that the ops take, and the dtype that each accumulates in.
 
 Sums, log-sum-exps and log-probs are never kept in a 16-bit dtype.
 """

@@ -1,7 +1,7 @@
-"""Which backends exist for each op, and which of them serves a call.
+"""Lists the backends of each op, and selects the one that serves a call.
 
-A backend asked for by name is that backend or an error with its reason; another one never takes its
-place.
+A backend requested by name is that backend, or an error with its reason; another one never replaces
+it.
 """
 
 import functools

@@ -104,7 +104,7 @@ class Schedule:
         forward_items: int32 [number of query tiles, 4]; query tile, runs [start, stop), number of
             key tiles, which may be 0.
         sweep: Pieces of the backward with dQ.
-        levels: Those of the deterministic one for each number of kv heads of `SPLIT_KV_HEADS`.
+        levels: Deterministic lists, one for each number of kv heads in `SPLIT_KV_HEADS`.
     """
 
     num_queries: int
@@ -207,7 +207,7 @@ def _forward_items(tiles: TileTable, num_run_tiles: Int64Array) -> Int32Array:
 def _sweep_list(sweeps: Sweeps) -> SweepList:
     start, length = sweeps.start_B, sweeps.stop_B - sweeps.start_B
     size = min(_MAX_WINDOW, max(_MIN_WINDOW, int(length.sum()) // _WINDOW_PART))
-    # What is little longer than a window is not worth a slot.
+    # A sweep that is little longer than a window is not worth a slot.
     is_split = length > size + size // 2
     first_window = start // size
     last_window = np.where(is_split, (sweeps.stop_B - 1) // size, first_window)

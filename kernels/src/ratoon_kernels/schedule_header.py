@@ -1,4 +1,4 @@
-"""Where the sections of a packed schedule lie, as one small tensor."""
+"""Offsets of the sections of a packed schedule, as one small tensor."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -35,7 +35,7 @@ class LevelSections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleHeader:
-    """What a launcher reads of a packed schedule; the rows are those of `Schedule`.
+    """Values that a launcher reads of a packed schedule; the rows are those of `Schedule`.
 
     Attributes:
         num_queries: Q.

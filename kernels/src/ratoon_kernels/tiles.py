@@ -1,4 +1,4 @@
-"""Which pairs of query and key tiles hold work, and which of them need no mask.
+"""Classifies pairs of query and key tiles: which hold work, and which of them need no mask.
 
 A tile pair that is left out holds no attended pair, and one that is called full holds no other.
 
@@ -23,7 +23,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyTiles:
-    """What the kinds of tile pairs depend on: two ints for each of B key tiles.
+    """Inputs of the classification of tile pairs: two ints for each of B key tiles.
 
     Attributes:
         size: Keys of a tile.

@@ -1,4 +1,4 @@
-"""Which build of Ratoon runs: what `--version` of every command says."""
+"""Describes the running build of Ratoon, as `--version` of every command shows it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def _commit_of_tree(root: Path) -> str:
 
 
 def _commit_of_install(installed: metadata.Distribution) -> str:
-    """As PEP 610 has it."""
+    """Commit of an installation, from the file that PEP 610 describes; "" if there is none."""
     origin = json.loads(installed.read_text("direct_url.json") or "{}")
     return str(origin.get("vcs_info", {}).get("commit_id", ""))[:12]

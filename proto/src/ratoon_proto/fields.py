@@ -1,4 +1,5 @@
-"""What the descriptors of `ratoon.v1` say of a field: its place in JSON, its enum's short names."""
+"""Facts about a field from the descriptors of `ratoon.v1`: its place in JSON, its enum's short
+names."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class FieldError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a name of JSON is in a message: a field, of the message itself or of a flat one."""
+    """Place of a JSON name in a message: a field of the message itself or of a flat one."""
 
     field: FieldDescriptor
     parent: FieldDescriptor | None
@@ -34,7 +35,7 @@ class Place:
 
 @cache
 def json_places(message: Descriptor) -> Mapping[str, Place]:
-    """Every field by its name in JSON; the fields of a flat message stand for it."""
+    """Fields by their names in JSON; the fields of a flat message stand for it."""
     places: dict[str, Place] = {}
     for field in fields_of(message):
         if field.message_type is None or not is_flat(field.message_type):
@@ -46,7 +47,8 @@ def json_places(message: Descriptor) -> Mapping[str, Place]:
 
 
 def fields_of(message: Any) -> Iterable[FieldDescriptor]:
-    """Of a descriptor, whose type is that of the implementation in use."""
+    """Returns the fields of a descriptor, whose type depends on the protobuf implementation in
+    use."""
     return message.fields
 
 

@@ -39,9 +39,9 @@ def fill(message: Message, values: Any, path: str = "", *, skip: Collection[str]
 
 
 def fill_known(message: Message, values: Any) -> None:
-    """The same for what a peer has sent, which may know more fields and enum values.
+    """Fill a message with values from a peer, which may know more fields and enum values.
 
-    A number that is null is not finite. Raises ValueError, TypeError, KeyError or
+    Null stands for a number that is not finite. Raises ValueError, TypeError, KeyError or
     AttributeError for other forms.
     """
     places = json_places(message.DESCRIPTOR)

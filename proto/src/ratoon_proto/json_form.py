@@ -22,7 +22,8 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """An answer: every field; what is absent is null, and so is a number that is not finite."""
+    """Returns an answer with every field; absent fields are null, and so are numbers that are not
+    finite."""
     return {
         field.name: None if _is_absent(message, field) else _json_of(message, field, to_json)
         for field in fields_of(message.DESCRIPTOR)
@@ -43,7 +44,7 @@ def to_request_json(message: Message, *, skip: Collection[str] = ()) -> dict[str
 
 
 def from_json(message_type: type[MessageT], data: object) -> MessageT:
-    """What a peer has answered. Raises ValueError where `data` has another form."""
+    """Reads a peer's answer. Raises ValueError if `data` has another form."""
     message = message_type()
     try:
         fill_known(message, data)

@@ -50,7 +50,7 @@ def to_record(
 
 @cache
 def _shape(record: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
-    """Of each field: name, type, whether it has a default."""
+    """Name and type of each field, and whether it has a default."""
     hints = get_type_hints(record)
     return tuple(
         (
@@ -71,7 +71,7 @@ def _is_absent(message: Message, field: FieldDescriptor, hint: Any) -> bool:
 
 
 def _default(message: Message, field: FieldDescriptor, hint: Any, place: str) -> Any:
-    """Of a field that is absent and has no default: None, or an empty record."""
+    """Value of an absent field without a default: None, or an empty record."""
     if NoneType in get_args(hint):
         return None
     if field.message_type is not None:

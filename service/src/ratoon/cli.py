@@ -36,7 +36,7 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 keys = typer.Typer(
-    help="API keys of the data root. Run it as the service's user; changes hold at once.",
+    help="Manage API keys of the data root, as the service's user. Changes take effect at once.",
     no_args_is_help=True,
 )
 cli.add_typer(keys, name="keys")
@@ -44,7 +44,7 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="YAML settings; RATOON_* environment variables win over it.",
+        help="YAML settings; RATOON_* environment variables override it.",
         exists=True,
         dir_okay=False,
     ),
@@ -53,7 +53,7 @@ console = Console()
 DAY_S = 86_400.0
 RAY_POLL_S = 1.0
 LIST_COLUMNS = 240
-QUOTA_HELP = "Tokens of accepted work, each rollout alone; all policies and processes."
+QUOTA_HELP = "Tokens of accepted rollouts, without sharing; over all policies and processes."
 
 
 def _show_version(is_asked: bool) -> None:
@@ -68,13 +68,13 @@ def options(
         bool,
         typer.Option(
             "--version",
-            help="Say version and commit, and exit.",
+            help="Show version and commit, and exit.",
             callback=_show_version,
             is_eager=True,
         ),
     ] = False,
 ) -> None:
-    """Options of all commands."""
+    """Handle the options that all commands share."""
 
 
 def _read_config(path: Path | None) -> RatoonConfig:
@@ -87,15 +87,15 @@ def _read_config(path: Path | None) -> RatoonConfig:
 
 @cli.command()
 def serve(config: ConfigOption = None) -> None:
-    """Run the service on this machine until SIGTERM or Ctrl-C; exit 1 where its Ray has ended."""
+    """Run the service on this machine until SIGTERM or Ctrl-C; exit 1 if its Ray has ended."""
     settings = _read_config(config)
     with frozen_imports():
         from ratoon import app
         from ratoon.ray_start import ended_processes, exit_without_ray
 
     stop = threading.Event()
-    # Before the start: callers are answered while it is under way, and SIGTERM must drain their
-    # calls.
+    # The handler comes before the start: callers are answered while it is under way, and SIGTERM
+    # must drain their calls.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         with app.running(settings, show_logs=True) as addresses:
@@ -114,7 +114,7 @@ def serve(config: ConfigOption = None) -> None:
 
 @cli.command()
 def doctor(config: ConfigOption = None) -> None:
-    """Say what this machine can do; exit 1 where the service could not start."""
+    """Show what this machine can do; exit 1 if the service could not start."""
     from ratoon.doctor import Status, run_checks
 
     checks = run_checks(_read_config(config))
@@ -132,7 +132,7 @@ def doctor(config: ConfigOption = None) -> None:
 
 @cli.command()
 def health(config: ConfigOption = None) -> None:
-    """Ask the service of these settings, on this machine, whether it is well; exit 1 if not."""
+    """Check the health of the service with these settings on this machine; exit 1 if unhealthy."""
     settings = _read_config(config)
     from ratoon.api.http.tls import own_health
 
@@ -143,16 +143,16 @@ def health(config: ConfigOption = None) -> None:
 
 @cli.command()
 def recover(
-    policy: Annotated[str, typer.Argument(help="A policy whose journal has lost its end.")],
+    policy: Annotated[str, typer.Argument(help="The policy whose journal has lost its end.")],
     accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Go on from what is left of the journal.")
+        bool, typer.Option("--accept-loss", help="Continue from what remains of the journal.")
     ] = False,
     from_evidence: Annotated[
-        bool, typer.Option("--from-evidence", help="Go on from the checkpoint that it names.")
+        bool, typer.Option("--from-evidence", help="Continue from the checkpoint named there.")
     ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Say what a refused policy's journal has lost, or decide how the next start goes on."""
+    """Show what a refused policy's journal has lost, or decide how the next start continues."""
     settings = _read_config(config)
     from ratoon.engine.files.losses import Choice, read_loss, write_decision
     from ratoon.engine.settings import EngineSettings
@@ -179,13 +179,14 @@ def recover(
 @cli.command()
 def demo(
     seed: Annotated[
-        int, typer.Option(help="Of the policy, the prompts and the sampler.", min=0)
+        int, typer.Option(help="Seed of the policy, the prompts and the sampler.", min=0)
     ] = 0,
     shuffle_rewards: Annotated[
-        bool, typer.Option(help="Give each rollout another one's reward: must not learn.")
+        bool,
+        typer.Option(help="Give each rollout another one's reward: the policy must not learn."),
     ] = False,
 ) -> None:
-    """Start the service here and watch a tiny policy learn; exit 1 where it does not."""
+    """Start the service here and watch a tiny policy learn; exit 1 if it does not."""
     # The demo reads the environment too, so bad variables are refused as in the other commands.
     _read_config(None)
     from ratoon.demo.run import run_demo
@@ -198,17 +199,17 @@ def demo(
 @keys.command("create")
 def create_key(
     scope: Annotated[
-        Scope, typer.Option(help="read: look and pull; train: that and train; admin: all.")
+        Scope, typer.Option(help="read: look and pull; train: also train; admin: everything.")
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="The key is for this policy; give it again for more. Default: all."),
+        typer.Option(help="Policy that the key is for; repeat it for more. Default: all."),
     ] = None,
     expires_days: Annotated[
         float | None,
-        typer.Option(help="Days until the key ends. Default: never.", min=0.0),
+        typer.Option(help="Days until the key expires. Default: never.", min=0.0),
     ] = None,
-    note: Annotated[str, typer.Option(help="What the key is for; `list` shows it.")] = "",
+    note: Annotated[str, typer.Option(help="Purpose of the key, which `list` shows.")] = "",
     rate: Annotated[
         float | None,
         typer.Option(help="Requests per second, over all processes and wires.", min=0.001),
@@ -221,14 +222,14 @@ def create_key(
     tokens_per_day: Annotated[int | None, typer.Option(help=QUOTA_HELP, min=1)] = None,
     max_open_operations: Annotated[
         int | None,
-        typer.Option(help="Operations that are queued or running, of all policies.", min=1),
+        typer.Option(help="Queued and running operations, over all policies.", min=1),
     ] = None,
     max_queued_bytes: Annotated[
-        int | None, typer.Option(help="Bytes of their bodies, of all policies.", min=1024)
+        int | None, typer.Option(help="Bytes of their bodies, over all policies.", min=1024)
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Make a key and show it: this once, and on standard output alone."""
+    """Create a key and show it once, only on standard output."""
     settings = _read_config(config)
     now = time.time()
     try:
@@ -261,7 +262,7 @@ def create_key(
 
 @keys.command("list")
 def list_keys(config: ConfigOption = None) -> None:
-    """Every key that was made, without its secret."""
+    """List every key, without its secret."""
     file = KeyFile(_read_config(config).data_root.absolute())
     try:
         found = file.keys().values()
@@ -285,10 +286,10 @@ def list_keys(config: ConfigOption = None) -> None:
 
 @keys.command("revoke")
 def revoke_key(
-    key_id: Annotated[str, typer.Argument(help="The id that `list` shows.")],
+    key_id: Annotated[str, typer.Argument(help="Id of the key, as `list` shows it.")],
     config: ConfigOption = None,
 ) -> None:
-    """Refuse a key from now on, everywhere."""
+    """Revoke a key, everywhere and at once."""
     settings = _read_config(config)
     try:
         KeyFile(settings.data_root.absolute()).revoke(key_id, time.time())

@@ -42,8 +42,8 @@ OTHER_VARIABLES = frozenset(
         "RATOON_COMMIT",
     }
 )
-# What Kubernetes sets in every pod for a Service named `ratoon` or `ratoon-...`. Only `..._PORT`
-# could be mistaken for a setting; its value tells which it is.
+# Variables that Kubernetes sets in every pod for a Service named `ratoon` or `ratoon-...`. Only
+# `..._PORT` could be mistaken for a setting; its value tells which it is.
 _OF_KUBERNETES = re.compile(
     r"RATOON(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?"
     r"|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
@@ -79,8 +79,9 @@ class GrpcConfig(_Section):
 class ServeConfig(_Section):
     """Ray Serve: the same HTTP in replicas, for callers inside a cluster. 0 replicas: no Serve.
 
-    Its ports lack the gateway's bounds on slow callers and ask for no client certificate. `grpc`:
-    its gRPC port too, in plain text and on all interfaces; refused beside a public bind.
+    Its ports lack the gateway's bounds on slow callers and require no client certificate. `grpc`
+    opens its gRPC port too, in plain text and on all interfaces; it is refused together with a
+    public bind.
     """
 
     num_replicas: int = Field(default=1, ge=0)
@@ -99,11 +100,11 @@ class ServeConfig(_Section):
 
 
 class AuthConfig(_Section):
-    """Who is let in: docs/security.md.
+    """Access: docs/security.md.
 
-    `required` true: API keys always; false: never; None: keys are required where a non-loopback
-    address is bound, and otherwise only callers of this machine are let in. `metrics`: what
-    `/metrics` needs where keys are required.
+    `required` true: API keys always; false: never; None: keys are required if a non-loopback
+    address is bound, and otherwise only callers of this machine are admitted. `metrics`: what
+    `/metrics` needs if keys are required.
     """
 
     required: bool | None = None
@@ -137,7 +138,7 @@ class LimitsConfig(_Section):
     """Bounds that are checked before anything is allocated. Sizes in bytes, times in seconds."""
 
     max_body_bytes: int = Field(default=64 * MIB, ge=1024)
-    # For reading a request: the whole body, and the longest pause within it.
+    # Seconds for reading a request: the whole body, and the longest pause within it.
     max_body_s: float = Field(default=600.0, gt=0)
     max_body_pause_s: float = Field(default=30.0, gt=0)
     max_fetch_bytes: int = Field(default=16 * MIB, ge=1024, le=16 * MIB)
@@ -145,10 +146,10 @@ class LimitsConfig(_Section):
     max_sequences: int = Field(default=131_072, ge=1)
     max_tokens: int = Field(default=64 * MIB, ge=1)
     max_wait_s: float = Field(default=60.0, gt=0)
-    # How long a caller may wait for an operation that is blocked by a missing seq.
+    # Seconds that callers may wait in total for an operation that is blocked by a missing seq.
     gap_wait_s: float = Field(default=30.0, gt=0)
     max_policies: int = Field(default=16, ge=1)
-    # Per policy. The next seq bypasses it, or the queue would deadlock.
+    # Limit per policy. The next seq bypasses it, or the queue would deadlock.
     max_open_operations: int = Field(default=1024, ge=1)
     # Bodies of open operations, and uploads not yet used by a call: per policy, and over all.
     max_queued_bytes: int = Field(default=8 * GIB, ge=1024)
@@ -158,20 +159,20 @@ class LimitsConfig(_Section):
     max_requests_in_flight_of_caller: int = Field(default=1024, ge=1)
     # Reserved for work that was already accepted; new work is refused below it. 0: no reserve.
     min_free_disk_bytes: int = Field(default=GIB, ge=0)
-    # At SIGTERM: grace for running operations. Queued ones wait for the next start.
+    # Seconds that running operations have after SIGTERM. Queued ones wait for the next start.
     drain_s: float = Field(default=30.0, ge=0)
     upload_ttl_s: float = Field(default=3600.0, gt=0)
     result_ttl_s: float = Field(default=3600.0, gt=0)
     # Versions that receivers hold beyond `keep_versions`, per policy, and for how long each.
     max_held_versions: int = Field(default=2, ge=0)
     max_hold_s: float = Field(default=3600.0, gt=0)
-    # Of one GetGradientManifest.
+    # Gradients of one GetGradientManifest.
     max_gradient_bytes: int = Field(default=GIB, ge=1024)
     inline_result_bytes: int = Field(default=4 * MIB, ge=0)
 
 
 class KeyLimits(_Section):
-    """What one API key may use; None: no limit.
+    """Limits of one API key; None: no limit.
 
     The config section `quotas` holds the defaults of keys that were made without limits of their
     own. Everything is counted over all processes. Tokens are unshared (each rollout counted alone),
@@ -184,7 +185,7 @@ class KeyLimits(_Section):
     tokens_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_hour: int | None = Field(default=None, ge=1)
     tokens_per_day: int | None = Field(default=None, ge=1)
-    # Over all policies.
+    # The following limits apply over all policies.
     max_open_operations: int | None = Field(default=None, ge=1)
     max_queued_bytes: int | None = Field(default=None, ge=1024)
 
@@ -195,12 +196,13 @@ class KeyLimits(_Section):
 
 
 class WorkerConfig(_Section):
-    """`device` "auto": a GPU where there is one, else the CPU."""
+    """`device` "auto" is a GPU if there is one, else the CPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Threads of torch in a CPU worker; 0: as many as the machine has cores.
     num_threads: int = Field(default=0, ge=0)
-    # For policies that set none. None: 16384 on a CPU; on a GPU each plan takes the fastest.
+    # Micro-batch size of policies that set none. None: 16384 on a CPU; on a GPU each plan takes the
+    # fastest.
     micro_batch_tokens: int | None = Field(default=None, ge=1)
     # Optimizer states of bfloat16 policies; wider policies always keep fp32. "auto": bf16_split, or
     # bf16_split_8bit on a GPU that is short of memory. A policy keeps its first choice.
@@ -210,10 +212,10 @@ class WorkerConfig(_Section):
     # Pinned host memory per policy, for activations that do not fit the GPU, those of streamed
     # prefixes first. Allocated on demand, and kept.
     host_activation_bytes: int = Field(default=0, ge=0)
-    # Every so many versions one rollout is also run alone and compared; 0: never.
+    # Versions between two self-checks, which also run one rollout alone and compare; 0: never.
     self_check_every: int = Field(default=100, ge=0)
-    # A worker or rank that answers nothing for so long is lost, and so is one whose copies to other
-    # ranks take longer: the policy gets another worker.
+    # A worker or rank that answers nothing for this long is lost, and so is one whose copies to
+    # other ranks take longer: the policy gets another worker.
     max_silence_s: float = Field(default=60.0, gt=0)
 
 
@@ -243,7 +245,7 @@ class RayConfig(_Section):
 
 
 class RatoonConfig(BaseSettings):
-    """Everything `ratoon serve` can be told."""
+    """All settings of `ratoon serve`."""
 
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX, env_nested_delimiter=_DELIMITER, frozen=True, extra="forbid"
@@ -263,7 +265,7 @@ class RatoonConfig(BaseSettings):
         Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
         BeforeValidator(lambda name: name.upper() if isinstance(name, str) else name),
     ] = "INFO"
-    # For tests: processes kill themselves at the points named in data_root/crash-points
+    # A setting for tests: processes kill themselves at the points named in data_root/crash-points
     # (docs/operations.md).
     crash_points: bool = False
     http: HttpConfig = HttpConfig()
@@ -279,7 +281,7 @@ class RatoonConfig(BaseSettings):
 
     @property
     def models_folder(self) -> Path:
-        """Absolute."""
+        """Absolute path of the models root."""
         return (self.models_root or self.data_root / "models").absolute()
 
     @classmethod
@@ -333,8 +335,8 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 def load_config(path: Path | None) -> RatoonConfig:
     """Read `path` (YAML; None: defaults) and the environment.
 
-    Raises `ValueError` naming the field, as `pydantic.ValidationError` is one; or the file, where
-    it is no YAML of names and values. `OSError` where it cannot be read.
+    Raises `ValueError` (`pydantic.ValidationError` is one) naming the field, or the file if it is
+    not a YAML mapping; `OSError` if it cannot be read.
     """
     data = {} if path is None else _read_yaml(path)
     try:
@@ -368,7 +370,7 @@ def is_loopback(host: str) -> bool:
         address = ip_address(host)
     except ValueError:
         return host == "localhost"
-    # An IPv4 peer of an IPv6 socket: ::ffff:127.0.0.1.
+    # The address may be an IPv4 peer of an IPv6 socket: ::ffff:127.0.0.1.
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
@@ -424,9 +426,9 @@ def set_compile_cache(folder: Path) -> None:
 
 
 def set_copy_interface(host: str) -> None:
-    """Have ranks copy to each other by the interface that has this address, and by no other.
+    """Make ranks copy to each other through the interface with this address, and through no other.
 
-    Left to what the environment says already, or to the backends where no interface has it.
+    The environment takes precedence. If no interface has the address, the backends choose.
     """
     if name := interface_of(host):
         for backend in ("GLOO", "NCCL"):
@@ -434,7 +436,7 @@ def set_copy_interface(host: str) -> None:
 
 
 def interface_of(host: str) -> str | None:
-    """This machine's network interface that has the address; None: none has."""
+    """This machine's network interface with the address; None: there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             return name
@@ -445,12 +447,12 @@ _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus() -> str:
-    """Which GPUs of its machine this process sees; "": nobody has said."""
+    """GPUs of its machine that this process sees; "": not specified."""
     return os.environ.get(_VISIBLE_GPUS, "")
 
 
 def set_visible_gpus(gpus: str) -> None:
-    """See these, in their order: to be called before CUDA is used for the first time."""
+    """Make these GPUs visible, in order. Call it before CUDA is used for the first time."""
     os.environ[_VISIBLE_GPUS] = gpus
 
 

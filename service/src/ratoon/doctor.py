@@ -1,7 +1,7 @@
-"""`ratoon doctor`: what this machine, and a cluster's nodes, can do, and where they cannot, why.
+"""`ratoon doctor`: checks what this machine, and a cluster's nodes, can do, and why they cannot.
 
-Nothing is changed, and nothing started but a short task on each node of `ray.address`. A check that
-cannot be made is itself a failed check.
+The checks change nothing, and start nothing but a short task on each node of `ray.address`. A check
+that cannot be made is itself a failed check.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One finding; `detail` says what was found and, where it is not ok, what to do."""
+    """One finding; `detail` says what was found and, if it is not ok, what to do."""
 
     name: str
     status: Status
@@ -49,7 +49,7 @@ class Check:
 
 
 def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
-    """All checks, in start-up order. Never raises for what it examines."""
+    """Runs all checks, in start-up order. Never raises for what it examines."""
     groups: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("python", _check_python),
         ("torch", _check_torch),
@@ -110,7 +110,7 @@ def _check_gpu() -> Iterator[Check]:
 
 
 def _check_ranks() -> Iterator[Check]:
-    """Of how many a policy may be here, and what they copy through."""
+    """How many ranks a policy may have here, and what they copy through."""
     import torch
 
     from ratoon.engine.cluster.nodes import gpu_links
@@ -143,7 +143,7 @@ def _check_ports(config: RatoonConfig) -> Iterator[Check]:
     if config.serve.has_http:
         wanted += (("serve http", config.serve.http_host, config.serve.http_port),)
     if config.serve.has_grpc:
-        # On all interfaces.
+        # Serve's gRPC port is on all interfaces.
         wanted += (("serve grpc", "", config.serve.grpc_port),)
     for name, host, port in wanted:
         if port == 0:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-# In `details`: whole seconds.
+# Key in `details` of whole seconds.
 RETRY_AFTER_DETAIL = "retry_after_s"
 _MAX_SHOWN = 80
-# The folders of an absolute path, up to the name of its file; no part of an address.
+# Folders of an absolute path, up to the name of its file; not part of an address.
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/'\"]+/)*(?=[^\s/'\"])")
 
 
@@ -60,7 +60,7 @@ class CopyFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRow:
-    """How one code looks on each wire; `grpc` is the name of a `grpc.StatusCode`."""
+    """Form of one code on each wire; `grpc` is the name of a `grpc.StatusCode`."""
 
     http: int
     grpc: str
@@ -196,7 +196,8 @@ def shown(value: object) -> str:
 
 
 def without_folders(text: str) -> str:
-    """A text that a caller may read: of the server's files the last names alone."""
+    """Returns `text` in a form that a caller may read: only the last names of the server's
+    files."""
     return _FOLDERS.sub("", text)
 
 
@@ -208,7 +209,7 @@ def described(error: BaseException) -> str:
 def exhausted(
     message: str, *, resource: str, wanted: int, free: int, limit: int, retry_after_s: float
 ) -> RatoonError:
-    """A limit is reached: `limit` of `resource`, with `free` left and `wanted` asked for."""
+    """Error for a reached limit: `limit` of `resource`, with `free` left and `wanted` requested."""
     numbers = {"wanted": wanted, "free": max(free, 0), "limit": limit}
     return RatoonError(
         ErrorCode.RESOURCE_EXHAUSTED,

@@ -1,4 +1,5 @@
-"""Keeps the garbage collector from what a process loads or compiles, most of which stays anyway."""
+"""Keeps the garbage collector away from objects that a process loads or compiles, most of which
+stay anyway."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen_imports() -> Generator[None, None, None]:
-    """No collections inside, and none of what was made until its end later.
+    """Disables collections within the context, and exempts objects made before its end from later
+    ones.
 
-    A worker's imports make 400,000 objects that stay: each collection would look at all of them.
-    The few thousand that are garbage are kept.
+    A worker's imports make 400,000 permanent objects, which each collection would traverse. The few
+    thousand that are garbage are kept, too.
     """
     gc.disable()
     try:
@@ -25,10 +27,10 @@ def frozen_imports() -> Generator[None, None, None]:
 
 @contextmanager
 def frozen_graphs() -> Generator[None, None, None]:
-    """What torch compiles inside is kept from later collections.
+    """Exempts objects that torch compiles within the context from later collections.
 
-    The layers of one model make 300,000 objects: a collection of all of them holds up whoever
-    launches kernels for 0.1 to 0.3 s.
+    The layers of one model make 300,000 objects: collecting all of them delays the thread that
+    launches kernels by 0.1 to 0.3 s.
     """
     before = _num_graphs()
     yield
@@ -38,7 +40,7 @@ def frozen_graphs() -> Generator[None, None, None]:
 
 
 def collect_all() -> None:
-    """Collect what was frozen with graphs, too, such as the layers of a model that is let go of."""
+    """Collect objects frozen with graphs, too, such as the layers of a dropped model."""
     if not _num_graphs():
         gc.collect()
         return

@@ -31,7 +31,7 @@ def honest(data: bytes, _: int) -> bytes:
 
 
 def follow(url: str, *options: str) -> subprocess.Popen[str]:
-    # Of a shell's background job it would be ignored.
+    # A shell's background job would ignore SIGINT.
     heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code = f"{heeds}; from ratoon_client.cli import main; main()"
     command = [sys.executable, "-c", code, "--url", url, *options]

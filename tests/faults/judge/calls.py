@@ -19,9 +19,9 @@ from ratoon.rollout.raw import RawGroup, RawRollout, RawSegment, SamplerLogprobs
 from ratoon.rollout.validate import BatchLimits, validate_groups
 
 LEARNING_RATE = 1e-3
-# A version that no run comes to: the call fails at its turn.
+# A version that no run reaches: the call fails at its turn.
 NO_VERSION = 1_000_000
-# Of a model as small as here, all weights.
+# File with all weights of a model as small as this one.
 WEIGHTS_FILE = "model.safetensors"
 _LIMITS = BatchLimits(
     vocab_size=256, max_sequence_tokens=4096, max_groups=64, max_sequences=1024, max_tokens=1 << 16

@@ -20,7 +20,7 @@ from ratoon.engine.journal.tables import OPERATIONS, POLICIES
 from ratoon.engine.types import PolicySpec
 from tests.faults.judge.calls import Call
 
-# Of a report: what no two runs have in common.
+# Fields of a report that differ between any two runs.
 _VOLATILE = frozenset(
     {
         "seconds",

@@ -24,9 +24,9 @@ WINDOW_ROLES = ("worker", "engine", "engine", "worker", "worker", "engine")
 _WINDOW_NUMBERS = 1_000_000
 _STORE_NUMBERS = 2_000_000
 _IMPORT_NUMBERS = 3_000_000
-# Those that the two processes come to; the others are the real service's (`live`).
+# Points that the two processes reach; the real service reaches the others (`live`).
 POINTS = tuple(point for point in CrashPoint if not point.startswith(("ingress-", "rank-")))
-# Those that an import comes to, which has no body and no micro-batches.
+# Points that an import reaches: it has no body and no micro-batches.
 IMPORT_POINTS = tuple(
     point
     for point in POINTS

@@ -49,7 +49,7 @@ class LoadResult:
     operations: int = 0
     seconds: float = 0.0
     control_calls: int = 0
-    # Of the quiet time, a share of all.
+    # Percentiles within the quiet time, and the quiet share of all time.
     p50_s: float = 0.0
     p99_s: float = 0.0
     quiet: float = 1.0
@@ -175,7 +175,8 @@ def _usage(service: Service) -> tuple[int, int]:
 
 
 def _cpu_seconds(service: Service) -> tuple[float, float]:
-    """Of the whole machine since it started; of the service and this process since they did."""
+    """CPU seconds of the whole machine since it started, and of the service and this process since
+    they did."""
     ours = 0.0
     for process in [psutil.Process(), *service.processes()]:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

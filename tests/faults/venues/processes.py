@@ -62,9 +62,9 @@ class Settings:
     build: str
     # What is not synced is lost by `faults_power.cut_power`.
     has_power_cuts: bool
-    # Bodies and checkpoints have copies.
+    # Whether bodies and checkpoints have copies.
     has_store: bool
-    # Of the engine that versions go to; "": there is none, and no edge.
+    # URL of the engine that versions go to; "": there is none, and no edge.
     inference_url: str
     http_port: int
 
@@ -82,7 +82,7 @@ class Settings:
 
     @property
     def url(self) -> str:
-        """Of the edge."""
+        """URL of the edge."""
         return f"http://127.0.0.1:{self.http_port}"
 
     @property

@@ -53,7 +53,7 @@ class Server:
 
 
 class Peer:
-    """Of one server; any number of threads may call at once."""
+    """Client of one server; any number of threads may call at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

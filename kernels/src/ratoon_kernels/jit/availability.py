@@ -1,4 +1,4 @@
-"""Whether the CUDA kernels can run here.
+"""Decides whether the CUDA kernels can run here.
 
 A machine without CUDA gets a reason, never an error, and nothing is compiled to find out.
 """

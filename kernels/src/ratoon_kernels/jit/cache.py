@@ -1,4 +1,4 @@
-"""Where a kernel's machine code comes from: shipped, kept on disk, or compiled now.
+"""Provides a kernel's machine code: shipped, cached on disk, or compiled now.
 
 Code is loaded only where its sha256 is the recorded one; a torn or altered file counts as absent
 and is compiled anew.
@@ -29,7 +29,7 @@ _DIGEST_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CubinFolders:
-    """Where cubins are looked for.
+    """Folders in which cubins are looked for.
 
     Attributes:
         prebuilt: Folder with a manifest of shipped cubins; need not exist.
@@ -55,7 +55,8 @@ def get_cubin(spec: KernelSpec) -> bytes:
 
 
 def find_cubin(spec: KernelSpec, folders: CubinFolders) -> bytes:
-    """The same from given folders; what is compiled is kept in `folders.cache`."""
+    """Returns the machine code of `spec` from the given folders; newly compiled code is kept in
+    `folders.cache`."""
     sources = read_sources(spec)
     prebuilt = find_prebuilt(folders.prebuilt, sources.key(compiler=""))
     if prebuilt is not None:

@@ -59,7 +59,7 @@ def check_driver(call: str, result: tuple[Any, ...]) -> Any:
 
 
 def check_nvrtc(call: str, result: tuple[Any, ...]) -> Any:
-    """The same for a call of NVRTC."""
+    """Checks the result of a call of NVRTC."""
     status = result[0]
     if status != 0:
         raise CudaCallError(call, int(status), nvrtc().nvrtcGetErrorString(status)[1].decode())

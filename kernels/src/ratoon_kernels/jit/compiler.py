@@ -83,7 +83,7 @@ def compile_kernel(spec: KernelSpec, sources: Sources) -> CompiledKernel:
 
 
 def _read(size_of: Any, read: Any, program: Any) -> bytes:
-    """Returns what the pair of NVRTC calls gives: a size, then so many bytes."""
+    """Returns the bytes of a pair of NVRTC calls: one gives the size, the other the bytes."""
     buffer = bytearray(check_nvrtc("NVRTC's size of an output", size_of(program)))
     check_nvrtc("NVRTC's copy of an output", read(program, buffer))
     return bytes(buffer)

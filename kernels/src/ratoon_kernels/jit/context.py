@@ -20,7 +20,7 @@ class Context:
 
     Attributes:
         handle: Its CUcontext.
-        address: The same as a number, to compare with the thread's current one.
+        address: The context as a number, to compare with the thread's current one.
     """
 
     handle: Any

@@ -23,7 +23,7 @@ Size = tuple[int, int, int]
 Argument = Tensor | TensorMap | int | float
 
 _NO_CLUSTER: Final = (1, 1, 1)
-# What a block may use without asking for more.
+# Shared memory that a block may use without requesting more.
 _DEFAULT_SHARED_BYTES: Final = 48 * 1024
 
 

@@ -1,4 +1,4 @@
-"""How the values of a launch lie in memory for the driver to copy.
+"""Lays out the values of a launch in memory for the driver to copy.
 
 Each value has the size, and each field of a struct the offset, that the C++ compiler gives it.
 """

@@ -1,4 +1,4 @@
-"""Every CUDA kernel of this distribution.
+"""Lists every CUDA kernel of this distribution.
 
 A kernel that a launcher loads is listed by its op, in the op folder's `cuda_specs.py`.
 """

@@ -29,7 +29,7 @@ _OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """The texts of one kernel.
+    """Texts of one kernel.
 
     Attributes:
         name: File name of the main source, as it stands in the compiler's messages.

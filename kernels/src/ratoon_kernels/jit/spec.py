@@ -1,4 +1,4 @@
-"""What a CUDA kernel is before it is compiled: source, entry, constants, parameters."""
+"""Describes a CUDA kernel before it is compiled: source, entry, constants, parameters."""
 
 from dataclasses import dataclass
 from pathlib import Path

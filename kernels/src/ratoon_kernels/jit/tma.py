@@ -148,7 +148,7 @@ def _check(
     box: tuple[int, ...],
     swizzle_bytes: int,
 ) -> None:
-    """Names what is wrong, where the driver would say "invalid argument"."""
+    """Names the fault, for which the driver would only say "invalid argument"."""
     if dtype not in _TYPE_NAMES:
         raise ValueError(f"dtype {dtype} is none of {[str(known) for known in _TYPE_NAMES]}")
     if swizzle_bytes not in _SWIZZLE_NAMES:

@@ -1,6 +1,6 @@
 """Argument checks of token log-probs.
 
-Values are looked at on the CPU alone, where that costs no synchronisation.
+Values are checked only on the CPU, where that costs no synchronisation.
 """
 
 import torch

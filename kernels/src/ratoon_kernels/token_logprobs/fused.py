@@ -185,7 +185,7 @@ def dlogit_scale(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reduction:
-    """What logits reduce to: filled chunk by chunk.
+    """Results of reducing logits, filled chunk by chunk.
 
     Attributes:
         targets: The sorted targets, in range.
@@ -239,8 +239,8 @@ class _Seeds:
     """Gradients of results.
 
     Attributes:
-        dlogprob_M: Of the log-probs, in the order of the sorted targets, or None where it is zero.
-        dentropy_R: Of the entropies, contiguous, or None where it is zero.
+        dlogprob_M: Gradient of the log-probs in the sorted targets' order, or None where zero.
+        dentropy_R: Gradient of the entropies, contiguous, or None where it is zero.
     """
 
     dlogprob_M: Tensor | None
@@ -258,7 +258,7 @@ def _sort_seeds(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LogitGradient:
-    """What the gradients of all chunks of logits share.
+    """Inputs that the gradients of all chunks of logits share.
 
     Attributes:
         targets: The sorted targets.

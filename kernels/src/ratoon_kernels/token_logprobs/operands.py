@@ -1,4 +1,4 @@
-"""What a token log-probs backend is given: checked tensors.
+"""Checked inputs of a token log-probs backend.
 
 Target m is predicted by hidden row `row_of_target_M[m]`; a row may serve many targets or none.
 """
@@ -38,7 +38,7 @@ class Operands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upstream:
-    """What a backward is given beside the operands.
+    """Inputs of a backward besides the operands.
 
     Attributes:
         dlogprob_M: Gradient of the log-probs, or None where it is zero.
@@ -63,11 +63,11 @@ SeedsOfRows = Callable[[slice, Tensor, Tensor], tuple[Tensor | None, Tensor | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferentiatedLogprobs:
-    """What one pass over the rows gives.
+    """Results of one pass over the rows.
 
     Attributes:
-        logprob_M: Of the targets, in the accumulation dtype.
-        entropy_R: Of the rows, in the accumulation dtype.
+        logprob_M: Log-probs of the targets, in the accumulation dtype.
+        entropy_R: Entropies of the rows, in the accumulation dtype.
         dhidden_RD: Gradient of the hidden states, in their dtype.
         dlm_head_VD: Gradient of the LM head, in its dtype; no rows where not asked for.
     """

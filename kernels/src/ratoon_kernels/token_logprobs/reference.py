@@ -105,8 +105,8 @@ class _GradientSums:
     """Gradients that add up over chunks.
 
     Attributes:
-        dhidden_RD: Of the hidden states, in their dtype.
-        dhead_VD: Of the head, in the accumulation dtype; no rows where not asked for.
+        dhidden_RD: Gradient of the hidden states, in their dtype.
+        dhead_VD: Gradient of the head, in the accumulation dtype; no rows if not requested.
     """
 
     dhidden_RD: Tensor
@@ -167,7 +167,8 @@ def _empty_results(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def _reduce(logits_RV: Tensor, chunk: _Chunk, results: tuple[Tensor, Tensor, Tensor]) -> None:
     """Writes the results of a chunk; overwrites logits_RV."""
     logprob_M, entropy_R, lse_R = results
-    # By hand: torch.logsumexp took three times as long as the product that makes the logits.
+    # The log-sum-exp is written by hand: torch.logsumexp took three times as long as the product
+    # that makes the logits.
     max_R = logits_RV.amax(dim=-1)
     exp_RV = logits_RV.sub_(max_R[:, None]).exp()
     sum_R = exp_RV.sum(dim=-1)

@@ -65,7 +65,8 @@ class BlockPlan:
 
 
 def plan_tensors(backend: str, layout: TreeLayout, *num_rows: int) -> list[Tensor]:
-    """Returns what `block_plan` reads of a layout, for calls of so many rows.
+    """Returns the tensors that `block_plan` reads of a layout, for calls with the given number of
+    rows.
 
     Raises:
         BackendUnavailableError: There are more rows than `MAX_TOKENS`.

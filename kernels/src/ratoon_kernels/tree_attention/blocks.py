@@ -22,7 +22,7 @@ GROUP_TOKENS: Final = 64
 
 
 class BlockMask(Enum):
-    """How the queries of a block see its keys."""
+    """Kinds of visibility of a block's keys to its queries."""
 
     FULL = "full"
     CAUSAL = "causal"  # query_start == key_start; aligned at the upper left corner

@@ -1,6 +1,6 @@
-"""What the launchers of the cuda backend share: one call's operands in the shape of the kernels.
+"""Converts one call's operands into the form of the kernels, for all launchers of the cuda backend.
 
-Its tensors can be walked by the copy engine (16-byte addresses and strides), and its scale is
+The copy engine can walk the converted tensors (16-byte addresses and strides), and the scale is
 positive.
 """
 

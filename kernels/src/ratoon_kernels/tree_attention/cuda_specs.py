@@ -14,7 +14,7 @@ from ratoon_kernels.jit import KernelSpec, Param
 HEAD_DIMS: Final = (64, 128)
 DTYPES: Final = (torch.bfloat16, torch.float16)
 
-# What a block of these kernels may use: all that an SM has, less what the driver keeps.
+# Shared memory that a block of these kernels may use: all of an SM's, less the driver's part.
 SHARED_BYTES: Final = 227 * 1024
 NUM_THREADS: Final = 384
 SMALL_THREADS: Final = 256

@@ -31,14 +31,14 @@ from ratoon_kernels.tree_attention.block_plan import BlockPlan, block_plan, plan
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 TILE_SIZE: Final = 128
-# Of a whole forest eight buckets from one power of two to the next: at most an eighth of the rows
-# is padding. Of a part four: it has two lengths, and kernels are of pairs.
+# Buckets between two powers of two: eight for a whole forest, so that at most an eighth of the rows
+# is padding; four for a part, because it has two lengths and kernels are compiled per pair.
 _BUCKETS_PER_OCTAVE: Final = 8
 _BUCKETS_OF_PARTS: Final = 4
 _SMALLEST_BUCKET: Final = TILE_SIZE * _BUCKETS_PER_OCTAVE
-# Kernels of one process: buckets, or pairs of them, times head counts, head_dims, dtypes and
-# scales, and twice that, as some calls differentiate and some do not. More than there are: all
-# pairs of parts up to `MAX_TOKENS` are 2 x 33 x 33.
+# Bound on kernels of one process: buckets, or pairs of them, times head counts, head_dims, dtypes
+# and scales, and twice that, because some calls differentiate and some do not. It exceeds their
+# number: all pairs of parts up to `MAX_TOKENS` are 2 x 33 x 33.
 MAX_KERNELS: Final = 4096
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _HEAD_DIMS: Final = (64, 128)

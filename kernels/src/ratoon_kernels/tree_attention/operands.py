@@ -1,4 +1,4 @@
-"""What a tree attention backend is given: checked tensors and the packed ranges that they cover.
+"""Inputs of a tree attention backend: checked tensors and the packed ranges that they cover.
 
 Row i of `q_QNH` is the packed token `queries.start + i`, row j of `k_SKH` and `v_SKH` is
 `keys.start + j`, while `end_T` always covers the whole forest.
@@ -63,7 +63,7 @@ class Operands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upstream:
-    """What a backward is given for its queries beside the operands.
+    """Inputs of a backward for its queries, besides the operands.
 
     Attributes:
         dout_QNH: Gradient of the output, in the dtype of q.

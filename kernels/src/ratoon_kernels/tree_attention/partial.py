@@ -101,7 +101,7 @@ def tree_attention_partial_backward(
         query_start: Packed index of the first query.
         key_start: Packed index of the first key.
         dk_acc_SKH: fp32 (fp64 for fp64) buffer that these queries' share of dK is added to.
-        dv_acc_SKH: The same for dV.
+        dv_acc_SKH: Accumulator of dV, likewise.
         backend: A backend's name, or None for the best one available.
         deterministic: Require the same bits on every call with the same inputs.
 
@@ -152,7 +152,7 @@ def merge_partials(
     for name, lse_NQ in (("lse_a_NQ", lse_a_NQ), ("lse_b_NQ", lse_b_NQ)):
         _check_shape(name, lse_NQ, (out_a_QNH.shape[1], out_a_QNH.shape[0]))
     lse_NQ = torch.logaddexp(lse_a_NQ, lse_b_NQ)
-    # Where both are -inf the weights are exp(-inf - 0) = 0, not exp(-inf + inf) = nan.
+    # If both are -inf the weights are exp(-inf - 0) = 0, not exp(-inf + inf) = nan.
     base_NQ = lse_NQ.masked_fill(lse_NQ == -torch.inf, 0)
     weight_a_QN1 = (lse_a_NQ - base_NQ).exp().T[..., None]
     weight_b_QN1 = (lse_b_NQ - base_NQ).exp().T[..., None]

@@ -71,7 +71,7 @@ class Loop:
         self._sampler = Sampler(
             preamble=self._task.preamble, max_new_tokens=RESPONSE_TOKENS, seed=seed
         )
-        # Repeatable, not secret.
+        # The generator must be repeatable, not secret.
         self._shuffle = random.Random(seed + 1) if shuffle_rewards else None  # nosec B311
         self._num_groups = 0
         self._pull()

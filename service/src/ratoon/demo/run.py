@@ -123,7 +123,7 @@ def _asynchronous_leg(rounds: Iterator[Round], console: Console) -> list[Round]:
 
 
 def _figure(value: float | None, form: str) -> str:
-    """As a table shows it; a figure that was not computed is a dash."""
+    """Formats a figure for a table; one that was not computed is a dash."""
     return "-" if value is None else format(value, form)
 
 

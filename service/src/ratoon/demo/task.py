@@ -41,7 +41,7 @@ class CopyTask:
 
     @classmethod
     def create(cls, seed: int) -> CopyTask:
-        # Repeatable, not secret.
+        # The generator must be repeatable, not secret.
         queries = _queries(random.Random(seed))  # nosec B311
         shots = list(itertools.islice(queries, NUM_SHOTS))
         evaluation: dict[str, Query] = {}

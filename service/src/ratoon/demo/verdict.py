@@ -11,7 +11,7 @@ MAX_FIRST_REWARD = 0.3
 # Copying one letter of two and guessing the other among the right four scores 0.66.
 MIN_LAST_REWARD = 0.75
 MIN_TOKEN_REDUCTION = 2.0
-# float32 rounding under another cut of the batch; any update moves a ratio further.
+# Tolerance for float32 rounding under another cut of the batch; any update moves a ratio further.
 SAME = 1e-4
 MOVED = 1e-2
 
@@ -32,7 +32,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Rewards are means in [0, 1] over the held-out queries: before, after each leg. Seconds."""
+    """Outcome of the demo. Rewards are means in [0, 1] over the held-out queries, before and after
+    each leg. Times are seconds."""
 
     first_reward: float
     middle_reward: float
@@ -84,7 +85,8 @@ def loss_lines(rounds: Sequence[Round]) -> tuple[str, ...]:
 
 
 def loss_faults(rounds: Sequence[Round]) -> list[str]:
-    """What did not act in the second leg: staleness, `from_forward`, clip, correction."""
+    """Mechanisms that did not act in the second leg: staleness, `from_forward`, clip,
+    correction."""
     faults: list[str] = []
     if _versions(rounds) != "1 and 2":
         faults.append(f"samples are {_versions(rounds)} versions stale, not 1 and 2")
@@ -110,7 +112,7 @@ def _versions(rounds: Sequence[Round]) -> str:
 
 
 def clipped(report: StepReport) -> float:
-    """The share of tokens that the clip holds; of no tokens none is held."""
+    """Share of clipped tokens; 0 if there are none."""
     return (report.clip_fraction_low or 0.0) + (report.clip_fraction_high or 0.0)
 
 

@@ -1,13 +1,13 @@
-"""What a forward keeps for its backward, chosen by formula from the bytes that are free.
+"""Plans what each layer keeps from its forward for its backward, by formula from the free bytes.
 
-The predicted peak of a plan is within its budget; where that of the least is not, there is no plan
-but an error. No torch here.
+A plan's predicted peak is within its budget. If even the smallest plan's is not, planning raises an
+error. This module imports no torch.
 
-Attention is never run twice: its output and log-sum-exp are always kept. A byte that holds the
-output of a product saves as many operations wherever it is (D for each of its elements), so layers
-go up one step at a time, from the last one on: its memory is free again when the others' backward
-needs room to work in. What is lent of the host's memory saves running again: some of the lower
-layers keep all products there, so far apart that they are copied while those between are run.
+Attention never runs twice: its output and log-sum-exp are always kept. Keeping any matmul output
+saves the same FLOPs per byte (D per element), so layers are upgraded one step at a time, starting
+from the last, whose memory is free again when the other layers' backward needs room. Lent host
+memory also saves recomputation: some of the lower layers keep all products there, spaced so that
+each copy overlaps the layers between them.
 """
 
 from __future__ import annotations
@@ -20,28 +20,33 @@ from enum import StrEnum
 
 from ratoon.errors import ErrorCode, RatoonError
 
-# The LM head's float32 logits and their gradients that exist at a time, at most: those of
+# Bounds on the LM head's float32 logits, and on their gradients, that exist at a time: those of
 # `ratoon_kernels.token_logprobs.fused`, which imports torch.
 LOGIT_BYTES = 640 * 2**20
 DLOGIT_BYTES = 1280 * 2**20
-# Of the layers whose activations are on the host: on the device while one runs backward.
+# Offloaded layers whose activations are resident on the device while one runs backward.
 _LAYERS_UNDER_WAY = 2
-# What a GPU of Hopper's kind does of layers' products a second, and bytes that go to the host
-# meanwhile: of each GPU, and of all of a host, as measured on machines of one to four of them.
+# FLOP/s of the layers' products on a Hopper GPU, and bytes a second copied to the host meanwhile:
+# per GPU, and per host, as measured on machines of one to four GPUs.
 _OPERATIONS = 653e12
 _LINK_BYTES = 51e9
 _HOST_BYTES = 120e9
-# Of one expert of one token, beside its weight: which it is, and its row.
+# Bytes per expert of a token, without its weight: the expert's index and the row.
 _ROUTE_BYTES = 2 + 4
 
 
 class Kept(StrEnum):
-    """Of a decoder layer. ATTENTION: its input, attention's output and log-sum-exp, and the routes
-    of its tokens; the rest runs again. NARROW: also the outputs of its products, but for the wide
-    ones into the MLP or its experts. PRODUCTS: of those too, so that only elementwise operations
-    run again, and rows of experts are gathered again. Of an adapter the output of A is kept as that
-    of a product, its B always runs again: it costs little and is as wide as what it is added to.
-    HOST: as ATTENTION, but in the memory of the host meanwhile. AWAY: as PRODUCTS, but there."""
+    """What a decoder layer keeps for its backward.
+
+    ATTENTION: its input, attention's output and log-sum-exp, and the routes of its tokens; the rest
+    is recomputed. NARROW: also the outputs of its matmuls, except the wide ones into the MLP or its
+    experts. PRODUCTS: those too, so that only elementwise operations are recomputed, and rows of
+    experts are gathered again. HOST: as ATTENTION, but in host memory meanwhile. AWAY: as PRODUCTS,
+    but in host memory.
+
+    An adapter's output of A is kept like that of a matmul. Its B is always recomputed: that costs
+    little, and its output is as wide as what it is added to.
+    """
 
     HOST = "host"
     ATTENTION = "attention"
@@ -54,19 +59,21 @@ class Kept(StrEnum):
         return self in (Kept.HOST, Kept.AWAY)
 
 
-# Each takes more of the device than the one before.
+# Each step takes more of the device's memory than the previous one.
 _STEPS = (Kept.HOST, Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
-    """Sizes that decide the bytes. `mlp_size`: intermediate features that a token passes, of all
-    its experts together. `num_experts`: of a layer; 1 and 1 per token where it is dense.
-    `adapter_size`: of adapters, the ranks that a token passes in a layer, those on its experts
-    aside, which are `expert_adapter_size`.
+    """Sizes that decide the bytes.
 
-    `num_ranks` run a micro-batch together: bytes are then of one of its own tokens. `num_on_host`
-    ranks of one policy share a host, and copy to it at the same time.
+    `mlp_size`: intermediate features that a token passes, over all its experts together.
+    `num_experts`: experts of a layer; 1, with 1 per token, for dense layers. `adapter_size`: sum of
+    the adapter ranks that a token passes in a layer, without those on its experts, which are
+    `expert_adapter_size`.
+
+    `num_ranks` ranks run a micro-batch together; bytes are then those of one of a rank's own
+    tokens. `num_on_host` ranks of one policy share a host, and copy to it at the same time.
     """
 
     num_layers: int
@@ -82,26 +89,27 @@ class DecoderSizes:
     experts_per_token: int = 1
     adapter_size: int = 0
     expert_adapter_size: int = 0
-    # Of gradients that stay in the parameters' own dtype until the end of the backward; 0 where
-    # they are added to sums that are there already.
+    # Bytes of a layer's gradients that stay in the parameters' dtype until the end of the backward;
+    # 0 if they are added to existing sums.
     layer_gradient_bytes: int = 0
     num_ranks: int = 1
     num_on_host: int = 1
 
     def over(self, num_ranks: int) -> DecoderSizes:
-        """The same where so many ranks run a micro-batch together; they divide the query heads."""
+        """Sizes for `num_ranks` ranks that run a micro-batch together; they divide the query
+        heads."""
         return replace(self, num_ranks=num_ranks)
 
     @property
     def key_copies(self) -> int:
-        """How often each key head is attended among the ranks: more than once past their number,
-        or where the query heads of a rank are not whole groups."""
+        """Number of ranks that attend to each key head: more than one if there are more ranks than
+        key heads, or if a rank's query heads are not whole groups."""
         of_key = self.num_heads // self.num_kv_heads
         return of_key // math.gcd(self.num_heads // self.num_ranks, of_key)
 
     @property
     def exchanged_elements(self) -> int:
-        """Of one token in one layer, to other heads' ranks and back: queries, results and their
+        """Elements that one token exchanges between ranks in one layer: queries, results and their
         gradients in 2 + 4 exchanges, keys and values in 1 + 2."""
         keys = 2 * self.num_kv_heads * self.key_copies
         return (6 * self.num_heads + 3 * keys) * self.head_dim
@@ -122,11 +130,11 @@ class DecoderSizes:
     def working_bytes(self, kept: Kept) -> int:
         """Bytes of one token while the backward of one layer runs.
 
-        The MLP's product, its gradient and those of gate and up; gate and up where they run again.
-        Of experts also the rows that go in, and the gradients of those that come out. Adapters of
-        the MLP add terms of their own to gate and up, and to the gradient of the rows that go in.
-        Of several ranks no less than attention's: what enters its backward twice, by tokens and by
-        heads, and gradients in float32.
+        They are the MLP's product, its gradient and those of gate and up, and gate and up
+        themselves if they are recomputed. With experts they include the rows that go in and the
+        gradients of those that come out. Adapters of the MLP add terms to gate and up, and to the
+        gradient of the rows that go in. With several ranks they are at least attention's: the
+        inputs of its backward twice, by tokens and by heads, and gradients in float32.
         """
         is_adapted = bool(self.expert_adapter_size if self.is_routed else self.adapter_size)
         has_products = kept in (Kept.PRODUCTS, Kept.AWAY)
@@ -139,7 +147,7 @@ class DecoderSizes:
         return elements * self.element_bytes
 
     def weights_again(self, kept: Kept) -> int:
-        """Of one layer, those that a token passes twice, as their products run again."""
+        """Weights of one layer that a token passes twice, because their matmuls are recomputed."""
         weights = 0
         if kept not in (Kept.PRODUCTS, Kept.AWAY):
             weights += 2 * self.hidden_size * self.mlp_size
@@ -149,24 +157,26 @@ class DecoderSizes:
 
     @property
     def attention_weights(self) -> int:
-        """Of one layer: projections to queries, keys, values, and of the output."""
+        """Weights of one layer's projections to queries, keys and values, and of its output
+        projection."""
         return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
 
     @property
     def away_stride(self) -> int:
-        """Layers in whose forward the products of one of them go to the host."""
+        """Number of layers whose forward takes as long as copying one layer's products to the
+        host."""
         weights = self.attention_weights + 3 * self.hidden_size * self.mlp_size
         copy_s = self.kept_bytes(Kept.AWAY) / min(_LINK_BYTES, _HOST_BYTES / self.num_on_host)
         return math.ceil(copy_s * _OPERATIONS / (2 * weights))
 
     @property
     def is_routed(self) -> bool:
-        """Whether the MLP is one of experts."""
+        """Whether the layers have experts."""
         return self.num_experts > 1
 
     @property
     def router_size(self) -> int:
-        """Logits of a token; 0 of a dense model."""
+        """Router logits of a token; 0 for a dense model."""
         return self.num_experts * self.is_routed
 
     @property
@@ -176,20 +186,21 @@ class DecoderSizes:
 
     @property
     def stay_bytes(self) -> int:
-        """Of one token until its backward, beside what layers keep; as of one that predicts.
+        """Bytes of one predicting token until its backward, without what layers keep.
 
-        The last layer's output, its norm, their gradient; the row.
+        They are the last layer's output, its norm, their gradient, and the row.
         """
         return 4 * self.hidden_size * self.element_bytes
 
     @property
     def stack_bytes(self) -> int:
-        """Of one token of a streamed prefix: keys, values, and their gradients in fp32 or wider."""
+        """Bytes of one token of a streamed prefix: keys, values, and their gradients in fp32 or
+        wider."""
         pair = 2 * self.num_kv_heads * self.key_copies * self.head_dim
         return self.num_layers * pair * (self.element_bytes + max(4, self.element_bytes))
 
     def head_bytes(self, rows: int) -> int:
-        """Bytes that `token_logprobs` works in, beyond its inputs."""
+        """Working memory of `token_logprobs` in bytes, beyond its inputs."""
         row_logits = self.vocab_size * self.element_bytes
         group_bytes = LOGIT_BYTES // 4 * self.element_bytes
         head_sums = 0
@@ -202,7 +213,8 @@ class DecoderSizes:
 
     @property
     def head_gradient_bytes(self) -> int:
-        """Of the LM head's weight, while the layers' backward runs."""
+        """Bytes of the gradient of the LM head's weight, which stay while the layers' backward
+        runs."""
         return self._head_elements * self.element_bytes if self.head_is_trained else 0
 
     @property
@@ -211,7 +223,7 @@ class DecoderSizes:
 
 
 def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: int) -> int:
-    """Most bytes at any time of a forward and backward, beyond weights and what else stays."""
+    """Peak bytes of a forward and backward, beyond weights and other permanent memory."""
     assert len(kept) == sizes.num_layers
     kinds = {*kept}
     kept_bytes = {kind: tokens * sizes.kept_bytes(kind) for kind in kinds}
@@ -222,7 +234,7 @@ def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: i
     resident += sum(on_device[kind] for kind in kept)
     peak = resident + sizes.head_bytes(rows)
     resident += sizes.head_gradient_bytes
-    # Of the layers on the host, which come from there before the first of them runs backward.
+    # Offloaded layers are fetched before the first of them runs backward.
     on_host = [kept_bytes[kind] for kind in kept if kind.is_on_host]
     fetched = min(len(on_host), _LAYERS_UNDER_WAY) * max(on_host, default=0)
     comes_at = fetched_at(sizes, kept)
@@ -234,7 +246,7 @@ def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: i
 
 
 def fetched_at(sizes: DecoderSizes, kept: tuple[Kept, ...]) -> int | None:
-    """The layer before whose backward the first of those on the host comes back; None: all stay."""
+    """Layer before whose backward the first offloaded layer is fetched; None: none is offloaded."""
     last = max((index for index, layer in enumerate(kept) if layer.is_on_host), default=None)
     if last is None or kept[last] is Kept.HOST:
         return last
@@ -244,7 +256,7 @@ def fetched_at(sizes: DecoderSizes, kept: tuple[Kept, ...]) -> int | None:
 def plan_activations(
     sizes: DecoderSizes, tokens: int, rows: int, device_bytes: int, host_bytes: int = 0
 ) -> tuple[Kept, ...]:
-    """What each layer keeps: as much as fits so many bytes of the device and the host.
+    """Plan what each layer keeps: as much as fits into the bytes of the device and the host.
 
     Raises `RatoonError` RESOURCE_EXHAUSTED where the least that can be kept does not fit.
     """
@@ -263,7 +275,7 @@ def plan_activations(
 
 
 def max_tokens(sizes: DecoderSizes, device_bytes: int, host_bytes: int = 0) -> int:
-    """The largest micro-batch, in packed tokens, of which each may predict."""
+    """Largest micro-batch in packed tokens, if each of them may predict."""
 
     return _most(
         sizes,
@@ -275,7 +287,8 @@ def max_tokens(sizes: DecoderSizes, device_bytes: int, host_bytes: int = 0) -> i
 def most_tokens(
     sizes: DecoderSizes, device_bytes: int, kept: Kept, *, is_streamed: bool = False
 ) -> int:
-    """The same where every layer keeps `kept`; beside stacks of all tokens' keys where streamed."""
+    """Largest micro-batch if every layer keeps `kept`; if streamed, with stacks of all tokens'
+    keys."""
     plan, stack_bytes = (kept,) * sizes.num_layers, sizes.stack_bytes * is_streamed
 
     def is_too_much(tokens: int) -> bool:
@@ -286,13 +299,13 @@ def most_tokens(
 
 
 def streamed_tokens(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> int:
-    """The most tokens held at a time in stages, of any tree and waves, stacks beside them.
+    """Most tokens that stages of any tree and waves can hold at a time, beside their stacks.
 
-    They are as many as fit where each of them keeps HOST in the first h of the L layers and
-    ATTENTION in the others: h = L where the host has room for L layers of all of them, else
-    max(0, H - 1) where it has room for H. What `stage_plan` has for them takes no more: stages that
-    wait have H layers there at least; the one that runs has what they leave, and unless that is
-    enough for all of it, less than one layer of it is without use.
+    This is the number that fits if each token keeps HOST in the first h of the L layers and
+    ATTENTION in the others: h = L if the host has room for L layers of all tokens, else max(0, H -
+    1) if it has room for H. `stage_plan` takes no more for them: waiting stages have at least H
+    layers on the host, and the running stage uses the rest. Unless that suffices for the whole
+    stage, less than one of its layers stays unused.
     """
 
     def is_too_much(tokens: int) -> bool:
@@ -306,14 +319,15 @@ def streamed_tokens(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> 
 
 
 def waiting_plan(sizes: DecoderSizes, tokens: int, host_bytes: int) -> tuple[Kept, ...]:
-    """As many layers of so many tokens on the host as it has room for, the others ATTENTION."""
+    """Plan with as many layers of these tokens on the host as it has room for; the others keep
+    ATTENTION."""
     return _after_steps(sizes.num_layers, sizes.num_layers - _on_host(sizes, tokens, host_bytes))
 
 
 def largest_plan(
     sizes: DecoderSizes, tokens: int, device_bytes: int, host_bytes: int
 ) -> tuple[Kept, ...] | None:
-    """`plan_activations` of tokens of which each may predict; None where it has none."""
+    """`plan_activations` for tokens that may all predict; None if nothing fits."""
     return _largest_plan(sizes, tokens, tokens, device_bytes, host_bytes)
 
 
@@ -326,7 +340,8 @@ def _largest_plan(
     sizes: DecoderSizes, tokens: int, rows: int, device_bytes: int, host_bytes: int
 ) -> tuple[Kept, ...] | None:
     num_layers = sizes.num_layers
-    # From as many layers on the host as it has room for on, each step takes more of the device.
+    # The first step has as many layers on the host as it has room for. Each further step takes more
+    # of the device.
     on_host = _on_host(sizes, tokens, host_bytes)
     steps = range(num_layers - on_host, 3 * num_layers + 1)
 
@@ -351,7 +366,7 @@ def _with_products_away(
     host_bytes: int,
     plan: tuple[Kept, ...],
 ) -> tuple[Kept, ...]:
-    """`plan`, or one with as few layers AWAY as run the least again."""
+    """`plan`, or the plan with the fewest layers AWAY among those that recompute least."""
     num_layers, stride = sizes.num_layers, sizes.away_stride
     most = host_bytes // max(1, tokens * sizes.kept_bytes(Kept.AWAY))
     best, steps = plan, range(num_layers, 3 * num_layers + 1)
@@ -362,7 +377,7 @@ def _with_products_away(
     for count in range(1, min(most, num_layers // stride) + 1):
         if not again(best):
             break
-        # From the lowest on: they come back last, when the others' room is free.
+        # The lowest layers go first: they come back last, when the others' room is free.
         away = range(0, count * stride, stride)
 
         def at(step: int, away: range = away) -> tuple[Kept, ...]:
@@ -384,7 +399,8 @@ def _on_host(sizes: DecoderSizes, tokens: int, host_bytes: int) -> int:
 
 
 def _after_steps(num_layers: int, step: int) -> tuple[Kept, ...]:
-    """All layers up one step after the other, from the last one on each time."""
+    """Plan after `step` upgrades: each upgrades one layer by one step, starting from the last
+    layer."""
     whole, rest = divmod(step, num_layers)
     upper = _STEPS[min(whole + 1, len(_STEPS) - 1)]
     return (_STEPS[whole],) * (num_layers - rest) + (upper,) * rest

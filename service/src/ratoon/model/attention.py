@@ -19,7 +19,7 @@ ATTENTION_NAME = "ratoon_tree"
 
 
 class LayerAttention(Protocol):
-    """How the tokens of one forward attend their paths."""
+    """Lets the tokens of one forward attend to their paths."""
 
     def attend(
         self, module: nn.Module, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float, /
@@ -29,31 +29,32 @@ class LayerAttention(Protocol):
 
 
 class PathAttention(LayerAttention, Protocol):
-    """The same for all layers; `attend` asks the module which of them it is."""
+    """Attention for all layers; `attend` asks the module which layer it is."""
 
     @property
     def held(self) -> HeldTokens:
-        """By which what layers keep is planned."""
+        """Held tokens, from which the layers' activations are planned."""
         ...
 
     @property
     def per_token(self) -> tuple[Tensor, ...]:
-        """What compiled code sees of it that has T elements, one a token of the forward."""
+        """Its tensors of T elements, one per token of the forward, that compiled code sees."""
         ...
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """What else it sees of any number of rows, be it one, which decides nothing."""
+        """Its other tensors that compiled code sees. They have any number of rows, even one, and
+        the number decides nothing."""
         ...
 
     def at_layer(self, index: int, /) -> LayerAttention:
-        """Of one layer, for code compiled once for all: it does not ask for the index."""
+        """Attention of one layer, for code compiled once for all: it does not ask for the index."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeAttention:
-    """A whole packed forest at once; `backend` is a name of the kernels' registry."""
+    """Attention of a whole packed forest at once; `backend` is a name of the kernels' registry."""
 
     layout: TreeLayout
     backend: str
@@ -95,7 +96,7 @@ class TreeAttention:
 
 
 def register_tree_attention() -> None:
-    """Make `attn_implementation="ratoon_tree"` known to transformers; once or more often."""
+    """Make `attn_implementation="ratoon_tree"` known to transformers; may be called repeatedly."""
     AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
 
 
@@ -113,7 +114,7 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """query [1, N, T, H], key and value [1, K, T, H] -> ([1, T, N, H], no attention weights).
 
-    A layer's sliding window is not looked at: no path is longer (`support.longest_sequence`).
+    A layer's sliding window is ignored: no path is longer (`support.longest_sequence`).
     """
     assert attention_mask is None, "the layout is the mask"
     assert dropout == 0.0, "refused by support.read_config"

@@ -1,4 +1,4 @@
-"""What the fields of a configuration may be, of any family that is served.
+"""Rules for the fields of a configuration of any supported family.
 
 In: a value by the name that config.json has for it. Out: nothing, or the error that names the
 field. Invariant: a configuration that passes computes finite numbers with finite weights, and none
@@ -13,11 +13,11 @@ from typing import Any, cast
 
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 
-# Positions are float32 where they are turned into angles, and exact up to here.
+# Positions become float32 when they are turned into angles, and are exact up to here.
 MAX_POSITIONS = 2**24
 _MAX_SIZE = 2**20
 _MAX_LAYERS = 1024
-# The routed experts of all layers together; each of them has tensors of its own.
+# Bound on the routed experts of all layers together, each of which has its own tensors.
 _MAX_EXPERTS = 2**16
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -92,7 +92,7 @@ FIELD_RULES: Mapping[str, Rule] = {
     ),
     "max_position_embeddings": _integer(1, MAX_POSITIONS),
     "initializer_range": _number(0, 1),
-    # It is added to a mean of squares, which may be zero, in float32.
+    # The epsilon is added in float32 to a mean of squares, which may be zero.
     "rms_norm_eps": _number(1e-12, 1),
     "use_cache": _FLAG,
     # -1 stands for none in early folders.
@@ -172,8 +172,8 @@ def check_field(name: str, value: object) -> None:
 
 
 def check_together(config: Mapping[str, Any]) -> None:
-    """Raises INVALID_ARGUMENT for the first of the fields, all of a configuration that were looked
-    at one by one, that does not go with another."""
+    """Raises INVALID_ARGUMENT for the first field that contradicts another; each field was checked
+    alone before."""
     hidden, layers, heads = (
         cast("int", config[name])
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -218,21 +218,21 @@ def _check_experts(config: Mapping[str, Any], layers: int) -> None:
 
 
 def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
-    """What a configuration says of rotary embeddings, wherever it says it: `rope_parameters`.
+    """Returns a configuration's rotary embeddings as `rope_parameters`, wherever it states them.
 
-    Raises UNSUPPORTED for a value out of its range, for one that is there twice and different, and
-    for a type whose frequencies are not functions of the position alone.
+    Raises UNSUPPORTED for a value out of its range, for one that is stated twice and differently,
+    and for a type whose frequencies are not functions of the position alone.
     """
     rope = _gathered(raw)
     rope_type = rope.setdefault("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in _ROPE_NEEDS:
         expected = f"one of {', '.join(SUPPORTED_ROPE_TYPES)}"
         raise _no_rope("rope_type", rope_type, expected)
-    # null is not the default to every reader.
+    # Not every reader takes null for the default.
     rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
     original = raw.get("original_max_position_embeddings")
     if rope_type in _LENGTHENED:
-        # As transformers has it.
+        # transformers uses the same default.
         rope.setdefault("original_max_position_embeddings", original or max_positions)
         _check_same("original_max_position_embeddings", rope, original)
     is_implied = rope_type == "yarn" and rope.get("factor", 0) is None
@@ -250,7 +250,8 @@ def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
 
 
 def _gathered(raw: Mapping[str, object]) -> dict[str, Any]:
-    """The entries of `rope_parameters` and of the older `rope_scaling`, and what stands outside."""
+    """Entries of `rope_parameters`, of the older `rope_scaling`, and of the configuration
+    itself."""
     rope: dict[str, Any] = {}
     for field in ("rope_parameters", "rope_scaling"):
         given = raw.get(field)
@@ -275,7 +276,7 @@ def _gathered(raw: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _check_same(name: str, rope: Mapping[str, object], value: object) -> None:
-    """Nobody knows which of two values another reader of the folder takes."""
+    """Refuses two different values, because readers of the folder may take either."""
     if value is not None and rope.get(name, value) not in (value, None):
         got = f"{shown(rope[name])} and {shown(value)}"
         raise _no_rope(name, got, "one value", is_text=True)

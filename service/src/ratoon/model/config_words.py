@@ -1,8 +1,8 @@
-"""The config.json of a version, in the words of transformers 4 and of transformers 5.
+"""Writes a version's config.json with the fields of transformers 4 and of transformers 5.
 
 transformers 5 renamed the settings of rotary embeddings, experts and dtype. A reader that knows
-only the earlier words passes over the new ones in silence and takes its defaults, so that it has
-another model: a version says both. Everything else stays as the base folder said it.
+only the earlier names silently ignores the new ones and uses its defaults, and so loads another
+model. A version therefore has both. Everything else stays as in the base folder.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-# For these kinds an original length that is left out is max_position_embeddings.
+# For these kinds a missing original length means max_position_embeddings.
 _LENGTHENED = ("llama3", "yarn")
 
 
 def write_both_words(path: Path, said: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Rewrite the config.json of `config` that transformers 5 saved at `path` in both words.
+    """Rewrite the config.json of `config` that transformers 5 saved at `path`, with both names.
 
-    What the base's config.json has `said` of other things stays as it is there, but for names that
-    begin with an underscore: they are about the machine that saved it, such as its path there.
+    Other fields that the base's config.json has `said` stay unchanged, except names that begin with
+    an underscore: they describe the machine that saved it, such as its path there.
     """
     saved = json.loads(path.read_text(encoding="utf-8"))
     words = {**saved, **said, **_in_both_words(saved, said, config)}
@@ -35,7 +35,7 @@ def _in_both_words(
 ) -> dict[str, Any]:
     rope = dict(saved["rope_parameters"])
     if rope["rope_type"] == "yarn" and rope["factor"] is None:
-        # transformers 4 fails on null, which stands for the ratio of the lengths.
+        # transformers 4 fails on null, which means the ratio of the lengths.
         original = rope["original_max_position_embeddings"]
         rope["factor"] = config.max_position_embeddings / original
     words = {
@@ -53,7 +53,7 @@ def _in_both_words(
 def _earlier_scaling(
     rope: Mapping[str, Any], said: Mapping[str, Any], config: PreTrainedConfig
 ) -> Mapping[str, Any] | None:
-    """The `rope_scaling` that means `rope`: the base's own words where they do."""
+    """Returns the `rope_scaling` equivalent to `rope`: the base's own, if it is."""
     if rope["rope_type"] == "default":
         return None
     scaling = said.get("rope_scaling")
@@ -63,7 +63,8 @@ def _earlier_scaling(
 
 
 def _filled(words: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """A scaling with what it may leave out, by the names of today, and without a `rope_theta`."""
+    """Returns a scaling with its optional entries filled in, under today's names, and without a
+    `rope_theta`."""
     kind = words.get("rope_type", words.get("type", "default"))
     filled = {name: value for name, value in words.items() if name not in ("type", "rope_theta")}
     if kind in _LENGTHENED:

@@ -1,4 +1,4 @@
-"""What the planner's choices cost on a device, in seconds, by formula from the decoder's sizes.
+"""Costs of the planner's choices on a device, in seconds, by formula from the decoder's sizes.
 
 Every cost is a sum of work over rates, so that rates can be fitted linearly to measured steps.
 """
@@ -13,34 +13,35 @@ from typing import Final
 from ratoon.model.activation_plan import DecoderSizes, Kept, largest_plan, max_tokens, most_tokens
 from ratoon.rollout.costs import CostModel, Recompute
 
-# Keys that a token reads in vain for each prefix above its own: of attention's tiles of 128, one
-# where the prefix ends and half of one where its own sequence begins.
+# Keys that a token reads in vain for each prefix above its own. Attention's tiles have 128 keys:
+# one is wasted where the prefix ends, and half of one where its own sequence begins.
 _FORK_KEYS = 192
 # FLOPs of a (query, key) pair and head dimension: two products forward, five backward.
 PAIR_FLOPS = 14
-# Features that elementwise operations of one layer read or write, forward and backward: norms,
-# residuals and positions of a hidden state; the gated product of the MLP.
+# Features that one layer's elementwise operations read or write, forward and backward: norms,
+# residuals and positions of a hidden state; and the gated product of the MLP.
 _HIDDEN_PASSES = 24
 _MLP_PASSES = 9
-# The same of the rows of experts, as wide as a hidden state: three gathers, which read and write,
-# and two sums.
+# Features read or written for rows of experts, as wide as a hidden state: three gathers, which read
+# and write, and two sums.
 _ROW_PASSES = 8
-# Steps of held tokens between which the cost of running again is interpolated.
+# Steps of held tokens between which the cost of recomputation is interpolated.
 _NUM_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What a device does a second, in bfloat16 training."""
+    """Speeds of a device in bfloat16 training."""
 
-    # FLOP/s of the products of the layers' weights, of tree attention, of the LM head and its loss.
+    # FLOP/s of the matmuls with the layers' weights, of tree attention, and of the LM head and its
+    # loss.
     linear_flops: float
     attention_flops: float
     head_flops: float
     memory_bytes: float
-    # Seconds of a layer in a forward and backward of next to nothing.
+    # Seconds that a layer takes in a forward and backward of hardly any tokens.
     layer_call_s: float
-    # Between ranks: bytes out of each, and seconds of an exchange of next to nothing.
+    # Between ranks: bytes per second out of each, and seconds of an exchange of hardly any bytes.
     link_bytes: float
     exchange_s: float
 
@@ -59,17 +60,18 @@ H200_RATES = DeviceRates(
     link_bytes=175e9,
     exchange_s=1e-4,
 )
-# By data sheet an H100 SXM has the H200's SMs, power and peak FLOP/s, and 3.35 of its 4.8 TB/s.
-# Nothing is fitted: whole updates of an 8B model, which is all that was measured on an H100, took
-# 7-9% longer than these rates predict (tests/benchmarks/test_measured_costs.py says of what).
+# According to its data sheet an H100 SXM has the H200's SMs, power and peak FLOP/s, and 3.35 of its
+# 4.8 TB/s. Nothing is fitted: whole updates of an 8B model, the only measurement on an H100, took
+# 7-9% longer than these rates predict (tests/benchmarks/test_measured_costs.py explains the
+# difference).
 H100_RATES = replace(H200_RATES, memory_bytes=H200_RATES.memory_bytes * 3.35 / 4.8)
 
-# By torch's name of the device.
+# Rates by torch's name of the device.
 KNOWN_RATES: Final[Mapping[str, DeviceRates]] = MappingProxyType(
     {"NVIDIA H200": H200_RATES, "NVIDIA H100 80GB HBM3": H100_RATES}
 )
 
-# Exchanges of a layer: two of its forward, two of its backward.
+# Exchanges of a layer: two in its forward, two in its backward.
 _EXCHANGES = 4
 
 
@@ -80,14 +82,14 @@ def device_costs(
     layers_are_trained: bool = True,
     adds_up: bool = True,
 ) -> CostModel:
-    """Costs where every product is kept; `with_recompute` adds what memory makes of them.
+    """Costs if every matmul's output is kept; `with_recompute` adds the cost of limited memory.
 
     `adds_up`: gradients are added to sums, else they are the sums.
 
-    A weight costs 2 FLOPs a token forward, 2 for the gradient of its input and 2 for its own where
-    it is trained; of experts, those that a token visits. `layers_are_trained` False: of adapters,
-    whose own weights are left out. Where several ranks run a micro-batch together, each of them
-    adds gradients of all weights; copies between them hide behind nothing.
+    A weight costs 2 FLOPs a token forward, 2 for the gradient of its input and, if it is trained, 2
+    for its own; of experts, only those that a token visits count. `layers_are_trained` is False for
+    adapters, whose own weights are left out. If several ranks run a micro-batch together, each of
+    them adds gradients of all weights; copies between them are not hidden.
     """
     num_ranks = sizes.num_ranks
     layers, heads = sizes.num_layers, sizes.num_heads * sizes.head_dim
@@ -99,14 +101,15 @@ def device_costs(
     element = sizes.element_bytes
     elementwise = _HIDDEN_PASSES * sizes.hidden_size + _MLP_PASSES * sizes.mlp_size
     elementwise += _ROW_PASSES * sizes.rows_size
-    # A gradient is written, read, and added to a sum in float32, unless it is one; the embedding's
-    # like the head's.
+    # A gradient is written, read, and added to a sum in float32, unless it is the sum itself. The
+    # embedding's counts like the head's.
     gradient_bytes = 2 * element + (8 if adds_up else 0)
     trained = layers * (other_weights + all_mlp_weights) * layers_are_trained
     trained += 2 * head_weights * sizes.head_is_trained
-    # Of a resident token: keys and values read forward and backward, their gradients added to.
+    # Elements of a resident token: keys and values, read forward and backward, and their gradients,
+    # which are added to.
     key_value = 2 * sizes.num_kv_heads * sizes.key_copies * sizes.head_dim
-    # Of each rank's share of the tokens, what other ranks have the heads of.
+    # Bytes that each rank sends: for its share of the tokens, the heads that other ranks have.
     moved = layers * sizes.exchanged_elements * element * (num_ranks - 1) / num_ranks**2
     exchange_s = _EXCHANGES * rates.exchange_s if num_ranks > 1 else 0.0
     costs = CostModel(
@@ -123,20 +126,20 @@ def device_costs(
 
 
 def recompute_s(sizes: DecoderSizes, rates: DeviceRates, kept: tuple[Kept, ...]) -> float:
-    """Seconds a token to run again what the layers do not keep."""
+    """Seconds per token to recompute what the layers do not keep."""
     return 2 * sum(map(sizes.weights_again, kept)) / rates.linear_flops
 
 
 def with_recompute(
     costs: CostModel, sizes: DecoderSizes, rates: DeviceRates, device_bytes: int, host_bytes: int
 ) -> CostModel:
-    """`costs` where so many bytes are lent to activations, as to `plan_forward`."""
+    """`costs` if these bytes are lent to activations, as to `plan_forward`."""
     least = max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS))
     growth = max(1.0, max_tokens(sizes, device_bytes, host_bytes) / least)
     held = sorted({int(least * growth ** (i / _NUM_STEPS)) for i in range(_NUM_STEPS + 1)})
     plans = [largest_plan(sizes, tokens, device_bytes, host_bytes) for tokens in held]
     least_kept = (Kept.ATTENTION,) * sizes.num_layers
-    # All of this is of one rank's share.
+    # These numbers are for one rank's share.
     num_ranks = sizes.num_ranks
     recompute = Recompute(
         held=tuple(num_ranks * tokens for tokens in held),

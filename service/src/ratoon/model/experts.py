@@ -1,9 +1,9 @@
 """Routed experts as an implementation of transformers' interface: rows sorted by expert, and one
 product for all experts.
 
-A token has a row for each expert that it visits. Tokens are copied to rows, whose places are those
-of a stable sort, and rows are added up again in the order of the token's experts; each of the two
-is the other's backward: nothing is added in an order that is left open, and no float by atomics.
+A token has a row for each expert that it visits. Tokens are copied to rows, whose places come from
+a stable sort, and rows are added up again in the order of the token's experts; each of the two is
+the other's backward. No sum has an unspecified order, and no float is added by atomics.
 
 T tokens, E experts, C experts of a token, S = T * C rows, D features of the model, F features of a
 product.
@@ -27,17 +27,19 @@ EXPERTS_NAME = "ratoon_grouped"
 # y_SF, x_SD, stop_E -> y_SF and what an adapter of the product from x to y adds to it.
 Adapter = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Those whose activation `gated_linear` is of.
+# Activation classes that `gated_linear` implements.
 _SILU = (torch.nn.SiLU, SiLUActivation)
 
 # Grouped products on a GPU want rows of whole 16 bytes.
 _ROW_MULTIPLE = 8
-# Of GPUs whose grouped products write zeros for the weight gradient of an expert without rows.
+# Compute capabilities whose grouped products write zeros for the weight gradient of an expert
+# without rows.
 _ZEROING_CAPABILITIES = ((9, 0),)
 
 
 def register_grouped_experts() -> None:
-    """Make `experts_implementation="ratoon_grouped"` known to transformers; once or more often."""
+    """Make `experts_implementation="ratoon_grouped"` known to transformers; may be called
+    repeatedly."""
     ExpertsInterface.register(EXPERTS_NAME, grouped_experts)
 
 
@@ -51,7 +53,7 @@ def grouped_experts(
     """[T, D], experts [T, C] and their weights [T, C] -> the weighted sums of experts, [T, D].
 
     The weight multiplies before the product `down`, where a row is narrower than after it.
-    `adapters`: of the products gate, up and down.
+    `adapters` are those of the products gate, up and down.
     """
     place_TC, stop_E = sort_by_expert(top_k_index, module.num_experts)
     x_SD = to_rows(hidden_states, place_TC)
@@ -72,13 +74,14 @@ def grouped_experts(
 
 @torch.library.custom_op("ratoon::sort_by_expert", mutates_args=())
 def sort_by_expert(expert_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The rows of each expert in the order of their tokens, one expert after the other.
+    """Sorts rows by expert, and within an expert by token.
 
-    Returns int32: place_TC, for each choice its row; stop_E, where the rows of each expert stop.
+    Returns, in int32, place_TC, the row of each choice, and stop_E, where the rows of each expert
+    stop.
     """
     sorted_S, order_S = expert_TC.flatten().sort(stable=True)
     experts_E = torch.arange(num_experts, dtype=expert_TC.dtype, device=expert_TC.device)
-    # No histogram: those wait for the GPU, or count by atomics.
+    # A histogram would wait for the GPU, or count by atomics.
     stop_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
     return _inverse(order_S).view(expert_TC.shape), stop_E
 
@@ -92,7 +95,7 @@ def _(expert_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(place_S: Tensor) -> Tensor:
-    """Of a permutation; int32."""
+    """Inverse of a permutation; int32."""
     rank_S = torch.arange(len(place_S), dtype=torch.int32, device=place_S.device)
     with in_any_order():
         return torch.empty_like(rank_S).scatter_(0, place_S.long(), rank_S)
@@ -100,7 +103,7 @@ def _inverse(place_S: Tensor) -> Tensor:
 
 @torch.library.custom_op("ratoon::to_rows", mutates_args=())
 def to_rows(x_TD: Tensor, place_TC: Tensor) -> Tensor:
-    """x_SD: each token at all of its places. The gradient adds up as `to_tokens` does."""
+    """x_SD: each token at all of its places. The gradient is a sum like that of `to_tokens`."""
     if _has_kernels(x_TD):
         from ratoon.model.row_kernel import spread_rows
 
@@ -117,7 +120,7 @@ def _(x_TD: Tensor, place_TC: Tensor) -> Tensor:
 def to_tokens(x_SD: Tensor, place_TC: Tensor) -> Tensor:
     """x_TD: the sum of each token's rows, one after the other in float32 at least.
 
-    The gradient is that of `to_rows`, and the other way around.
+    The gradient is a copy like that of `to_rows`.
     """
     if _has_kernels(x_SD):
         from ratoon.model.row_kernel import add_rows
@@ -191,13 +194,14 @@ def _(dy_SF: Tensor, x_SD: Tensor, stop_E: Tensor) -> Tensor:
 
 
 def _has_grouped_products(x: Tensor, *features: int) -> bool:
-    """Whether torch has them; else experts run one after the other."""
+    """Whether torch has grouped products for these sizes; otherwise experts run one after the
+    other."""
     is_aligned = all(count % _ROW_MULTIPLE == 0 for count in features)
     return x.is_cuda and x.dtype is torch.bfloat16 and is_aligned
 
 
 def _rows_of_experts(stop_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """Of those that have any; waits for the device."""
+    """Yields (expert, its rows) for experts that have rows; waits for the device."""
     start = 0
     for expert, stop in enumerate(stop_E.tolist()):
         if stop > start:
@@ -223,8 +227,8 @@ grouped_linear.register_autograd(_differentiate, setup_context=_setup_context)
 def gated_linear(gate_up_SG: Tensor, weight_S1: Tensor, down_EDF: Tensor, stop_E: Tensor) -> Tensor:
     """y_SD: `grouped_linear` of silu(gate) * up * weight.
 
-    `gate_up_SG`: [S, 2 F], of each row gate and up. Differentiable in all but stop_E; the products
-    between are made again in the backward, with the gradients of gate and up.
+    `gate_up_SG`: [S, 2 F], gate and up of each row. Differentiable in all but stop_E; the backward
+    recomputes the products between, with the gradients of gate and up.
     """
     return grouped_linear(_gated(gate_up_SG, weight_S1), down_EDF, stop_E)
 
@@ -247,7 +251,7 @@ def _gated(gate_up_SG: Tensor, weight_S1: Tensor) -> Tensor:
 def _gated_gradients(
     dproduct_SF: Tensor, gate_up_SG: Tensor, weight_S1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The products again, and the gradients of gates and weights."""
+    """Recomputes the products, and returns the gradients of gates and weights."""
     if _has_kernels(gate_up_SG):
         from ratoon.model.gate_kernel import differentiate_rows
 
@@ -271,7 +275,7 @@ def _(dproduct_SF: Tensor, gate_up_SG: Tensor, weight_S1: Tensor) -> tuple[Tenso
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether there are Triton kernels for it; else torch's own operations."""
+    """Whether there are Triton kernels for `x`; otherwise torch's own operations run."""
     return x.is_cuda and x.dtype is torch.bfloat16
 
 

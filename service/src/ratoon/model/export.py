@@ -1,7 +1,8 @@
-"""A model's weights as a folder that transformers (full) or peft (adapter) loads, and back.
+"""Writes a model's weights as a folder that transformers (full) or peft (adapter) loads, and reads
+it back.
 
-Equal weights give equal files, byte for byte. An adapter's folder has no tokenizer: its reader has
-the base's.
+Equal weights give equal files, byte for byte. An adapter's folder has no tokenizer, because its
+reader has the base's.
 """
 
 from __future__ import annotations
@@ -38,37 +39,37 @@ from ratoon.model.tokenizer import write_tokenizer
 
 _ADAPTER_NAME = "adapter_model.safetensors"
 
-# Elements of a tensor that is copied together with others, such as those of norms: a GPU takes some
-# hundreds of copies, and then has the host wait.
+# Elements of a tensor, such as those of norms, that is copied together with others: a GPU takes
+# some hundreds of copies before the host has to wait.
 _SMALL = 1 << 19
 _PAGE_BYTES = 4096
 _NUM_THREADS = 8
 
 
 class WeightsCopy:
-    """A copy on the host of what a model trains, in memory that is used again for the next copy.
+    """Host copy of a model's trained weights, in memory that the next copy reuses.
 
-    Of several ranks, which have the same model, each copies and writes its share of the files.
-    `take` runs between two steps, `write` on any thread beside later ones. A GPU copies beside what
-    comes next, so that `settle` is called before weights change; and on all ranks, before those of
-    any of them do, `finish`.
+    With several ranks, which have the same model, each copies and writes its share of the files.
+    `take` runs between two steps, `write` on any thread while later steps run. A GPU copies while
+    later work runs, so `settle` must be called before weights change, and `finish` on all ranks
+    before any rank's weights do.
     """
 
     def __init__(self, model: PolicyModel, rank: int = 0, num_ranks: int = 1) -> None:
         self._model = model
         self._rank, self._num_ranks = rank, num_ranks
-        # Small ones first, one after the other.
+        # Small tensors come first, one after the other.
         self._values: dict[str, Tensor] = {}
         self._small: list[str] = []
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        # By file: its tensors are on the host.
+        # Events by file, after which its tensors are on the host.
         self._arrivals: dict[str, torch.cuda.Event] = {}
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy the values as they are now, cast to the model's dtype.
 
-        Raises RESOURCE_EXHAUSTED where the host has no memory for a first copy.
+        Raises RESOURCE_EXHAUSTED if the host has no memory for a first copy.
         """
         trainable, shards = self._model.named_trainable(), self._model.shards
         own = [name for names in self._parameters.values() for name in names]
@@ -98,18 +99,19 @@ class WeightsCopy:
                     self._arrivals[file].record()
 
     def finish(self) -> None:
-        """Wait until nothing of other ranks' is copied any more: they may change it then."""
+        """Wait until no copy reads from other ranks any more: they may then change their
+        weights."""
         if self._stream is not None and self._model.shards is not None:
             self._stream.synchronize()
 
     def settle(self) -> None:
-        """Have what runs next on this thread's stream of the device wait until all is copied."""
+        """Make later work on this thread's stream of the device wait until everything is copied."""
         if self._stream is not None:
             torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write this rank's files of the values copied last, over those that are there; rank 0
-        writes what else there is. Returns the digests of the weight files by name."""
+        """Write this rank's files of the last copied values over the existing ones; rank 0 also
+        writes the other files. Returns the digests of the weight files by name."""
         if self._rank == 0:
             for name, content in self._rest.items():
                 (folder / name).write_bytes(content)
@@ -121,7 +123,8 @@ class WeightsCopy:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Copies inside begin once what was asked of the device is done, which waits for none."""
+        """Within the context, copies begin once earlier work of the device is done; later work does
+        not wait for them."""
         if self._stream is None:
             yield
             return
@@ -133,7 +136,8 @@ class WeightsCopy:
     def _files(self) -> dict[str, list[str]]:
         return _planned_files(self._model)
 
-    # The same for each version: a model of many experts has ten thousands of tensors to name.
+    # The content's layout is the same for each version, so it is made once: a model of many experts
+    # has tens of thousands of tensors to name.
     @cached_property
     def _content(self) -> dict[str, FileContent]:
         tensors = exported_values(self._model, self._values)
@@ -148,7 +152,7 @@ class WeightsCopy:
 
     @cached_property
     def _own_files(self) -> dict[str, list[str]]:
-        """In the order in which they are written, the largest first."""
+        """This rank's files in the order in which they are written, the largest first."""
         like = exported_like(self._model)
         sizes = [sum(like[name].nbytes for name in names) for names in self._files.values()]
         owners = _owners(sizes, self._num_ranks)
@@ -158,7 +162,7 @@ class WeightsCopy:
 
     @cached_property
     def _parameters(self) -> dict[str, list[str]]:
-        """Those that are in files of this rank, if only in part, by the first such file."""
+        """Parameters in files of this rank, even if only in part, by the first such file."""
         tensors, found = exported_tensors(self._model), dict[str, str]()
         for file, names in self._own_files.items():
             for name in names:
@@ -170,7 +174,7 @@ class WeightsCopy:
 
 
 def export_weights(model: PolicyModel, folder: Path) -> dict[str, str]:
-    """Write the weights as they are now to `folder`, whose weight files, if any, are written over.
+    """Write the current weights to `folder`, overwriting its weight files, if any.
 
     Returns the digests of the weight files by name.
     """
@@ -186,11 +190,12 @@ def _planned_files(model: PolicyModel) -> dict[str, list[str]]:
 
 
 def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank of each file, in their order, by bytes: where its middle is. Of a single one, 0."""
+    """Assigns a rank to each file, in file order, by the position of its middle byte. A single file
+    belongs to rank 0."""
     if len(sizes) == 1:
         return [0]
     total, before = sum(sizes), accumulate(sizes, initial=0)
-    # One byte more than all, so that an empty file at the end has a rank.
+    # The total is one byte larger, so that an empty file at the end has a rank.
     middles = ((2 * start + size) for start, size in zip(before, sizes, strict=False))
     return [middle * num_ranks // (2 * total + 1) for middle in middles]
 
@@ -241,7 +246,7 @@ def _pinned(num_bytes: int) -> Tensor:
     """uint8 [num_bytes] that the GPU copies to.
 
     torch pins 2 GiB a second, with one thread, and rounds up to a power of two. Here threads touch
-    the pages first, large ones where the system has them, and CUDA finds them there: 8 GiB/s.
+    the pages first, large ones if the system has them, and CUDA then only registers them: 8 GiB/s.
     """
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
@@ -257,7 +262,8 @@ def _pinned(num_bytes: int) -> Tensor:
         torch.cuda.synchronize()
         cuda.cudaHostUnregister(address)
 
-    # Before the pages go, which a copy may be on its way to; at its end the process loses both.
+    # Unregister before the pages are freed, because a copy may still target them. At its end the
+    # process loses both.
     weakref.finalize(pages, unregister).atexit = False
     return torch.from_numpy(memory)
 
@@ -271,7 +277,7 @@ class ExportedTensor:
 
 
 def exported_tensors(model: PolicyModel) -> dict[str, ExportedTensor]:
-    """What `export_weights` writes, by name: of a fused parameter there are several."""
+    """Tensors that `export_weights` writes, by name: several for a fused parameter."""
     found: dict[str, ExportedTensor] = {}
     for name, tensor in _on_meta(model).items():
         for exported, part in exported_values(model, {name: tensor}).items():
@@ -282,13 +288,14 @@ def exported_tensors(model: PolicyModel) -> dict[str, ExportedTensor]:
 def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Values of trained parameters, all or some, by the names and in the shapes of an export.
 
-    All are the values themselves or, of fused experts, dense views of them.
+    All are the values themselves or, for fused experts, dense views of them.
     """
     return part_experts(values) if model.adapter is None else _part_adapters(values)
 
 
 def _part_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By the names of peft's files: without the adapter's own, and one for each expert."""
+    """Tensors by the names of peft's files: without the adapter's own name, and one for each
+    expert."""
     parted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2:
@@ -306,9 +313,10 @@ def exported_like(model: PolicyModel) -> dict[str, Tensor]:
 
 
 def imported_values(model: PolicyModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `tensors`, named and shaped as in an export, are by the names of `named_trainable()`.
+    """Returns `tensors`, named and shaped as in an export, by the names of `named_trainable()`.
 
-    On the CPU, with their bits; a fused parameter is as wide as the widest of its parts.
+    The result is on the CPU, with the same bits; a fused parameter is as wide as the widest of its
+    parts.
     """
     return {name: _imported(model, name, like, tensors) for name, like in _on_meta(model).items()}
 

@@ -1,9 +1,9 @@
-"""True float64: what makes a float64 model a proof.
+"""True float64, which makes a float64 model a proof.
 
-transformers computes norms and router probabilities in float32 whatever the model's dtype, so that
+transformers computes norms and router probabilities in float32 whatever the model's dtype, so
 gradients are rounded to float32 once per token that the model sees: a packed and a replicated run
-of one model differ by 1e-7. Under `Float64Math` every explicit float32 is float64. It is used for
-`ModelDtype.FLOAT64` alone.
+of one model differ by 1e-7. Under `Float64Math` every explicit float32 is float64. Only
+`ModelDtype.FLOAT64` uses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64Math(TorchFunctionMode):
-    """Within it, `x.float()`, `x.to(torch.float32)` and `dtype=torch.float32` mean float64."""
+    """Within this mode, `x.float()`, `x.to(torch.float32)` and `dtype=torch.float32` mean
+    float64."""
 
     def __torch_function__(
         self,

@@ -1,8 +1,8 @@
-"""The files of a folder that a caller names. Imports no torch.
+"""Reads files of a folder that a caller names. Imports no torch.
 
 In: a folder, the root that its files must be below, and names. Out: open regular files, bytes and
-JSON objects. Invariant: what is read is what was judged, for a file is opened once, without
-following a link, at the place below the root that its name leads to.
+JSON objects. Invariant: the bytes read belong to the file that was checked, because a file is
+opened once, without following a link, at the place below the root that its name leads to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import cast
 from ratoon.errors import RatoonError, invalid, shown
 
 FIELD = "model_folder"
-# A device or a FIFO is not opened: its kind is looked at first, and again once it is open.
+# Devices and FIFOs are not opened: a file's kind is checked before it is opened, and again after.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_JSON_LEVELS = 16
 
@@ -34,11 +34,12 @@ class ModelFolder:
 
     @classmethod
     def of(cls, folder: Path, models_root: Path | None = None) -> ModelFolder:
-        """The folder at an absolute path; its files may be links to what is below `models_root`.
+        """Opens the folder at an absolute path; its files may be links to files below
+        `models_root`.
 
-        Where the folder is not below that root, because there is none or it was moved since the
-        folder was named, its files must be in the folder itself. Raises INVALID_ARGUMENT where
-        there is no such folder, or a link at its place leads elsewhere.
+        If the folder is not below that root, because there is none or it was moved since the folder
+        was named, its files must be in the folder itself. Raises INVALID_ARGUMENT if there is no
+        such folder, or a link in its path leads elsewhere.
         """
         root = None if models_root is None else models_root.resolve()
         if root is None or not folder.is_relative_to(root):
@@ -52,15 +53,15 @@ class ModelFolder:
         return cls(path=path, root=root)
 
     def names(self) -> list[str]:
-        """What is in the folder, sorted. Raises INVALID_ARGUMENT where it cannot be listed."""
+        """Names of the folder's entries, sorted. Raises INVALID_ARGUMENT if it cannot be listed."""
         try:
             return sorted(path.name for path in self.path.iterdir())
         except OSError as err:
             raise _unreadable(self.path.name, err) from err
 
     def check_kinds(self) -> None:
-        """Raises INVALID_ARGUMENT for the first entry that is neither a file nor a folder, or that
-        is a link to what is not below the root."""
+        """Raises INVALID_ARGUMENT for the first entry that is neither a file nor a folder, or is a
+        link to something outside the root."""
         for name in self.names():
             try:
                 mode = self._place(name).lstat().st_mode
@@ -70,15 +71,16 @@ class ModelFolder:
                 raise _not_regular(name)
 
     def has(self, name: str) -> bool:
-        """Whether there is such an entry, of any kind."""
+        """Whether the folder has an entry of this name, of any kind."""
         return os.path.lexists(self.path / name)
 
     @contextmanager
     def open(self, name: str) -> Iterator[FileIO]:
-        """A file of the folder, by its plain name, for reading.
+        """Opens a file of the folder, by its plain name, for reading.
 
-        Raises INVALID_ARGUMENT for a name with a folder in it, for what is no regular file, for a
-        link to what is not below the root, and for a file that is missing or cannot be read.
+        Raises INVALID_ARGUMENT for a name with a folder in it, for an entry that is not a regular
+        file, for a link to something outside the root, and for a file that is missing or cannot be
+        read.
         """
         try:
             descriptor = self._descriptor(name)
@@ -88,7 +90,8 @@ class ModelFolder:
             yield file
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """A file's bytes. Raises what `open` raises, and INVALID_ARGUMENT for more of them."""
+        """Returns a file's bytes. Raises what `open` raises, and INVALID_ARGUMENT for more than
+        `max_bytes`."""
         with self.open(name) as file:
             try:
                 # A raw file may give less than it was asked for.
@@ -103,7 +106,7 @@ class ModelFolder:
         return b"".join(parts)
 
     def read_object(self, name: str, max_bytes: int) -> dict[str, object]:
-        """A file's JSON object, of at most 16 levels. Raises as `read`."""
+        """Returns a file's JSON object, of at most 16 levels. Raises what `read` raises."""
         data = self.read(name, max_bytes)
         try:
             document: object = json.loads(data)
@@ -118,7 +121,8 @@ class ModelFolder:
         return cast("dict[str, object]", document)
 
     def _place(self, name: str) -> Path:
-        """Where a name leads, links followed; raises `OSError` and INVALID_ARGUMENT."""
+        """Path that a name leads to after links are resolved; raises `OSError` and
+        INVALID_ARGUMENT."""
         if "\0" in name or name in {"", ".", ".."} or "/" in name:
             raise invalid(FIELD, shown(name), "the name of a file in the folder itself")
         try:
@@ -132,7 +136,7 @@ class ModelFolder:
         return place
 
     def _descriptor(self, name: str) -> int:
-        """Open the file from the root down, so that no link that is put there now is followed."""
+        """Open the file from the root down, so that no link made meanwhile is followed."""
         parts = self._place(name).relative_to(self.root).parts
         if not parts:
             raise _not_regular(name)
@@ -162,7 +166,7 @@ def _is_shallow(value: object, levels: int) -> bool:
 
 
 def file_field(name: str) -> str:
-    """How errors name a file of a folder."""
+    """Name of a folder's file in errors."""
     return f"{FIELD}/{shown(name)[1:-1]}"  # Without quotes.
 
 

@@ -1,8 +1,8 @@
-"""From a folder that a caller names to a model on the host.
+"""Loads a folder that a caller names as a model on the host.
 
 In: a folder. Out: a module of transformers, and the files that every version of it has beside its
-weights. Invariant: transformers is given a configuration and tensors that were judged, and no path,
-so that it opens nothing.
+weights. Invariant: transformers receives a checked configuration and checked tensors, and no path,
+so it opens nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ratoon.model.stored_weights import (
 )
 from ratoon.model.support import add_undeclared, read_config
 
-# What is published beside the weights, where the folder has it.
+# Files that are published beside the weights, if the folder has them.
 _PUBLISHED_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -48,15 +48,15 @@ _PUBLISHED_FILES = (
     "vocab.json",
 )
 _MAX_PUBLISHED_BYTES = 2**26
-# The name of the head's tensor, the prefix of all the decoder's, and the suffix of those that
+# Name of the head's tensor, prefix of all the decoder's tensors, and suffix of those that
 # transformers computes itself.
 _HEAD, _PREFIX, _COMPUTED = "lm_head.weight", "model.", "rotary_emb.inv_freq"
 
 
 def published_files(folder: ModelFolder) -> dict[str, bytes]:
-    """The tokenizer's files and the sampler's settings, by name, as they are now.
+    """Current contents of the tokenizer's files and the sampler's settings, by name.
 
-    Raises INVALID_ARGUMENT for one that is no regular file, or has more than 64 MiB.
+    Raises INVALID_ARGUMENT for a file that is not regular, or has more than 64 MiB.
     """
     names = [name for name in _PUBLISHED_FILES if folder.has(name)]
     return {name: folder.read(name, _MAX_PUBLISHED_BYTES) for name in names}
@@ -65,14 +65,14 @@ def published_files(folder: ModelFolder) -> dict[str, bytes]:
 def load_folder(
     folder: ModelFolder, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, object]]:
-    """The model of a folder, on the host, and all that its config.json says.
+    """Returns the model of a folder, on the host, and everything in its config.json.
 
     Raises what `read_config` and `open_tensors` raise, and INVALID_ARGUMENT naming a tensor that is
     missing, not the model's, of another shape, or not finite.
     """
     config, said = read_config(folder)
     tensors = _judged_tensors(open_tensors(folder), config)
-    # A model without experts raises an error where this setting is given.
+    # A model without experts raises an error if this setting is given.
     has_experts = getattr(config, "num_experts", 0)
     settings = {"experts_implementation": EXPERTS_NAME} if has_experts else {}
     try:
@@ -107,10 +107,11 @@ def load_folder(
 
 
 def _judged_tensors(stored: dict[str, Stored], config: PreTrainedConfig) -> dict[str, Stored]:
-    """The tensors of `stored`, which are those of the model of `config`, and finite."""
+    """Checks that the tensors of `stored` are those of the model of `config`, and finite, and
+    returns them."""
     # Older folders have a tensor of frequencies in each layer, which transformers computes itself.
     stored = {name: each for name, each in stored.items() if not name.endswith(_COMPUTED)}
-    # This is asked before the layers are made, even if they are made on no device.
+    # This is checked before the layers are made, even on the meta device.
     layers = int(cast("int", config.num_hidden_layers))
     if layers > len(stored):
         expected = f"a tensor for each of num_hidden_layers, {layers}"
@@ -145,7 +146,7 @@ def _model_class(config: PreTrainedConfig) -> Any:
 
 
 def _check_buffers(module: PreTrainedModel) -> None:
-    """Rotary frequencies are computed from the configuration."""
+    """Checks that rotary frequencies are those computed from the configuration."""
     for name, buffer in module.named_buffers():
         if not torch.isfinite(buffer).all():
             expected = "one whose frequencies are finite"
@@ -153,7 +154,7 @@ def _check_buffers(module: PreTrainedModel) -> None:
 
 
 def _check_tie(module: PreTrainedModel) -> None:
-    """A tied configuration with a head of its own would be two models under one name."""
+    """Refuses a tied configuration with a separate head: it would be two models under one name."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = cast("Any", head).weight is cast("Any", embedding).weight
     if bool(module.config.tie_word_embeddings) != is_tied:
@@ -166,7 +167,7 @@ def _check_tie(module: PreTrainedModel) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars of transformers inside."""
+    """Disables transformers' progress bars within the context."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -1,12 +1,12 @@
-"""Weights of decoder layers that the ranks of a node share out.
+"""Shards the weights of decoder layers among the ranks of a node.
 
-Each rank has its parts, in memory that the others read: no rank takes part in what another reads,
-so they need not be in the same layer at the same time. What a layer's parameters hold is there
-while the layer runs, forward or backward, and the next one's is read meanwhile; a parameter that is
-not there has its shape and no memory. Autograd and compiled layers keep parameters and views of
-them: those share the storage that is emptied and filled, and no version counter sees it.
+Each rank has its parts in memory that the others read. No rank takes part in another's reads, so
+the ranks need not be in the same layer at the same time. A layer's parameters have their values
+while the layer runs, forward or backward, and the next layer's are read meanwhile. At other times a
+parameter has its shape and no memory. Autograd and compiled layers keep parameters and views of
+them: these share the storage that is emptied and filled, and no version counter notices.
 
-Values change between passes alone, in place at their owners.
+Values change only between passes, in place at their owners.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from ratoon.model.parts import Part, Places
 from ratoon.model.shared_memory import Handle, SharedMemory, open_memory
 
-# Layers that are there at a time: the one that runs, and the next one.
+# Number of layers present at a time: the running one and the next.
 RING = 2
 
 
 @dataclass(slots=True, kw_only=True)
 class _Parameter:
-    """A parameter's storage, which may be empty, and where its values go and are, part by part."""
+    """A parameter's storage, which may be empty, and the source and target of its values, part by
+    part."""
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -35,7 +36,7 @@ class _Parameter:
 
 
 class LayerShards:
-    """Owns this rank's parts of layers, and what is there of the others' while they run.
+    """Owns this rank's parts of layers, and the present copies of the others' parts.
 
     States: closed; open, once it knows the other ranks' memory. Not thread-safe.
     """
@@ -47,8 +48,8 @@ class LayerShards:
         rank: int,
         device: torch.device,
     ) -> None:
-        """Takes the values off the parameters of `layers`, which are then of `device`, and keeps
-        this rank's parts of them. `by_rank`: the parts of each rank, of these parameters."""
+        """Removes the values from the parameters of `layers`, which are then on `device`, and keeps
+        this rank's parts of them. `by_rank`: the parts of each rank, for these parameters."""
         self._rank, self._by_rank = rank, [list(parts) for parts in by_rank]
         self._device = device
         named = {name: p for layer in layers for name, p in layer.items()}
@@ -58,31 +59,31 @@ class LayerShards:
         self._shapes = {name: p.shape for name, p in named.items()}
         self._layers = [self._emptied(layer) for layer in layers]
         self.num_layers = len(layers)
-        # By number of the memory (the policy's, its reference's) and rank; none: closed.
+        # Sources by number of the memory (the policy's, its reference's) and rank; empty if closed.
         self._sources: list[list[dict[str, Tensor]]] = []
         self._present: dict[int, torch.cuda.Event | None] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def ring_bytes(self) -> int:
-        """Most that layers take beside this rank's parts."""
+        """Most bytes that present layers take beside this rank's parts."""
         sizes = [sum(p.num_bytes for p in layer.values()) for layer in self._layers]
         return RING * max(sizes, default=0)
 
     @property
     def owned_bytes(self) -> int:
-        """What this rank's parts take."""
+        """Bytes of this rank's parts."""
         return sum(memory.tensor.nbytes for memory in self._owned)
 
     @property
     def present_bytes(self) -> int:
-        """What layers take beside them now."""
+        """Bytes that present layers take now beside this rank's parts."""
         return sum(p.storage.nbytes() for layer in self._layers for p in layer.values())
 
     def add_reference(self, layers: Sequence[Mapping[str, nn.Parameter]]) -> None:
-        """Share out another model's layers in the same way: its numbers follow those of the first.
+        """Shard another model's layers in the same way: its numbers follow those of the first.
 
-        Its parameters are of the same names and have no values; those of now are taken for them.
+        Its parameters have the same names and no values; they take the current ones.
         """
         memory = SharedMemory(self._owned[0].tensor.numel(), self._dtype, self._device)
         memory.tensor.copy_(self._owned[0].tensor)
@@ -90,7 +91,7 @@ class LayerShards:
         self._layers += [self._emptied(layer) for layer in layers]
 
     def own(self) -> dict[str, Tensor]:
-        """This rank's parts by their names, live: shaped as `Part.of` would have them."""
+        """This rank's live parts by name, shaped as `Part.of` would shape them."""
         views = self._places[self._rank].views(self._owned[0].tensor)
         return {
             name: view.view(self._shapes[name]) if name in self._shapes else view
@@ -98,11 +99,11 @@ class LayerShards:
         }
 
     def handles(self) -> list[Handle]:
-        """Of this rank's memory, for `open` on the others."""
+        """Handles of this rank's memory, for `open` on the others."""
         return [memory.handle() for memory in self._owned]
 
     def open(self, by_rank: Sequence[Sequence[Handle]]) -> None:
-        """Map the memory of all ranks, all of which have their parts by now."""
+        """Map the memory of all ranks; all of them must have their parts by now."""
         self._sources = [
             [
                 self._places[rank].views(
@@ -114,8 +115,8 @@ class LayerShards:
         ]
 
     def enter(self, number: int, ahead: int | None) -> None:
-        """Have a layer's values there for what is launched from now on, and read those of `ahead`
-        meanwhile; other layers' go. Beyond the ends there is no layer ahead."""
+        """Make a layer's values present for later launches, and read those of `ahead` meanwhile;
+        other layers' are dropped. Beyond the ends there is no layer ahead."""
         wanted = [number]
         first = number - number % self.num_layers
         if ahead is not None and first <= ahead < first + self.num_layers:
@@ -130,13 +131,13 @@ class LayerShards:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def settle(self) -> None:
-        """Let all layers go, and wait until nothing is read any more: owners may write then."""
+        """Drop all layers, and wait until nothing is read any more: owners may write then."""
         for number in [*self._present]:
             self._let_go(number)
         self.wait()
 
     def wait(self) -> None:
-        """Until all that was launched is done, such as what this rank wrote for others to read."""
+        """Wait until all launched work is done, such as writes that other ranks will read."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -161,12 +162,13 @@ class LayerShards:
         return memory
 
     def _emptied(self, layer: Mapping[str, nn.Parameter]) -> dict[str, _Parameter]:
-        """The parameters, from here on without values or memory."""
+        """Returns the layer's parameters, now without values or memory."""
         found: dict[str, _Parameter] = {}
         for name, parameter in layer.items():
             parameter.data = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
             storage = parameter.untyped_storage()
-            # With a version counter of its own: autograd is not to see what is written through it.
+            # The tensor has its own version counter, so that autograd does not see writes through
+            # it.
             flat = torch.empty(0, dtype=self._dtype, device=self._device)
             flat.set_(storage, 0, (parameter.numel(),), (1,))
             parts = [
@@ -185,7 +187,7 @@ class LayerShards:
         return found
 
     def _fetch(self, number: int) -> torch.cuda.Event | None:
-        """Memory is made in the order of compute, and copied to once compute is that far."""
+        """Allocates in the order of compute, and copies once compute is that far."""
         layer, sources = self._layers[number], self._sources[number // self.num_layers]
         for parameter in layer.values():
             parameter.storage.resize_(parameter.num_bytes)
@@ -203,7 +205,8 @@ class LayerShards:
     def _copy(
         self, layer: Mapping[str, _Parameter], sources: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        """Own parts, then the next rank's, and so on: else all would read of one at once."""
+        """Copies own parts first, then the next rank's, and so on: otherwise all ranks would read
+        from one at once."""
         for distance in range(len(sources)):
             rank = (self._rank + distance) % len(sources)
             for parameter in layer.values():
@@ -212,7 +215,7 @@ class LayerShards:
                         target.copy_(sources[rank][name], non_blocking=True)
 
     def _let_go(self, number: int) -> None:
-        """Give its memory back, which what compute does next may overwrite."""
+        """Free the layer's memory, which later compute may overwrite."""
         event = self._present.pop(number)
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)

@@ -1,12 +1,12 @@
-"""How the decoder layers of a model run: compiled or not, and what each keeps for its backward.
+"""Runs a model's decoder layers, compiled or not, and controls what each keeps for its backward.
 
-What is kept, and whether a layer is compiled, changes no result beyond the rounding of fused
-elementwise operations; without either, the bits are those of the layer itself. Those of compiled
+Neither what is kept nor whether a layer is compiled changes a result beyond the rounding of fused
+elementwise operations. Without either, the bits are those of the layer itself. The bits of compiled
 layers do not depend on what the process ran before.
 
-What runs again is chosen by operation (torch's selective activation checkpointing): attention and
-routing never do, a matrix product unless it is kept. Compiled, each kind is one graph for all
-layers, and what runs again is fused into the backward's kernels.
+Recomputation is chosen by operation (torch's selective activation checkpointing): attention and
+routing never run again, a matrix product only if it is not kept. Compiled, each kind is one graph
+for all layers, and recomputation is fused into the backward's kernels.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ratoon.model.layer_shards import LayerShards
 from ratoon.model.offload import HostOffload
 
 _MAX_GRAPHS = 64
-# A graph is of up to so many tokens, the next of up to the next number; past the last, of up to
-# four times as many each. Primes: no other size of a model equals one.
+# Upper bounds on the tokens of the graphs; beyond the last bound, each is four times the previous
+# one. They are prime, so that no other size of a model equals one.
 _MOST_TOKENS = (4093, 16_381, 65_521, 262_139)
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -53,13 +53,13 @@ class DecoderLayers:
         shards: LayerShards | None = None,
         first_shard: int = 0,
     ) -> None:
-        """`wide_features`: outputs of the products that NARROW leaves out, beside those of experts;
-        `adapter_rank`: inputs of an adapter's second product, 0 without one; `precision`: a context
-        in which a layer that runs again has to be. `shards`, where ranks share the weights out, has
-        them by number, of the first of these layers as `first_shard`."""
-        # None: everything that autograd keeps, where nothing is compiled.
+        """`wide_features`: outputs of the products that NARROW leaves out, beside those of experts.
+        `adapter_rank`: inputs of an adapter's second product, 0 without one. `precision`: a context
+        in which a layer must be recomputed. `shards`, if ranks share the weights, has the layers by
+        number; the first of these layers is `first_shard`."""
+        # None: everything that autograd keeps, if nothing is compiled.
         self.kept: tuple[Kept, ...] | None = None
-        # The layer before whose backward the first of those that are AWAY comes back.
+        # Layer before whose backward the first AWAY layer is fetched.
         self.fetched_at: int | None = None
         self._is_compiled = is_compiled
         self._contexts = {kept: _selective(kept, wide_features, adapter_rank) for kept in Kept}
@@ -78,7 +78,8 @@ class DecoderLayers:
         shards.enter(number, number + 1)
         output = self._run_layer(index, layer, hidden_states, kwargs)
         if output.requires_grad:
-            # Once its gradient is whole, before the layer's backward and what runs again there.
+            # The hook runs once the output's gradient is complete, before the layer's backward and
+            # its recomputation.
             output.register_hook(lambda _: shards.enter(number, number - 1))
         return output
 
@@ -90,7 +91,7 @@ class DecoderLayers:
         if self._is_compiled:
             rows = (hidden_states, kwargs["position_ids"], *kwargs["position_embeddings"])
             _mark_sizes(most, rows, kwargs["ratoon_tree"])
-        # What differs from layer to layer is picked before anything is compiled.
+        # Everything that differs between layers is selected before compilation.
         kwargs["ratoon_tree"] = kwargs["ratoon_tree"].at_layer(index)
         if kept is None:
             run = _compiled_plain() if self._is_compiled else _run_plain
@@ -100,7 +101,7 @@ class DecoderLayers:
             if self._is_compiled:
                 output = _compiled_again()(layer, hidden_states, str(most), contexts, kwargs)
             else:
-                # Autograd saves the input alone here; the rest is in the cache of what runs again.
+                # Autograd saves only the input here; the rest is in the cache of the recomputation.
                 contexts = partial(self._in_precision, contexts)
                 output = _run_again(layer, hidden_states, str(most), contexts, kwargs)
         if self._offload is not None and Kept.AWAY in kept:
@@ -113,14 +114,14 @@ class DecoderLayers:
     def _where(
         self, kept: Sequence[Kept], index: int, layer: nn.Module, kwargs: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        """Inside, what autograd saves goes where it is to wait."""
+        """Within the context, tensors saved by autograd go where they are to wait."""
         if not kept[index].is_on_host:
             return nullcontext()
         parameters = list(layer.parameters())
         if self._offload is None:
             self._offload = HostOffload(parameters[0].device)
         resident = (*parameters, *kwargs["position_embeddings"])
-        # Those that are AWAY have the time of the layers behind them to leave.
+        # Layers that are AWAY have the time of the layers behind them to leave.
         is_last = kept[index] is Kept.HOST and Kept.HOST not in kept[index + 1 :]
         return self._offload.layer(index, resident, is_last=is_last)
 
@@ -154,7 +155,7 @@ class _Both(AbstractContextManager[None]):
 def _run_plain(
     layer: nn.Module, hidden_states: Tensor, most: str, kwargs: dict[str, Any]
 ) -> Tensor:
-    # The compiler guards on texts that are read: no graph runs tokens of another one's range.
+    # The compiler guards on texts that it reads, so no graph runs tokens of another graph's range.
     torch._check(hidden_states.shape[1] <= int(most))
     return type(layer).forward(layer, hidden_states, **kwargs)
 
@@ -178,9 +179,9 @@ def _run_again(
 
 
 def most_tokens(num_tokens: int, at_least: int = 0) -> int:
-    """The most tokens of the graph that runs so many, or that runs `at_least`, if these are more.
+    """Upper bound of the graph that runs `num_tokens`, or `at_least` if that is more.
 
-    One token has a graph of its own, as the compiler gives it one in any case.
+    One token has its own graph, because the compiler makes one in any case.
     """
     if num_tokens < 2:
         return 1
@@ -192,17 +193,18 @@ def most_tokens(num_tokens: int, at_least: int = 0) -> int:
 
 
 def _mark_sizes(most: int, rows: Iterable[Tensor], attention: PathAttention) -> None:
-    """Have the next graph compiled for up to `most` tokens, whatever the sizes are now.
+    """Make the next graph compile for up to `most` tokens, whatever the current sizes are.
 
-    The compiler takes sizes for hints of how to cut sums, and the first ones that it meets for all
-    that come after. A process that replays from a checkpoint meets others first than the one whose
-    bits it has to find again: so the hint is the range's. It is the most of it, so that what the
-    compiler finds of the hint, such as that an offset fits 32 bits, is so of the whole range.
+    The compiler takes sizes as hints for cutting sums, and reuses the first ones it meets for all
+    later ones. A process that replays from a checkpoint meets other sizes first than the process
+    whose bits it must reproduce, so the hint is the range's. It is the range's maximum, so that
+    conclusions from the hint, such as that an offset fits 32 bits, hold for the whole range.
     """
     if most > 1:
         for row in rows:
             torch._dynamo.mark_dynamic(row, 1, hint_override=most, min=2, max=most)
-        # Of the same number, whose bounds are above: a layout may be run by graphs of two ranges.
+        # These tensors have the same number of tokens, whose bounds are above: one layout may be
+        # run by graphs of two ranges.
         for each in attention.per_token:
             torch._dynamo.mark_dynamic(each, 0, hint_override=most)
     for table in attention.tables:
@@ -210,17 +212,18 @@ def _mark_sizes(most: int, rows: Iterable[Tensor], attention: PathAttention) -> 
 
 
 def configure_compiler() -> None:
-    """Settings of torch's compiler that layers need; of the whole process."""
+    """Set the options of torch's compiler that layers need, for the whole process."""
     settings = cast("Any", torch._dynamo.config)
-    # Each kind, for a whole forest or a stage of one, of each range of tokens.
+    # The limit covers each kind, for a whole forest or a stage, in each range of tokens.
     settings.recompile_limit = max(settings.recompile_limit, _MAX_GRAPHS)
-    # The scale of attention is checked, and no symbol then: where a process has two models, say.
+    # The scale of attention is then guarded on, and not a symbol, for example if a process has two
+    # models.
     settings.specialize_float = True
 
 
 def _compile(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     configure_compiler()
-    # Both decide by the number of tokens, and a graph is for a range of it.
+    # Both options decide by the number of tokens, but a graph is for a range of it.
     options: Any = {"triton.mix_order_reduction": False, "shape_padding": False}
     return torch.compile(run, fullgraph=True, options=options)
 
@@ -236,10 +239,10 @@ def _compiled_again() -> Callable[[nn.Module, Tensor, str, Contexts, dict[str, A
 
 
 def _selective(kept: Kept, wide_features: int, adapter_rank: int) -> Contexts:
-    # As text: the compiler guards on it, where it would make a symbol of a number.
+    # The values are passed as text: the compiler guards on text, but would make symbols of numbers.
     named = str(kept), str(wide_features), str(adapter_rank)
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, *named))
-    # Without it torch keeps no graph that has this for the next start.
+    # Without this text torch would not cache graphs with this policy for the next start.
     text = getsource(_policy) + getsource(_always_kept) + " ".join(named)
     cast("Any", contexts).cache_hash = xxhash.xxh3_128_hexdigest(text.encode())
     return contexts
@@ -254,7 +257,7 @@ def _policy(
     *args: Any,
     **_kwargs: Any,
 ) -> CheckpointPolicy:
-    """Which operations' results a layer of this kind keeps."""
+    """Decides which operations' results a layer of this kind keeps."""
     ops = torch.ops
     if operation in _always_kept():
         return CheckpointPolicy.MUST_SAVE
@@ -274,5 +277,5 @@ def _always_kept() -> tuple[Any, ...]:
     """Operations that never run twice: attention, and which experts a token visits."""
     names = ("tree_attention", "stage_attention", "sequence_attention", "route", "sort_by_expert")
     ops = torch.ops.ratoon
-    # One whose module nobody has imported is in no graph.
+    # Operations whose module nobody has imported are in no graph.
     return tuple(getattr(ops, name).default for name in names if hasattr(ops, name))

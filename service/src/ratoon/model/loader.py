@@ -1,6 +1,5 @@
-"""From a `ModelSpec` to a `PolicyModel` on a device; the same spec gives the same bits of every
-parameter.
-"""
+"""Builds a `PolicyModel` on a device from a `ModelSpec`; the same spec gives the same bits of every
+parameter."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostModel:
-    """A model that was read, on the host. `num_copies` 2: its initial weights are to stay, for
+    """A loaded model on the host. `num_copies` is 2 if its initial weights must stay, for
     `PolicyModel.reference`. `base_files` are published beside the weights, by name."""
 
     spec: ModelSpec
@@ -59,12 +58,13 @@ class HostModel:
         rank: int = 0,
         num_sharing: int = 1,
     ) -> PolicyModel:
-        """The policy's model on a device. It takes the module, so this one is spent.
+        """Returns the policy's model on a device. This object gives its module away and cannot be
+        used again.
 
         `attention_backend` is a name of the kernels' registry, "" for the best one.
-        `compile_layers` fuses their elementwise operations (by torch.compile, on GPUs). Of
-        `num_sharing` ranks, if more than one, each keeps its parts of the decoder layers' weights
-        alone, those of the copy too. Raises UNSUPPORTED where no backend serves the model.
+        `compile_layers` fuses elementwise operations (by torch.compile, on GPUs). If `num_sharing`
+        is more than one, each rank keeps only its parts of the decoder layers' weights, and of the
+        copy's. Raises UNSUPPORTED if no backend serves the model.
         """
         module, shards, frozen = self.module, None, None
         backend = _select_backend(
@@ -115,7 +115,7 @@ def read_model(
         module, said = load_folder(folder, dtype)
         base_files = {**published_files(folder), CONFIG_NAME: json.dumps(said).encode()}
     _cast_parameters(module, dtype)
-    # Nothing is padded: a token that is also the padding is trained as any other.
+    # Nothing is padded: the padding token is trained like any other.
     cast("Any", module.get_input_embeddings()).padding_idx = None
     adapter = None
     if isinstance(spec.tuning, LoraTuning):
@@ -128,15 +128,16 @@ def read_model(
         module=module,
         adapter=adapter,
         num_copies=num_copies,
-        # An adapter's reader has those of its base.
+        # The reader of an adapter has its base's files.
         base_files={} if adapter is not None else base_files,
     )
 
 
 def placed_bytes(module: PreTrainedModel, num_sharing: int = 1, num_copies: int = 1) -> int:
-    """Of a module's weights on a device; of `num_sharing`, on the one with the most.
+    """Bytes of a module's weights on a device; with `num_sharing` devices, on the fullest.
 
-    Where these share layers out: its parts of them, those that it reads, and all else.
+    If the devices share the layers, this counts its own parts of them, the layers that it reads,
+    and everything else.
     """
     total = num_copies * sum(p.nbytes for p in module.parameters())
     if num_sharing == 1:
@@ -152,10 +153,11 @@ def placed_bytes(module: PreTrainedModel, num_sharing: int = 1, num_copies: int 
 def _share_out(
     module: PreTrainedModel, rank: int, num_ranks: int, device: torch.device, *, has_copy: bool
 ) -> tuple[LayerShards, PreTrainedModel | None]:
-    """Leave of the decoder layers' weights this rank's parts; the copy of `module`, if wanted."""
+    """Keep only this rank's parts of the decoder layers' weights, and of the copy of `module`, if
+    it has one."""
     layers, by_rank, frozen = _shared_layers(module), _shared_parts(module, num_ranks), None
     if has_copy:
-        # In place of what is not to be copied, memory that nothing touches.
+        # Memory that nothing touches replaces tensors that must not be copied.
         shared = [p for layer in layers for p in layer.values()]
         memo = {id(p): Parameter(torch.empty_like(p)) for p in shared}
         frozen = copy.deepcopy(module, memo)
@@ -166,13 +168,14 @@ def _share_out(
 
 
 def _shared_layers(module: PreTrainedModel) -> list[dict[str, Parameter]]:
-    """The parameters of each decoder layer that ranks may share out, by name: not an adapter's."""
+    """Parameters of each decoder layer that ranks may share, by name, without an adapter's."""
     named = _shareable(module)
     return [{name: named[name] for name in names} for names in names_by_layer(module, named)]
 
 
 def _shared_parts(module: PreTrainedModel, num_ranks: int) -> list[list[Part]]:
-    """Each rank's parts of them, which are those that it steps where they are trained."""
+    """Each rank's parts of the shared parameters; if they are trained, the rank steps the same
+    parts."""
     shared = {name for layer in _shared_layers(module) for name in layer}
     return [
         [part for part in parts if part.parameter in shared]
@@ -181,14 +184,14 @@ def _shared_parts(module: PreTrainedModel, num_ranks: int) -> list[list[Part]]:
 
 
 def _shareable(module: PreTrainedModel) -> dict[str, Parameter]:
-    """All but an adapter's, beside which nothing is trained."""
+    """Parameters other than an adapter's; with an adapter nothing else is trained."""
     named = dict(module.named_parameters())
     is_frozen = not all(p.requires_grad for p in named.values())
     return {name: p for name, p in named.items() if not (is_frozen and p.requires_grad)}
 
 
 def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast parameters alone: rotary frequencies are buffers and stay float32, as where transformers
+    """Cast only parameters. Rotary frequencies are buffers and stay float32, as when transformers
     loads a folder; `module.to(dtype)` would round them."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -1,10 +1,10 @@
 """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) on the linear maps of a decoder, by peft.
 
-All that needs peft is here and in `lora_experts`: other modules import this one late, for workers
-without adapters.
+Only this module and `lora_experts` need peft: others import this one late, so that workers without
+adapters do not load it.
 
-A is random from (seed, name), B is zero, so that at first the adapter changes nothing. Adapters
-have the dtype of the base; the optimizer keeps its masters in float32.
+A is random from (seed, name) and B is zero, so a new adapter changes nothing. Adapters have the
+dtype of the base; the optimizer keeps its masters in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ratoon.model.seeding import tensor_generator
 from ratoon.model.spec import LoraTuning
 
 CONFIG_NAME = "adapter_config.json"
-# The fields that LoRA had in the first peft, which are all that an adapter here sets.
+# Fields that LoRA had in the first peft; an adapter here sets no others.
 _EARLY_FIELDS = (
     "base_model_name_or_path",
     "bias",
@@ -44,18 +44,18 @@ _EARLY_FIELDS = (
     "task_type",
 )
 _MAX_CONFIG_BYTES = 2**20
-# Of its configuration: what decides how its tensors enter the model.
+# Fields of the configuration that decide how its tensors enter the model.
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-# By this name peft finds them.
+# Name by which peft finds the experts.
 _EXPERTS = "experts"
-# What an adapter adds is scaled by alpha / rank: neither rounded to zero nor without bound.
+# An adapter's term is scaled by alpha / rank, which must neither round to zero nor be unbounded.
 MIN_ALPHA, MAX_ALPHA = 2.0**-20, 2.0**20
 
 
 def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: str) -> PeftModel:
-    """Put a fresh adapter on `module`, in place; `name` is what the adapter says that its base is.
+    """Put a fresh adapter on `module`, in place; `name` is the adapter's name for its base.
 
     Raises what `attach_adapter` raises.
     """
@@ -65,13 +65,13 @@ def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: st
 
 
 def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> PeftModel:
-    """The same without values.
+    """Attach an adapter without values.
 
     Raises INVALID_ARGUMENT for an alpha out of range, and for a rank above the smallest dimension
-    of what is adapted, beyond which an adapter reaches nothing new. Raises UNSUPPORTED for a target
+    of the adapted matrices, beyond which an adapter adds nothing. Raises UNSUPPORTED for a target
     module that is not a projection of attention, MLP or experts (the LM head, embeddings, a
-    router), for a part of the projections of experts, and for none named where experts are beside
-    dense layers.
+    router), for a subset of the projections of experts, and for missing targets if the model has
+    dense layers beside experts.
     """
     if not MIN_ALPHA <= tuning.alpha <= MAX_ALPHA:
         expected = f"a number in [{MIN_ALPHA:g}, {MAX_ALPHA:g}]"
@@ -103,7 +103,7 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
 def check_adapter_config(adapter: PeftModel, folder: ModelFolder) -> None:
     """Check that an adapter folder's values mean there what they mean here.
 
-    Raises INVALID_ARGUMENT for another rank or scale, and where adapter_config.json is unreadable.
+    Raises INVALID_ARGUMENT for another rank or scale, and if adapter_config.json is unreadable.
     """
     given = folder.read_object(CONFIG_NAME, _MAX_CONFIG_BYTES)
     got = {name: given.get(name) for name in _MEANING}
@@ -115,31 +115,33 @@ def check_adapter_config(adapter: PeftModel, folder: ModelFolder) -> None:
 
 
 def export_config(adapter: PeftModel, folder: Path) -> None:
-    """Write an adapter's configuration by the fields that every peft knows.
+    """Write an adapter's configuration with only the fields that every peft knows.
 
-    Earlier versions of peft fail on fields of later ones, all of which have their defaults here.
+    Earlier versions of peft fail on fields of later ones, which all have their defaults here.
     """
     config = adapter.peft_config["default"]
     fields = {name: value for name, value in config.to_dict().items() if name in _EARLY_FIELDS}
     targets: set[str] = {*fields["target_modules"]}
     if _EXPERTS in targets:
-        # The file has their projections, as those of an MLP.
+        # The file names the experts' projections like those of an MLP.
         targets = targets - {_EXPERTS} | {*_MLP}
-    # peft keeps a set, whose order differs between processes; files of equal weights are equal.
+    # peft keeps a set, whose order differs between processes, but equal weights must give equal
+    # files.
     fields |= {"inference_mode": True, "target_modules": sorted(targets)}
     text = json.dumps(fields, indent=2, sort_keys=True)
     (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
 def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set[str]:
-    """Names of the projections to adapt; all of attention and MLP, or experts, by default.
+    """Names of the projections to adapt; by default all of attention and of the MLP or the experts.
 
-    Experts are adapted whole, for vLLM takes no adapter of a part of their projections. Where dense
-    layers are beside them attention alone is, by name: peft does not tell their MLPs from experts.
+    Experts are adapted whole, because vLLM takes no adapter for some of their projections. If dense
+    layers are beside them, only attention is adapted, by name: peft does not distinguish their MLPs
+    from experts.
     """
     linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     of_experts = {*_MLP} if _has_experts(module) else set[str]()
-    # Of either kind, but not of both.
+    # Projections of either kind, but not of both.
     available = (linear ^ of_experts).intersection(_ATTENTION + _MLP)
     shown_names = ", ".join(sorted(available))
     if not requested and of_experts & linear:
@@ -163,7 +165,7 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
 
 
 def _smallest_dimension(module: nn.Module, targets: set[str]) -> int:
-    """The least dimension of the linear maps, or experts, that these names stand for."""
+    """Smallest dimension of the linear maps, or experts, with these names."""
     shapes = [
         each.weight.shape
         for name, each in module.named_modules()
@@ -181,7 +183,7 @@ def _has_experts(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _initialize(model: PeftModel, seed: int) -> None:
-    """A uniform on +-1/sqrt(fan in), B zero."""
+    """Make A uniform on +-1/sqrt(fan in), and B zero."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

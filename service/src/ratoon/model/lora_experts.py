@@ -1,4 +1,4 @@
-"""Low-rank adapters of routed experts: each expert has factors of its own for each projection.
+"""Low-rank adapters of routed experts: each expert has its own factors for each projection.
 
 A row x of expert e has scale * B_e A_e x added to its product, by the grouped products of the
 experts themselves. The factors of all experts are one parameter: A [E, r, D], B [E, F, r].
@@ -16,18 +16,20 @@ from ratoon.model.experts import grouped_experts, grouped_linear
 
 
 class LoraExperts(nn.Module, BaseTunerLayer):
-    """In place of experts of transformers, whose parameters stay as they are in `base_layer`.
+    """Replaces experts of transformers, whose parameters stay unchanged in `base_layer`.
 
-    States: adapted and, while peft has adapters disabled, the base alone.
+    States: adapted and, while peft has adapters disabled, only the base.
     """
 
     def __init__(
         self, base_layer: Qwen3MoeExperts, _adapter: str, *, r: int, lora_alpha: float, **_: Any
     ) -> None:
-        """As peft makes a layer; the factors have the base's dtype and device, and no values."""
+        """Signature that peft calls; the factors have the base's dtype and device, and no
+        values."""
         super().__init__()
         self.base_layer = base_layer
-        # Not the class's: once peft sets it, a compiled layer would be compiled again.
+        # The attribute belongs to the instance: if peft set the class's, a compiled layer would be
+        # compiled again.
         self._disable_adapters = False
         down_EDF = cast("Tensor", base_layer.down_proj)
         _num_experts, hidden, features = down_EDF.shape
@@ -51,7 +53,7 @@ class _Adapter(nn.Module):
         self._scale = scale
 
     def forward(self, y_SF: Tensor, x_SD: Tensor, stop_E: Tensor) -> Tensor:
-        # Scaled where rows are narrowest.
+        # The scale multiplies where rows are narrowest.
         return y_SF + self.lora_B(self._scale * self.lora_A(x_SD, stop_E), stop_E)
 
 

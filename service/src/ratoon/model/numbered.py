@@ -1,6 +1,6 @@
-"""Objects that an operation finds by a number, as it is given numbers and tensors alone.
+"""Lets an operation, which receives only numbers and tensors, find objects by a number.
 
-Nothing is owned here: an object lives as long as the forward and backward that made it.
+This module owns nothing: an object lives as long as the forward and backward that made it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ _NUMBERS: Final = itertools.count()
 
 
 def numbered(owner: object) -> Tensor:
-    """A number for `owner`: int64 [1] on the CPU, so that compiled code does not depend on it."""
+    """Returns a number for `owner`: int64 [1] on the CPU, so that compiled code does not depend on
+    it."""
     number = next(_NUMBERS)
     _LIVE[number] = owner
     return torch.tensor([number])
 
 
 def find(number_1: Tensor) -> object:
-    """The owner of a number, which still lives."""
+    """Returns the owner of a number, which must still live."""
     return _LIVE[int(number_1)]

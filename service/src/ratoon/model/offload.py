@@ -1,13 +1,13 @@
-"""Activations that wait in pinned host memory between forward and backward.
+"""Moves activations to pinned host memory between forward and backward.
 
-Any number of forwards may be open, as the stages of a stream are: what is held goes with the graph
-that saved it, whether that ran backward or was given up. The values are the same bits; the host
-waits for no copy, and compute only for those that it needs; of each forward that runs, either way,
-no more than two layers are on the device.
+Any number of forwards may be open, such as the stages of a stream: a held tensor lives as long as
+the graph that saved it, whether that ran backward or was dropped. The bits do not change. The host
+waits for no copy, and compute only for copies that it needs. A running forward or backward has at
+most two layers on the device.
 
-Memory of the device is made, and given back, in the order of the compute stream: where a copy is
-the last to use some, compute is made to wait for it. (Handed to the copies' stream it would be free
-again only once the host saw them done, and the host is a whole forward ahead.)
+Device memory is allocated and freed in the order of the compute stream: if a copy is the last user,
+compute waits for it. (If the copies' stream owned the memory, it would be free again only once the
+host saw the copies done, and the host is a whole forward ahead.)
 """
 
 from __future__ import annotations
@@ -21,40 +21,42 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-# Smaller ones are not worth a copy.
+# Smaller tensors are not worth a copy.
 MIN_BYTES = 2**20
-# Of the host's memory; a layer's last one may be partly empty. Each costs the launching thread some
-# 40 us: by chunks of 4 MiB it took longer over the first layer of 30B than the GPU.
+# Chunks of host memory; a layer's last one may be partly empty. Each costs the launching thread
+# some 40 us: with chunks of 4 MiB it took longer over the first layer of 30B than the GPU did.
 CHUNK_BYTES = 16 * 2**20
-# Allocated at a time, a power of two, to which torch would round other sizes up.
+# Chunks allocated at a time: a power of two, because torch would round other sizes up.
 _SLAB_CHUNKS = 4
 
 
 @dataclass(slots=True, kw_only=True)
 class _Saved:
-    """The bytes of one tensor; on the device until they have left, and once they are fetched."""
+    """Bytes of one tensor, which are on the device until they have left, and again once they are
+    fetched."""
 
-    # Of the host's chunks, in order.
+    # Pieces of the host's chunks, in order.
     pieces: list[Tensor]
     on_device: Tensor | None
-    # After the last copy, to the host or from there.
+    # Event after the last copy, to or from the host.
     copied: torch.cuda.Event | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class _Layer:
-    """What one layer of one forward has on the host. `below`: the one that runs backward next."""
+    """Host copies of one layer of one forward. `below`: the layer that runs backward next."""
 
     below: _Layer | None
     saved: list[_Saved] = field(default_factory=list[_Saved])
     chunks: list[Tensor] = field(default_factory=list[Tensor])
-    # What is left of the last chunk.
+    # Rest of the last chunk.
     rest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Packed:
-    """A saved tensor, as a view of bytes. Autograd's: nothing else keeps a layer alive."""
+    """A saved tensor, as a view of bytes. Only autograd owns it: nothing else keeps a layer
+    alive."""
 
     layer: _Layer
     saved: _Saved
@@ -65,33 +67,36 @@ class _Packed:
 class HostOffload:
     """Owns the copies of one decoder's activations and the host memory for them.
 
-    That is as large as what was held at one time, up to a chunk a layer and a slab; what has come
-    back leaves its room to what goes next. On a CPU the copies are plain ones, for tests.
+    The memory is as large as the most that was held at one time, up to a chunk per layer and a
+    slab; fetched tensors leave their room to the next ones. On a CPU the copies are plain ones, for
+    tests.
     """
 
     def __init__(
         self, device: torch.device, min_bytes: int = MIN_BYTES, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        # On the host, for backwards to come; and all that was ever allocated there.
+        # Bytes held on the host for later backwards, and all bytes ever allocated there.
         self.held_bytes = 0
         self.room_bytes = 0
-        # As tensors name it: a `cuda` without its number equals none of theirs.
+        # The device is named as tensors name it: `cuda` without a number equals none of their
+        # devices.
         self._device = torch.empty(0, device=device).device
         self._min_bytes = min_bytes
         self._chunk_bytes = chunk_bytes
-        # One stream for both directions: a chunk is filled anew after what was in it has left.
+        # One stream serves both directions: a chunk is refilled after its content has left.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._spare: list[Tensor] = []
         self._last: weakref.ref[_Layer] | None = None
-        # Of the layer before, which has had the time of one layer to leave.
+        # Tensors of the previous layer, which has had the time of one layer to leave.
         self._leaving: list[_Saved] = []
 
     @contextmanager
     def layer(self, index: int, resident: Iterable[Tensor], *, is_last: bool) -> Iterator[None]:
-        """Inside, what is saved goes to the host, but for `resident`: it is there anyway.
+        """Within the context, saved tensors go to the host, except `resident` ones, which stay
+        anyway.
 
-        Layers of a forward come one after the other, from 0 on; `is_last`: no other follows, else
-        `end` is called behind one that does.
+        Layers of a forward come one after the other, from 0 on. `is_last`: no other layer follows;
+        if one does, call `end` behind it.
         """
         stays = {tensor.untyped_storage().data_ptr() for tensor in resident}
         known: dict[tuple[int, int], _Saved] = {}
@@ -105,7 +110,7 @@ class HostOffload:
             is_other = is_other or tensor.untyped_storage().data_ptr() in stays
             if is_other or size < self._min_bytes or not tensor.is_contiguous():
                 return tensor
-            # No other is there meanwhile: each stays on the device for longer than this layer.
+            # The key is unique: each tensor stays on the device for longer than this layer.
             key = (tensor.data_ptr(), size)
             if key not in known:
                 known[key] = self._send(tensor, layer)
@@ -122,12 +127,12 @@ class HostOffload:
             self.end()
 
     def end(self) -> None:
-        """Nothing of the forward is on the device any more."""
+        """Ends a forward: none of its held tensors is on the device any more."""
         self._leave(self._leaving)
         self._leaving, self._last = [], None
 
     def fetcher(self) -> Callable[[object], None]:
-        """What has the newest layer come back, if its forward is still there."""
+        """Returns a hook that fetches the newest layer, if its forward still lives."""
         newest = self._last
 
         def fetch(_: object) -> None:
@@ -148,7 +153,7 @@ class HostOffload:
         return saved
 
     def _receive(self, packed: _Packed) -> Tensor:
-        """The tensor on the device; the layer below starts to come."""
+        """Returns the tensor on the device; the layer below starts to come."""
         for layer in (packed.layer, packed.layer.below):
             for saved in () if layer is None else layer.saved:
                 self._fetch(saved)
@@ -166,14 +171,14 @@ class HostOffload:
         saved.on_device = whole
 
     def _leave(self, layer: list[_Saved]) -> None:
-        """Give their memory of the device back, which what compute does next may overwrite."""
+        """Free the tensors' device memory, which later compute may overwrite."""
         for saved in layer:
             if saved.on_device is not None:
                 self._wait(saved)
                 saved.on_device = None
 
     def _let_go(self, layer: list[_Saved], chunks: list[Tensor]) -> None:
-        """The graph is gone."""
+        """Frees a layer's chunks once its graph is gone."""
         self._leave(layer)
         self.held_bytes -= sum(len(piece) for saved in layer for piece in saved.pieces)
         self._spare += chunks
@@ -181,7 +186,7 @@ class HostOffload:
     def _copy(
         self, targets: Iterable[Tensor], sources: Iterable[Tensor]
     ) -> torch.cuda.Event | None:
-        """From what compute has made, or to what it has room for by now."""
+        """Copies data that compute has produced, or to memory that it has freed by now."""
         pairs = zip(targets, sources, strict=True)
         if self._stream is None:
             for target, source in pairs:
@@ -200,7 +205,7 @@ class HostOffload:
             torch.cuda.current_stream(self._device).wait_event(saved.copied)
 
     def _take(self, layer: _Layer, size: int) -> list[Tensor]:
-        """Room for so many bytes, from where the layer's last ones end."""
+        """Takes room for `size` bytes, starting where the layer's last ones end."""
         pieces: list[Tensor] = []
         while size > 0:
             if not len(layer.rest):

@@ -1,7 +1,7 @@
-"""How a model's parameters are cut into parts, each of one rank.
+"""Cuts a model's parameters into parts, each owned by one rank.
 
-A parameter is cut at multiples of `PART` elements, whatever the number of ranks: so a part's norm,
-digest and step have the same bits whoever has it.
+A parameter is cut at multiples of `PART` elements, whatever the number of ranks, so a part's norm,
+digest and step have the same bits whoever owns it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# Few calls per step, of which each costs the host tens of microseconds, against what a step keeps
-# for a moment beside the states, and against parts that ranks can have as many of.
+# A compromise: a larger part needs fewer calls per step, each of which costs the host tens of
+# microseconds; a smaller one needs less temporary memory beside the states, and can be divided more
+# evenly among ranks.
 PART = 1 << 25
 _AT = "@"
-# Elements: parts begin where kernels like it.
+# Elements that a part's start is aligned to, for the kernels.
 _ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Elements [start, stop) of a parameter, whose name it has where that is all of it."""
+    """Elements [start, stop) of a parameter; it has the parameter's name if it is all of it."""
 
     name: str
     start: int
@@ -34,7 +35,8 @@ class Part:
         return origin_of(self.name)[0]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of the parameter's own tensor, or of one like it: flat, unless it is all."""
+        """Returns this part of the parameter's tensor, or of one like it: flat, unless it is all of
+        it."""
         if self.parameter == self.name:
             return tensor
         return tensor.detach().view(-1)[self.start : self.stop]
@@ -44,21 +46,21 @@ class Part:
         return self.stop - self.start
 
     def empty_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As `of` makes it of `tensor`, whose values need not be there, without values."""
+        """Returns an empty tensor shaped like `of(tensor)`; `tensor` may have no values."""
         shape = tensor.shape if self.parameter == self.name else torch.Size([self.num_elements])
         return torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where parts begin in memory of `size` elements: [start, stop) by name."""
+    """Places of parts in memory of `size` elements: [start, stop) by name."""
 
     bounds: dict[str, tuple[int, int]]
     size: int
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> Places:
-        """One after the other."""
+        """Places the parts one after the other."""
         rooms = [-(-part.num_elements // _ALIGNMENT) * _ALIGNMENT for part in parts]
         starts = [*accumulate(rooms, initial=0)]
         pairs = zip(parts, starts, strict=False)
@@ -66,7 +68,7 @@ class Places:
         return cls(bounds, starts[-1])
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The parts by name, flat, of memory at least as large."""
+        """Returns flat views of the parts by name, in memory at least as large."""
         return {name: memory[start:stop] for name, (start, stop) in self.bounds.items()}
 
 
@@ -82,16 +84,16 @@ def parts_of(parameters: Mapping[str, Tensor], part_elements: int = PART) -> lis
 
 
 def origin_of(name: str) -> tuple[str, int]:
-    """The parameter of a part, and the index of the part's first element in it."""
+    """Returns the parameter of a part, and the index of the part's first element in it."""
     parameter, _, start = name.partition(_AT)
     return parameter, int(start or 0)
 
 
 def shared_out(parts: Sequence[Part], num_ranks: int) -> list[list[Part]]:
-    """The parts of each rank, in order: each is of the rank that has the fewest elements yet.
+    """Assigns parts to ranks, in order: each goes to the rank that has the fewest elements so far.
 
-    So ranks have as many as one another, of a layer as of all, and what layer after layer crosses
-    between them goes to all at a time and not to one; a rank may have none.
+    So ranks have equal shares of each layer and of all layers, and the traffic of layer after layer
+    goes to all ranks at a time and not to one. A rank may have no parts.
     """
     shares: list[list[Part]] = [[] for _ in range(num_ranks)]
     sizes = [0] * num_ranks

@@ -1,7 +1,7 @@
-"""What the open stages of a forest share: the forest of their tokens, and each layer's stacks.
+"""Data that the open stages of a forest share: the forest of their tokens, and each layer's stacks.
 
-A stage's place in a stack is the number of tokens before it in its path, so that a path's keys are
-one run without a gap.
+A stage's position in a stack is the number of tokens before it in its path, so that a path's keys
+are one run without a gap.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from ratoon_kernels import Span, TreeLayout, build_layout
 
 
 def path_layout(layout: TreeLayout, spans: Sequence[Span]) -> TreeLayout:
-    """The forest of the packed tokens in `spans` alone, ranges of whole nodes in packed order.
+    """Returns the forest of only the packed tokens in `spans`, ranges of whole nodes in packed
+    order.
 
-    Each node's parent is in them. Where `spans` is one that is all, that is the layout itself.
+    Each node's parent must be in them. If `spans` is one range with all tokens, this is the layout
+    itself.
     """
     if list(spans) == [Span(0, layout.num_tokens)]:
         return layout
@@ -53,7 +55,7 @@ class KeyPair:
 
 
 class PathStacks:
-    """Keys and values of one layer's open stages, and sums of gradients; as views of two stacks."""
+    """Keys and values of one layer's open stages, and sums of gradients, as views of two stacks."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -61,7 +63,7 @@ class PathStacks:
         self._sums: KeyPair | None = None
 
     def write(self, own: Span, keys: KeyPair) -> None:
-        """Put keys and values in their place."""
+        """Write keys and values to their positions."""
         if self._keys is None:
             self._keys = self._room(keys, keys.k_SKH.dtype)
         place = self._keys[own.start : own.stop]
@@ -69,12 +71,13 @@ class PathStacks:
         place.v_SKH.copy_(keys.v_SKH)
 
     def keys(self, stop: int) -> KeyPair:
-        """All that were written before `stop`."""
+        """Keys written before `stop`."""
         assert self._keys is not None, "a prefix is forwarded before, and run backward after"
         return self._keys[:stop]
 
     def sums(self, stop: int) -> KeyPair:
-        """Of all before `stop`; what nobody has cleared is of a stage that is over."""
+        """Sums of all tokens before `stop`; sums that nobody has cleared belong to a stage that is
+        over."""
         if self._sums is None:
             keys = self.keys(0)
             self._sums = self._room(keys, accumulation_dtype(keys.k_SKH.dtype))
@@ -86,5 +89,5 @@ class PathStacks:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of keys add up in."""
+    """Dtype in which gradients of keys are summed."""
     return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,6 +1,5 @@
-"""A policy's network: packed tokens in, final hidden states [T, D] out; the logits are the
-caller's.
-"""
+"""A policy's network: packed tokens in, final hidden states [T, D] out; the caller computes the
+logits."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 class PolicyModel:
     """Owns the torch module of one policy, its adapter and its frozen reference.
 
-    States: `policy` (the trained weights answer) and, inside `reference()`, `reference` (the frozen
+    States: `policy` (the trained weights answer) and, within `reference()`, `reference` (the frozen
     ones do). Not thread-safe; one forward at a time.
     """
 
@@ -55,10 +54,9 @@ class PolicyModel:
         shards: LayerShards | None = None,
         base_files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing.
-        `shards`: of the weights of the decoder layers of `module`, and then of those of `frozen`.
-        `base_files` are published beside the weights, by name.
-        """
+        """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing
+        with it. `shards` holds the weights of the decoder layers of `module`, then of those of
+        `frozen`. `base_files` are published beside the weights, by name."""
         self.spec = spec
         self.module = module
         self.adapter = adapter
@@ -77,10 +75,10 @@ class PolicyModel:
             frozen.eval().requires_grad_(requires_grad=False)
             self._take_layers(frozen, is_compiled=compile_layers, is_frozen=True)
         self._device_bytes: int | None = None
-        # Most that a forward was planned to hold for its backward; whoever asks sets it back.
+        # Largest planned memory of a forward for its backward; the reader resets it.
         self.planned_bytes = 0
         self._host_bytes = 0
-        # Tokens by which smaller forwards are run, too.
+        # Number of tokens as which smaller forwards run, too.
         self._at_least = 0
 
     @property
@@ -93,7 +91,7 @@ class PolicyModel:
 
     @property
     def lm_head_VD(self) -> Tensor:  # noqa: N802
-        """Weight of the logits, [V, D]; the embedding itself where the model ties them."""
+        """Weight of the logits, [V, D]; the embedding itself if the model ties them."""
         return cast("Any", self._active.get_output_embeddings()).weight
 
     def forward_hidden(
@@ -106,9 +104,9 @@ class PolicyModel:
         """Final normed hidden states, [T, D] in the model's dtype.
 
         `tokens_T` and `position_T` are int64 on the model's device; a position is the token's depth
-        on its path. `layout` is of the same T tokens. Gradients flow to the parameters, if enabled:
-        then `routes` count the tokens as `routed` says, None: not at all. Its recorded experts are
-        those that the tokens visit, but in a reference, which routes by itself.
+        on its path. `layout` is that of these T tokens. If gradients are enabled, they flow to the
+        parameters, and `routes` count the tokens as `routed` says; None: not at all. Tokens visit
+        the recorded experts of `routed`, except in a reference, which routes by itself.
         """
         assert len(tokens_T) == layout.num_tokens, "one token a key"
         return self.attend_hidden(tokens_T, position_T, self._whole(layout), routed)
@@ -120,7 +118,7 @@ class PolicyModel:
         attention: PathAttention,
         routed: RoutedTokens | None = None,
     ) -> Tensor:
-        """The same of any tokens, [T, D]; `attention` knows what each of them attends."""
+        """Hidden states of any tokens, [T, D]; `attention` knows what each token attends to."""
         assert tokens_T.shape == position_T.shape, "one position a token"
         kept = self._layers.kept = self._plan_activations(attention.held)
         self._layers.fetched_at = None if kept is None else fetched_at(self.sizes, kept)
@@ -141,30 +139,31 @@ class PolicyModel:
     def limit_activations(
         self, device_bytes: int | None, *, host_bytes: int = 0, layer_gradient_bytes: int = 0
     ) -> None:
-        """Keep no more for a backward than fits so many bytes; None: whatever autograd keeps.
+        """Keep no more for a backward than fits into `device_bytes`; None: whatever autograd keeps.
 
-        What does not fit the device and is not run again waits in pinned memory of the host, up to
-        `host_bytes`, that of stages that wait for others first. `layer_gradient_bytes` as in
-        `DecoderSizes`. A forward with gradients raises `RatoonError` RESOURCE_EXHAUSTED where its
-        tokens are more than `max_tokens`.
+        Activations that do not fit the device and are not recomputed wait in pinned host memory, up
+        to `host_bytes`, those of waiting stages first. `layer_gradient_bytes` is as in
+        `DecoderSizes`. A forward with gradients raises `RatoonError` RESOURCE_EXHAUSTED if it has
+        more tokens than `max_tokens`.
         """
         self._device_bytes, self._host_bytes = device_bytes, host_bytes
         self.sizes = replace(self.sizes, layer_gradient_bytes=layer_gradient_bytes)
 
     def max_tokens(self) -> int | None:
-        """Most packed tokens of a forward with gradients; None: there is no budget."""
+        """Most packed tokens of a forward with gradients; None: there is no limit."""
         if self._device_bytes is None:
             return None
         return max_tokens(self.sizes, self._device_bytes, self._host_bytes)
 
     def open_together(self, layout: TreeLayout, group: SequenceGroup) -> SequenceAttention:
-        """Attention over a whole forest that several ranks run together, each its share."""
+        """Returns attention over a whole forest that several ranks run together, each with its
+        share."""
         return SequenceAttention(self._whole(layout), group)
 
     def open_stream(
         self, layout: TreeLayout, tokens: StreamTokens, group: SequenceGroup = ALONE
     ) -> AttentionStream:
-        """Attention over a forest of which one stage after the other is run, by one or several
+        """Returns attention over a forest whose stages run one after the other, by one or several
         ranks."""
         return AttentionStream(
             layout=layout,
@@ -175,19 +174,19 @@ class PolicyModel:
         )
 
     def named_trainable(self) -> dict[str, Parameter]:
-        """The trained parameters by name, in the module's own order; a tied one is there once."""
+        """Trained parameters by name, in the module's order; a tied one appears once."""
         return trained_parameters(self.module, self.adapter)
 
     def named_layers(self) -> list[list[str]]:
-        """Of `named_trainable()` the names of each decoder layer's."""
+        """Names in `named_trainable()`, by decoder layer."""
         return names_by_layer(self.module, self.named_trainable())
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, forwards and the LM head are those of the frozen reference, without gradients.
+        """Within the context, forwards and the LM head use the frozen reference, without gradients.
 
         For LoRA that is the base (the adapter off), else the copy of the initial weights. Raises
-        INVALID_ARGUMENT where none was kept.
+        INVALID_ARGUMENT if none was kept.
         """
         if self.adapter is None and self._frozen is None:
             raise invalid("reference", "none", "a policy created with reference base")
@@ -201,8 +200,8 @@ class PolicyModel:
 
     @contextmanager
     def run_as(self, num_tokens: int) -> Iterator[None]:
-        """Inside, fewer tokens run as so many do: by the same compiled graphs, and what layers keep
-        is the same, but of stages."""
+        """Within the context, fewer tokens run like `num_tokens`: by the same compiled graphs and
+        with the same activation plan, except for stages."""
         self._at_least = num_tokens
         try:
             yield
@@ -259,13 +258,14 @@ class PolicyModel:
 def trained_parameters(
     module: PreTrainedModel, adapter: PeftModel | None = None
 ) -> dict[str, Parameter]:
-    """By name, in the module's own order; of an adapter, if there is one, named as it does."""
+    """Trained parameters by name, in the module's order; those of the adapter, if there is one,
+    under its names."""
     owner = module if adapter is None else adapter
     return {name: p for name, p in owner.named_parameters() if p.requires_grad}
 
 
 def names_by_layer(module: PreTrainedModel, parameters: Mapping[str, Parameter]) -> list[list[str]]:
-    """Those of `parameters` that each decoder layer has; of some there may be none."""
+    """Names of the `parameters` of each decoder layer; a layer may have none."""
     layers = cast("Any", module).get_decoder().layers
     owner = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
     found: list[list[str]] = [[] for _ in layers]

@@ -1,6 +1,6 @@
-"""How often the routers of a decoder choose each expert, and how sure they are of it.
+"""Counts how often the routers of a decoder choose each expert, and how sure they are of it.
 
-A packed token counts once for each rollout that it is part of, so that no sum depends on how
+A packed token counts once for each rollout that it is part of, so sums do not depend on how
 rollouts are packed, cut or spread over ranks.
 
 T tokens, E experts, L layers with experts.
@@ -21,10 +21,10 @@ from ratoon.model.router import Balance, Router
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSums:
-    """`layers`: those with experts that ran, ascending; () of a dense model."""
+    """`layers`: layers with experts that ran, ascending; () for a dense model."""
 
     layers: tuple[int, ...] = ()
-    # Of each, E + 4, as `RouteCount.sums_F` has them.
+    # Sums of each layer, E + 4 numbers, as in `RouteCount.sums_F`.
     sums: tuple[tuple[float, ...], ...] = ()
 
     def __add__(self, other: RouteSums) -> RouteSums:
@@ -42,7 +42,8 @@ class RoutedTokens:
 
     copies_T: Tensor
     balance: Balance | None = None
-    # Recorded experts by layer with experts, as `RouteCount.recorded_TC`. None: of no token.
+    # Recorded experts by layer with experts, as in `RouteCount.recorded_TC`. None: no token has
+    # any.
     recorded_LTC: Tensor | None = None
 
 
@@ -61,13 +62,13 @@ class RouteCounts:
 
     @property
     def num_layers(self) -> int:
-        """Those with experts."""
+        """Number of layers with experts."""
         return len(self._counts)
 
     @contextmanager
     def routing(self, tokens: RoutedTokens | None, *, is_counted: bool) -> Iterator[None]:
-        """Inside, a forward is of these tokens: it has their recorded experts, and is counted if
-        it `is_counted`. None: of any others."""
+        """Within the context, a forward is of these tokens: it uses their recorded experts, and is
+        counted if it `is_counted`. None: a forward of other tokens."""
         counted = tokens if is_counted else None
         for count in self._counts.values():
             if tokens is not None and tokens.recorded_LTC is not None:
@@ -84,7 +85,8 @@ class RouteCounts:
 
     @contextmanager
     def balancing(self, tokens: RoutedTokens) -> Iterator[None]:
-        """Inside, the backward of a forward of these tokens has the gradient of their balance."""
+        """Within the context, the backward of these tokens' forward includes the gradient of their
+        balance."""
         for count in self._counts.values():
             count.balance_behind = tokens.balance
         try:
@@ -94,18 +96,19 @@ class RouteCounts:
                 count.balance_behind = None
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         for count in self._counts.values():
             count.sums_F = count.balance_loss = None
 
     def balance_loss(self) -> float:
-        """Of all backwards since, without coefficients. Waits for the device."""
+        """Balance loss of all backwards since the last reset, without coefficients. Waits for the
+        device."""
         counts = self._counts.values()
         losses = [count.balance_loss for count in counts if count.balance_loss is not None]
         return float(torch.stack(losses).sum()) if losses else 0.0
 
     def take(self) -> RouteSums:
-        """What was counted since, which is forgotten. Waits for the device."""
+        """Returns the counts since the last reset, and resets them. Waits for the device."""
         found = {
             index: count.sums_F for index, count in self._counts.items() if count.sums_F is not None
         }

@@ -1,6 +1,6 @@
 """The Triton kernel that chooses the experts of each token.
 
-Imported where there is a GPU: triton comes with torch's CUDA wheels alone.
+Import it only where there is a GPU: triton comes only with torch's CUDA wheels.
 
 T tokens, E experts, C experts of a token.
 """
@@ -16,7 +16,8 @@ _TILE = 1024
 
 
 def choose_experts(probs_TE: Tensor, top_k: int) -> Tensor:
-    """expert_TC, int64: the first ones of a stable sort by falling probability; float32."""
+    """expert_TC, int64: the first ones of a stable sort by falling probability, which is
+    float32."""
     num_tokens, num_experts = probs_TE.shape
     expert_TC = probs_TE.new_empty((num_tokens, top_k), dtype=torch.int64)
     block = triton.next_power_of_2(num_experts)
@@ -51,7 +52,7 @@ def _choose_experts(
     expert = tl.arange(0, BLOCK)
     is_there = is_token[:, None] & (expert < EXPERTS)[None, :]
     left = tl.load(probs + token[:, None] * EXPERTS + expert[None, :], mask=is_there, other=-2.0)
-    # As torch sorts them: first of all.
+    # NaN sorts first, as in torch.
     left = tl.where(left == left, left, float("inf"))
     for index in range(TOP_K):
         _, chosen = tl.max(left, axis=1, return_indices=True)

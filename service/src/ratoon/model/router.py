@@ -1,6 +1,7 @@
-"""Which experts each token visits, and with what weights: transformers' router as one operation.
+"""Routes tokens: which experts each token visits, and with what weights, in one operation instead
+of transformers' router.
 
-Its results are always kept for the backward (`model.layers`): run again, rounding could send a
+Its results are always kept for the backward (`model.layers`): recomputed, rounding could send a
 token elsewhere than its forward did. Ties go to the lower expert.
 
 T tokens, E experts, C experts of a token, D features of the model.
@@ -27,45 +28,46 @@ class Balance(Protocol):
     def coefficient(self) -> float: ...
 
     def add(self, expert_TC: Tensor, num_experts: int, /) -> None:
-        """What the next layer with experts chooses."""
+        """Adds the choices of the next layer with experts."""
         ...
 
     def settle(self) -> None:
-        """All layers have chosen."""
+        """Ends the forward: all layers have chosen."""
         ...
 
     def gradient(self, row: int, probs_TE: Tensor, /) -> Tensor:
-        """Of the loss without its coefficient in the probabilities, in their dtype, [T, E]; at the
-        row-th layer with experts."""
+        """Gradient of the loss without its coefficient with respect to the probabilities, in their
+        dtype, [T, E]; at the row-th layer with experts."""
         ...
 
 
 class RouteCount:
-    """What one router is given and chooses, added up on the device, and the loss that balances it.
+    """Inputs and choices of one router, summed on the device, and the loss that balances it.
 
-    The routing operation finds it by number, as a compiled layer takes in and gives out hidden
-    states alone. Nothing is counted while `copies_T` is None.
+    The routing operation finds it by number, because a compiled layer takes and returns only hidden
+    states. Nothing is counted while `copies_T` is None.
     """
 
     def __init__(self) -> None:
-        # Among the model's layers with experts.
+        # Index among the model's layers with experts.
         self.row = 0
-        # How often each token of the forward under way counts.
+        # How often each token of the running forward counts.
         self.copies_T: Tensor | None = None
-        # Experts that its tokens visit in place of the router's own, ascending, int16; -1: that
-        # token has none. None: of no token.
+        # Experts that its tokens visit instead of the router's own, ascending, int16; -1: that
+        # token has none. None: no token has any.
         self.recorded_TC: Tensor | None = None
-        # Of the forward under way, and of the backward.
+        # Balance of the running forward, and of the running backward.
         self.balance: Balance | None = None
         self.balance_behind: Balance | None = None
-        # Of `balance`, without its coefficient; float64 []. None: no backward yet.
+        # Loss of `balance`, without its coefficient; float64 []. None: no backward yet.
         self.balance_loss: Tensor | None = None
         # float64 [E + 4]: choices of each expert, tokens, entropies in nats, tokens with recorded
         # experts, those of them that the router would send elsewhere. None: no forward yet.
         self.sums_F: Tensor | None = None
 
     def choose(self, probs_TE: Tensor, top_k: int) -> Tensor:
-        """expert_TC, by falling probability; counts the tokens. Nothing waits for the device."""
+        """Returns expert_TC, by falling probability, and counts the tokens. Nothing waits for the
+        device."""
         own_TC = _choose(probs_TE, top_k)
         if self.recorded_TC is None:
             self._add(probs_TE, own_TC, None)
@@ -95,7 +97,8 @@ class RouteCount:
             self.balance.add(expert_TC, probs_TE.shape[1])
 
     def gradient(self, probs_TE: Tensor) -> Tensor | None:
-        """Of the balance loss in the logits; None: there is none."""
+        """Gradient of the balance loss with respect to the logits; None if there is no balance
+        loss."""
         if self.balance_behind is None:
             return None
         dprobs_TE = self.balance_behind.gradient(self.row, probs_TE)
@@ -105,7 +108,7 @@ class RouteCount:
 
 
 class Router(nn.Module):
-    """In place of a router of transformers, whose parameter it takes over."""
+    """Replaces a router of transformers, and takes over its parameter."""
 
     def __init__(self, router: Qwen3MoeTopKRouter) -> None:
         super().__init__()
@@ -122,7 +125,8 @@ class Router(nn.Module):
 
 
 def replace_routers(module: nn.Module) -> None:
-    """Have every layer of a transformers model route as here; a dense one has none that does."""
+    """Make every layer of a transformers model route with this module; a dense model has no such
+    layer."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if isinstance(child, Qwen3MoeTopKRouter):
@@ -133,13 +137,12 @@ def replace_routers(module: nn.Module) -> None:
 def route(
     logits_TE: Tensor, number_1: Tensor, top_k: int, is_normalized: bool
 ) -> tuple[Tensor, Tensor]:
-    """The `top_k` largest probabilities in falling order, and whose they are.
+    """Returns the `top_k` largest probabilities in falling order, and their experts.
 
-    `number_1`: of the `RouteCount` that they are added to. Where that has recorded experts of a
-    token, theirs in place of the largest ones.
-    The softmax is computed in float32 at least. Returns weight_TC in the dtype of the logits,
-    which sum to 1 per token if `is_normalized`, and expert_TC as int16. Differentiable in the
-    logits through the weights.
+    `number_1` is the number of the `RouteCount` that they are added to. If that has recorded
+    experts of a token, these replace the largest ones. The softmax is computed at least in float32.
+    Returns weight_TC in the dtype of the logits, which sum to 1 per token if `is_normalized`, and
+    expert_TC as int16. Differentiable in the logits through the weights.
     """
     probs_TE = _softmax(logits_TE)
     expert_TC = cast("RouteCount", find(number_1)).choose(probs_TE, top_k)
@@ -165,7 +168,7 @@ def _backward(
 ) -> Tensor:
     probs_TE = q_TE = _softmax(logits_TE)
     if is_normalized:
-        # Weights that sum to 1 are a softmax over the chosen experts alone.
+        # Weights that sum to 1 are a softmax over only the chosen experts.
         q_TE = _by_expert(_weights(q_TE, expert_TC.long(), is_normalized), expert_TC, q_TE)
     dq_TE = _by_expert(dweight_TC.to(q_TE.dtype), expert_TC, q_TE)
     dlogits_TE = _softmax_backward(dq_TE, q_TE)
@@ -189,7 +192,8 @@ def _softmax_backward(dprobs_TE: Tensor, probs_TE: Tensor) -> Tensor:
 
 
 def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
-    """expert_TC; as a stable sort has them, for topk leaves open which of equal ones it takes."""
+    """Returns expert_TC in the order of a stable sort, because topk does not specify the order of
+    equal ones."""
     if probs_TE.is_cuda and probs_TE.dtype is torch.float32:
         from ratoon.model.route_kernel import choose_experts
 
@@ -198,13 +202,13 @@ def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
 
 
 def _by_probability(probs_TE: Tensor, expert_TC: Tensor) -> Tensor:
-    """Experts that ascend, sorted as `_choose` would have them."""
+    """Sorts ascending experts as `_choose` would."""
     order_TC = probs_TE.gather(1, expert_TC).sort(dim=-1, descending=True, stable=True).indices
     return expert_TC.gather(1, order_TC)
 
 
 def _by_expert(x_TC: Tensor, expert_TC: Tensor, like_TE: Tensor) -> Tensor:
-    """Each value at its expert, zeros elsewhere."""
+    """Returns each value at its expert, and zeros elsewhere."""
     x_TE = torch.zeros_like(like_TE)
     with in_any_order():
         return x_TE.scatter_(1, expert_TC.long(), x_TC.to(x_TE.dtype))
@@ -212,8 +216,8 @@ def _by_expert(x_TC: Tensor, expert_TC: Tensor, like_TE: Tensor) -> Tensor:
 
 @contextmanager
 def in_any_order() -> Iterator[None]:
-    """Inside, torch takes our word for it that nothing is written twice, as the experts of a token
-    differ. Else it sorts what is scattered on a GPU, and waits for it."""
+    """Within the context, torch assumes that nothing is written twice, as the experts of a token
+    differ. Otherwise it would sort scattered values on a GPU, and wait for it."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     set_deterministic = cast("Any", torch._C)._set_deterministic_algorithms
     set_deterministic(False)

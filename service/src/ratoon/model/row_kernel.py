@@ -1,9 +1,9 @@
 """The Triton kernels that move rows between tokens and their experts.
 
-A token is read once for all of its rows. By rows, which are sorted by expert, the tokens of one
+A token is read once for all of its rows. Row by row, in the order of experts, the tokens of one
 expert would come from memory again for each of the others: twice as many bytes.
 
-Imported where there is a GPU: triton comes with torch's CUDA wheels alone.
+Import it only where there is a GPU: triton comes only with torch's CUDA wheels.
 
 T tokens, C rows of a token, S = T * C rows, D features.
 """
@@ -15,7 +15,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Elements of one program at a time: 16 bytes of bfloat16 a thread.
+# Elements that one program handles at a time: 16 bytes of bfloat16 per thread.
 _TILE = 2048
 _WARPS = 8
 

@@ -23,24 +23,24 @@ from torch import Tensor
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-# A thread writes a whole file, as its digest takes the bytes in order: files are small beside what
-# a thread writes of a large model, and few for who lists them.
+# Number of files. A thread writes a whole file, because its digest takes the bytes in order: files
+# must be small beside a thread's share of a large model, and few for readers that list them.
 _NUM_FILES = 64
 _MIN_FILE_BYTES = 250 * 10**6
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8
 _NUM_THREADS = min(os.cpu_count() or 1, 16)
-# Of what a thread writes at a time. For each it takes Python's interpreter lock, which who launches
-# kernels meanwhile takes for each of them: 30 µs a time.
+# Bytes that a thread writes at a time. Each write takes Python's interpreter lock, which the thread
+# that launches kernels needs for each launch: 30 µs a time.
 _BLOCK_BYTES = 16 * 2**20
-# Of pwritev(2).
+# Maximum number of buffers in a pwritev(2).
 _MAX_PARTS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileContent:
-    """What a file is to have; of tensors that are written over in place it is made but once.
+    """Content of a file; for tensors that are overwritten in place it is made only once.
 
     Attributes:
         header: What says which bytes after it are which tensor's, and its length.
@@ -54,8 +54,9 @@ class FileContent:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> FileContent:
-        """Of tensors of floats by name, on the host. One that is not dense is copied."""
-        # By size of elements, so that each is aligned, then by name.
+        """Content with tensors of floats by name, on the host. Tensors that are not dense are
+        copied."""
+        # Tensors are sorted by element size, so that each is aligned, then by name.
         by_size = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
         ordered = dict(by_size)
         header = _header(ordered)
@@ -67,7 +68,7 @@ class FileContent:
 
 
 def plan_files(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Names of tensors by the file that they go into. Sizes alone decide."""
+    """Assigns tensor names to files, by sizes only."""
     sizes = {name: tensors[name].nbytes for name in sorted(tensors)}
     files = _split(sizes, max(sum(sizes.values()) // _NUM_FILES, _MIN_FILE_BYTES))
     if len(files) == 1:
@@ -82,7 +83,7 @@ def plan_files(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 def write_index(
     folder: Path, files: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write which of several files has which tensor; the `tensors` may have no values."""
+    """Write the index of which file has which tensor; the `tensors` may have no values."""
     totals = {
         "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
         "total_size": sum(tensor.nbytes for tensor in tensors.values()),
@@ -100,20 +101,20 @@ def write_files(
 ) -> dict[str, str]:
     """Write files by name; returns their digests.
 
-    A thread of its own calls `wait` before it reads a file's tensors, the largest file's first.
-    `num_writers`: of one machine that write at the same time. Each of several has half the threads:
-    with one for each core, those that launch kernels would wait for a core.
+    A separate thread per file calls `wait` before it reads the file's tensors, the largest file's
+    first. `num_writers` write at the same time on one machine; if there are several, each uses half
+    the threads, because with one per core the threads that launch kernels would wait for a core.
 
-    A digest is the xxh3-128, 32 hexadecimal digits, of what was given, not of what can be read.
-    Files that are there are written over in place, so that their pages are used again. Raises
-    `OSError`; files that are not whole are left to the caller then.
+    A digest is the xxh3-128, 32 hexadecimal digits, of the given bytes, not of those on the disk.
+    Existing files are overwritten in place, so that their pages are reused. Raises `OSError`; the
+    caller then handles incomplete files.
     """
 
     def write(name: str) -> str:
         wait(name)
         return _write_whole(folder / name, files[name])
 
-    # The largest first: what is left at the end is small.
+    # The largest file comes first, so that the last ones are small.
     names = sorted(files, key=lambda name: -files[name].num_bytes)
     num_threads = _NUM_THREADS if num_writers == 1 else max(1, _NUM_THREADS // 2)
     with ThreadPoolExecutor(num_threads) as threads:
@@ -125,7 +126,7 @@ def write_files(
 
 
 def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Names by file, in their order, each file filled up before the next."""
+    """Splits names into files, in order, filling each file before the next."""
     files: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():
@@ -138,7 +139,7 @@ def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 
 
 def _write_whole(path: Path, content: FileContent) -> str:
-    """Write a file; its digest."""
+    """Write a file and return its digest."""
     digest = xxhash.xxh3_128(content.header)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
@@ -154,7 +155,8 @@ def _write_whole(path: Path, content: FileContent) -> str:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Its length, 8 bytes, and what says which bytes after it are which tensor's."""
+    """Header of a file: its length, 8 bytes, and which of the following bytes belong to which
+    tensor."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     stop = 0
     for name, tensor in tensors.items():
@@ -185,7 +187,7 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[tuple[memoryview, ...]]:
 
 
 def _write_at(descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
-    """Write them one after the other; where they end."""
+    """Write the parts one after the other, and return where they end."""
     left = deque(parts)
     while left:
         written = os.pwritev(descriptor, [*islice(left, _MAX_PARTS)], offset)

@@ -1,9 +1,9 @@
 """Attention of a whole packed forest that several ranks run together.
 
-One operation does it, `ratoon::sequence_attention`, exchanges and all: it gives every token its own
-result, so that a compiled layer sees nothing of the other ranks, and a checkpointed one, which
-keeps its results, exchanges nothing when it runs again. It keeps what one device would, of its own
-tokens: the backward sends queries, keys, values and results once more instead.
+One operation, `ratoon::sequence_attention`, includes the exchanges. It gives every token its own
+result, so that a compiled layer sees nothing of the other ranks, and a checkpointed layer, which
+keeps its results, exchanges nothing when it is recomputed. The operation keeps what one device
+would for its own tokens: the backward sends queries, keys, values and results once more instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ratoon_kernels import tree_attention, tree_attention_partial_backward
 
 
 class SequenceAttention:
-    """A `PathAttention` of one forward and its backward; `whole` is of all tokens."""
+    """`PathAttention` of one forward and its backward; `whole` is the layout of all tokens."""
 
     def __init__(self, whole: TreeAttention, group: SequenceGroup) -> None:
         self._whole = whole
@@ -31,7 +31,8 @@ class SequenceAttention:
 
     @property
     def held(self) -> HeldTokens:
-        """See `PathAttention.held`; as of the rank with most tokens, so that all keep the same."""
+        """See `PathAttention.held`; the numbers are those of the rank with most tokens, so that all
+        ranks keep the same."""
         tokens = self._group.most_of(self._whole.layout.num_tokens)
         ranks = self._group.size
         return HeldTokens(tokens=tokens, above=0, waits=False, stream=None, num_ranks=ranks)
@@ -60,7 +61,7 @@ class SequenceAttention:
     def forward(
         self, q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output (dtype of q) and log-sum-exp of this rank's tokens."""
+        """Returns output (dtype of q) and log-sum-exp of this rank's tokens."""
         whole = self._whole
         num_tokens = whole.layout.num_tokens
         (q_TnH,), (k_TkH, v_TkH) = self._group.to_heads(num_tokens, [q_tNH], [k_tKH, v_tKH])
@@ -84,7 +85,7 @@ class SequenceAttention:
         results: list[Tensor],
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of this rank's tokens, in the dtype of q."""
+        """Returns dQ, dK and dV of this rank's tokens, in the dtype of q."""
         whole, num_kv_heads = self._whole, keys[0].shape[1]
         num_tokens = whole.layout.num_tokens
         of_queries, (k_TkH, v_TkH) = self._group.to_heads(

@@ -1,14 +1,14 @@
-"""The ranks that run one micro-batch together (Ulysses sequence parallelism, arXiv 2309.14509).
+"""Ranks that run one micro-batch together (Ulysses sequence parallelism, arXiv 2309.14509).
 
-Each has a share of the tokens, a run of them; in attention it has a share of the heads over all
-tokens, which takes an exchange before and one after. In shapes a lower-case letter is the share of
-this rank: t of T tokens, n of N query heads, k key heads.
+Each rank has a run of the tokens. In attention it has a share of the heads over all tokens, which
+takes an exchange before and one after. In shapes a lower-case letter is this rank's share: t of T
+tokens, n of N query heads, k key heads.
 
-A rank without a token runs one for nothing, as models do not run none: it sends nothing of it, and
-gets zeros.
+A rank without tokens runs a dummy token, because models do not run with none: it sends nothing of
+it, and receives zeros.
 
-Nothing is added on the way. Where several ranks attend copies of one key head, the rank that has
-the token adds their gradients in the order of ranks.
+No exchange adds. If several ranks attend copies of one key head, the rank that has the token adds
+their gradients in rank order.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ from ratoon_kernels import Span
 
 
 class Link(Protocol):
-    """The way to the other ranks of the group, which do the same at the same time."""
+    """Connection to the other ranks of the group, which call it at the same time."""
 
     def exchange(
         self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Send `sends[i]` to rank i of the group, and fill `receives[i]` with what it sends.
+        """Send `sends[i]` to rank i of the group, and fill `receives[i]` with what rank i sends.
 
-        All are contiguous; those of this rank itself are left alone.
+        All tensors are contiguous; this rank's own entries are ignored.
         """
         ...
 
     def any(self, is_so: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether `is_so` holds on any rank."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceGroup:
-    """`index`: this rank's place among `size`; `link` None: it is alone, and nothing is copied."""
+    """`index`: this rank's place among `size`. `link` None: the rank runs by itself, and nothing is
+    copied."""
 
     index: int
     size: int
     link: Link | None
 
     def share(self, span: Span, index: int | None = None) -> Span:
-        """Tokens of `span` that a rank has, by default this one; they differ by one at most."""
+        """Tokens of `span` that a rank has, by default this one; shares differ by at most one."""
         place = self.index if index is None else index
         first, last = (len(span) * i // self.size for i in (place, place + 1))
         return Span(span.start + first, span.start + last)
@@ -63,11 +64,11 @@ class SequenceGroup:
         return -(-num_tokens // self.size)
 
     def any(self, is_so: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether `is_so` holds on any rank."""
         return is_so if self.link is None else self.link.any(is_so)
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, which has the same bits on each."""
+        """Returns the sum over all ranks, with the same bits on each."""
         if self.link is None:
             return x
         parts = [x if i == self.index else torch.empty_like(x) for i in range(self.size)]
@@ -77,7 +78,8 @@ class SequenceGroup:
     def to_heads(
         self, num_tokens: int, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """[t, N, ...] each, and [t, K, ...] -> [T, n, ...] and [T, k, ...], of `num_tokens`."""
+        """Exchanges tokens for heads, of `num_tokens`: [t, N, ...] and [t, K, ...] -> [T, n, ...]
+        and [T, k, ...]."""
         if self.link is None:
             return [*queries], [*keys]
         num_heads = queries[0].shape[1]
@@ -98,7 +100,8 @@ class SequenceGroup:
     def to_tokens(
         self, num_kv_heads: int, queries: Sequence[Tensor], key_sums: Sequence[Tensor] = ()
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The way back; of the copies of a key head, [T, k, H], the sum, in [t, K, H]."""
+        """Exchanges heads for tokens; copies of a key head, [T, k, H], are summed into [t, K,
+        H]."""
         if self.link is None:
             return [*queries], [*key_sums]
         bounds = [self.share(Span(0, len(queries[0])), i) for i in range(self.size)]
@@ -136,9 +139,9 @@ ALONE = SequenceGroup(index=0, size=1, link=None)
 
 
 def own_keys(num_heads: int, num_kv_heads: int, index: int, size: int) -> list[int]:
-    """The key head of each of a rank's, each for as many of its query heads.
+    """Key heads of a rank, each for an equal number of its query heads.
 
-    One is there twice where the rank's query heads do not fall into whole groups of equal size.
+    A key head appears twice if the rank's query heads do not fall into whole groups of equal size.
     """
     own, of_key = num_heads // size, num_heads // num_kv_heads
     together = math.gcd(own, of_key)
@@ -151,7 +154,7 @@ def _own_queries(num_heads: int, index: int, size: int) -> slice:
 
 
 def _take(x: Tensor, heads: list[int]) -> Tensor:
-    """These heads of [t, K, H]; by slices, as an index would be copied to the device."""
+    """Takes these heads of [t, K, H] by slices, because an index would be copied to the device."""
     if heads == [*range(heads[0], heads[-1] + 1)]:
         return x[:, heads[0] : heads[-1] + 1].contiguous()
     return torch.stack([x[:, head] for head in heads], dim=1)

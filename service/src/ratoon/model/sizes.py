@@ -1,4 +1,4 @@
-"""The sizes of a decoder that its bytes follow from, read off a transformers module."""
+"""Reads the sizes that decide a decoder's bytes from a transformers module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ratoon.model.activation_plan import DecoderSizes
 
 
 def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
-    """Of a dense or routed decoder; call it once adapters are on and what is frozen is frozen."""
+    """Sizes of a dense or routed decoder; call it after adapters are attached and weights are
+    frozen."""
     config = cast("Any", module.config)
     weight = cast("Any", module.get_output_embeddings()).weight
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

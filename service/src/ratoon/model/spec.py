@@ -1,4 +1,4 @@
-"""Which model a policy is, and everything that decides its initial weights. Imports no torch."""
+"""Describes a policy's model and everything that decides its initial weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PRESET_NAMES = ("tiny", "small")
 class ModelDtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-    # For proofs of exactness; not offered on the wire.
+    # Float64 is for proofs of exactness; the wire does not offer it.
     FLOAT64 = "float64"
 
 
@@ -31,14 +31,13 @@ class FolderBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullTuning:
-    """Every parameter is trained."""
+    """Full fine-tuning: every parameter is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTuning:
-    """Low-rank adapters (Hu et al., 2021); no target_modules: all of attention and MLP, or of the
-    experts in its place.
-    """
+    """Low-rank adapters (Hu et al., 2021). Without target_modules they adapt all of attention and
+    of the MLP or the experts."""
 
     rank: int
     alpha: float
@@ -50,29 +49,30 @@ class ModelSpec:
     base: PresetBase | FolderBase
     tuning: FullTuning | LoraTuning
     dtype: ModelDtype
-    # Of random initial weights and adapters.
+    # Seed of random initial weights and adapters.
     seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a loaded model tells its policy; counts are parameters, lengths are tokens."""
+    """Facts that a loaded model reports to its policy; counts are parameters, lengths are
+    tokens."""
 
     num_parameters: int
     num_trainable_parameters: int
     vocab_size: int
     max_sequence_tokens: int
     attention_backend: str
-    # By name, of `train.config.OptimizerStates`: what the trainer keeps. "": nobody has said it.
+    # Name of the `train.config.OptimizerStates` that the trainer keeps. "": not known.
     optimizer_states: str = ""
-    # The same of `train.config.Shard`: what its ranks share out.
+    # Name of the `train.config.Shard`: what the ranks share. "": not known.
     shard: str = ""
-    # Whether it was loaded on a GPU; its policy says it.
+    # Whether it was loaded on a GPU; the policy sets it.
     uses_gpu: bool = False
-    # Layers with experts, and the experts of each; 0 of a dense model.
+    # Layers with experts, and the experts of each; 0 for a dense model.
     route_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
-    # Tokens that attention goes back to in all layers or in some, 0 where no layer has a window. No
-    # sequence is longer, so that attention is full.
+    # Window of attention in all layers or in some, in tokens; 0 if no layer has a window. No
+    # sequence is longer, so attention is full.
     sliding_window: int = 0

@@ -1,13 +1,13 @@
-"""What a forward keeps for its backward beside what else shares the device with it.
+"""Plans what a stage's forward keeps for its backward, given what shares the device with it.
 
-The predicted peaks of all stages are within the budget of the device, what they have on the host at
-a time is within the other; the same stages have the same plans, whatever is free, so that a replay
-finds the same bits. No torch here.
+The predicted peaks of all stages are within the device's budget, and what they have on the host at
+a time is within the host's. The same stages have the same plans, however much is free, so that a
+replay finds the same bits. This module imports no torch.
 
-Where the device holds every product of all stages, or the host lends nothing, all stages keep the
-same. Else a stage that waits while others are run leaves to the host as many layers as it has room
-for, all of them if it can; and a stage that runs at once has what is left of the device and of the
-host to itself.
+If the device holds every product of all stages, or the host lends nothing, all stages keep the
+same. Otherwise a stage that waits while others run offloads as many layers as the host has room
+for, all of them if possible; a stage that runs at once has the rest of the device and of the host
+to itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ratoon.model.activation_plan import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTokens:
-    """Most tokens of a stream's stages at a time.
+    """Largest numbers of tokens in a stream's stages at a time.
 
-    `held`: whose activations are held, on the device or the host; for their keys and values, and
-    the gradients of these, there are stacks. `waiting`: those of them whose stages wait for others.
+    `held`: tokens whose activations are held, on the device or the host; stacks hold their keys and
+    values, and the gradients of these. `waiting`: those of them whose stages wait for others.
     """
 
     held: int
@@ -40,11 +40,11 @@ class StreamTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTokens:
-    """One forward, and what is held until its backward is over.
+    """Tokens of one forward, and of everything held until its backward is over.
 
-    `tokens`: its own. `above`: of the stages that wait for it. `waits`: others descend from it.
-    `stream`: what it is a stage of; None: all is run at once. `num_ranks` run it together: tokens
-    are those of one of them.
+    `tokens`: its own tokens. `above`: tokens of the stages that wait for it. `waits`: whether
+    others descend from it. `stream`: the stream that it is a stage of; None: everything runs at
+    once. `num_ranks` ranks run it together; tokens are then those of one rank.
     """
 
     tokens: int
@@ -58,8 +58,8 @@ class HeldTokens:
 class ForwardPlan:
     """What each layer keeps.
 
-    `peak_bytes`: most bytes of the device until its backward is over, beyond weights and what else
-    stays; those of its stream's stacks and of the stages above it are among them.
+    `peak_bytes`: peak bytes of the device until its backward is over, beyond weights and other
+    permanent memory; they include its stream's stacks and the stages above it.
     """
 
     kept: tuple[Kept, ...]
@@ -69,7 +69,7 @@ class ForwardPlan:
 def plan_forward(
     sizes: DecoderSizes, held: HeldTokens, device_bytes: int, host_bytes: int
 ) -> ForwardPlan:
-    """As much as fits so many bytes of the device and the host.
+    """Plan to keep as much as fits into the bytes of the device and the host.
 
     Raises `RatoonError` RESOURCE_EXHAUSTED where the least that can be kept does not fit.
     """
@@ -96,8 +96,8 @@ def plan_forward(
 
 
 def least_plan(sizes: DecoderSizes, held: HeldTokens, host_bytes: int) -> ForwardPlan:
-    """All but attention runs again; what waits for others does so on the host, as far as it has
-    room."""
+    """Plan that recomputes everything but attention; waiting stages keep it on the host, as far as
+    that has room."""
     kept = (Kept.ATTENTION,) * sizes.num_layers
     if held.waits and held.stream is not None:
         kept = waiting_plan(sizes, held.stream.waiting, host_bytes)
@@ -114,7 +114,7 @@ def _plan_alike(
 def _plan_stage(
     sizes: DecoderSizes, held: HeldTokens, stream: StreamTokens, device_bytes: int, host_bytes: int
 ) -> ForwardPlan:
-    """Within both budgets; where there is no such plan, the least, which is not."""
+    """Plan within both budgets; if there is none, the smallest plan, which exceeds them."""
     least = least_plan(sizes, held, host_bytes)
     if held.waits:
         return least
@@ -136,7 +136,7 @@ def _with_what_waits(
 
 
 def _beside_bytes(sizes: DecoderSizes, held: HeldTokens, host_bytes: int) -> int:
-    """Of the device: the stacks, and what the stages above have there."""
+    """Bytes of the device that the stacks and the stages above take."""
     if held.stream is None:
         return 0
     kept = waiting_plan(sizes, held.stream.waiting, host_bytes)

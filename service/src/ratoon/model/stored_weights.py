@@ -1,8 +1,8 @@
-"""The tensors that a model folder's safetensors files have, read where they are.
+"""Reads the tensors of a model folder's safetensors files in place.
 
 In: a folder, and names and shapes of the tensors that it must have. Out: the tensors, mapped from
-the files. Invariant: names, shapes and dtypes are judged from the files' headers, before anything
-is allocated; values are finite, each read once.
+the files. Invariant: names, shapes and dtypes are checked by the files' headers, before anything is
+allocated; values are finite, and each is read once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ratoon.model.config_fields import unsupported
 from ratoon.model.folder import FIELD, ModelFolder, file_field
 from ratoon.model.safetensors_files import INDEX_NAME, WEIGHTS_NAME
 
-# A safetensors tensor that is read by `[...]`.
+# A safetensors tensor, which `[...]` reads.
 Stored = Any
 _MAX_INDEX_BYTES = 2**24
 _MAX_FILES = 1024
@@ -27,26 +27,27 @@ _SUFFIX = ".safetensors"
 _PICKLES = (".bin", ".pt", ".pth")
 _ADAPTER_CONFIG = "adapter_config.json"
 _DTYPES = {"F64", "F32", "F16", "BF16"}
-# What bfloat16 and float32 hold is below, however it is rounded.
+# Bound below which bfloat16 and float32 hold a value, however it is rounded.
 _MAX_WEIGHT = 2.0**127
 
-# Parameters [E, F, D] that hold all experts of a layer: the projections that lie one after the
-# other in the features F.
+# Parameters [E, F, D] that hold all experts of a layer, with the projections that follow one
+# another in the features F.
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def are_finite(weights: Tensor) -> bool:
-    """Whether all are, and stay so however they are rounded; at least one."""
+    """Whether all weights are finite, and stay so however they are rounded; there must be at least
+    one."""
     low, high = weights.aminmax()
     # A NaN is in no range.
     return bool((low > -_MAX_WEIGHT) & (high < _MAX_WEIGHT))
 
 
 def weight_files(folder: ModelFolder) -> list[str]:
-    """The names of the files that have a model's weights: one, or those that an index names.
+    """Names of the files with a model's weights: one, or those that an index names.
 
     Raises UNSUPPORTED for pickles, and for an adapter beside a model; INVALID_ARGUMENT for an index
-    that names anything else than safetensors files of the folder itself.
+    that names anything but safetensors files in the folder itself.
     """
     names = folder.names()
     if _ADAPTER_CONFIG in names:
@@ -77,17 +78,18 @@ def _indexed(folder: ModelFolder) -> list[str]:
 
 
 def open_tensors(folder: ModelFolder) -> dict[str, Stored]:
-    """All tensors of a model's files by name, in the order in which the files have them.
+    """Opens all tensors of a model's files by name, in file order.
 
-    Their bytes are mapped: a file that is put in the place of one of these changes nothing. Raises
-    what `weight_files` and `ModelFolder.open` raise, INVALID_ARGUMENT for what is no safetensors
-    file and for a tensor that is there twice, UNSUPPORTED for one that is not of floats.
+    Their bytes are mapped: replacing one of the files later changes nothing. Raises what
+    `weight_files` and `ModelFolder.open` raise, INVALID_ARGUMENT for a file that is not safetensors
+    and for a duplicate tensor, and UNSUPPORTED for a tensor that is not of floats.
     """
     tensors: dict[str, Stored] = {}
     for name in weight_files(folder):
         with folder.open(name) as file:
             try:
-                # By its descriptor: the library opens, and maps, the very file that was judged.
+                # The library opens the file by its descriptor, and so maps the very file that was
+                # checked.
                 opened = cast("Any", safe_open(f"/dev/fd/{file.fileno()}", framework="pt"))
             except (SafetensorError, OSError, ValueError) as err:
                 got = f"no safetensors file that can be read ({shown(str(err))})"
@@ -130,14 +132,14 @@ def on_meta(stored: Stored) -> Tensor:
 
 
 def tensor_field(name: str) -> str:
-    """How errors name a tensor of a folder."""
+    """Name of a folder's tensor in errors."""
     return f"{FIELD}[{shown(name)}]"
 
 
 def part_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fused experts as a view for each projection of each expert, as the hub has them.
+    """Splits fused experts into a view for each projection of each expert, as the hub has them.
 
-    What has such a name and another shape stays as it is.
+    A tensor with such a name and another shape stays unchanged.
     """
     parted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -1,16 +1,16 @@
-"""Attention of a forest that is run in stages, one after the other.
+"""Attention of a forest that runs in stages, one after the other.
 
-Each layer has one stack of keys and values, those of the stages that are open, outermost first, and
-one of the gradients that flow back to them, in at least float32: a stage attends a run of keys that
-ends with its own, as if what it descends from and itself were a forest. Over all stages, each
-backward run once, results and gradients equal those of the whole forest at once.
+Each layer has one stack of the open stages' keys and values, outermost first, and one of the
+gradients that flow back to them, at least in float32. A stage attends to a run of keys that ends
+with its own, as if its ancestors and itself were a forest. Over all stages, each backward run once,
+results and gradients equal those of the whole forest at once.
 
-One operation does it, `ratoon::stage_attention`, so that a compiled layer has it in its graph and a
-checkpointed one keeps its results. What it keeps for other stages, and what those left, it finds by
-a number.
+One operation, `ratoon::stage_attention`, does this, so that a compiled layer has it in its graph
+and a checkpointed layer keeps its results. It finds by a number what it keeps for other stages, and
+what those left.
 
-Where several ranks run the forest together, each has a share of every stage's tokens, and in its
-stacks the keys of its heads of all tokens.
+If several ranks run the forest together, each has a share of every stage's tokens, and its stacks
+have the keys of its heads for all tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from ratoon_kernels import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStream:
-    """What all stages of one forest share; `backend` is a name of the kernels' registry.
+    """Data that all stages of one forest share; `backend` is a name of the kernels' registry.
 
-    `tokens`: of all stages, so that they fit together; a layer's stacks have room for those held.
+    `tokens` counts all stages, so that they fit together; a layer's stacks have room for the held
+    ones.
     """
 
     layout: TreeLayout
@@ -53,23 +54,23 @@ class AttentionStream:
     def stage(
         self, span: Span, ancestors: tuple[StageAttention, ...], *, is_kept: bool
     ) -> StageAttention:
-        """Attention of the packed tokens `span`, whose paths begin in `ancestors`.
+        """Returns attention of the packed tokens `span`, whose paths begin in `ancestors`.
 
         `is_kept`: later stages will name it as an ancestor, so its keys and values stay.
         """
         return StageAttention(self, span, ancestors, is_kept=is_kept)
 
     def path(self, layer: int) -> PathStacks:
-        """The stacks of one layer."""
+        """Stacks of one layer."""
         if layer not in self._paths:
             self._paths[layer] = PathStacks(self.tokens.held)
         return self._paths[layer]
 
 
 class StageAttention:
-    """How the tokens of one stage attend: a `PathAttention` of one forward and its backward.
+    """Lets the tokens of one stage attend: a `PathAttention` of one forward and its backward.
 
-    States: those of its layers. A stage is run backward after all that name it as an ancestor.
+    States: those of its layers. A stage runs backward after all stages that name it as an ancestor.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class StageAttention:
     def held(self) -> HeldTokens:
         """See `PathAttention.held`."""
         tokens, most_of, own = self.stream.tokens, self.stream.group.most_of, self._place.own
-        # Rounded as their sum is, which fits.
+        # The numbers are rounded like their sum, which fits.
         return HeldTokens(
             tokens=most_of(own.stop) - most_of(own.start),
             above=most_of(own.start),
@@ -136,7 +137,7 @@ class StageAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a stage is in the forest of its ancestors and itself, and what runs it."""
+    """Position of a stage in the forest of its ancestors and itself, and how it runs."""
 
     own: Span
     layout: TreeLayout
@@ -145,7 +146,7 @@ class _Place:
     group: SequenceGroup
 
     def settings(self) -> Mapping[str, Any]:
-        """Of the kernels' calls."""
+        """Arguments of the kernels' calls."""
         return {
             "query_start": self.own.start,
             "key_start": 0,
@@ -157,8 +158,8 @@ class _Place:
 class LayerStage:
     """One layer of one stage.
 
-    States: new; forwarded; its sums cleared, which is when the first stage below, or else itself,
-    is run backward; differentiated.
+    States: new; forwarded; sums cleared, when the first stage below, or else itself, runs backward;
+    differentiated.
     """
 
     def __init__(self, place: _Place, path: PathStacks, ancestors: tuple[LayerStage, ...]) -> None:
@@ -176,7 +177,7 @@ class LayerStage:
         return out_QNH
 
     def forward(self, q_QNH: Tensor, keys: KeyPair, scale: float) -> tuple[Tensor, Tensor]:
-        """Output (dtype of q) and log-sum-exp over the whole paths."""
+        """Returns output (dtype of q) and log-sum-exp over the whole paths."""
         own, group, num_kv_heads = self._place.own, self._place.group, keys.k_SKH.shape[1]
         (q_QNH,), of_keys = group.to_heads(len(own), [q_QNH], [keys.k_SKH, keys.v_SKH])
         assert q_QNH.shape[0] == len(own), "one query a token of the stage"
@@ -196,7 +197,8 @@ class LayerStage:
         num_kv_heads: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of this stage in the dtype of q; adds to the sums of its ancestors."""
+        """Returns dQ, dK and dV of this stage in the dtype of q; adds to the sums of its
+        ancestors."""
         own, group, dtype = self._place.own, self._place.group, q_QNH.dtype
         of_queries = [dout_QNH, q_QNH, results[0], results[1].T]
         (dout_QNH, q_QNH, out_QNH, lse_QN), _ = group.to_heads(len(own), of_queries)
@@ -204,7 +206,7 @@ class LayerStage:
             layer._clear_sums()
         above, sums = self._path.keys(own.stop), self._path.sums(own.stop)
         dq_QNH = tree_attention_partial_backward(
-            # The kernels want dense rows, which autograd does not promise.
+            # The kernels need dense rows, which autograd does not promise.
             dout_QNH if dout_QNH.stride(-1) == 1 else dout_QNH.contiguous(),
             q_QNH,
             above.k_SKH,
@@ -217,7 +219,7 @@ class LayerStage:
             dv_acc_SKH=sums.v_SKH,
             **self._place.settings(),
         )
-        # Nothing below is still to come, so nothing adds to these again.
+        # No later stage follows, so nothing adds to these sums again.
         self._has_sums = False
         mine = sums[own.start :]
         of_keys = [_copy(mine.k_SKH, dtype), _copy(mine.v_SKH, dtype)]
@@ -235,7 +237,7 @@ class LayerStage:
 
 
 def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In memory of its own, also where it has that dtype."""
+    """Copies `x` to its own memory, even if it has that dtype already."""
     return x.to(dtype, copy=True)
 
 

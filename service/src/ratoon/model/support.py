@@ -1,8 +1,8 @@
-"""Which model folders are served: decoders whose attention is plain causal softmax.
+"""Decides which model folders are served: decoders whose attention is plain causal softmax.
 
-In: a folder. Out: its configuration, judged. Invariant: transformers is given no field that is not
-one of the family's own with a value that `config_fields` takes. What would change a token's value
-in a packed run, or is random, is refused by its field.
+In: a folder. Out: its checked configuration. Invariant: transformers receives only fields of the
+family, with values that `config_fields` accepts. A field that would change a token's value in a
+packed run, or is random, is refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ratoon.model.config_fields import (
 )
 from ratoon.model.folder import FIELD, ModelFolder
 
-# Architecture and its model_type. No remote code: the classes are those of transformers.
+# Architectures and their model_type. There is no remote code: the classes are those of
+# transformers.
 SUPPORTED_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -38,7 +39,7 @@ SUPPORTED_ARCHITECTURES = {
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 2**20
 
-# Fields that must be absent, null, false or 0, wherever a configuration has them.
+# Fields that must be absent, null, false or 0 in every configuration.
 _FIELDS_OFF = (
     "attention_chunk_size",
     "attention_sinks",
@@ -62,14 +63,14 @@ _FIELDS_OFF = (
     "router_jitter_noise",
     "sink_size",
     "use_bidirectional_attention",
-    # They lead to code, or to other files.
+    # These fields lead to code, or to other files.
     "auto_map",
     "configuration_files",
     "transformers_weights",
 )
 _DROPOUT_WORDS = ("dropout", "pdrop")
-# Fields that decide nothing about a causal decoder's weights or log-probs: transformers is not
-# given them, and writes its own values into what is published.
+# Fields that do not affect a causal decoder's weights or log-probs: transformers does not receive
+# them, and publishes its own values.
 _FIELDS_LEFT_OUT = {
     "attn_implementation",
     "experts_implementation",
@@ -83,21 +84,21 @@ _FIELDS_LEFT_OUT = {
     "transformers_version",
     "use_return_dict",
 }
-# Fields that are looked at in every family: other readers of a folder go by them even where
-# transformers does not declare them.
+# Fields that are checked in every family: other readers of a folder use them even if transformers
+# does not declare them.
 _LOOKED_AT_ANYWHERE = ("head_dim", "layer_types", "sliding_window")
-# A dense family has no such fields, and our own code asks any configuration for them.
+# A dense family lacks these fields, but our code reads them from any configuration.
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok")
-# Families whose layers say one by one whether they have the window; in the others all have it.
+# Families whose layers declare the window one by one; in the others all layers have it.
 _WINDOW_BY_LAYER = ("qwen2", "qwen3")
 
 
 def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object]]:
-    """The configuration of a model folder, and all that its config.json says.
+    """Returns the configuration of a model folder, and everything in its config.json.
 
-    What the family does not have is in the second alone, for what is published.
-    Raises INVALID_ARGUMENT where config.json cannot be read or has a value that its field cannot
-    have, UNSUPPORTED for what it asks for and is not served.
+    Only the second has fields that the family lacks, for the published files. Raises
+    INVALID_ARGUMENT if config.json cannot be read or a field has an impossible value, and
+    UNSUPPORTED for features that are not served.
     """
     said = folder.read_object(CONFIG_NAME, _MAX_CONFIG_BYTES)
     architecture = _architecture(said)
@@ -114,18 +115,18 @@ def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object
 
 
 def add_undeclared(config: PreTrainedConfig, said: Mapping[str, object]) -> None:
-    """Add what is looked at in every family to the `config` of a loaded model, as the folder has
-    `said` it where the family does not declare it."""
+    """Add the fields that are checked in every family to the `config` of a loaded model, with the
+    folder's values, if the family does not declare them."""
     for name in _LOOKED_AT_ANYWHERE:
         if name in said and not hasattr(config, name):
             setattr(config, name, copy.deepcopy(said[name]))
 
 
 def attention_window(config: PreTrainedConfig) -> int | None:
-    """Tokens that a layer with a sliding window attends to; None where no layer has a window.
+    """Tokens that a layer with a sliding window attends to; None if no layer has a window.
 
-    Up to so many tokens attention is full. A window that transformers ignores counts too, for
-    other readers of the folder may not ignore it.
+    Up to this number of tokens attention is full. A window that transformers ignores counts too,
+    because other readers of the folder may use it.
     """
     window = cast("int | None", getattr(config, "sliding_window", None))
     if config.model_type in _WINDOW_BY_LAYER and "sliding_attention" not in (
@@ -138,14 +139,14 @@ def attention_window(config: PreTrainedConfig) -> int | None:
 def longest_sequence(config: PreTrainedConfig) -> int:
     """Tokens that the model is made for, and for which its attention is full.
 
-    A folder that is lengthened by YaRN keeps its max_position_embeddings, and samplers go by its
-    original length times the factor, as here. The other kinds of scaling say in
-    max_position_embeddings what they reach.
+    A folder extended by YaRN keeps its max_position_embeddings, and samplers use its original
+    length times the factor, as here. The other kinds of scaling state their reach in
+    max_position_embeddings.
     """
     longest = int(cast("int", config.max_position_embeddings))
     rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
     if rope.get("rope_type") == "yarn":
-        # A factor of null stands for max_position_embeddings over the original length.
+        # A null factor means max_position_embeddings over the original length.
         reached = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
         longest = max(longest, reached)
     return min(longest, attention_window(config) or longest)
@@ -166,7 +167,7 @@ def _architecture(raw: Mapping[str, object]) -> str:
 
 
 def _judged(raw: Mapping[str, object], family: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The fields that transformers is given."""
+    """Fields that transformers receives."""
     defaults = {
         field.name: None if field.default is MISSING else field.default
         for field in dataclasses.fields(family)
@@ -178,7 +179,7 @@ def _judged(raw: Mapping[str, object], family: type[PreTrainedConfig]) -> dict[s
     own = {
         name: value
         for name, value in looked_at.items()
-        # Classes that do not declare it look for it all the same.
+        # Classes that do not declare it read it all the same.
         if name in defaults or name == "head_dim"
     }
     return {**own, "rope_parameters": rope}
@@ -187,7 +188,7 @@ def _judged(raw: Mapping[str, object], family: type[PreTrainedConfig]) -> dict[s
 def _looked_at(
     raw: Mapping[str, object], family: type[PreTrainedConfig], declared: Collection[str]
 ) -> dict[str, Any]:
-    """The fields that were judged by their rules."""
+    """Fields that were checked by their rules."""
     looked_at: dict[str, Any] = {}
     left_out = {*_FIELDS_LEFT_OUT, *ROPE_FIELDS, *vars(GenerationConfig())} - {*declared}
     for name, value in raw.items():
@@ -223,7 +224,7 @@ def _field(name: str) -> str:
 
 
 def _renamed(raw: Mapping[str, object]) -> dict[str, object]:
-    """The fields, with one name for what has two."""
+    """Fields, with one name for each that has two."""
     renamed = dict(raw)
     for old, new in (("torch_dtype", "dtype"), ("num_local_experts", "num_experts")):
         value = renamed.pop(old, None)

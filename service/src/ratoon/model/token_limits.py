@@ -1,6 +1,6 @@
-"""The bytes of a device as packed tokens, for the planner of micro-batches. Imports no torch.
+"""Converts a device's bytes into packed tokens, for the planner of micro-batches. Imports no torch.
 
-Of several ranks that run a micro-batch together each has its share of the tokens.
+If several ranks run a micro-batch together, each has its share of the tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ratoon.model.activation_plan import (
 )
 from ratoon.rollout.limits import TokenLimits
 
-# Steps from what keeps everything to what keeps the least.
+# Number of steps from keeping everything to keeping the least.
 _NUM_STEPS = 4
 
 
 def token_limits(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> TokenLimits:
-    """Of a whole forest, and of stages, whatever waits of them on the host."""
+    """Token limits of a whole forest, and of stages, however much of them waits on the host."""
     return TokenLimits(
         at_once=sizes.num_ranks * max_tokens(sizes, device_bytes, host_bytes),
         streamed=sizes.num_ranks * streamed_tokens(sizes, device_bytes, host_bytes),
@@ -27,9 +27,10 @@ def token_limits(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> Tok
 
 
 def candidate_tokens(sizes: DecoderSizes, device_bytes: int, at_once: int) -> tuple[int, ...]:
-    """Tokens of a micro-batch, ascending: from the most that keep all products to `at_once`.
+    """Candidate sizes of a micro-batch, ascending: from the most that keep all products to
+    `at_once`.
 
-    Before these, the most that keep all products in stages.
+    They are preceded by the most that keep all products in stages.
     """
     in_stages, least = (
         sizes.num_ranks * max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS, is_streamed=each))

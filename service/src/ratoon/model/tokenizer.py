@@ -1,4 +1,4 @@
-"""The byte tokenizer of the presets: a token id below 256 is that byte; text is its UTF-8."""
+"""Byte tokenizer of the presets: a token id below 256 is that byte; text is its UTF-8."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write the tokenizer's files as `AutoTokenizer` of transformers 4 and of 5 reads them.
+    """Write the tokenizer's files in the form that `AutoTokenizer` of transformers 4 and of 5
+    reads.
 
-    transformers 5 knows the names that 4 has for two settings; 4 fails on those of 5.
+    transformers 5 accepts the older names of two settings; 4 fails on the newer ones.
     """
     byte_tokenizer().save_pretrained(folder)
     path = folder / "tokenizer_config.json"

@@ -31,7 +31,7 @@ from ratoon.stream.files import (
 )
 from ratoon.stream.manifest import WeightFile
 
-# Never a key: components do not start with a dot.
+# Name that is never a key: components do not start with a dot.
 FOLDER_MANIFEST = ".files"
 _FORMAT = 1
 _COMPONENT = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
@@ -41,20 +41,21 @@ _SHA256_DIGITS = 64
 class Blobs(Protocol):
     """Keys are plain names joined by `/`; others raise INVALID_ARGUMENT.
 
-    What is missing raises FileNotFoundError, what is damaged INTERNAL. A store that does not answer
-    in time raises UNAVAILABLE, and the call may be retried.
+    Missing keys raise FileNotFoundError, damaged content INTERNAL. A store that does not answer in
+    time raises UNAVAILABLE, and the call may be retried.
     """
 
     def put(self, key: str, data: bytes) -> None:
-        """Durable on return, and atomic for readers."""
+        """Store `data`: durable on return, and atomic for readers."""
         ...
 
     def get(self, key: str, digest: str) -> bytes:
-        """The bytes, verified by their digest: SHA-256 (64 digits) or xxh3-128 (32 digits)."""
+        """Returns the bytes, verified by their digest: SHA-256 (64 digits) or xxh3-128 (32
+        digits)."""
         ...
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """Bytes [offset, offset + length), fewer at the end."""
+        """Returns bytes [offset, offset + length), fewer at the end."""
         ...
 
     def delete(self, key: str) -> None:
@@ -68,12 +69,12 @@ class Blobs(Protocol):
     def put_folder(self, key: str, source: Path) -> None:
         """Copy the flat folder `source`.
 
-        Raises FileExistsError where the key has other files; if it has the same, nothing is copied.
+        Raises FileExistsError if the key has other files; if it has the same, nothing is copied.
         """
         ...
 
     def get_folder(self, key: str, target: Path) -> None:
-        """A verified copy at `target`, which may not exist yet and appears whole."""
+        """Makes a verified copy at `target`, which must not exist yet and appears whole."""
         ...
 
     def delete_folder(self, key: str) -> None:
@@ -97,7 +98,7 @@ def checked_key(key: str) -> str:
 
 
 def check_digest(key: str, data: bytes, digest: str) -> None:
-    """Raises INTERNAL where `data` has another digest."""
+    """Raises INTERNAL if `data` has another digest."""
     is_sha256 = len(digest) == _SHA256_DIGITS
     got = hashlib.sha256(data).hexdigest() if is_sha256 else digest_bytes(data)
     if got != digest:
@@ -105,7 +106,7 @@ def check_digest(key: str, data: bytes, digest: str) -> None:
 
 
 def check_file(key: str, path: Path, file: WeightFile) -> None:
-    """Raises INTERNAL where `path` does not match its entry in a manifest."""
+    """Raises INTERNAL if `path` does not match its entry in a manifest."""
     size_bytes = path.stat().st_size
     if size_bytes != file.size_bytes:
         raise damaged(f"{key}/{file.name}", f"{size_bytes} bytes", f"{file.size_bytes} bytes")
@@ -115,7 +116,7 @@ def check_file(key: str, path: Path, file: WeightFile) -> None:
 
 
 def describe_folder(folder: Path) -> tuple[WeightFile, ...]:
-    """The files of a flat folder, by name."""
+    """Returns the files of a flat folder, by name."""
     paths = sorted(path for path in folder.iterdir() if path.name != FOLDER_MANIFEST)
     assert paths, "a folder without files"
     assert all(path.is_file() and not path.is_symlink() for path in paths), "a folder is flat"
@@ -128,12 +129,13 @@ def describe_folder(folder: Path) -> tuple[WeightFile, ...]:
 
 
 def encode_manifest(files: Sequence[WeightFile]) -> bytes:
-    """JSON, sealed."""
+    """Returns the files as sealed JSON."""
     return seal_bytes(json.dumps({"format": _FORMAT, "files": [asdict(f) for f in files]}).encode())
 
 
 def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
-    """The files by name. Raises INTERNAL for bytes that `encode_manifest` would not write."""
+    """Returns the files by name. Raises INTERNAL for bytes that `encode_manifest` would not
+    write."""
     what = f"{key}/{FOLDER_MANIFEST}"
     try:
         document = json.loads(unseal_bytes(data))
@@ -147,7 +149,7 @@ def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
             )
             for file in document["files"]
         )
-    # A seal says that the bytes are whole, not who wrote them.
+    # A seal shows that the bytes are complete, not who wrote them.
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise damaged(what, shown(str(err)), "a manifest") from err
 
@@ -159,7 +161,7 @@ def _file_name(what: str, name: str) -> str:
 
 
 def check_same(key: str, manifest: bytes, files: Sequence[WeightFile]) -> None:
-    """Raises FileExistsError where an existing manifest names other files than these."""
+    """Raises FileExistsError if an existing manifest names other files than these."""
     if manifest != encode_manifest(files):
         raise FileExistsError(key)
 

@@ -1,7 +1,7 @@
-"""Deltas between two versions: what makes the files of one out of those of the other.
+"""Writes deltas between two versions, which turn the files of one into those of the other.
 
 The format, with its reasons, is in docs/api.md, *Weight deltas*; `ratoon_client.weights.deltas`
-reads it. Nobody relies on a delta: what it makes must have the digests of the version's manifest.
+reads it. Nobody relies on a delta: its result must have the digests of the version's manifest.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ratoon.stream.files import seal_bytes
 from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
 
 DELTA_FORMAT = 1
-# What is read, compared and compressed at a time.
+# Bytes that are read, compared and compressed at a time.
 RUN_BYTES = 4 * 2**20
-# A delta that is not smaller than this share of the files that it makes is not kept.
+# A delta is kept only if it is smaller than this share of the resulting files.
 _MAX_SHARE = 0.5
-# What an encoder may take to start, and bytes a second that the slowest encodes.
+# Time that an encoder may take to start, and bytes a second of the slowest encoder.
 _START_S = 60.0
 _LEAST_RATE = 20e6
-# Of mallopt(3): M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
+# Parameters of mallopt(3): M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
 _MALLOC = {-1: 2**30, -2: 2**26, -3: 2**25}
-# A mean gap above which two bytes per gap compress better than one.
+# Mean gap above which two bytes per gap compress better than one.
 _LONG_GAP = 350
 _NUM_PROCESSES = min(os.cpu_count() or 1, 16)
-# Of the files, for each process: it takes a quarter of a second to start.
+# Minimum bytes of the files per process: a process takes a quarter of a second to start.
 _LEAST_BYTES = 256 * 2**20
 _LENGTH_BYTES = 8
-# What is compared at a time; no word is longer.
+# Bytes compared at a time; no word is longer.
 _GROUP_BYTES = 8
 
 Array = NDArray[Any]
@@ -95,7 +95,7 @@ class _Reader:
         self._buffers = [np.empty(RUN_BYTES + _GROUP_BYTES, np.uint8) for _ in range(2)]
 
     def read(self, files: Sequence[BinaryIO], run: _Run) -> list[Array]:
-        """The run before and after, uint8 [its bytes and zeros, whole groups]."""
+        """Returns the run before and after, uint8 [its bytes and zeros, whole groups]."""
         size = run.stop - run.start
         for file, buffer in zip(files, self._buffers, strict=True):
             if os.preadv(file.fileno(), [buffer[:size].data], run.start) != size:
@@ -106,7 +106,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """What a delta is made from."""
+    """Inputs of a delta."""
 
     before: Path
     parent: WeightManifest
@@ -114,7 +114,7 @@ class _Source:
     files: tuple[WeightFile, ...]
 
     def pairs(self) -> list[_Pair]:
-        """Of both versions, whether they have changed or not."""
+        """Files in both versions, whether they have changed or not."""
         parents = {(file.name, file.size_bytes): file for file in self.parent.files}
         pairs: list[_Pair] = []
         for file in self.files:
@@ -151,10 +151,11 @@ class _Part:
 def write_delta(
     path: Path, before: Path, parent: WeightManifest, after: Path, files: Sequence[WeightFile]
 ) -> float | None:
-    """Write to `path` what makes `files`, in folder `after`, out of those of `parent`, in `before`.
+    """Write to `path` the delta that makes `files`, in folder `after`, out of those of `parent`, in
+    `before`.
 
-    Returns the share of words that changed, None where no file could be compared. There is nothing
-    at `path` where no file has changed, or most of it. Raises `OSError`.
+    Returns the share of words that changed, or None if no file could be compared. Writes nothing if
+    no file has changed, or most of it. Raises `OSError`.
     """
     source = _Source(before=before, parent=parent, after=after, files=tuple(files))
     with _part_paths(path, 1) as paths:
@@ -164,10 +165,11 @@ def write_delta(
 def write_delta_apart(
     path: Path, before: Path, parent: WeightManifest, after: Path, files: Sequence[WeightFile]
 ) -> float | None:
-    """As `write_delta`, by processes of their own, at most one a core: encoding holds Python's
-    interpreter lock for much of its time, which the caller, who trains meanwhile, needs too.
+    """Does the same as `write_delta` in separate processes, at most one per core: encoding holds
+    Python's interpreter lock for much of its time, which the caller, who trains meanwhile, needs
+    too.
 
-    Raises `ChildProcessError` with how a process ended, and what it said last.
+    Raises `ChildProcessError` with a process's exit status and last output.
     """
     source = _Source(before=before, parent=parent, after=after, files=tuple(files))
     size_bytes = sum(file.size_bytes for file in files)
@@ -210,10 +212,10 @@ def _ask_encoder(request: dict[str, Any], bound_s: float) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """The process of a part.
+    """Runs the process of a part.
 
-    It makes and frees arrays of megabytes all the time: glibc keeps them for it, as pages that come
-    back have to be zeroed first.
+    It constantly allocates and frees arrays of megabytes. glibc is told to keep their pages,
+    because returned pages have to be zeroed first.
     """
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -242,7 +244,7 @@ def _part_paths(path: Path, num_parts: int) -> Generator[list[Path]]:
 
 
 def _write_part(path: Path, source: _Source, number: int, num_parts: int) -> _Part:
-    """The part of that number, of as many with about as many runs each."""
+    """Write part `number` of `num_parts`, which have about as many runs each."""
     pairs = [pair for pair in source.pairs() if pair.has_changed]
     limit = _limit(pairs)
     runs = [(pair, run) for pair in pairs for run in pair.runs]
@@ -258,7 +260,7 @@ def _write_part(path: Path, source: _Source, number: int, num_parts: int) -> _Pa
                     before, after = reader.read([old, new], run)
                     encoded = _encode(before, after, run, compressor)
                     num_changed += encoded.num_changed
-                    # The share is counted to the end.
+                    # Counting of the share continues to the end.
                     if encoded.entry is not None and out.tell() < limit:
                         entries.setdefault(pair.file.name, []).append(encoded.entry)
                         out.writelines(encoded.streams)
@@ -266,7 +268,7 @@ def _write_part(path: Path, source: _Source, number: int, num_parts: int) -> _Pa
 
 
 def _join(path: Path, source: _Source, parts: Sequence[_Part]) -> float | None:
-    """The delta of its parts, in their order; as `write_delta`."""
+    """Join the parts in order into the delta; returns as `write_delta`."""
     pairs = source.pairs()
     num_words = sum(run.num_words for pair in pairs for run in pair.runs)
     changed = [pair for pair in pairs if pair.has_changed]
@@ -285,7 +287,7 @@ def _join(path: Path, source: _Source, parts: Sequence[_Part]) -> float | None:
 
 
 def _limit(pairs: Sequence[_Pair]) -> float:
-    """Bytes of a delta that is of no use."""
+    """Bytes from which on a delta is useless."""
     return _MAX_SHARE * sum(pair.file.size_bytes for pair in pairs)
 
 
@@ -304,7 +306,8 @@ def _entry(pair: _Pair, parts: Iterable[_Part]) -> dict[str, Any]:
 
 
 def _runs(header: bytes) -> Iterator[_Run]:
-    """The data of a safetensors file, tensor after tensor, in pieces of at most RUN_BYTES."""
+    """Yields the data of a safetensors file, tensor after tensor, in pieces of at most
+    RUN_BYTES."""
     entries = cast("dict[str, Any]", json.loads(header))
     sizes = sorted(
         (*entry["data_offsets"], math.prod(entry["shape"]))
@@ -342,9 +345,10 @@ def _encode(
 
 
 def _changed(before: Array, after: Array, word_bytes: int) -> tuple[Array, Array, Array]:
-    """Which words of uint8 [whole groups] have changed, what they were and what they are, [n].
+    """Returns the indices of changed words of uint8 [whole groups], their old values and their new
+    ones, [n].
 
-    Most words stay, so whole groups of them are compared first.
+    Most words stay equal, so whole groups are compared first.
     """
     groups = [each.view(f"<u{_GROUP_BYTES}") for each in (before, after)]
     others = np.flatnonzero(groups[0] != groups[1])
@@ -355,7 +359,8 @@ def _changed(before: Array, after: Array, word_bytes: int) -> tuple[Array, Array
 
 
 def _digits(changed: Array, gap_bytes: int) -> Array:
-    """Unchanged words before each changed one, uint [n + escapes]; all ones: so many, and more."""
+    """Returns the number of unchanged words before each changed one, uint [n + escapes]; all ones
+    means that many, and more."""
     escape = 2 ** (8 * gap_bytes) - 1
     gaps = np.diff(changed, prepend=-1) - 1
     num_escapes = gaps // escape
@@ -366,14 +371,15 @@ def _digits(changed: Array, gap_bytes: int) -> Array:
 
 
 def _differences(old: Array, new: Array) -> Array:
-    """New minus old word modulo 2^bits, small ones of either sign as small numbers, uint [n]."""
+    """Returns new minus old word modulo 2^bits, with small differences of either sign as small
+    numbers, uint [n]."""
     difference = new - old
     signed = difference.view(difference.dtype.str.replace("u", "i"))
     return ((signed << 1) ^ (signed >> (8 * signed.itemsize - 1))).view(difference.dtype)
 
 
 def _planes(words: Array) -> Array:
-    """The lowest bytes of all words, then the next ones, uint8 [bytes of a word, n]."""
+    """Returns the lowest bytes of all words, then the next ones, uint8 [bytes of a word, n]."""
     return np.ascontiguousarray(words.view(np.uint8).reshape(len(words), -1).T)
 
 

@@ -56,9 +56,9 @@ def fsync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder and its parents durably; it may exist.
+    """Create a folder and its parents durably; it may exist.
 
-    `mode`: of the folder itself, less the umask, set when it is made.
+    `mode` applies to the folder itself, less the umask, when it is created.
     """
     if folder.is_dir():
         return
@@ -93,7 +93,7 @@ def fsync_tree(folder: Path) -> None:
 def rename_folder(source: Path, target: Path) -> None:
     """Rename a folder, synced by `fsync_tree`, to its final name.
 
-    Raises `FileExistsError` where `target` exists and is not empty.
+    Raises `FileExistsError` if `target` exists and is not empty.
     """
     try:
         source.rename(target)
@@ -107,10 +107,10 @@ def rename_folder(source: Path, target: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove a folder, which may be gone. Readers never see half of it under its name.
 
-    Nor after a power cut: the name is gone from the disk before the first file is.
+    This holds after a power cut too: the name is gone from the disk before the first file is.
     """
     doomed = temporary_name(folder)
-    with contextlib.suppress(FileNotFoundError):  # Another process removes it, or its leftovers.
+    with contextlib.suppress(FileNotFoundError):  # Another process may remove it, or its leftovers.
         folder.rename(doomed)
         fsync_folder(folder.parent)
         shutil.rmtree(doomed)
@@ -131,7 +131,7 @@ def is_open_elsewhere(path: Path) -> bool:
     try:
         if os.fstat(descriptor).st_nlink > 1:
             return True
-        # A write lease is given only to who alone has the file open: see fcntl(2).
+        # A write lease is granted only to the sole process that has the file open: see fcntl(2).
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except (OSError, AttributeError):  # No leases on this system or file system.
@@ -142,7 +142,7 @@ def is_open_elsewhere(path: Path) -> bool:
 
 
 def find_leftovers(folder: Path) -> list[Path]:
-    """What `remove_leftovers` would remove now."""
+    """Paths that `remove_leftovers` would remove now."""
     return list(folder.glob(f"{TEMPORARY_PREFIX}*"))
 
 
@@ -167,7 +167,7 @@ def digest_file(path: Path) -> str:
 
 
 def digest_stream(file: RawIOBase) -> str:
-    """xxh3-128 of what is left to read of an open file."""
+    """xxh3-128 of the unread rest of an open file."""
     state, block = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
     while size := file.readinto(block):
         state.update(block[:size])

@@ -17,7 +17,7 @@ from ratoon.stream.files import (
 
 
 class LocalBlobs:
-    """See `Blobs`. The root is made where it is missing."""
+    """See `Blobs`. A missing root is created."""
 
     def __init__(self, root: Path) -> None:
         make_folder(root)

@@ -22,7 +22,7 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightDelta:
-    """What makes a version's files out of those of `parent_version`."""
+    """Delta that makes a version's files out of those of `parent_version`."""
 
     parent_version: int
     file: WeightFile
@@ -46,9 +46,10 @@ class GradientManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeBy:
-    """The state that a version's weights are of: after which operation, and its digest.
+    """Origin of a version's weights: the operation after which they were taken, and the state's
+    digest.
 
-    `seq` 0: of no operation. `state_digest` "": the policy takes no digests.
+    `seq` 0: no operation. `state_digest` "": the policy takes no digests.
     """
 
     seq: int = 0
@@ -59,8 +60,8 @@ class MadeBy:
 class WeightManifest:
     """Time in seconds since the epoch.
 
-    `changed_share` is of the values of the newest version before; None: not compared. `made_by` is
-    for the service that published the version; readers do not get it.
+    `changed_share` is relative to the previous newest version; None: not compared. `made_by` is for
+    the service that published the version; readers do not get it.
     """
 
     policy_id: str

@@ -1,7 +1,7 @@
 """`Blobs` in an S3-compatible object store, through fsspec.
 
-The store writes objects atomically, uploads in parts too. A folder exists while its manifest does,
-which is deleted first. Unanswered calls are retried for at most `timeout_s` seconds plus one
+The store writes objects atomically, including multipart uploads. A folder exists while its manifest
+does, which is deleted first. Unanswered calls are retried for at most `timeout_s` seconds plus one
 attempt, then raise UNAVAILABLE.
 """
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class ObjectStore:
     """See `Blobs`. Credentials, region and endpoint come from the usual AWS variables.
 
-    Raises INVALID_ARGUMENT where `url` is not `s3://bucket/prefix`.
+    Raises INVALID_ARGUMENT if `url` is not `s3://bucket/prefix`.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
@@ -162,11 +162,11 @@ class ObjectStore:
             self._remove(name)
 
     def _remove(self, path: str) -> None:
-        """Deleting a missing object is no error in S3."""
+        """Delete an object; a missing one is no error in S3."""
         self._call(lambda: self._store.rm_file(path))
 
     def _call(self, attempt: Callable[[], T]) -> T:
-        """Run `attempt`, retrying while the store does not answer and time is left."""
+        """Run `attempt`, retrying as long as the store does not answer and time is left."""
         deadline = time.monotonic() + self._timeout_s
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),

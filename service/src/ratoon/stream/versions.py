@@ -45,13 +45,13 @@ MANIFEST_NAME = "manifest.json"
 SPARE_NAME = ".spare"
 DAMAGED_PREFIX = "damaged-"
 MANIFEST_FORMAT = 3
-# Per chunk; the wire's own limit.
+# Largest chunk, which is the wire's own limit.
 MAX_CHUNK_BYTES = 16 * 2**20
 
 _VERSION_PATTERN = re.compile(r"[0-9]{8,}")
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
-# Errors of a name that is there, but is no file that can be read.
+# Errors for a name that exists, but is not a readable file.
 _UNREADABLE = (errno.EIO, errno.EISDIR)
 
 
@@ -73,11 +73,11 @@ def publish_version(
 ) -> WeightManifest:
     """Make `version` visible with the files that `write` puts in the (flat) folder it is given.
 
-    `write` may find files there, to be written over, and returns the digests of files, by name,
-    that it took while it wrote them; the others are read for theirs. If the version exists, return
-    its manifest without calling `write`: after a crash the same step gives the same bits. One that
-    is damaged is set aside and written again. With `deltas` the version has a delta from the newest
-    other version, where that is small enough. Raises INVALID_ARGUMENT where the existing version is
+    `write` may find files there to overwrite. It returns the digests, by name, of files that it
+    computed while writing; the others are read for theirs. If the version exists, its manifest is
+    returned without calling `write`: after a crash the same step gives the same bits. A damaged
+    version is set aside and written again. With `deltas` the version has a delta from the newest
+    other version, if that is small enough. Raises INVALID_ARGUMENT if the existing version is
     another policy's or of another kind, and whatever `write` raises; nothing is visible then.
     """
     if version < 0:
@@ -116,7 +116,8 @@ def publish_version(
 
 
 def _with_delta(root: Path, folder: Path, manifest: WeightManifest) -> WeightManifest:
-    """The manifest with the delta from the newest other version, which is written to `folder`."""
+    """Writes the delta from the newest other version to `folder`, and returns the manifest with
+    it."""
     parent = _newest_other(root, manifest)
     if parent is None:
         return manifest
@@ -125,7 +126,7 @@ def _with_delta(root: Path, folder: Path, manifest: WeightManifest) -> WeightMan
     try:
         share = write_delta_apart(path, before, parent, folder, manifest.files)
     except OSError as err:
-        # Whole files are what readers need.
+        # Readers need only the whole files.
         _LOG.warning("no delta", version=manifest.version, reason=str(err))
         path.unlink(missing_ok=True)
         return manifest
@@ -136,7 +137,7 @@ def _with_delta(root: Path, folder: Path, manifest: WeightManifest) -> WeightMan
 
 
 def _newest_other(root: Path, manifest: WeightManifest) -> WeightManifest | None:
-    """The newest other version; None where it cannot be read, or is of another policy or kind."""
+    """Newest other version; None if it cannot be read, or belongs to another policy or kind."""
     others = [version for version in list_versions(root) if version != manifest.version]
     if not others:
         return None
@@ -149,7 +150,7 @@ def _newest_other(root: Path, manifest: WeightManifest) -> WeightManifest | None
 
 
 def _existing(root: Path, version: int) -> WeightManifest | None:
-    """The manifest of a whole version; None where there is none any more, or was none."""
+    """Manifest of a complete version; None if there is none, or no longer."""
     if not version_folder(root, version).exists():
         return None
     try:
@@ -167,7 +168,7 @@ def _name(temporary: Path, target: Path, manifest: WeightManifest) -> WeightMani
         rename_folder(temporary, target)
         return manifest
     except FileExistsError:
-        # A replaced worker that has not noticed published meanwhile.
+        # A replaced worker that has not noticed may have published meanwhile.
         there = read_manifest(target.parent, manifest.version)
         if there.files != manifest.files:
             raise
@@ -176,10 +177,10 @@ def _name(temporary: Path, target: Path, manifest: WeightManifest) -> WeightMani
 
 
 def read_manifest(root: Path, version: int, policy_id: str = "") -> WeightManifest:
-    """The manifest of a published version of this policy ("": any).
+    """Manifest of a published version of this policy ("": any).
 
-    Raises WEIGHTS_NOT_FOUND where there is none or it is damaged, and UNAVAILABLE where it cannot
-    be read now.
+    Raises WEIGHTS_NOT_FOUND if there is none or it is damaged, and UNAVAILABLE if it cannot be read
+    now.
     """
     path = version_folder(root, version) / MANIFEST_NAME
     try:
@@ -205,9 +206,10 @@ def read_manifest(root: Path, version: int, policy_id: str = "") -> WeightManife
 
 
 def whole_version(root: Path, version: int, policy_id: str = "") -> WeightManifest:
-    """The manifest of a version that has all its files, by their sizes. Raises as `read_manifest`.
+    """Manifest of a version that has all its files, by their sizes. Raises what `read_manifest`
+    raises.
 
-    Deltas may be missing: a reader fetches whole files then.
+    Deltas may be missing: readers then fetch whole files.
     """
     manifest = read_manifest(root, version, policy_id)
     for file in manifest.files:
@@ -216,9 +218,9 @@ def whole_version(root: Path, version: int, policy_id: str = "") -> WeightManife
 
 
 def set_aside(root: Path, version: int, reason: str) -> Path | None:
-    """Take a damaged version's name from its folder, which is kept for whoever looks into it.
+    """Rename the folder of a damaged version, which is kept for inspection.
 
-    One folder is kept of each version, the first. Returns it; None where there was nothing to keep.
+    The first such folder of each version is kept. Returns it, or None if there was nothing to keep.
     """
     folder, kept = version_folder(root, version), root / f"{DAMAGED_PREFIX}{version:08d}"
     if kept.exists():
@@ -232,7 +234,7 @@ def set_aside(root: Path, version: int, reason: str) -> Path | None:
 
 
 def _whole_path(root: Path, version: int, file: WeightFile) -> Path:
-    """The path of a version's file, which has the size that the manifest says."""
+    """Path of a version's file, which must have the size in the manifest."""
     path = version_folder(root, version) / file.name
     try:
         size_bytes = path.stat().st_size
@@ -262,7 +264,7 @@ def _unavailable(version: int, error: OSError) -> RatoonError:
 
 
 def list_versions(root: Path) -> tuple[int, ...]:
-    """Published versions, ascending; none where the root is missing."""
+    """Published versions, ascending; none if the root is missing."""
     if not root.is_dir():
         return ()
     return tuple(
@@ -287,7 +289,7 @@ def prune_versions(root: Path, keep: int, protected: Collection[int]) -> tuple[i
 
 
 def _make_spare(root: Path, version: int) -> None:
-    """The version's folder in place of an earlier spare one."""
+    """Replace the spare folder by the version's."""
     spare = root / SPARE_NAME
     remove_paths([spare])
     with contextlib.suppress(FileNotFoundError, FileExistsError):
@@ -295,10 +297,11 @@ def _make_spare(root: Path, version: int) -> None:
 
 
 def _take_spare(root: Path, temporary: Path) -> list[Path]:
-    """Make `temporary`, with the weight files of the spare folder that nobody reads any more.
+    """Create `temporary` with the weight files of the spare folder that nobody reads any more.
 
-    Their time of change is 0 until they are written over. The folder lost its version's name before
-    they are looked at, on which clients that link files rely: `ratoon_client.weights.published`.
+    Their modification time is 0 until they are overwritten. The folder loses its version's name
+    before they are checked, on which clients that link files rely:
+    `ratoon_client.weights.published`.
     """
     try:
         (root / SPARE_NAME).rename(temporary)
@@ -314,9 +317,9 @@ def _take_spare(root: Path, temporary: Path) -> list[Path]:
 
 
 def file_path(root: Path, version: int, name: str, policy_id: str = "") -> Path:
-    """The path of a file that the manifest names.
+    """Path of a file that the manifest names.
 
-    Raises WEIGHTS_NOT_FOUND for any other name, and where the version is damaged.
+    Raises WEIGHTS_NOT_FOUND for any other name, and if the version is damaged.
     """
     for file in read_manifest(root, version, policy_id).fetchable:
         if file.name == name:
@@ -331,9 +334,9 @@ def file_path(root: Path, version: int, name: str, policy_id: str = "") -> Path:
 
 
 def find_file(root: Path, digest: str) -> tuple[Path, WeightFile]:
-    """The newest published file with this digest; damaged versions are passed over.
+    """Newest published file with this digest; damaged versions are skipped.
 
-    Raises INVALID_ARGUMENT for an invalid digest, WEIGHTS_NOT_FOUND where no file has it.
+    Raises INVALID_ARGUMENT for an invalid digest, WEIGHTS_NOT_FOUND if no file has it.
     """
     if not _DIGEST_PATTERN.fullmatch(digest):
         raise invalid("digest", repr(digest), "32 lower-case hexadecimal digits")
@@ -345,12 +348,12 @@ def find_file(root: Path, digest: str) -> tuple[Path, WeightFile]:
         except RatoonError as err:
             if err.code is not ErrorCode.WEIGHTS_NOT_FOUND:
                 raise
-            # Damaged, or pruned since it was listed.
+            # The version was damaged, or pruned since it was listed.
     raise _digest_not_found(digest)
 
 
 def open_chunk(root: Path, digest: str, offset: int, length: int) -> bytes:
-    """Bytes [offset, offset + length) of the file with this digest, fewer at its end.
+    """Returns bytes [offset, offset + length) of the file with this digest, fewer at its end.
 
     Raises INVALID_ARGUMENT for a bad digest, offset < 0, length < 1 or length > MAX_CHUNK_BYTES;
     WEIGHTS_NOT_FOUND; RANGE_NOT_SATISFIABLE for an offset at or past the end (0 of an empty file is

@@ -43,7 +43,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-cli.add_typer(policies.cli, name="policies", help="Make, list and remove policies.")
+cli.add_typer(policies.cli, name="policies", help="Create, list and delete policies.")
 cli.add_typer(weights.cli, name="weights", help="Pull, list, follow and import weights.")
 cli.add_typer(checkpoints.cli, name="checkpoints", help="Save, load and list checkpoints.")
 cli.command()(training.update)
@@ -59,7 +59,7 @@ def _show_version(is_asked: bool) -> None:
 
 
 def _file_option(what: str, variable: str) -> OptionInfo:
-    """Of grpcs:// and https://."""
+    """Option for a file of grpcs:// and https://."""
     text = f"{what}, in PEM. Default: the environment's {variable}."
     return typer.Option(help=text, exists=True, dir_okay=False, show_default=False)
 
@@ -78,33 +78,33 @@ def settings(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help=f"A file with the API key. Default: the environment's {KEY_VARIABLE}."
-            " There is no option for the key itself: others would see it among the processes.",
+            help=f"File with the API key. Default: the environment's {KEY_VARIABLE}."
+            " There is no option for the key itself: others would see it in the list of processes.",
             exists=True,
             dir_okay=False,
             show_default=False,
         ),
     ] = None,
-    ca_file: Annotated[Path | None, _file_option("The authorities of the service", CA_VARIABLE)] = (
+    ca_file: Annotated[Path | None, _file_option("Authorities of the service", CA_VARIABLE)] = (
         None
     ),
     cert_file: Annotated[Path | None, _file_option("Your certificate", CERT_VARIABLE)] = None,
     key_file: Annotated[Path | None, _file_option("Its key", KEY_FILE_VARIABLE)] = None,
     timeout_s: Annotated[
-        float, typer.Option(help="Seconds to go on trying a call.", min=0.1)
+        float, typer.Option(help="Seconds for which a call is retried.", min=0.1)
     ] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
     version: Annotated[  # noqa: ARG001 - its callback has answered
         bool,
         typer.Option(
             "--version",
-            help="Say version and commit, and exit.",
+            help="Show version and commit, and exit.",
             callback=_show_version,
             is_eager=True,
         ),
     ] = False,
 ) -> None:
-    """Options of all commands."""
+    """Handle the options that all commands share."""
     api_key = None if api_key_file is None else _read_key(api_key_file)
     context.obj = Settings(
         url=url or default_url(),

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, with the types by which a wrong one is refused."""
+"""Arguments of several commands, with types that refuse wrong values."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import typer
 from ratoon_client.config import WEIGHTS_VARIABLE
 
 Seq = Annotated[
-    int | None, typer.Option(help="Default: the policy's next.", min=1, show_default=False)
+    int | None,
+    typer.Option(help="Seq of the call. Default: the policy's next.", min=1, show_default=False),
 ]
 Version = Annotated[
-    int | None, typer.Option(help="Default: the newest published.", min=0, show_default=False)
+    int | None,
+    typer.Option(
+        help="Version of the weights. Default: the newest published.", min=0, show_default=False
+    ),
 ]
 WeightsRoot = Annotated[
     Path | None,
     typer.Option(
-        help="The service's, on this host: files are linked from there, not fetched. Default: the"
+        help="Weights root of a service on this host: files are linked, not fetched. Default: the"
         f" environment's {WEIGHTS_VARIABLE}.",
         exists=True,
         file_okay=False,

@@ -26,13 +26,15 @@ def list_checkpoints(context: typer.Context, policy_id: str) -> None:
 def save(
     context: typer.Context,
     policy_id: str,
-    checkpoint_id: Annotated[str, typer.Argument(help="Default: from seq and version.")] = "",
+    checkpoint_id: Annotated[
+        str, typer.Argument(help="Default: named after seq and version.")
+    ] = "",
     seq: Seq = None,
 ) -> None:
     """Save model, optimizer, version and seq, and wait for it.
 
-    Takes the policy's next seq: a session that trains it meanwhile has KEY_REUSED then, until its
-    resync(), unless the policy has sequencing "server".
+    The command takes the policy's next seq. Unless the policy has sequencing "server", a session
+    that trains it meanwhile then gets KEY_REUSED until its resync().
     """
     with open_client(context) as client:
         saved = client.policy(policy_id).save_checkpoint(checkpoint_id, seq=seq).result()
@@ -43,8 +45,8 @@ def save(
 def load(context: typer.Context, policy_id: str, checkpoint_id: str, seq: Seq = None) -> None:
     """Go back to a checkpoint, and wait for it.
 
-    Takes the policy's next seq: a session that trains it meanwhile has KEY_REUSED then, until its
-    resync(), unless the policy has sequencing "server".
+    The command takes the policy's next seq. Unless the policy has sequencing "server", a session
+    that trains it meanwhile then gets KEY_REUSED until its resync().
     """
     with open_client(context) as client:
         client.policy(policy_id).load_checkpoint(checkpoint_id, seq=seq).result()

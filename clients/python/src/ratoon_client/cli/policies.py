@@ -35,17 +35,15 @@ def get(context: typer.Context, policy_id: PolicyId) -> None:
 def create(
     context: typer.Context,
     policy_id: PolicyId,
-    preset: Annotated[
-        str | None, typer.Option(help="A built-in random model: tiny, small.")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Built-in random model: tiny, small.")] = None,
     model_folder: Annotated[
-        str | None, typer.Option(help="A folder below the service's models root.")
+        str | None, typer.Option(help="Model folder below the service's models root.")
     ] = None,
     lora_rank: Annotated[
-        int | None, typer.Option(help="Train an adapter of this rank.", min=1)
+        int | None, typer.Option(help="Train a LoRA adapter of this rank.", min=1)
     ] = None,
     lora_alpha: Annotated[
-        float | None, typer.Option(help="Default: twice the rank.", min=0.0)
+        float | None, typer.Option(help="Scale of the adapter. Default: twice the rank.", min=0.0)
     ] = None,
     lora_targets: Annotated[
         str | None,
@@ -53,15 +51,15 @@ def create(
     ] = None,
     dtype: Annotated[
         ModelDtype | None,
-        typer.Option(help="Of the weights on the device."),
+        typer.Option(help="Dtype of the weights on the device."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of random weights.", min=0, max=2**64 - 1)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random weights.", min=0, max=2**64 - 1)] = 0,
     sequencing: Annotated[
         Sequencing | None,
-        typer.Option(help="Who counts a policy's calls."),
+        typer.Option(help="Who numbers the policy's calls."),
     ] = None,
 ) -> None:
-    """Make a policy and wait until it can be trained."""
+    """Create a policy and wait until it can be trained."""
     options = PolicyOptions(seed=seed)
     if preset is not None:
         options["preset"] = preset
@@ -82,7 +80,7 @@ def create(
 
 @cli.command()
 def delete(context: typer.Context, policy_id: PolicyId) -> None:
-    """Remove a policy with its weights and checkpoints."""
+    """Delete a policy with its weights and checkpoints."""
     with open_client(context) as client:
         client.delete_policy(policy_id).result()
     show(context, {"policy_id": policy_id}, {"deleted": policy_id})

@@ -1,4 +1,4 @@
-"""`ratoonctl info` and `health`; `health` succeeds only where the service is well."""
+"""`ratoonctl info` and `health`; `health` succeeds only if the service is healthy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ratoon_client.cli.context import open_client, show
 
 
 def info(context: typer.Context) -> None:
-    """What the service is: versions, device, backends, limits."""
+    """Show the service's versions, device, backends and limits."""
     with open_client(context) as client:
         server = client.server_info()
     fields: dict[str, object] = {
@@ -26,7 +26,7 @@ def info(context: typer.Context) -> None:
 
 
 def health(context: typer.Context) -> None:
-    """Exit 0 where the service is well, 1 where it is not, 3 where it does not answer."""
+    """Exit 0 if the service is healthy, 1 if it is not, 3 if it does not answer."""
     with open_client(context) as client:
         answer = client.health()
     show(context, answer, {"status": answer.status})

@@ -19,7 +19,7 @@ from ratoon_client.results import Operation, StepResult
 from ratoon_client.rollouts import Group
 
 LearningRate = Annotated[
-    float, typer.Option("--learning-rate", "--lr", help="Of this step.", min=0.0)
+    float, typer.Option("--learning-rate", "--lr", help="Learning rate of this step.", min=0.0)
 ]
 
 
@@ -28,10 +28,12 @@ def update(
     policy_id: str,
     file: Annotated[
         Path,
-        typer.Argument(help="Groups as JSON lines, one group a line.", exists=True, dir_okay=False),
+        typer.Argument(
+            help="Groups as JSON lines, one group per line.", exists=True, dir_okay=False
+        ),
     ],
     learning_rate: LearningRate,
-    loss: Annotated[LossKind, typer.Option(help="See docs/api.md.")] = "grpo",
+    loss: Annotated[LossKind, typer.Option(help="Kind of loss: see docs/api.md.")] = "grpo",
     advantage: Annotated[
         AdvantageKind | None,
         typer.Option(help="Default: the loss's."),
@@ -44,26 +46,29 @@ def update(
         float | None, typer.Option(help="Default: the loss's.", min=0.0, max=1.0)
     ] = None,
     clip_high: Annotated[float | None, typer.Option(help="Default: the loss's.", min=0.0)] = None,
-    entropy_coefficient: Annotated[float, typer.Option(help="0: no term.")] = 0.0,
+    entropy_coefficient: Annotated[
+        float, typer.Option(help="Coefficient of the entropy term; 0: none.")
+    ] = 0.0,
     allow_truncated_sampling: Annotated[
-        bool, typer.Option(help="Log-probs sampled under top-p or top-k may enter a ratio.")
+        bool, typer.Option(help="Allow log-probs sampled under top-p or top-k in a ratio.")
     ] = False,
     weight_decay: Annotated[
         float | None, typer.Option(help="Default: the policy's.", min=0.0)
     ] = None,
     max_grad_norm: Annotated[
-        float | None, typer.Option(help="0: no clipping. Default: the service's.", min=0.0)
+        float | None,
+        typer.Option(help="Global norm to clip to; 0: none. Default: the service's.", min=0.0),
     ] = None,
     byte_tokens: Annotated[
-        bool, typer.Option("--byte-tokens", help="Texts of the file are tokens by their bytes.")
+        bool, typer.Option("--byte-tokens", help="Read texts of the file as one token per byte.")
     ] = False,
     seq: Seq = None,
-    wait: Annotated[bool, typer.Option(help="Until the operation has ended.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until the operation has ended.")] = True,
 ) -> None:
-    """One update of a policy on the groups of a file.
+    """Update a policy once, on the groups of a file.
 
-    Takes the policy's next seq: a session that trains it meanwhile has KEY_REUSED then, until its
-    resync(), unless the policy has sequencing "server".
+    The command takes the policy's next seq. Unless the policy has sequencing "server", a session
+    that trains it meanwhile then gets KEY_REUSED until its resync().
     """
     groups = _read(file, byte_tokens=byte_tokens)
     loss_config = Loss(

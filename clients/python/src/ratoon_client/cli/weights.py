@@ -42,9 +42,9 @@ _MOST_ASKED = 1000
 
 @cli.command("list")
 def list_versions(context: typer.Context, policy_id: str) -> None:
-    """The versions that can be fetched, newest first, up to the policy's keep_versions.
+    """List the versions that can be fetched, newest first, up to the policy's keep_versions.
 
-    An older one that a receiver still holds is not listed; `manifest` shows it by its number.
+    Older versions that a receiver still holds are not listed; `manifest` shows one by its number.
     """
     found: list[WeightManifest] = []
     with open_client(context) as client:
@@ -68,13 +68,17 @@ def pull(
     policy_id: str,
     folder: Annotated[
         Path,
-        typer.Argument(help="Gets version-N, and `latest` that names one.", file_okay=False),
+        typer.Argument(
+            help="Folder for version-N, and for `latest`, which names one.", file_okay=False
+        ),
     ],
     version: Version = None,
-    keep: Annotated[int, typer.Option(help="Versions that stay; 0: all.", min=0)] = KEEP_VERSIONS,
+    keep: Annotated[
+        int, typer.Option(help="Number of versions to keep; 0: all.", min=0)
+    ] = KEEP_VERSIONS,
     weights_root: WeightsRoot = None,
 ) -> None:
-    """Bring a folder up to date with a policy's weights, verified."""
+    """Update a folder to a policy's newest weights, verified."""
     with open_client(context, ClientConfig(weights_root=weights_root)) as client:
         pulled = client.pull_weights(policy_id, folder, version, keep=keep or None)
     fields = {
@@ -91,22 +95,25 @@ def pull(
 def import_weights(
     context: typer.Context,
     policy_id: str,
-    folder: Annotated[str, typer.Argument(help="Below the server's models root.")],
+    folder: Annotated[
+        str, typer.Argument(help="Folder of weights, below the server's models root.")
+    ],
     delta: Annotated[
-        bool, typer.Option("--delta", help="Add its values; default: replace the weights.")
+        bool,
+        typer.Option("--delta", help="Add the folder's values instead of replacing the weights."),
     ] = False,
     reset_optimizer: Annotated[
-        bool, typer.Option("--reset-optimizer", help="Moments and step count begin anew.")
+        bool, typer.Option("--reset-optimizer", help="Reset moments and step count.")
     ] = False,
     expected_version: Annotated[
-        int | None, typer.Option(help="Refused where the policy is at another.", min=0)
+        int | None, typer.Option(help="Refuse the call if the policy is at another version.", min=0)
     ] = None,
     seq: Seq = None,
 ) -> None:
-    """Give a policy the weights of a folder on the server, and wait for it.
+    """Import weights from a folder on the server, and wait for the new version.
 
-    Takes the policy's next seq: a session that trains it meanwhile has KEY_REUSED then, until its
-    resync(), unless the policy has sequencing "server".
+    The command takes the policy's next seq. Unless the policy has sequencing "server", a session
+    that trains it meanwhile then gets KEY_REUSED until its resync().
     """
     with open_client(context) as client:
         handle = client.policy(policy_id).import_weights(
@@ -128,7 +135,7 @@ def import_weights(
 
 @cli.command()
 def watch(context: typer.Context, policy_id: str) -> None:
-    """A line for the newest version, and for each that is published from now on."""
+    """Print a line for the newest version, and for each that is published from now on."""
     with open_client(context) as client:
         for newest in client.watch_weights(policy_id):
             show(context, newest, {"version": newest.version, "bytes": _num_bytes(newest)})
@@ -140,20 +147,22 @@ def follow(
     policy_id: str,
     root: Annotated[
         Path,
-        typer.Option(help="A folder of its own, which the engine can read.", file_okay=False),
+        typer.Option(help="Folder of this receiver, which the engine can read.", file_okay=False),
     ],
-    vllm: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
+    vllm: Annotated[str, typer.Option(help="URL of the server to load versions into.")] = "",
     vllm_backend: Annotated[
         VllmBackend,
-        typer.Option(help="reload: from its folder; ratoon: from its memory; nccl: from --device."),
+        typer.Option(
+            help="Source of a load: reload (folder), ratoon (its memory), nccl (--device)."
+        ),
     ] = VllmBackend.RELOAD,
     device: Annotated[
-        str, typer.Option(help="For nccl: a GPU that the engine has not.")
+        str, typer.Option(help="For nccl: a GPU that the engine does not use.")
     ] = "cuda:0",
-    sglang: Annotated[str, typer.Option(help="Load versions into this server.")] = "",
+    sglang: Annotated[str, typer.Option(help="URL of the server to load versions into.")] = "",
     weights_root: WeightsRoot = None,
 ) -> None:
-    """Each version as it is published, until SIGINT or SIGTERM; a line for each on the way."""
+    """Load each version as it is published, until SIGINT or SIGTERM; print a line for each."""
 
     def on_event(event: ReceiverEvent) -> None:
         if isinstance(event, Received):
@@ -202,7 +211,7 @@ def _received_line(event: Received) -> str:
 
 @cli.command()
 def manifest(context: typer.Context, policy_id: str, version: Version = None) -> None:
-    """The files of a version, with their digests."""
+    """List the files of a version, with their digests."""
     with open_client(context) as client:
         weights = client.weight_manifest(policy_id, version)
     if not weights.files:

@@ -1,8 +1,8 @@
 """A second copy of a policy's bodies and checkpoints, from which an empty disk is restored.
 
 With an archive, an operation is acknowledged, and a checkpoint journaled, only after its copy is
-durable. What the journal no longer needs is deleted from both places, from the archive in the
-background or else by the next start. Forward results and published weights have no copy.
+durable. Files that the journal no longer needs are deleted from both places: from the archive in
+the background, or else by the next start. Forward results and published weights have no copy.
 
     policies/<policy_id>/{bodies,checkpoints}
 """
@@ -23,31 +23,35 @@ if TYPE_CHECKING:
     from ratoon.stream.object_store import ObjectStore
 
 _LOG = get_logger("archive")
-# Per call to the store, with its retries.
+# Timeout of a call to the store, including its retries.
 _TIMEOUT_S = 30.0
-# That wait, of a policy.
+# Maximum pending deletions per policy.
 _MAX_DELETIONS = 65_536
 
 
 class Archive(Protocol):
-    """Raises UNAVAILABLE where the store does not answer; drops and start leave it to the next."""
+    """Copies of a policy's files in an object store.
+
+    Methods raise UNAVAILABLE if the store does not answer, except `start` and `drop_*`, which retry
+    at the next start.
+    """
 
     async def start(self) -> None:
         """Remove what interrupted writers left."""
         ...
 
     async def stop(self) -> None:
-        """Begin no more deletions, and wait for the one under way."""
+        """Begin no more deletions, and wait for the running one."""
         ...
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Stop without waiting."""
         ...
 
     async def keep_body(self, digest: str, body: bytes) -> None: ...
 
     def drop_body(self, digest: str) -> None:
-        """Delete it in the background."""
+        """Delete the body in the background."""
         ...
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
@@ -61,7 +65,7 @@ class Archive(Protocol):
         ...
 
     def drop_checkpoint(self, checkpoint_id: str) -> None:
-        """Delete it in the background."""
+        """Delete the checkpoint in the background."""
         ...
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
@@ -79,40 +83,40 @@ class NoArchive:
     """No archive: the local disk has the only copy."""
 
     async def start(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def stop(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def abandon(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def keep_body(self, digest: str, body: bytes) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def drop_body(self, digest: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def body_names(self) -> frozenset[str]:
         return frozenset()
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def drop_checkpoint(self, checkpoint_id: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def checkpoint_names(self) -> frozenset[str]:
         return frozenset()
 
     async def forget(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class BlobArchive:
@@ -170,7 +174,7 @@ class BlobArchive:
         try:
             self._blobs.put_folder(key, folder)
         except FileExistsError:
-            # A save of that name, never journaled, left another state here.
+            # An earlier save of that name, never journaled, left another state here.
             self._blobs.delete_folder(key)
             self._blobs.put_folder(key, folder)
 
@@ -188,7 +192,7 @@ class BlobArchive:
         except RatoonError as error:
             if error.code is not ErrorCode.INTERNAL:
                 raise
-            # Do not load it: recovery takes an older one.
+            # The checkpoint must not be loaded: recovery takes an older one.
             _LOG.error("archived checkpoint is damaged", error=error.message)
         else:
             policy_id = self._paths.root.name
@@ -214,12 +218,12 @@ class BlobArchive:
 class _Deletions:
     """Deletes from a store in the background, one key at a time.
 
-    Once the store does not answer, what is waiting is left to the next start.
+    If the store does not answer, pending deletions are left to the next start.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[str], None]] = {}
-        # Held while `_key` is being deleted.
+        # The lock is held while `_key` is being deleted.
         self._lock = asyncio.Lock()
         self._key = ""
         self._task: asyncio.Task[None] | None = None
@@ -246,13 +250,13 @@ class _Deletions:
             pass
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Stop without waiting."""
         self._waiting.clear()
 
     async def _run(self) -> None:
         while self._waiting:
             async with self._lock:
-                # Stopped or spared while this waited for the lock.
+                # The deletions may have been stopped or spared while this waited for the lock.
                 key = self._key = next(iter(self._waiting), "")
                 if not key:
                     return
@@ -309,19 +313,19 @@ class ArchivedBodyFiles(BodyFiles):
 
 
 def open_archive(storage_url: str, paths: PolicyPaths) -> Archive:
-    """The archive of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
+    """Archive of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
     return BlobArchive(open_store(storage_url), paths) if storage_url else NoArchive()
 
 
 def check_store(storage_url: str) -> None:
-    """Raises INVALID_ARGUMENT for a read-only store, UNAVAILABLE where it does not answer."""
+    """Raises INVALID_ARGUMENT for a read-only store, UNAVAILABLE if it does not answer."""
     if storage_url:
         open_store(storage_url).check()
 
 
 def open_store(storage_url: str) -> ObjectStore:
     try:
-        # An optional dependency; and the AWS libraries are large.
+        # The dependency is optional, and the AWS libraries are large.
         from ratoon.stream.object_store import ObjectStore
     except ImportError as err:
         raise invalid("storage_url", f"no library for it ({err})", "ratoon[s3] installed") from err
@@ -329,5 +333,5 @@ def open_store(storage_url: str) -> ObjectStore:
 
 
 def _left_behind(reason: str) -> None:
-    """Log it; the next start deletes what is left."""
+    """Log that deletions were left; the next start makes them."""
     _LOG.warning("not deleted from the archive", error=reason)

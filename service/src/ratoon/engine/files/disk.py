@@ -14,18 +14,18 @@ from pathlib import Path
 
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 
-# Space comes back when bodies and versions are deleted, or an operator frees some.
+# Retry time for disk space, which is freed when bodies and versions are deleted, or by an operator.
 _RETRY_S = 10.0
-# A place in a queue comes free when an operation ends.
+# Retry time for a queue place, which is freed when an operation ends.
 _QUEUE_RETRY_S = 2.0
 _DISK = "disk"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# disk_full (PostgreSQL's manual, appendix A).
+# Code of disk_full (PostgreSQL's manual, appendix A).
 _POSTGRESQL_DISK_FULL = "53100"
 
 
 def check_room(name: str, resource: str, used: int, wanted: int, limit: int) -> None:
-    """Raises RESOURCE_EXHAUSTED where `wanted` more of `resource` would exceed `limit`."""
+    """Raises RESOURCE_EXHAUSTED if `wanted` more of `resource` would exceed `limit`."""
     if used + wanted > limit:
         raise exhausted(
             f"{name}: {used} of at most {limit}, {wanted} more wanted",
@@ -38,7 +38,7 @@ def check_room(name: str, resource: str, used: int, wanted: int, limit: int) -> 
 
 
 def disk_refusal(folder: Path, wanted_bytes: int, min_free_bytes: int) -> RatoonError | None:
-    """The refusal of `wanted_bytes` more, where they would leave less than `min_free_bytes`.
+    """Refusal of `wanted_bytes` more, if they would leave less than `min_free_bytes`.
 
     None: there is room. `folder` must exist.
     """
@@ -59,15 +59,15 @@ def disk_refusal(folder: Path, wanted_bytes: int, min_free_bytes: int) -> Ratoon
 
 
 def disk_full(error: BaseException) -> RatoonError | None:
-    """The refusal for an error that says that a disk, or a quota of it, is full; else None."""
-    cause = getattr(error, "orig", error)  # SQLAlchemy wraps the driver's.
+    """Refusal for an error that reports a full disk, or an exhausted quota of it; else None."""
+    cause = getattr(error, "orig", error)  # SQLAlchemy wraps the driver's error.
     match cause:
         case OSError():
             is_full = cause.errno in _FULL
         case sqlite3.Error():
             is_full = _primary(cause) == sqlite3.SQLITE_FULL
         case _:
-            # PostgreSQL's error; its library is not imported here.
+            # The error is PostgreSQL's; its library is not imported here.
             is_full = getattr(cause, "sqlstate", None) == _POSTGRESQL_DISK_FULL
     if not is_full:
         return None
@@ -82,7 +82,8 @@ def is_disk_full(error: Exception) -> bool:
 
 
 def is_waited_for(error: BaseException) -> bool:
-    """Whether what is missing comes by itself: disk space or a GPU that others free, a store."""
+    """Whether the missing resource becomes available by itself: disk space or a GPU that others
+    free, or a store."""
     if not isinstance(error, RatoonError):
         return False
     return error.code is ErrorCode.UNAVAILABLE or error.details.get("resource") in (_DISK, "GPU")

@@ -1,9 +1,10 @@
-"""What a policy's folder says of operations that the journal has lost, and what becomes of it.
+"""Evidence in a policy's folder of operations that the journal has lost, and the decision about
+them.
 
-Versions and checkpoints name the operation that they are of, the position file how far the journal
-had come. A start that finds the journal behind any of them writes `loss.json` and refuses the
-policy; `ratoon recover` writes the operator's decision beside it, which the next start carries out.
-A decision is about one state of the journal: for any other it says nothing.
+Versions and checkpoints name the operation after which they were taken; the position file says how
+far the journal had come. A start that finds the journal behind any of them writes `loss.json` and
+refuses the policy. `ratoon recover` writes the operator's decision beside it, which the next start
+carries out. A decision applies to one state of the journal, and to no other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ratoon.train.saved_state import SavedState, read_saved_state
 
 
 class Choice(StrEnum):
-    """How to go on: from the journal as it is, or from the newest checkpoint that there is."""
+    """Way to continue: from the journal as it is, or from the newest checkpoint."""
 
     ACCEPT_LOSS = "accept-loss"
     FROM_EVIDENCE = "from-evidence"
@@ -53,7 +54,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """How far it had come: to the end of `last_seq`, and `max_seq` was accepted."""
+    """How far the policy had come: `last_seq` had ended, and `max_seq` was accepted."""
 
     last_seq: int
     max_seq: int
@@ -62,10 +63,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalLoss:
-    """`journal`: what is left. `told`: what callers had been told, None: not known.
+    """`journal`: what remains. `told`: what callers had been told; None: not known.
 
-    `versions`, `checkpoints`: what the journal cannot have made. `adoptable`: the checkpoint that
-    the policy can go on from, "": none, and `obstacle` says why.
+    `versions`, `checkpoints`: those that the journal cannot have made. `adoptable`: the checkpoint
+    that the policy can continue from; "": none, and `obstacle` says why.
     """
 
     journal: Facts
@@ -78,7 +79,7 @@ class JournalLoss:
 
     @property
     def text(self) -> str:
-        """What is known, for the policy's failure, the log and the operator."""
+        """Everything known, as text for the policy's failure, the log and the operator."""
         left = self.journal
         known = [f"what is left has {_come_to(left)}"]
         if self.told == self.journal:
@@ -103,7 +104,7 @@ class JournalLoss:
 
 
 def find_versions(paths: PolicyPaths) -> list[FoundVersion]:
-    """Every published version, whether the journal knows it or not."""
+    """Finds every published version, whether the journal knows it or not."""
     found: list[FoundVersion] = []
     for version in list_versions(paths.weights):
         try:
@@ -117,7 +118,7 @@ def find_versions(paths: PolicyPaths) -> list[FoundVersion]:
 def find_checkpoints(
     paths: PolicyPaths, names: Sequence[str] | None = None
 ) -> list[FoundCheckpoint]:
-    """Every checkpoint, or those of these names."""
+    """Finds every checkpoint, or those with these names."""
     there = names_in(paths.checkpoints) if paths.checkpoints.is_dir() else []
     found: list[FoundCheckpoint] = []
     for name in sorted(set(there if names is None else names)):
@@ -132,12 +133,12 @@ def find_checkpoints(
 
 
 def write_loss(paths: PolicyPaths, loss: JournalLoss) -> None:
-    """Note why the policy is refused."""
+    """Record why the policy is refused."""
     write_atomic(paths.loss, seal_document(asdict(loss)))
 
 
 def read_loss(paths: PolicyPaths) -> JournalLoss | None:
-    """Why the policy is refused; None: it is not. Raises `DamagedFileError`."""
+    """Reads why the policy is refused; None: it is not. Raises `DamagedFileError`."""
     try:
         document = unseal_document(paths.loss.read_bytes())
     except FileNotFoundError:
@@ -149,9 +150,9 @@ def read_loss(paths: PolicyPaths) -> JournalLoss | None:
 
 
 def write_decision(paths: PolicyPaths, choice: Choice) -> JournalLoss:
-    """Decide about the loss that the policy is refused for, which is returned.
+    """Record a decision about the loss that the policy is refused for, and return the loss.
 
-    Raises INVALID_ARGUMENT where there is none, or where the choice is not possible, and
+    Raises INVALID_ARGUMENT if there is no loss, or the choice is not possible, and
     `DamagedFileError`.
     """
     loss = read_loss(paths)
@@ -165,7 +166,7 @@ def write_decision(paths: PolicyPaths, choice: Choice) -> JournalLoss:
 
 
 def read_decision(paths: PolicyPaths, loss: JournalLoss) -> Choice | None:
-    """What was decided for a journal as it is now; None: nothing."""
+    """Reads the decision for the journal's present state; None: there is none."""
     try:
         document = unseal_document(paths.decision.read_bytes())
         decided = read_loss(paths)
@@ -179,7 +180,7 @@ def read_decision(paths: PolicyPaths, loss: JournalLoss) -> Choice | None:
 
 
 def forget_loss(paths: PolicyPaths, folder: Path | None = None) -> None:
-    """The policy is refused no more. `folder`: where what was decided is kept; None: nowhere."""
+    """End the refusal of the policy. `folder`: where the decision is kept; None: nowhere."""
     for path in (paths.decision, paths.loss):
         if folder is not None and path.exists():
             path.rename(folder / path.name)

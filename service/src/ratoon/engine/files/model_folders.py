@@ -12,10 +12,10 @@ _MAX_LENGTH = 1024
 
 
 def plain_path(field: str, given: str) -> str:
-    """`given` in its one normal form, where its text alone leads below the root it is relative to.
+    """Returns `given` in its normal form, if its text alone leads below the root it is relative to.
 
-    Raises INVALID_ARGUMENT. It reads no folder, so that a retry has the same form whatever became
-    of the folder.
+    Raises INVALID_ARGUMENT. It reads no folder, so that a retry has the same form whatever happened
+    to the folder.
     """
     path = PurePosixPath(given)
     if (
@@ -30,11 +30,11 @@ def plain_path(field: str, given: str) -> str:
 
 
 def model_folder(field: str, given: str, models_root: Path) -> Path:
-    """A caller's model folder, absolute. What is in it are files and folders, and with links
-    followed all of them are below `models_root`.
+    """Returns a caller's model folder, absolute. Its entries are files and folders, and after links
+    are resolved all of them are below `models_root`.
 
-    Who reads a file looks at it again (`ModelFolder.open`). Raises INVALID_ARGUMENT; the message
-    says nothing of folders outside the root.
+    Readers check a file again (`ModelFolder.open`). Raises INVALID_ARGUMENT; the message reveals
+    nothing about folders outside the root.
     """
     if not given or "\0" in given or Path(given).is_absolute():
         raise _refused(field, given)

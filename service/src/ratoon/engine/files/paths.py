@@ -26,7 +26,7 @@ from ratoon.stream.files import (
 )
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-# Below the data root. What is left there of a folder being removed has a temporary name.
+# Folder below the data root. The rest of a folder that is being removed has a temporary name there.
 POLICIES = "policies"
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
 
@@ -37,7 +37,7 @@ class PolicyPaths:
 
     root: Path
     weights: Path
-    # What all policies may read, below which are the model folders that callers name.
+    # Folder that all policies may read, with the model folders that callers name.
     models_root: Path
 
     @property
@@ -58,22 +58,22 @@ class PolicyPaths:
 
     @property
     def position(self) -> Path:
-        """How far the journal had come: see `files.position`."""
+        """File that says how far the journal had come: see `files.position`."""
         return self.root / "position"
 
     @property
     def loss(self) -> Path:
-        """What the journal lost, while its policy is refused for that: see `files.losses`."""
+        """File that says what the journal lost, while its policy is refused: see `files.losses`."""
         return self.root / "loss.json"
 
     @property
     def decision(self) -> Path:
-        """What the operator has decided about it."""
+        """File with the operator's decision about the loss."""
         return self.root / "decision.json"
 
     @property
     def set_aside(self) -> Path:
-        """What starts moved away instead of deleting it. Only operators remove it."""
+        """Folder of files that starts moved away instead of deleting. Only operators remove it."""
         return self.root / "set-aside"
 
     @property
@@ -98,7 +98,7 @@ def policy_paths(
     weights_root: Path | None = None,
     models_root: Path | None = None,
 ) -> PolicyPaths:
-    """Raises INVALID_ARGUMENT for an id that is no plain name."""
+    """Returns a policy's paths. Raises INVALID_ARGUMENT for an id that is not a plain name."""
     name = safe_name("policy_id", policy_id)
     root = data_root / POLICIES / name
     weights = root / "weights" if weights_root is None else weights_root / name
@@ -107,14 +107,14 @@ def policy_paths(
 
 
 def safe_name(field: str, name: str) -> str:
-    """`name` where it is one plain path component that does not start with a dot."""
+    """Returns `name`, if it is one plain path component that does not start with a dot."""
     if not _NAME.fullmatch(name):
         raise invalid(field, repr(name), "letters, digits, '_', '-' and '.', not first")
     return name
 
 
 def make_policy_folders(paths: PolicyPaths) -> None:
-    """Make the folders."""
+    """Create the folders."""
     for folder in paths.folders:
         make_folder(folder)
     # A killed process may have made them without syncing their names.
@@ -123,7 +123,7 @@ def make_policy_folders(paths: PolicyPaths) -> None:
 
 
 def policy_leftovers(paths: PolicyPaths) -> list[Path]:
-    """What crashed writers left in the folders."""
+    """Paths that crashed writers left in the folders."""
     folders = (paths.root, *paths.folders)
     return [path for folder in folders for path in find_leftovers(folder)]
 
@@ -135,7 +135,7 @@ def remove_policy_files(paths: PolicyPaths) -> None:
 
 
 def require_known(data_root: Path, policy_ids: Collection[str]) -> None:
-    """Raises INTERNAL where files exist for a policy that the journal does not know.
+    """Raises INTERNAL if files exist for a policy that the journal does not know.
 
     A policy's row is written before its first file and deleted after its last, so the journal must
     have been replaced by an empty or older one.
@@ -179,7 +179,7 @@ class BodyFiles:
         self._lock = asyncio.Lock()
 
     async def hold(self, holder: str, digest: str, body: bytes) -> None:
-        """Hold a body, writing its file where it is missing."""
+        """Hold a body, writing its file if it is missing."""
         async with self._lock:
             path = self._paths.body(digest)
             if digest not in self._holders or not path.exists():
@@ -238,9 +238,9 @@ class BodyFiles:
             return await asyncio.to_thread(move_to, folder, paths)
 
     async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
-        """Hold only what journaled operations need (digest by holder) and what is in flight.
+        """Hold only bodies that journaled operations need (digest by holder) and those in flight.
 
-        Delete the rest, if it was `listed` before the journal was read: newer files may belong to a
+        Delete others that were `listed` before the journal was read: newer files may belong to a
         controller that is taking over.
         """
         async with self._lock:
@@ -276,7 +276,8 @@ def _file_ids(folder: Path) -> dict[str, _FileId]:
 
 
 def _file_id(path: Path) -> _FileId | None:
-    """Changes with each write: the old file exists until the new one takes its name."""
+    """Identity of a file, which changes with each write: the old file exists until the new one
+    takes its name."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -317,7 +318,8 @@ def drop_expired_results(paths: PolicyPaths, ttl_s: float, protected: frozenset[
 
 
 def read_result(paths: PolicyPaths, digest: str, offset: int, length: int) -> bytes | None:
-    """Bytes [offset, offset + length) of a result file, fewer at its end; None: no such file.
+    """Returns bytes [offset, offset + length) of a result file, fewer at its end; None: no such
+    file.
 
     Raises INVALID_ARGUMENT and RANGE_NOT_SATISFIABLE as `stream.versions.open_chunk` does.
     """

@@ -1,11 +1,11 @@
-"""How far a policy's journal had come when callers were last told of it, beside the journal.
+"""Records beside the journal how far it had come when callers were last told of it.
 
-The journal counts the writes that callers are told of, and after which files are deleted; after
-each of them the count goes into the file `position` of the policy's folder. A journal whose count
-is lower than the file's has lost committed writes, whatever the cause.
+The journal counts the writes that callers are told of, and those after which files are deleted.
+After each of them the count goes into the file `position` of the policy's folder. A journal whose
+count is lower than the file's has lost committed writes, whatever the cause.
 
-The file is not synced, as it need not survive what the journal survives: a power cut may leave it
-older than the journal, which says nothing. It is never newer than what was committed.
+The file is not synced, because it need not survive what the journal survives: after a power cut it
+may be older than the journal, which means nothing. It is never newer than what was committed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIELDS = struct.Struct(">5Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """`count`: of the journal's writes. `token`: the newest fencing token.
+    """`count`: number of the journal's writes. `token`: the newest fencing token.
 
     `max_seq`: the highest seq accepted. `last_seq`: the highest that ended in its turn.
     """
@@ -37,7 +37,7 @@ class Position:
 
 
 def read_position(path: Path) -> Position | None:
-    """None: no file, or one that a power cut or a disk has torn."""
+    """Reads a position; None: no file, or one that a power cut or a disk has torn."""
     try:
         values = _FIELDS.unpack(unseal_bytes(path.read_bytes()))
     except FileNotFoundError:
@@ -50,7 +50,8 @@ def read_position(path: Path) -> Position | None:
 
 
 def write_position(path: Path, position: Position) -> None:
-    """Write all of it in place, by one call, into the page cache. Never raises `OSError`."""
+    """Write the whole position in place, by one call, into the page cache. Never raises
+    `OSError`."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

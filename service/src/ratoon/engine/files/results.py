@@ -1,4 +1,4 @@
-"""Results as files. A Forward's output: log-probs, and an index of the rollouts they are for.
+"""Stores results as files: a Forward's log-probs, with an index of their rollouts.
 
 `<digest>` is a serialized `ForwardOutput`; `<digest>.<operation>` is its sealed index, 16 bytes per
 rollout. A loss with `from_forward` reads both. Old log-probs are found by the rollout's tokens,
@@ -46,7 +46,7 @@ def write_forward_output(
     *,
     is_reference: bool,
 ) -> tuple[str, int]:
-    """Write both files; the digest and the size in bytes of the output."""
+    """Write both files; return the digest and the size in bytes of the output."""
     output = ForwardOutput(
         logprobs=encode_array(logprobs_J), offsets=encode_array(batch.response_offsets)
     )
@@ -61,9 +61,10 @@ def write_forward_output(
 
 
 def keep_result(folder: Path, write: Callable[[Path], None]) -> tuple[str, int]:
-    """Keep the new file that `write` makes where it is told; its digest and its size in bytes.
+    """Keep the new file that `write` makes at the given path; return its digest and its size in
+    bytes.
 
-    The digest is its name. Raises what `write` raises; nothing is kept then.
+    The digest becomes its name. Raises what `write` raises; nothing is kept then.
     """
     temporary = temporary_name(folder / "result")
     try:
@@ -79,17 +80,19 @@ def keep_result(folder: Path, write: Callable[[Path], None]) -> tuple[str, int]:
 
 
 def read_old_logprobs(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
-    """Old log-probs of `batch`, [J] in the dtype they were taken in, from the Forward's files.
+    """Reads old log-probs of `batch`, [J] in the dtype they were taken in, from the Forward's
+    files.
 
-    Raises INVALID_ARGUMENT where the files have expired, are damaged, are of the reference, or lack
-    a rollout of the batch.
+    Raises INVALID_ARGUMENT if the files have expired, are damaged, are of the reference, or lack a
+    rollout of the batch.
     """
     output, sources = _read(keys_path, batch)
     return _at_rollouts(output, output.logprobs, batch, sources)
 
 
 def read_entropy(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
-    """Entropies likewise. Raises INVALID_ARGUMENT too where the Forward has kept none."""
+    """Reads entropies in the same way. Raises INVALID_ARGUMENT also if the Forward has kept
+    none."""
     output, sources = _read(keys_path, batch)
     if not output.HasField("entropy"):
         raise invalid("loss.top_entropy_share", "a Forward without", "a Forward with_entropy")
@@ -97,7 +100,8 @@ def read_entropy(keys_path: Path, batch: RolloutBatch) -> NDArray[np.floating]:
 
 
 def num_rollouts(keys_path: Path) -> int:
-    """Rollouts that the Forward ran. Raises what `read_old_logprobs` raises for lost files."""
+    """Number of rollouts that the Forward ran. Raises what `read_old_logprobs` raises for lost
+    files."""
     return len(_read_keys(keys_path)) // _KEY_BYTES
 
 
@@ -154,7 +158,7 @@ def _read_keys(keys_path: Path) -> bytes:
 
 
 def _rollout_keys(batch: RolloutBatch, *, is_reference: bool) -> list[bytes]:
-    """One hash per rollout of all that decides its log-probs."""
+    """One hash per rollout of everything that decides its log-probs."""
     prompts = [
         batch.prompt_tokens[start:stop].tobytes()
         for start, stop in zip(batch.prompt_offsets[:-1], batch.prompt_offsets[1:], strict=True)
@@ -177,7 +181,7 @@ def _rollout_keys(batch: RolloutBatch, *, is_reference: bool) -> list[bytes]:
 
 
 def _route_bytes(batch: RolloutBatch, sequence: int) -> bytes:
-    """Recorded routes, which a reference does not replay; b"" where there are none."""
+    """Bytes of recorded routes, which a reference does not replay; b"" if there are none."""
     if batch.routed_experts is None or batch.route_first is None or batch.route_offsets is None:
         return b""
     rows = batch.routed_experts[batch.route_offsets[sequence] : batch.route_offsets[sequence + 1]]

@@ -1,7 +1,7 @@
 """Parts of batches that were sent ahead of their operation, as files of the policy.
 
-Synchronous: call it in threads. Parts are immutable; a corrupt part counts as missing. Only uploads
-that a call has used are evicted to make room.
+All methods block: call them in threads. Parts are immutable; a corrupt part counts as missing. Only
+uploads that a call has used are evicted to make room.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class UploadFiles:
         self._ttl_s = ttl_s
         self._max_upload_bytes = max_upload_bytes
         self._max_total_bytes = max_total_bytes
-        # One part at a time, so that sums stay true and no folder goes while a part arrives.
+        # The lock admits one part at a time, so that sums stay correct and no folder is removed
+        # while a part arrives.
         self._lock = threading.Lock()
 
     def put(
@@ -89,7 +90,7 @@ class UploadFiles:
                 got=str(part_index),
                 expected="the same bytes, or a part not sent yet",
             )
-        path.unlink(missing_ok=True)  # Damaged.
+        path.unlink(missing_ok=True)  # The stored part was damaged.
         size_bytes = len(body) + _total_bytes(folder.glob(_PARTS))
         if size_bytes > self._max_upload_bytes:
             raise RatoonError(
@@ -125,7 +126,7 @@ class UploadFiles:
                     details={"missing_part": str(part_index)},
                 )
             parts.append(part)
-        with suppress(FileNotFoundError):  # Evicted meanwhile.
+        with suppress(FileNotFoundError):  # The upload may be evicted meanwhile.
             (folder / _USED).touch()
         return parts
 
@@ -163,7 +164,7 @@ def _part_name(part_index: int) -> str:
 
 
 def _read_part(path: Path) -> bytes | None:
-    """A stored part; None where it is missing or damaged, so that it is sent again."""
+    """Reads a stored part; None if it is missing or damaged, so that it is sent again."""
     try:
         return unseal_bytes(path.read_bytes())
     except FileNotFoundError:
@@ -188,4 +189,4 @@ def _size_bytes(part: Path) -> int:
     try:
         return part.stat().st_size - SEAL_BYTES
     except FileNotFoundError:
-        return 0  # A temporary file, renamed meanwhile.
+        return 0  # It was a temporary file, renamed meanwhile.
