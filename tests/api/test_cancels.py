@@ -50,7 +50,7 @@ async def test_a_share_of_the_budget_is_not_kept_by_a_call_that_was_cancelled() 
 
 async def test_a_call_that_is_cancelled_as_its_length_comes_is_not_read() -> None:
     limits = LimitsConfig(max_body_pause_s=0.5)
-    intake = Intake(SimpleNamespace(), limits, max_message_bytes=100)  # type: ignore[arg-type]
+    intake = Intake(limits, max_message_bytes=100)
     arrival = Arrival("host")
     asked = asyncio.Event()
 
@@ -61,8 +61,8 @@ async def test_a_call_that_is_cancelled_as_its_length_comes_is_not_read() -> Non
 
     async with AsyncExitStack() as held:
         call: Any = SimpleNamespace(arrival=arrival, judged=lambda: None)
-        request = Request("GetPolicy", bytes, messages(), call, held, intake)
-        task = asyncio.create_task(request.read("caller"))
+        request = Request(rpc="GetPolicy", messages=messages(), call=call, held=held)
+        task = asyncio.create_task(intake.read(request, "caller"))
         await asyncio.sleep(0.01)
         arrival.add(memoryview(struct.pack(">BI", 0, 1)))
         await asyncio.sleep(0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ratoon.api.contract import SERVICE
-from ratoon.api.grpc.wiring import deserializer, sized
+from ratoon.api.grpc.intake import Parser, Refused
 from ratoon.api.http import bodies
 from ratoon.api.http.schema.models import body_of
 from ratoon.config import LimitsConfig
@@ -58,18 +58,17 @@ SHAPE = _field(1, _field(2, _field(2, b"\x01" * 5 * MIB)))
 )
 def test_objects_are_counted_in_the_bytes(rpc: str, groups: bytes) -> None:
     """2 MiB of empty groups were 56 MiB of objects, as many rollouts 124."""
-    parse = deserializer(rpc, LIMITS)
-    data = _request(rpc, groups)
-    with pytest.raises(RatoonError) as caught:
-        sized(parse(data), "Update", LIMITS.max_body_bytes)
-    assert caught.value.code is ErrorCode.BODY_TOO_LARGE
+    refused = Parser(rpc, LIMITS).parse(_request(rpc, groups))
+    assert isinstance(refused, Refused)
+    assert refused.error.code is ErrorCode.BODY_TOO_LARGE
 
 
 @pytest.mark.parametrize("data", [b"\x0b", b"\x1a\x05\x0a", b"\x1a\x80", b"\xff" * 12, b"\x1a"])
 def test_bytes_that_are_no_message_are_malformed(data: bytes) -> None:
-    with pytest.raises(RatoonError) as caught:
-        sized(deserializer("Update", LIMITS)(data), "Update", 100)
-    assert caught.value.code is ErrorCode.MALFORMED_BODY
+    refused = Parser("Update", LIMITS).parse(data)
+    assert isinstance(refused, Refused)
+    assert refused.error.code is ErrorCode.MALFORMED_BODY
+    assert refused.error.got == f"{len(data)} bytes"
 
 
 @pytest.mark.parametrize("rpc", BATCHED)
@@ -81,8 +80,7 @@ def test_what_is_within_bounds_is_parsed_as_it_is(rpc: str) -> None:
         "Forward": service_pb2.ForwardRequest(batch=batch),
         "UploadPart": service_pb2.UploadPartRequest(groups=batch.groups),
     }[rpc]
-    parsed = deserializer(rpc, LIMITS)(message.SerializeToString())
-    assert sized(parsed, "Update", LIMITS.max_body_bytes) == message
+    assert Parser(rpc, LIMITS).parse(message.SerializeToString()) == message
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,13 @@ from starlette.types import Receive, Scope, Send
 from harness.attacks.floods import FLOODS
 from harness.attacks.http2 import PREFACE, SETTINGS, Sent, frame, message_calls
 from ratoon.api.grpc import front, intake
-from ratoon.api.grpc.server import start_server
-from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.grpc.server import start_grpc
 from ratoon.api.grpc.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION
 from ratoon.api.http.app import create_app
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
-from tests.api.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, Api
+from tests.api.conftest import MAX_MESSAGE_BYTES, Api
 from tests.api.open_gate import OPEN_GATE
 from tests.api.served import served
 from tests.until import until
@@ -199,16 +198,13 @@ def _half_a_call(rpc: str) -> bytes:
 
 @asynccontextmanager
 async def gateway(api: Api, **changes: float) -> AsyncIterator[int]:
-    servicer = PolicyServicer(
-        api.service, max_body_bytes=MAX_BODY_BYTES, status_needs_message=False, gate=OPEN_GATE
-    )
-    running = await start_server(
-        servicer,
+    running = await start_grpc(
+        api.service,
+        api.limits.model_copy(update=changes),
+        gate=OPEN_GATE,
         host="127.0.0.1",
         port=0,
         max_message_bytes=MAX_MESSAGE_BYTES,
-        limits=api.limits.model_copy(update=changes),
-        context=None,
     )
     yield running.port
     await running.stop(None)
@@ -267,16 +263,16 @@ async def test_a_flood_of_calls_does_not_stand_before_those_of_others(
 ) -> None:
     """4,352 calls without a key stood in line: a good caller waited for seconds."""
     begun, source, sent = 0, "127.0.0.2", Sent()
-    read, never = intake.Request.read, asyncio.Event()
+    read, never = intake.Intake.read, asyncio.Event()
 
-    async def never_judged(request: intake.Request, caller: str) -> Any:
+    async def never_judged(self: intake.Intake, request: intake.Request, caller: str) -> Any:
         nonlocal begun
         if request.call.arrival.host == source:
             begun += 1
             await never.wait()
-        return await read(request, caller)
+        return await read(self, request, caller)
 
-    monkeypatch.setattr(intake.Request, "read", never_judged)
+    monkeypatch.setattr(intake.Intake, "read", never_judged)
     async with gateway(api) as port:
         flood = [
             asyncio.create_task(
@@ -320,14 +316,14 @@ async def test_what_a_caller_left_behind_is_not_served(
 ) -> None:
     """The end of its bytes is behind them: thousands of calls of nobody were answered first."""
     begun, num_calls = 0, 3000
-    read = intake.Request.read
+    read = intake.Intake.read
 
-    async def counted(request: intake.Request, caller: str) -> Any:
+    async def counted(self: intake.Intake, request: intake.Request, caller: str) -> Any:
         nonlocal begun
         begun += 1
-        return await read(request, caller)
+        return await read(self, request, caller)
 
-    monkeypatch.setattr(intake.Request, "read", counted)
+    monkeypatch.setattr(intake.Intake, "read", counted)
     _, frames_of = FLOODS["calls"]
     async with gateway(api) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

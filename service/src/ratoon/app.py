@@ -41,12 +41,11 @@ _log = get_logger("app")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAddresses:
-    """URLs of HTTP, host:port of gRPC. Those of Serve are None where it is off."""
+    """URLs of HTTP, host:port of gRPC. `serve_http` is None where Serve is off."""
 
     http: str
     grpc: str
     serve_http: str | None
-    serve_grpc: str | None
 
 
 def app_builder(args: dict[str, Any]) -> Application:
@@ -83,7 +82,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
         addresses = _addresses(config)
         # Callers are answered from here on, while Serve is still being imported and started.
         _log.info("gateway answers", http=addresses.http, grpc=addresses.grpc)
-        if config.serve.has_http:
+        if config.serve.is_on:
             from ratoon.ray_serve import start_serve
 
             # Serve's processes would take the cores that policies' workers need to start.
@@ -104,7 +103,7 @@ def stop(config: RatoonConfig, *, ends_ray: bool = False) -> None:
     """
     drain_engine(config)
     _stop_gateway(config)
-    if config.serve.has_http:
+    if config.serve.is_on:
         from ratoon.ray_serve import stop_serve
 
         stop_serve(ends_with_ray=ends_ray)
@@ -140,21 +139,17 @@ def _addresses(config: RatoonConfig) -> ServiceAddresses:
     return ServiceAddresses(
         http=f"{scheme}://{http.host}:{http.port}",
         grpc=f"{grpc.host}:{grpc.port}",
-        serve_http=f"{scheme}://{serve.http_host}:{serve.http_port}" if serve.has_http else None,
-        serve_grpc=f"127.0.0.1:{serve.grpc_port}" if serve.has_grpc else None,
+        serve_http=f"{scheme}://{serve.http_host}:{serve.http_port}" if serve.is_on else None,
     )
 
 
 def _check_serve(config: RatoonConfig) -> None:
-    """Refuse Serve ports that would be weaker ways in than the gateway's.
+    """Refuse a public Serve port beside `tls.client_ca_file`: it asks for no client certificate.
 
-    Serve's gRPC is plain text without a bind address; its HTTP asks for no client certificate.
+    Raises INVALID_ARGUMENT naming `serve.http_host`.
     """
-    public = public_hosts(config)
-    if public and config.serve.has_grpc:
-        raise invalid("serve.grpc", "true", f"false, beside a bind to {public[0]}")
     host = config.serve.http_host
-    if config.serve.has_http and not is_loopback(host) and config.tls.client_ca_file is not None:
+    if config.serve.is_on and not is_loopback(host) and config.tls.client_ca_file is not None:
         raise invalid("serve.http_host", host, "a loopback address beside tls.client_ca_file")
 
 
@@ -204,10 +199,7 @@ def _with_ports(config: RatoonConfig) -> RatoonConfig:
         "http": http.model_copy(update={"port": http.port or free_port(http.host)}),
         "grpc": grpc.model_copy(update={"port": grpc.port or free_port(grpc.host)}),
         "serve": serve.model_copy(
-            update={
-                "http_port": serve.http_port or free_port(serve.http_host),
-                "grpc_port": serve.grpc_port or free_port(),
-            }
+            update={"http_port": serve.http_port or free_port(serve.http_host)}
         ),
     }
     return config.model_copy(update=sections)

@@ -140,11 +140,8 @@ def _check_ports(config: RatoonConfig) -> Iterator[Check]:
         ("http", config.http.host, config.http.port),
         ("grpc", config.grpc.host, config.grpc.port),
     )
-    if config.serve.has_http:
+    if config.serve.is_on:
         wanted += (("serve http", config.serve.http_host, config.serve.http_port),)
-    if config.serve.has_grpc:
-        # On all interfaces.
-        wanted += (("serve grpc", "", config.serve.grpc_port),)
     for name, host, port in wanted:
         if port == 0:
             yield Check(name=f"port {name}", status=Status.OK, detail="any free port")

@@ -38,21 +38,6 @@ class FileChunk:
         return b"".join((others, head, self.data))
 
 
-@dataclass(frozen=True, slots=True)
-class Serialized:
-    """An answer that is already serialized."""
-
-    _bytes: bytes = field(repr=False)
-
-    @classmethod
-    async def of(cls, answer: FileChunk | service_pb2.FetchWeightsResponse) -> Serialized:
-        """Serialize in a thread, as megabytes would block the event loop."""
-        return cls(await asyncio.to_thread(answer.SerializeToString))
-
-    def SerializeToString(self) -> bytes:
-        return self._bytes
-
-
 def _varint(value: int) -> bytes:
     digits: list[int] = []
     while value > 0x7F:

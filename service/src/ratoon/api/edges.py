@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from ratoon.api.build import build_service
 from ratoon.api.gate import build_gate
-from ratoon.api.grpc.server import RunningServer, start_server
-from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.grpc.server import RunningGrpc, start_grpc
 from ratoon.api.http.app import create_app
 from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon.api.http.listener import RunningHttp, start_http
@@ -23,7 +22,7 @@ from ratoon.config import RatoonConfig
 class Edges:
     """The servers of both wires."""
 
-    grpc: RunningServer
+    grpc: RunningGrpc
     http: RunningHttp
 
     async def stop(self, grace_s: float) -> None:
@@ -35,18 +34,13 @@ async def start_edges(config: RatoonConfig) -> Edges:
     """Serve both wires behind one gate. Raises OSError where a port is taken."""
     service = await build_service(config)
     gate = build_gate(config, service.record_refusal)
-    servicer = PolicyServicer(
+    grpc = await start_grpc(
         service,
-        max_body_bytes=config.limits.max_body_bytes,
-        status_needs_message=False,
+        config.limits,
         gate=gate,
-    )
-    grpc = await start_server(
-        servicer,
         host=config.grpc.host,
         port=config.grpc.port,
         max_message_bytes=config.grpc.max_message_bytes,
-        limits=config.limits,
         context=_context(config, "h2"),
     )
     try:

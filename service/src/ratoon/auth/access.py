@@ -68,9 +68,9 @@ class OpenAccess:
 
 
 class LocalAccess:
-    """This machine: the default where only loopback addresses are bound.
+    """Lets in this machine: the default where only loopback addresses are bound.
 
-    On an existing cluster Serve's gRPC port listens on all interfaces even then.
+    Peers are checked even then: under `serve deploy` Serve's port has an address of its own.
     """
 
     def enter(self, call: str, presented: Presented) -> Caller:

@@ -1,4 +1,4 @@
-"""A grpc.aio server around a servicer, behind its `Front`.
+"""A grpc.aio server of the policy service, behind its `Front`.
 
 A taken port is an error, never shared. Idle connections are closed, and no message is read before
 the intake knows its size.
@@ -15,11 +15,11 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from ratoon.api.gate import ROOM_TO_REFUSE
+from ratoon.api.gate import ROOM_TO_REFUSE, Gate
 from ratoon.api.grpc.front import HANDSHAKE_S, Front
 from ratoon.api.grpc.intake import Intake
 from ratoon.api.grpc.servicer import PolicyServicer
-from ratoon.api.grpc.wiring import add_policy_service
+from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 
 # A dead peer is noticed within 40 s. Every connection ends after ten minutes, plus two for calls
@@ -45,8 +45,8 @@ _CONNECTION_OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningServer:
-    """A started server; `port` is the bound one."""
+class RunningGrpc:
+    """A started gRPC server; `port` is the bound one."""
 
     server: grpc.aio.Server
     front: Front
@@ -60,24 +60,25 @@ class RunningServer:
         shutil.rmtree(self.front.upstream.parent, ignore_errors=True)
 
 
-async def start_server(
-    servicer: PolicyServicer,
+async def start_grpc(
+    service: PolicyService,
+    limits: LimitsConfig,
     *,
+    gate: Gate,
     host: str,
     port: int,
     max_message_bytes: int,
-    limits: LimitsConfig,
-    context: ssl.SSLContext | None,
-) -> RunningServer:
-    """Listen on `host`; port 0: a free one. `context` None: without TLS.
+    context: ssl.SSLContext | None = None,
+) -> RunningGrpc:
+    """Serve `service` on `host`; port 0 picks a free one. `context` None: without TLS.
 
     Raises OSError where the port is taken.
     """
-    # For this user alone, and short: a socket path has at most 107 bytes.
+    # The folder is open to this user only, and its path short: a socket path has at most 107 bytes.
     socket = Path(tempfile.mkdtemp(prefix="ratoon-")) / "grpc"
     front = Front(socket, context)
+    intake = Intake(limits, max_message_bytes=max_message_bytes)
     server = grpc.aio.server(
-        interceptors=[Intake(front, limits, max_message_bytes=max_message_bytes)],
         maximum_concurrent_rpcs=limits.max_requests_in_flight + ROOM_TO_REFUSE,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -85,10 +86,10 @@ async def start_server(
             *_CONNECTION_OPTIONS,
         ],
     )
-    add_policy_service(servicer, server, limits)
+    server.add_generic_rpc_handlers((PolicyServicer(service, gate, intake, front),))
     server.add_insecure_port(f"unix:{socket}")
     await server.start()
-    running = RunningServer(server=server, front=front, port=port)
+    running = RunningGrpc(server=server, front=front, port=port)
     try:
         return replace(running, port=await front.listen(host, port))
     except OSError:
