@@ -13,7 +13,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from ratoon.api.grpc.arrival import Arrival
-from ratoon.api.grpc.intake import Budget, Intake, Request
+from ratoon.api.grpc.intake import Intake, Request
+from ratoon.api.http.edge_budget import ByteBudget, EdgeBounds, EdgeBudget
 from ratoon.api.http.limits import BodyLimit
 from ratoon.config import LimitsConfig
 
@@ -28,7 +29,7 @@ async def _is_cancelled(task: asyncio.Task[Any], has_come: Callable[[], object])
 
 
 async def test_a_share_of_the_budget_is_not_kept_by_a_call_that_was_cancelled() -> None:
-    budget = Budget(10, resource="bytes")
+    budget = ByteBudget(10, resource="bytes", most_of_one=5)
     entered = asyncio.Event()
 
     async def hold(caller: str, seconds: float) -> None:
@@ -45,12 +46,12 @@ async def test_a_share_of_the_budget_is_not_kept_by_a_call_that_was_cancelled() 
     assert await _is_cancelled(second, lambda: budget._taken["c"])
     first[1].cancel()
     await asyncio.wait(first)
-    assert budget._taken.total() == 0
+    assert budget.total == 0
 
 
 async def test_a_call_that_is_cancelled_as_its_length_comes_is_not_read() -> None:
     limits = LimitsConfig(max_body_pause_s=0.5)
-    intake = Intake(limits, max_message_bytes=100)
+    intake = Intake(limits, EdgeBudget(EdgeBounds(max_body_bytes=100)))
     arrival = Arrival("host")
     asked = asyncio.Event()
 

@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -17,9 +18,11 @@ from starlette.types import Receive, Scope, Send
 from harness.attacks.floods import FLOODS
 from harness.attacks.http2 import PREFACE, SETTINGS, Sent, frame, message_calls
 from ratoon.api.grpc import front, intake
-from ratoon.api.grpc.server import start_grpc
+from ratoon.api.grpc.server import GRPC_BOUNDS, start_grpc
 from ratoon.api.grpc.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION
+from ratoon.api.http import edge_budget
 from ratoon.api.http.app import create_app
+from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
@@ -197,7 +200,9 @@ def _half_a_call(rpc: str) -> bytes:
 
 
 @asynccontextmanager
-async def gateway(api: Api, **changes: float) -> AsyncIterator[int]:
+async def gateway(
+    api: Api, bounds: EdgeBounds = GRPC_BOUNDS, **changes: float
+) -> AsyncIterator[int]:
     running = await start_grpc(
         api.service,
         api.limits.model_copy(update=changes),
@@ -205,6 +210,7 @@ async def gateway(api: Api, **changes: float) -> AsyncIterator[int]:
         host="127.0.0.1",
         port=0,
         max_message_bytes=MAX_MESSAGE_BYTES,
+        bounds=bounds,
     )
     yield running.port
     await running.stop(None)
@@ -228,8 +234,7 @@ async def test_half_a_message_is_waited_for_only_so_long(api: Api) -> None:
 async def test_only_so_many_chunks_wait_for_their_readers(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "UNSENT_BYTES", 1)
-    monkeypatch.setattr(intake, "_PLACE_S", 0.2)
+    monkeypatch.setattr(edge_budget, "PATIENCE_S", 0.2)
     started, release = asyncio.Event(), asyncio.Event()
 
     async def fetch(*_: object) -> bytes:
@@ -241,7 +246,11 @@ async def test_only_so_many_chunks_wait_for_their_readers(
     request = service_pb2.FetchWeightsRequest(
         policy_id=requests.POLICY, digest="0" * 32, offset=0, length=4
     )
-    async with gateway(api) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    few = replace(GRPC_BOUNDS, max_unsent_bytes=1)
+    async with (
+        gateway(api, few) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
         stub = PolicyServiceStub(channel)
         first = asyncio.ensure_future(stub.FetchWeights(request))
         await started.wait()
@@ -249,7 +258,7 @@ async def test_only_so_many_chunks_wait_for_their_readers(
             await stub.FetchWeights(request)
         trailers = dict(caught.value.trailing_metadata() or ())
         detail = operation_pb2.ErrorDetail.FromString(trailers["ratoon-error-bin"])  # pyright: ignore[reportArgumentType]
-        assert detail.details["resource"] == "unsent_fetches"
+        assert detail.details["resource"] == "unsent_bytes"
         release.set()
         assert (await first).data == b"data"
         assert (await stub.FetchWeights(request)).data == b"data"

@@ -18,17 +18,13 @@ from typing import cast
 
 from ratoon.api.grpc.arrival import Arrival
 from ratoon.api.grpc.frames import PREFACE_BYTES, Answers, Frames
-from ratoon.api.grpc.turns import FRAMES_PER_TURN, Host, Share, Turns
+from ratoon.api.grpc.turns import FRAMES_PER_TURN, Share, Turns
+from ratoon.api.http.edge_budget import EdgeBudget, host_of
 from ratoon.log import get_logger
 
-MAX_CONNECTIONS = 2048
-MAX_CONNECTIONS_OF_HOST = 1024
-HANDSHAKE_S = 20.0
 _HEADER = "ratoon-call"
 # Bytes that wait for their turn, beyond which no more are read.
 _MAX_UNSEEN_BYTES = 64 * 1024
-# How long data for a peer that does not read is kept, before its connection is dropped.
-_LINGER_S = 60.0
 # How long a connection that was a flood stays, unread, and the time between two log lines of such.
 _CALM_S = 1.0
 _LOG_S = 60.0
@@ -40,14 +36,15 @@ _log = get_logger("grpc")
 class Front:
     """One listening address. `upstream`: gRPC's own socket."""
 
-    def __init__(self, upstream: Path, context: ssl.SSLContext | None) -> None:
+    def __init__(self, upstream: Path, context: ssl.SSLContext | None, budget: EdgeBudget) -> None:
         self.upstream = upstream
+        self.bounds = budget.bounds
         self._context = context
+        self._budget = budget
         # Callers do not know it, so they cannot forge our header.
         self._secret = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._open: dict[str, _Outside] = {}
-        self._hosts: dict[str, Host] = {}
         self._turns = Turns()
         self._num_floods, self._logs_from = 0, 0.0
         self._server: asyncio.Server | None = None
@@ -59,7 +56,7 @@ class Front:
             host,
             port,
             ssl=self._context,
-            ssl_handshake_timeout=None if self._context is None else HANDSHAKE_S,
+            ssl_handshake_timeout=None if self._context is None else self.bounds.headers_s,
             reuse_port=False,
         )
         return int(self._server.sockets[0].getsockname()[1])
@@ -86,26 +83,22 @@ class Front:
                 return Call(found, int(stream), arrival)
         return None
 
-    def admit(self, connection: _Outside, name: str) -> bool:
-        """Whether the limits allow another connection of the host; if so, register it."""
-        host = self._hosts.get(name, Host())
-        if len(self._open) >= MAX_CONNECTIONS or host.num_connections >= MAX_CONNECTIONS_OF_HOST:
+    def admit(self, connection: _Outside, peer: str) -> bool:
+        """Whether the budget has room for another connection of the peer; if so, register it."""
+        if not self._budget.enter(connection, peer):
             return False
         connection.number = number = str(next(self._numbers))
         self._open[number] = connection
-        self._hosts[name] = host
-        host.num_connections += 1
+        host = self._turns.host(host_of(peer))
         connection.share = share = Share(host, self._turns, connection.advance)
-        connection.frames = Frames(name, (_HEADER, f"{self._secret}.{number}."), share)
+        connection.frames = Frames(peer, (_HEADER, f"{self._secret}.{number}."), share)
         connection.answers = Answers(connection.frames)
         return True
 
-    def dismiss(self, connection: _Outside, name: str) -> None:
-        if self._open.pop(connection.number, None) is not None:
-            host = connection.share.host
-            host.num_connections -= 1
-            if not host.num_connections:
-                self._hosts.pop(name, None)
+    def dismiss(self, connection: _Outside) -> None:
+        """Forget a connection that has ended."""
+        self._open.pop(connection.number, None)
+        self._budget.leave(connection)
 
     def report_flood(self, name: str) -> None:
         """Log that a host's connection was closed as a flood; at most one line a minute."""
@@ -137,6 +130,8 @@ class _Pipe(asyncio.Protocol):
     """One end of a connection: forwards to the other, and stops reading while that is full."""
 
     transport: asyncio.Transport
+    # How long data for a peer that does not read is kept, before its connection is dropped.
+    linger_s: float
     other: _Pipe | None = None
     _is_other_full = False
 
@@ -167,9 +162,9 @@ class _Pipe(asyncio.Protocol):
             self.other.close()
 
     def close(self) -> None:
-        """Close once all is written; a peer that does not read has `_LINGER_S`."""
+        """Close once all is written; a peer that does not read has `linger_s`."""
         self.transport.close()
-        asyncio.get_running_loop().call_later(_LINGER_S, self.transport.abort)
+        asyncio.get_running_loop().call_later(self.linger_s, self.transport.abort)
 
 
 class _Inside(_Pipe):
@@ -178,6 +173,7 @@ class _Inside(_Pipe):
     def __init__(self, outside: _Outside) -> None:
         # gRPC speaks first, possibly before its connection is visible to the other end.
         self.other = self._outside = outside
+        self.linger_s = outside.linger_s
 
     def data_received(self, data: bytes) -> None:
         self._outside.answers.feed(data)
@@ -203,6 +199,7 @@ class _Outside(_Pipe):
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        self.linger_s = front.bounds.stalled_s
         self._name = ""
         # What has arrived and was not forwarded yet.
         self._unseen = bytearray()
@@ -216,7 +213,9 @@ class _Outside(_Pipe):
         if not self._front.admit(self, self._name):
             self.abort()
             return
-        self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self.abort)
+        self._timer = asyncio.get_running_loop().call_later(
+            self._front.bounds.headers_s, self.abort
+        )
 
     def data_received(self, data: bytes) -> None:
         self._unseen += data
@@ -250,7 +249,7 @@ class _Outside(_Pipe):
         if self._timer is not None:
             self._timer.cancel()
         if self.number:
-            self._front.dismiss(self, self._name)
+            self._front.dismiss(self)
             self._end()
         super().connection_lost(exc)
 

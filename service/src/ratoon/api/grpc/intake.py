@@ -8,9 +8,8 @@ is with gRPC. Calls of at most `SMALL_BYTES` take nothing from it, and Health's 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError, Message
@@ -20,66 +19,13 @@ from ratoon.api.contract import BATCHES, SERVICE, SMALL_BYTES, body_bound, check
 from ratoon.api.convert.fields import named_policy
 from ratoon.api.counts import MalformedError, MessageCounter
 from ratoon.api.grpc.front import Call
+from ratoon.api.http.edge_budget import EdgeBudget
 from ratoon.config import LimitsConfig
-from ratoon.errors import ErrorCode, RatoonError, exhausted
+from ratoon.errors import ErrorCode, RatoonError
 
-# Per process: batches being read or validated, and file chunks waiting for their readers.
-BATCH_BYTES = 256 * 2**20
-UNSENT_BYTES = 128 * 2**20
 _MAX_PARSING = 2
 _FETCHES = frozenset({"FetchWeights"})
 _UNREAD = frozenset({"Health"})
-# How long a call waits for its share, and when to retry if there was none.
-_PLACE_S = 10.0
-_RETRY_S = 1.0
-
-
-class Budget:
-    """Bytes that calls hold: a limit in all, and half of it per caller."""
-
-    def __init__(self, most: int, *, resource: str) -> None:
-        self._most = most
-        self._resource = resource
-        self._taken: Counter[str] = Counter()
-        self._changed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def hold(self, caller: str, num_bytes: int) -> AsyncGenerator[None, None]:
-        """Hold the bytes for the block. Raises RESOURCE_EXHAUSTED after `_PLACE_S`."""
-        try:
-            # `asyncio.wait_for` of Python 3.11 loses a cancel that comes with the result.
-            async with asyncio.timeout(_PLACE_S):
-                await self._take(caller, num_bytes)
-        except TimeoutError as err:
-            raise self._none(num_bytes) from err
-        try:
-            yield
-        finally:
-            self._taken[caller] -= num_bytes
-            async with self._changed:
-                self._changed.notify_all()
-
-    async def _take(self, caller: str, num_bytes: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._has_room(caller, num_bytes))
-            self._taken[caller] += num_bytes
-
-    def _has_room(self, caller: str, num_bytes: int) -> bool:
-        """A request larger than its caller's half is admitted if nothing else is held."""
-        self._taken += Counter()  # Drops callers without any.
-        own, total = self._taken[caller], self._taken.total()
-        fits = total + num_bytes <= self._most and own + num_bytes <= self._most // 2
-        return fits or not total
-
-    def _none(self, num_bytes: int) -> RatoonError:
-        return exhausted(
-            f"{self._taken.total()} bytes of other calls are in memory",
-            resource=self._resource,
-            wanted=num_bytes,
-            free=0,
-            limit=self._most,
-            retry_after_s=_RETRY_S,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,17 +47,12 @@ class Refused:
 
 
 class Intake:
-    """Reads requests within the process's bounds; one per server.
+    """Reads requests within the budget of their server."""
 
-    A message with a batch has at most `max_message_bytes`, and at most `limits.max_body_bytes`.
-    """
-
-    def __init__(self, limits: LimitsConfig, *, max_message_bytes: int) -> None:
+    def __init__(self, limits: LimitsConfig, budget: EdgeBudget) -> None:
         self._limits = limits
-        self._most = min(max_message_bytes, limits.max_body_bytes)
-        self._batches = Budget(BATCH_BYTES, resource="request_bytes")
+        self._budget = budget
         self._parsing = asyncio.Semaphore(_MAX_PARSING)
-        self._unsent = Budget(UNSENT_BYTES, resource="unsent_fetches")
         self._parsers = {one.name: Parser(one.name, limits) for one in SERVICE.methods}
 
     async def read(self, request: Request, caller: str) -> Message | Refused:
@@ -134,7 +75,7 @@ class Intake:
         arrival, limits = request.call.arrival, self._limits
         if request.rpc in _FETCHES:
             await request.held.enter_async_context(
-                self._unsent.hold(caller, limits.max_fetch_bytes)
+                self._budget.unsent.hold(caller, limits.max_fetch_bytes)
             )
         try:
             async with asyncio.timeout(limits.max_body_pause_s):
@@ -143,10 +84,10 @@ class Intake:
             raise _too_slow(limits.max_body_pause_s) from err
         if length is None:
             raise RatoonError(ErrorCode.MALFORMED_BODY, "no request came")
-        bound = body_bound(request.rpc, self._most)
+        bound = body_bound(request.rpc, self._budget.bounds.max_body_bytes)
         check_size(request.rpc, length, bound)
         if bound > SMALL_BYTES:
-            await request.held.enter_async_context(self._batches.hold(caller, length))
+            await request.held.enter_async_context(self._budget.bodies.hold(caller, length))
         return await self._whole(request)
 
     async def _whole(self, request: Request) -> bytes:

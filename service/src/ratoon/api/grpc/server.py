@@ -16,12 +16,17 @@ import grpc
 import grpc.aio
 
 from ratoon.api.gate import ROOM_TO_REFUSE, Gate
-from ratoon.api.grpc.front import HANDSHAKE_S, Front
+from ratoon.api.grpc.front import Front
 from ratoon.api.grpc.intake import Intake
 from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.http.edge_budget import EdgeBounds, EdgeBudget
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 
+# A connection carries any number of calls, so fewer are needed than over HTTP/1.
+GRPC_BOUNDS = EdgeBounds(max_connections=2048, max_connections_of_host=1024)
+# Half of each byte budget is the most that one caller holds.
+_MOST_OF_ONE = 0.5
 # A dead peer is noticed within 40 s. Every connection ends after ten minutes, plus two for calls
 # under way; clients reconnect by themselves, and stalled readers are dropped.
 _CONNECTION_OPTIONS = (
@@ -33,7 +38,6 @@ _CONNECTION_OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", 1024),
     ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -68,21 +72,26 @@ async def start_grpc(
     host: str,
     port: int,
     max_message_bytes: int,
+    bounds: EdgeBounds = GRPC_BOUNDS,
     context: ssl.SSLContext | None = None,
 ) -> RunningGrpc:
     """Serve `service` on `host`; port 0 picks a free one. `context` None: without TLS.
 
+    A message with a batch has at most `max_message_bytes`, and at most `limits.max_body_bytes`.
     Raises OSError where the port is taken.
     """
+    most = min(max_message_bytes, limits.max_body_bytes)
+    budget = EdgeBudget(replace(bounds, max_body_bytes=most), most_of_one=_MOST_OF_ONE)
     # The folder is open to this user only, and its path short: a socket path has at most 107 bytes.
     socket = Path(tempfile.mkdtemp(prefix="ratoon-")) / "grpc"
-    front = Front(socket, context)
-    intake = Intake(limits, max_message_bytes=max_message_bytes)
+    front = Front(socket, context, budget)
+    intake = Intake(limits, budget)
     server = grpc.aio.server(
         maximum_concurrent_rpcs=limits.max_requests_in_flight + ROOM_TO_REFUSE,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.server_handshake_timeout_ms", int(bounds.headers_s * 1000)),
             *_CONNECTION_OPTIONS,
         ],
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 # Calls of a host, and of one connection, that the gate has not judged yet. A call beyond either is
 # not forwarded, or a flood of calls would queue ahead of those of others.
@@ -29,7 +30,6 @@ class Host:
     """What the connections of one host share."""
 
     def __init__(self) -> None:
-        self.num_connections = 0
         self.num_unjudged = 0
         # Connections with something to forward, and those whose next call waits for a place.
         self.ready: deque[Share] = deque()
@@ -49,7 +49,16 @@ class Turns:
 
     def __init__(self) -> None:
         self._hosts: deque[Host] = deque()
+        # A host is here for as long as it has connections, which refer to it.
+        self._named: WeakValueDictionary[str, Host] = WeakValueDictionary()
         self._next: asyncio.Handle | None = None
+
+    def host(self, name: str) -> Host:
+        """The state that all connections of a host share."""
+        host = self._named.get(name)
+        if host is None:
+            self._named[name] = host = Host()
+        return host
 
     def add(self, share: Share) -> None:
         if not share.host.ready:

@@ -17,7 +17,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from ratoon.api.http.edge_budget import EdgeBudget
+from ratoon.api.contract import body_bound_at, is_fetch
+from ratoon.api.http.edge_budget import CHUNK_BYTES, EdgeBudget
 from ratoon.api.http.errors import error_response
 from ratoon.api.http.heads import head_fault, refusal
 from ratoon.api.http.zero_copy import ZERO_COPY, FileSender
@@ -85,6 +86,7 @@ class BoundedConnection(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0, low=0)
         self._is_counted = self._budget.enter(self, self.client[0] if self.client else "")
         if self._is_counted:
+            self._budget.idle(self)
             self._headers.start()
         else:
             transport.abort()
@@ -149,8 +151,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._headers.stop()
         method, path = self.scope["method"], self.scope["path"]
         self._num_body_bytes = 0
-        self._max_body_bytes = self._budget.body_bound(method, path)
-        self._refusal = self._budget.begin(self, method, path, self._declared_bytes())
+        self._max_body_bytes = body_bound_at(method, path, self._bounds.max_body_bytes)
+        self._refusal = self._budget.begin(
+            self,
+            unsent_bytes=CHUNK_BYTES if is_fetch(method, path) else 0,
+            body_bytes=min(self._declared_bytes(), self._max_body_bytes),
+        )
         if self._refusal is not None:
             self._max_body_bytes = 0
 
@@ -176,6 +182,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_counted:
             self._budget.finish(self)
+            self._budget.idle(self)
             self._idle.start()
 
     def pause_writing(self) -> None:
@@ -208,7 +215,7 @@ class BoundedConnection(HttpToolsProtocol):
             await self.flow.drain()
         is_sent = False
         if self._is_counted and not self.transport.is_closing():
-            self._budget.release_chunk(self)
+            self._budget.release_unsent(self)
             self._sending.start()
             try:
                 send = self._send_in_pieces if self.scheme == "https" else self._send_by_kernel

@@ -14,8 +14,7 @@ from typing import cast
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratoon.api.contract import body_bound, check_size, rpc_at
-from ratoon.api.http.edge_budget import WITHOUT_BODY
+from ratoon.api.contract import WITHOUT_BODY, body_bound, check_size, rpc_at
 from ratoon.api.http.errors import error_response
 from ratoon.api.http.inflate import CODINGS, Inflater
 from ratoon.config import LimitsConfig
