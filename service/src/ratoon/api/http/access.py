@@ -1,11 +1,14 @@
-"""The gate on HTTP: a request, and the policy in its path, is judged before its body is read.
+"""What happens to every HTTP request before its route is called.
 
-A route without a row in `CALL_SCOPES` is our bug and fails loudly. A request that matches no route
-passes, as nothing is behind it.
+The gate judges the request, and the policy in its path, before its body is read. The body is
+bounded, a failure that nobody expected is answered with INTERNAL, and the request is counted and
+timed. A route without a row in `CALL_SCOPES` is our bug and fails loudly. A request that matches no
+route passes the gate, as nothing is behind it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated
@@ -16,11 +19,16 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratoon.api.convert.checks import policy_of_operation
+from ratoon.api.convert.errors import internal_error
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
 from ratoon.api.http.errors import error_response
+from ratoon.api.http.limits import bounded_body
+from ratoon.api.service import PolicyService
 from ratoon.auth.access import Presented
 from ratoon.auth.scopes import CALL_SCOPES
+from ratoon.config import LimitsConfig
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
+from ratoon.log import get_logger
 
 # Routes whose name is not that of a call.
 _CALLS: Mapping[str, str] = MappingProxyType(
@@ -35,6 +43,11 @@ _CALLS: Mapping[str, str] = MappingProxyType(
     }
 )
 _AUTHORIZED = "ratoon_authorized"
+# Labels of requests that match no route, and of those whose caller left before there was an answer.
+UNKNOWN = "unknown"
+UNANSWERED = "none"
+
+_log = get_logger("http")
 
 
 def call_of(route_name: str) -> str:
@@ -44,52 +57,87 @@ def call_of(route_name: str) -> str:
     return call
 
 
-class AccessGate:
-    """ASGI middleware, outside everything that reads the body. `routes`: all, with full paths.
+class CallGate:
+    """ASGI middleware: judges, bounds, answers for and measures every request.
 
-    A route that is missing from them gets no authorized call, so it cannot answer.
+    `routes`: all routes, with full paths. A route that is missing from them gets no authorized
+    call, so it cannot answer.
     """
 
-    def __init__(self, app: ASGIApp, *, gate: Gate, routes: Sequence[BaseRoute]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        service: PolicyService,
+        gate: Gate,
+        limits: LimitsConfig,
+        routes: Sequence[BaseRoute],
+    ) -> None:
         self._app = app
+        self._service = service
         self._gate = gate
+        self._limits = limits
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = _route_of(self._routes, scope) if scope["type"] == "http" else None
-        if found is None:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        answer, start = _Answer(send), time.perf_counter()
+        try:
+            await self._judge(scope, receive, answer)
+        except Exception as error:
+            if answer.status is not None:
+                raise
+            _log.error("call failed", call=scope.get("path", ""), exc_info=error)
+            await error_response(internal_error())(scope, receive, answer)
+        finally:
+            self._service.record_request(
+                transport="http",
+                method=getattr(scope.get("route"), "name", UNKNOWN),
+                code=UNANSWERED if answer.status is None else str(answer.status),
+                seconds=time.perf_counter() - start,
+            )
+
+    async def _judge(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """Run the application between the gate's `enter` and `leave`, or answer a refusal."""
+        found = _route_of(self._routes, scope)
+        if found is None:
+            await self._run(scope, receive, answer)
+            return
         route, named = found
-        # For the meter's label: a refused request never reaches the router.
+        # The meter's label: a refused request never reaches the router.
         scope["route"] = route
         try:
             authorized = self._gate.enter(call_of(_name(route)), presented_of(scope))
         except RatoonError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, answer)
             return
         scope.setdefault("state", {})[_AUTHORIZED] = authorized
-        outcome = NO_ANSWER
-
-        async def note_status(message: Message) -> None:
-            nonlocal outcome
-            if message["type"] == "http.response.start":
-                outcome = _outcome(message["status"])
-            await send(message)
-
+        has_failed = False
         try:
-            error = self._of_other_policy(authorized, named)
-            answer = self._app if error is None else error_response(error)
-            await answer(scope, receive, note_status)
+            error = self._refusal(authorized, named)
+            if error is None:
+                await self._run(scope, receive, answer)
+            else:
+                await error_response(error)(scope, receive, answer)
         except Exception:
-            outcome = str(ErrorCode.INTERNAL)
+            has_failed = True
             raise
         finally:
+            outcome = str(ErrorCode.INTERNAL) if has_failed else _outcome(answer.status)
             self._gate.leave(authorized, named or "", outcome)
 
-    def _of_other_policy(
-        self, authorized: AuthorizedCall, policy_id: str | None
-    ) -> RatoonError | None:
+    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """Run the application with a bounded body."""
+        try:
+            bounded = bounded_body(scope, receive, self._limits)
+        except RatoonError as error:
+            await error_response(error)(scope, receive, answer)
+            return
+        await self._app(scope, bounded, answer)
+
+    def _refusal(self, authorized: AuthorizedCall, policy_id: str | None) -> RatoonError | None:
         """The refusal of a call whose path names a policy that the key is not for."""
         try:
             if policy_id is not None:
@@ -97,6 +145,19 @@ class AccessGate:
         except RatoonError as error:
             return error
         return None
+
+
+class _Answer:
+    """An ASGI `send` that notes the answer's status, which is None until it is sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status: int | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
 
 
 def presented_of(scope: Scope) -> Presented:
@@ -136,7 +197,9 @@ def _name(route: BaseRoute) -> str:
     return str(getattr(route, "name", ""))
 
 
-def _outcome(status: int) -> str:
+def _outcome(status: int | None) -> str:
     """The audit outcome for a status, for bodies that did not parse as requests."""
+    if status is None:
+        return NO_ANSWER
     codes = (str(code) for code, row in ERROR_TABLE.items() if row.http == status)
     return next(codes, ANSWERED if status < 400 else str(ErrorCode.INTERNAL))

@@ -18,10 +18,8 @@ from starlette.routing import Route
 from ratoon import __version__
 from ratoon.api.gate import Gate
 from ratoon.api.http import calls, errors, events, files, server
-from ratoon.api.http.access import AccessGate
-from ratoon.api.http.limits import BodyLimit
+from ratoon.api.http.access import CallGate
 from ratoon.api.http.local_names import LocalNames
-from ratoon.api.http.meter import RequestMeter
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.errors import invalid, shown
@@ -57,12 +55,9 @@ def create_app(
         server.router(service, gate),
     )
     routes = (*app.routes, *(route for router in routers for route in router.routes))
-    # The last one added is the outermost.
-    app.add_middleware(BodyLimit, limits=limits)
-    app.add_middleware(AccessGate, gate=gate, routes=routes)
-    app.add_middleware(errors.ErrorBoundary)
-    app.add_middleware(RequestMeter, service=service)
+    app.add_middleware(CallGate, service=service, gate=gate, limits=limits, routes=routes)
     if allowed_hosts is not None:
+        # The last one added is the outermost.
         app.add_middleware(LocalNames, allowed=allowed_hosts)
     for router in routers:
         app.include_router(router, dependencies=[Depends(_only_known_parameters)])

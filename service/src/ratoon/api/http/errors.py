@@ -13,15 +13,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratoon.api.convert.errors import detail_of, internal_error
+from ratoon.api.convert.errors import detail_of
 from ratoon.api.http.schema.models import error_body
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError, shown
-from ratoon.log import get_logger
 from ratoon_proto.json_form import to_json
 
-_log = get_logger("http")
 _STATUS_CODES = {
     400: ErrorCode.MALFORMED_BODY,
     404: ErrorCode.ROUTE_NOT_FOUND,
@@ -150,26 +147,3 @@ def _described(value: object) -> str:
     if value is None or isinstance(value, str | int | float | bool):
         return shown(value)
     return type(value).__name__
-
-
-class ErrorBoundary:
-    """Outermost middleware: logs an unexpected exception and answers INTERNAL."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-
-        async def note_start(message: Message) -> None:
-            nonlocal has_started
-            has_started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_start)
-        except Exception as error:
-            if scope["type"] != "http" or has_started:
-                raise
-            _log.error("call failed", call=scope.get("path", ""), exc_info=error)
-            await error_response(internal_error())(scope, receive, send)

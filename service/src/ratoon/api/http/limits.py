@@ -12,49 +12,35 @@ from functools import partial
 from typing import cast
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope
 
 from ratoon.api.contract import WITHOUT_BODY, body_bound, check_size, rpc_at
-from ratoon.api.http.errors import error_response
 from ratoon.api.http.inflate import CODINGS, Inflater
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 
 
-class BodyLimit:
-    """ASGI middleware. A body with a false or missing Content-Length is counted as it arrives."""
+def bounded_body(scope: Scope, receive: Receive, limits: LimitsConfig) -> Receive:
+    """A `receive` that bounds the request's body, and inflates it.
 
-    def __init__(self, app: ASGIApp, *, limits: LimitsConfig) -> None:
-        self._app = app
-        self._limits = limits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            body = self._body(scope, receive)
-        except RatoonError as error:
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, body.receive, send)
-
-    def _body(self, scope: Scope, receive: Receive) -> _Body:
-        headers = MutableHeaders(scope=scope)
-        _check_place(scope, headers)
-        length, coding = headers.get("content-length", "0"), _coding(headers)
-        rpc = rpc_at(scope["path"])
-        bound = body_bound(rpc, self._limits.max_body_bytes)
-        check = partial(check_size, rpc, bound=bound)
-        if length.isdecimal():
-            check(int(length))
-        inflater = None
-        if coding != "identity":
-            inflater = Inflater(coding, check_size=check)
-            del headers["content-encoding"]
-            if "content-length" in headers:
-                del headers["content-length"]
-        return _Body(receive, self._limits, inflater, check)
+    A body with a false or missing Content-Length is counted as it arrives. Raises BODY_TOO_LARGE,
+    MALFORMED_BODY and UNSUPPORTED for what the headers say, REQUEST_TIMEOUT and the first two when
+    called.
+    """
+    headers = MutableHeaders(scope=scope)
+    _check_place(scope, headers)
+    length, coding = headers.get("content-length", "0"), _coding(headers)
+    rpc = rpc_at(scope["path"])
+    check = partial(check_size, rpc, bound=body_bound(rpc, limits.max_body_bytes))
+    if length.isdecimal():
+        check(int(length))
+    inflater = None
+    if coding != "identity":
+        inflater = Inflater(coding, check_size=check)
+        del headers["content-encoding"]
+        if "content-length" in headers:
+            del headers["content-length"]
+    return _Body(receive, limits, inflater, check).receive
 
 
 class _Body:
@@ -79,7 +65,7 @@ class _Body:
         self._pieces: Iterator[bytes] = iter(())
 
     async def receive(self) -> Message:
-        """ASGI's `receive`. Raises BODY_TOO_LARGE, MALFORMED_BODY, REQUEST_TIMEOUT."""
+        """The next message. Raises BODY_TOO_LARGE, MALFORMED_BODY, REQUEST_TIMEOUT."""
         if self._is_done:
             # Only the disconnect can follow, however late.
             return await self._receive()
