@@ -1,6 +1,6 @@
 """Builds a process's service from its config.
 
-Importing this must not import torch, whatever the process.
+This module must not import torch, whatever process imports it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ratoon.engine.cluster.remote import connect
 
 
 async def build_service(config: RatoonConfig) -> PolicyService:
-    """A service that reaches the engine through Ray, which must be connected.
+    """Build a service that reaches the engine through Ray, which must be connected.
 
     Raises UNAVAILABLE where no engine runs (`engine.bootstrap`).
     """

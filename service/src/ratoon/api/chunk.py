@@ -1,6 +1,6 @@
-"""A file chunk as an answer: a FetchWeightsResponse whose bytes are copied only once.
+"""The answer of FetchWeights, serialized with a single copy of its bytes.
 
-`SerializeToString` gives bytes that parse as a FetchWeightsResponse.
+`SerializeToString` returns bytes that parse as a FetchWeightsResponse.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _LENGTH_DELIMITED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChunk:
-    """`data`, and its xxh3-128 in hexadecimal digits. It mimics a protobuf message."""
+    """Bytes of a file, and their xxh3-128 in hexadecimal digits.
+
+    It looks like a protobuf message to the gate and to gRPC.
+    """
 
     DESCRIPTOR: ClassVar[Descriptor] = service_pb2.FetchWeightsResponse.DESCRIPTOR
     data: bytes = field(repr=False)
@@ -29,10 +32,14 @@ class FileChunk:
 
     @classmethod
     async def of(cls, data: bytes) -> FileChunk:
+        """Compute the digest of `data` in a thread, and return the chunk."""
         return cls(data=data, digest=await asyncio.to_thread(xxhash.xxh3_128_hexdigest, data))
 
     def SerializeToString(self) -> bytes:
-        """Protobuf itself would copy a field of megabytes more than once, into a growing buffer."""
+        """Return the message's bytes, joined once.
+
+        Protobuf would copy a field of megabytes more than once, into a growing buffer.
+        """
         others = service_pb2.FetchWeightsResponse(digest=self.digest).SerializeToString()
         head = bytes([_DATA.number << 3 | _LENGTH_DELIMITED]) + _varint(len(self.data))
         return b"".join((others, head, self.data))

@@ -1,4 +1,4 @@
-"""Both wires of the gateway: gRPC and HTTP behind one gate."""
+"""Starts both wires of the gateway: gRPC and HTTP behind one gate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ratoon.config import RatoonConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edges:
-    """The servers of both wires."""
+    """The running servers of both wires."""
 
     grpc: RunningGrpc
     http: RunningHttp
@@ -58,7 +58,10 @@ async def start_edges(config: RatoonConfig) -> Edges:
 
 
 def _context(config: RatoonConfig, *protocols: str) -> ssl.SSLContext | None:
-    """Each wire has its own store, as its ALPN protocols are a property of the context."""
+    """Build the TLS context of one wire; None without TLS.
+
+    Each wire has its own store, as its ALPN protocols are a property of the context.
+    """
     files = files_of(config)
     if files is None:
         return None

@@ -1,7 +1,7 @@
 """The authenticated principal of the call being served.
 
 It is a context variable, so it follows a call into its tasks and threads but never into another
-call. Calls of the service need no second argument for it.
+call. Methods of the service need no second argument for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 
 @contextmanager
 def acting_for(holder: Holder) -> Generator[None, None, None]:
-    """Operations submitted in the block belong to `holder`."""
+    """Make operations that are submitted in the block belong to `holder`."""
     token = _HOLDER.set(holder)
     try:
         yield
@@ -26,4 +26,5 @@ def acting_for(holder: Holder) -> Generator[None, None, None]:
 
 
 def current_holder() -> Holder:
+    """Return the holder that the current call acts for."""
     return _HOLDER.get()

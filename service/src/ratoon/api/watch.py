@@ -1,4 +1,4 @@
-"""A watched operation, throttled for its reader.
+"""Throttles a watched operation for its reader.
 
 A slow reader has at most one value waiting, the newest, however many changes there were.
 """
@@ -14,9 +14,10 @@ from ratoon.engine.types import Operation
 async def throttled(
     changes: AsyncIterator[Operation], *, interval_s: float
 ) -> AsyncGenerator[Operation, None]:
-    """The newest operation at once, then at most once in `interval_s` seconds, up to the final one.
+    """Yield the newest operation at once, then at most one in `interval_s` seconds.
 
-    Raises what `changes` raises, after the last value that came before it.
+    It ends with the final one. Raises the error of `changes`, after the last value that came before
+    it.
     """
     newest: Operation | None = None
     changed = asyncio.Event()

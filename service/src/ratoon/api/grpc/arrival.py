@@ -1,4 +1,4 @@
-"""One gRPC call before the gate: the length of its message, and its place in line."""
+"""What is known of a gRPC call before the gate has judged it: its length and place in line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _PREFIX_BYTES = 5
 
 
 class Places(Protocol):
-    """Where the calls of a connection wait for the gate."""
+    """Places of a connection's calls: a call without one is not forwarded to gRPC yet.
+
+    `take` returns False if there is none. `rest` counts a call that was reset before it was judged.
+    """
 
     def take(self) -> bool: ...
     def give_back(self) -> None: ...
@@ -17,7 +20,7 @@ class Places(Protocol):
 
 
 class Arrival:
-    """What has arrived of one call's request. `host`: of its caller."""
+    """The part of a call's request that has arrived. `host` is the caller's address."""
 
     __slots__ = ("_has_ended", "_places", "_prefix", "_waiter", "host", "num_bytes")
 
@@ -31,7 +34,7 @@ class Arrival:
         self._places: Places | None = None
 
     async def length(self) -> int | None:
-        """Bytes of the message, as soon as they are known; None: there is none."""
+        """Wait for the length of the message, in bytes; None if the stream ends without one."""
         while not self._is_known and not self._has_ended:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -42,24 +45,24 @@ class Arrival:
         return len(self._prefix) == _PREFIX_BYTES
 
     def add(self, data: memoryview) -> None:
-        """Add the next bytes of the message, its prefix first."""
+        """Add the next bytes of the message; the first five are its prefix."""
         if not self._is_known:
             self._prefix += data[: _PREFIX_BYTES - len(self._prefix)].tobytes()
             self._wake()
 
     def enter(self, places: Places) -> None:
-        """The call goes to gRPC, with a place that it has taken."""
+        """Keep the place that the call has taken: the call is forwarded to gRPC now."""
         self._places = places
 
     def leave(self) -> bool:
-        """Give the place back, if it still has one; returns whether it had."""
+        """Give the place back, if the call still has one. Returns whether it had one."""
         places, self._places = self._places, None
         if places is not None:
             places.give_back()
         return places is not None
 
     def end(self) -> None:
-        """Nothing more will arrive."""
+        """Note that no more bytes will arrive."""
         self._has_ended = True
         self._wake()
 

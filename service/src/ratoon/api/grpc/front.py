@@ -1,8 +1,8 @@
-"""The gateway's gRPC listener: connections, TLS, and the bytes between callers and gRPC.
+"""TCP proxy between callers and gRPC: connections, TLS, and the order in which bytes pass.
 
-gRPC itself listens on a Unix socket in a folder of this process; everything between passes
-unchanged except for `frames`, in the order of `turns`. Connections are limited in all and per host,
-silent ones and floods are closed, and gRPC sees a connection only once HTTP/2 has begun on it.
+gRPC itself listens on a Unix socket in a folder of this process. Bytes pass unchanged except for
+`frames`, and in the order of `turns`. The budget bounds the connections; silent ones and floods are
+closed, and gRPC sees a connection only once HTTP/2 has begun on it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = get_logger("grpc")
 
 
 class Front:
-    """One listening address. `upstream`: gRPC's own socket."""
+    """Proxy for one listening address. `upstream` is the path of gRPC's own socket."""
 
     def __init__(self, upstream: Path, context: ssl.SSLContext | None, budget: EdgeBudget) -> None:
         self.upstream = upstream
@@ -50,7 +50,7 @@ class Front:
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises OSError where it is taken."""
+        """Listen on an address and return the port. Raises OSError where it is taken."""
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Outside(self),
             host,
@@ -67,11 +67,12 @@ class Front:
             self._server.close()
 
     def abort(self) -> None:
+        """Drop all connections."""
         for connection in tuple(self._open.values()):
             connection.abort()
 
     def named(self, metadata: Iterable[tuple[str, str | bytes]]) -> Call | None:
-        """The call that our header among `metadata` names."""
+        """Return the call that our header among `metadata` names; None if it has ended."""
         for name, value in metadata:
             text = str(value)
             if name == _HEADER and text.startswith(self._secret):
@@ -118,16 +119,17 @@ class Call:
         self._stream = stream
 
     def judged(self) -> None:
-        """The gate has decided on the call."""
+        """Give the call's place to another, as the gate has decided on it."""
         self.arrival.leave()
 
     def end(self) -> None:
+        """End the call: its handler has returned."""
         self.judged()
         self._connection.frames.forget(self._stream)
 
 
 class _Pipe(asyncio.Protocol):
-    """One end of a connection: forwards to the other, and stops reading while that is full."""
+    """One end of a proxied connection. It stops reading while the other end is full."""
 
     transport: asyncio.Transport
     # How long data for a peer that does not read is kept, before its connection is dropped.
@@ -154,6 +156,7 @@ class _Pipe(asyncio.Protocol):
             self.other.read_on()
 
     def read_on(self) -> None:
+        """Resume reading, unless the end is closing."""
         if not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -168,7 +171,7 @@ class _Pipe(asyncio.Protocol):
 
 
 class _Inside(_Pipe):
-    """gRPC's end."""
+    """The end of a proxied connection that faces gRPC."""
 
     def __init__(self, outside: _Outside) -> None:
         # gRPC speaks first, possibly before its connection is visible to the other end.
@@ -190,7 +193,7 @@ class _Inside(_Pipe):
 
 
 class _Outside(_Pipe):
-    """The caller's end."""
+    """The end of a proxied connection that faces the caller."""
 
     frames: Frames
     answers: Answers
@@ -229,7 +232,7 @@ class _Outside(_Pipe):
             self._connecting = asyncio.create_task(self._connect())
 
     def advance(self) -> None:
-        """Forward a turn's worth of what has arrived."""
+        """Forward as many of the bytes that have arrived as one turn allows."""
         if self.other is None or self._is_other_full or self.transport.is_closing():
             self.share.decline()
         elif self._has_hung_up():
@@ -254,14 +257,19 @@ class _Outside(_Pipe):
         super().connection_lost(exc)
 
     def abort(self) -> None:
+        """Drop the connection."""
         self.transport.abort()
 
     def read_on(self) -> None:
+        """Resume reading, unless too many bytes wait for their turn."""
         if len(self._unseen) <= _MAX_UNSEEN_BYTES and not self._is_other_full:
             super().read_on()
 
     def _has_hung_up(self) -> bool:
-        """Whether the caller has left a backlog behind; the end of its bytes is not read yet."""
+        """Return whether the caller has closed a connection that still has a backlog.
+
+        The end of its bytes lies behind the backlog, so it has not been read yet.
+        """
         if len(self._unseen) <= _MAX_UNSEEN_BYTES:
             return False
         caller = self.transport.get_extra_info("socket")

@@ -51,7 +51,7 @@ _log = get_logger("http")
 
 
 def call_of(route_name: str) -> str:
-    """The row of `CALL_SCOPES` for a route."""
+    """Return the name by which `CALL_SCOPES` knows a route's call."""
     call = _CALLS.get(route_name, route_name)
     assert call in CALL_SCOPES, f"the route {route_name} has no scope"
     return call
@@ -138,7 +138,7 @@ class CallGate:
         await self._app(scope, bounded, answer)
 
     def _refusal(self, authorized: AuthorizedCall, policy_id: str | None) -> RatoonError | None:
-        """The refusal of a call whose path names a policy that the key is not for."""
+        """Return the refusal of a call whose path names a policy that the key is not for."""
         try:
             if policy_id is not None:
                 self._gate.check_policy(authorized, policy_id)
@@ -161,6 +161,7 @@ class _Answer:
 
 
 def presented_of(scope: Scope) -> Presented:
+    """Return the credentials that came with a request."""
     client = scope.get("client")
     return Presented(
         authorization=Headers(scope=scope).get("authorization", ""),
@@ -169,6 +170,7 @@ def presented_of(scope: Scope) -> Presented:
 
 
 def authorized_of(request: Request) -> AuthorizedCall:
+    """Return the authorized call of a request that has passed the gate."""
     authorized = getattr(request.state, _AUTHORIZED)
     assert isinstance(authorized, AuthorizedCall)
     return authorized
@@ -178,7 +180,10 @@ AuthorizedCallOf = Annotated[AuthorizedCall, Depends(authorized_of)]
 
 
 def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> tuple[BaseRoute, str | None] | None:
-    """The route of a request, and the policy that its path names; None where it names none."""
+    """Return the route of a request, and the policy that its path names.
+
+    None if no route matches; the policy is None if the path names none.
+    """
     for route in routes:
         match, child_scope = route.matches(scope)
         if match is Match.FULL:
@@ -187,7 +192,7 @@ def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> tuple[BaseRoute, str
 
 
 def policy_in(path: Mapping[str, object]) -> str | None:
-    """The policy that the parts of a path name."""
+    """Return the policy that the parameters of a path name; None if they name none."""
     if "operation_id" in path:
         return policy_of_operation(str(path["operation_id"]))
     return str(path["policy_id"]) if "policy_id" in path else None
@@ -198,7 +203,7 @@ def _name(route: BaseRoute) -> str:
 
 
 def _outcome(status: int | None) -> str:
-    """The audit outcome for a status, for bodies that did not parse as requests."""
+    """Return the audit outcome for the status of a request that never reached the service."""
     if status is None:
         return NO_ANSWER
     codes = (str(code) for code, row in ERROR_TABLE.items() if row.http == status)

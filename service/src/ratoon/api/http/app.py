@@ -34,7 +34,10 @@ def create_app(
     gate: Gate,
     allowed_hosts: Iterable[str] | None = None,
 ) -> FastAPI:
-    """`allowed_hosts`: host names accepted besides loopback's; None: any."""
+    """Build the application of a service behind a gate.
+
+    `allowed_hosts` are the host names accepted besides loopback's; None accepts any.
+    """
     app = FastAPI(
         title="Ratoon",
         version=__version__,
@@ -65,7 +68,10 @@ def create_app(
 
 
 def _document(app: FastAPI) -> Route:
-    """The API document, rendered once: it needs no key, and FastAPI renders per request."""
+    """Build the route of the API document, which is rendered once.
+
+    It needs no key, and FastAPI would render it per request.
+    """
     body: asyncio.Task[bytes] | None = None
 
     def render() -> bytes:
@@ -81,7 +87,10 @@ def _document(app: FastAPI) -> Route:
 
 
 async def _only_known_parameters(request: Request) -> None:
-    """Raises INVALID_ARGUMENT: FastAPI ignores other parameters, as in `?wait=30`."""
+    """Refuse query parameters that the route does not have, which FastAPI ignores.
+
+    Raises INVALID_ARGUMENT, as for `?wait=30`.
+    """
     route = request.scope["route"]
     known = sorted(field.alias for field in route.dependant.query_params)
     for name, value in request.query_params.items():

@@ -122,6 +122,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType({"known_version": None, "wait_s"
 
 
 def router(service: PolicyService, gate: Gate) -> APIRouter:
+    """Build the routes of all RPCs that have an HTTP route."""
     routes = APIRouter()
     for name in CALLS:
         method = SERVICE.methods_by_name[name]
@@ -188,7 +189,7 @@ def _endpoint(
 def _signature(
     method: MethodDescriptor, verb: str, path: str, body: type[WireModel] | None
 ) -> inspect.Signature:
-    """What FastAPI reads: the authorized call, parameters of path and query, the body."""
+    """Build the signature that FastAPI reads: authorized call, path and query parameters, body."""
     names = _PLACE.findall(path)
     if verb in ("GET", "DELETE"):
         route = http_route(method)

@@ -1,7 +1,7 @@
-"""An HTTP connection with limits on its time and memory.
+"""HTTP/1 connections with bounds on their time and memory.
 
-For uvicorn's `http` option: `partial(BoundedConnection, budget=EdgeBudget(bounds))`. uvicorn itself
-limits neither headers, readers, connections nor bodies that no handler reads.
+`partial(BoundedConnection, budget=EdgeBudget(bounds))` is the value of uvicorn's `http` option.
+uvicorn itself bounds neither headers, readers, connections nor bodies that no handler reads.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ _PIECE_BYTES = 256 * 1024
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """One request at a time. Each state has its own timer, which incoming bytes do not restart.
+    """A connection that serves one request at a time.
 
-    The states: headers (from the connection, or a request's first byte, to the end of its headers),
-    idle (from an answer to the next request's first byte: uvicorn's `timeout_keep_alive`), unread
-    (from the first byte that the kernel does not take to the last of those behind it) and sending
-    (of a message's part of a file, from its first byte to its last).
+    Each state has its own timer, which incoming bytes do not restart. The states are *headers*
+    (from the connection, or a request's first byte, to the end of its headers), *idle* (from an
+    answer to the next request's first byte; uvicorn's `timeout_keep_alive`), *unread* (from the
+    first byte that the kernel does not take to the last of those behind it) and *sending* (from the
+    first to the last byte of a message's part of a file).
 
     Applications find `http.response.zerocopysend` among the scope's extensions. It raises OSError
-    where the reader has left, or was let go.
+    if the reader has left or was let go.
     """
 
     def __init__(
@@ -248,7 +249,10 @@ class BoundedConnection(HttpToolsProtocol):
         return offset == stop
 
     async def _end_file(self, file: int) -> None:
-        """End the answer. A reader that got pages of the file hangs up itself, once it has them."""
+        """End an answer that was sent from a file.
+
+        A reader that got pages of the file closes the connection itself, once it has read them.
+        """
         is_last = not self.cycle.keep_alive
         if self.scheme != "https":
             self._held_file = os.dup(file)
@@ -280,11 +284,13 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def _close(self) -> None:
-        """Close once all is written; `unread` limits how long that takes."""
+        """Close once all is written; the *unread* timer bounds how long that takes."""
         self.transport.close()
 
 
 class _Timer:
+    """Calls a function once a time is over, unless it is stopped before."""
+
     def __init__(
         self, loop: asyncio.AbstractEventLoop, seconds: float, end: Callable[[], None]
     ) -> None:
@@ -294,11 +300,12 @@ class _Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """(Re)start the timer."""
+        """Start or restart the timer."""
         self.stop()
         self._handle = self._loop.call_later(self._seconds, self._end)
 
     def stop(self) -> None:
+        """Stop the timer, if it runs."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

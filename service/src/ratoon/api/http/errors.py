@@ -1,4 +1,4 @@
-"""Every failure of the HTTP wire as `{"error": ErrorDetail}`.
+"""Answers every failure of the HTTP wire as `{"error": ErrorDetail}`.
 
 The status comes from `ERROR_TABLE`. No other error format leaves this server, whatever a handler,
 FastAPI or a middleware raised.
@@ -38,7 +38,7 @@ _COMMON = (
 
 
 def error_responses(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may fail with `codes` or the common ones."""
+    """Return the `responses` of a route that may fail with `codes` or the common ones."""
     by_status: dict[int | str, list[ErrorCode]] = {}
     for code in (*codes, *_COMMON):
         by_status.setdefault(ERROR_TABLE[code].http, []).append(code)
@@ -49,6 +49,7 @@ def error_responses(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
 
 
 def error_response(error: RatoonError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Build the response that reports an error."""
     row = ERROR_TABLE[error.code]
     all_headers = dict(headers or {})
     if error.retry_after_s is not None:
@@ -89,7 +90,7 @@ async def _answer_validation(request: Request, error: RequestValidationError) ->
 
 
 def _no_json(content_type: str) -> RatoonError:
-    """The error for another content type, such as the default of curl's `-d`."""
+    """Return the error for another content type, such as the default of curl's `-d`."""
     got = shown(content_type) if content_type else "nothing"
     return RatoonError(
         ErrorCode.MALFORMED_BODY,
@@ -101,7 +102,7 @@ def _no_json(content_type: str) -> RatoonError:
 
 
 async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
-    """FastAPI's own refusals, which wrap errors raised while it read the body."""
+    """Answer FastAPI's own refusals, which wrap errors raised while it read the body."""
     cause = error.__cause__
     if isinstance(cause, RatoonError):
         return error_response(cause)
@@ -113,7 +114,10 @@ async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
 
 
 def validation_error(errors: Sequence[Any]) -> RatoonError:
-    """The first of pydantic's errors, with its path as a field: `groups[3].rollouts[17].reward`."""
+    """Return pydantic's first error as an error of the service.
+
+    Its path becomes the field, as in `groups[3].rollouts[17].reward`.
+    """
     first = errors[0]
     if first["type"] == "json_invalid":
         return RatoonError(
@@ -135,7 +139,10 @@ def validation_error(errors: Sequence[Any]) -> RatoonError:
 
 
 def field_path(location: Iterable[str | int]) -> str:
-    """The path as the rest of the service names fields: groups without the message around them."""
+    """Return a path as the rest of the service names fields.
+
+    The message around the groups is left out.
+    """
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -143,7 +150,7 @@ def field_path(location: Iterable[str | int]) -> str:
 
 
 def _described(value: object) -> str:
-    """A scalar as it is; of anything else only its type, as it may be large or private."""
+    """Return a scalar as text; for anything else its type, as it may be large or private."""
     if value is None or isinstance(value, str | int | float | bool):
         return shown(value)
     return type(value).__name__

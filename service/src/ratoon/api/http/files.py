@@ -1,4 +1,4 @@
-"""Routes of weights and result files: whole files and ranges, chunks by digest."""
+"""Routes of weights and result files: whole files and ranges of them, and chunks by digest."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ _BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}
 
 
 def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRouter:
+    """Build the routes of files. Answers that are held in memory have at most `max_fetch_bytes`."""
     routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["weights"])
 
     @routes.get(
@@ -168,10 +169,10 @@ async def _file_response(
 
 
 class FileResponse(Response):
-    """A file range, sent by the kernel where the server supports it, else from memory.
+    """Sends a range of a file: by the kernel where the server supports it, else from memory.
 
     The kernel gets `CHUNK_BYTES` at a time, the first of which are in the page cache. Before each
-    of the others `check_again` is called; its RatoonError ends the connection.
+    of the others `check_again` is called; a RatoonError that it raises ends the connection.
     """
 
     media_type = BINARY
@@ -220,7 +221,7 @@ class FileResponse(Response):
 
 
 def _opened(path: FilePath, start: int, stop: int) -> tuple[BinaryIO, str]:
-    """The file, and the digest of its bytes [start, stop).
+    """Open a file and compute the digest of its bytes [start, stop).
 
     Raises WEIGHTS_NOT_FOUND where the version has just been dropped.
     """
@@ -234,7 +235,7 @@ def _opened(path: FilePath, start: int, stop: int) -> tuple[BinaryIO, str]:
 
 
 def _digest(file: int, start: int, stop: int) -> str:
-    """The xxh3-128 of a file's bytes [start, stop), which are then in the page cache."""
+    """Compute the xxh3-128 of a file's bytes [start, stop); it reads them into the page cache."""
     digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     while start < stop:
         num_bytes = os.preadv(file, [piece[: stop - start]], start)

@@ -1,7 +1,7 @@
-"""Heads of HTTP/1 requests that two readers may take for different requests.
+"""Refuses heads of HTTP/1 requests that two readers may take for different requests.
 
-httptools refuses most of them (obsolete folding, bare LF, two lengths, a length beside chunks).
-What it lets through is refused here: RFC 9112, sections 2.3, 3.2 and 6.1.
+httptools refuses most of them (obsolete folding, bare LF, two lengths, a length beside chunks). The
+rest is refused here (RFC 9112, sections 2.3, 3.2 and 6.1).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MAX_PORT = 65535
 def head_fault(
     version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[str, str] | None:
-    """The field that makes a request ambiguous, and what is expected of it; None: there is none.
+    """Return the field that makes a request ambiguous, and what is expected; None if none does.
 
-    `headers`: with names in lower case.
+    The names of `headers` are in lower case.
     """
     if version not in ("1.0", "1.1"):
         return "version", "HTTP/1.1 or HTTP/1.0"
@@ -42,7 +42,10 @@ def head_fault(
 
 
 def refusal(fault: tuple[str, str] | None, message: str) -> bytes:
-    """The answer to a request that is no HTTP, `fault` None, or ambiguous; the connection ends."""
+    """Return the bytes of a 400 answer, after which the connection ends.
+
+    `fault` is that of `head_fault`; None for bytes that are not HTTP.
+    """
     field, expected = fault or ("", "HTTP/1.1 (RFC 9112)")
     error = RatoonError(
         ErrorCode.MALFORMED_BODY,

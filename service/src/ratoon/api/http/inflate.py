@@ -1,8 +1,8 @@
 """Inflates compressed bodies piece by piece.
 
-Beyond the decoder's window only one piece, of at most some MiB, is held. A body that is over
-its call's bound inflated, or grows more than `MAX_RATIO` times after `FREE_BYTES`, is refused
-before more of it is made.
+Only one piece of at most a few MiB is held, besides the decoder's window. A body that inflates to
+more than its call's bound, or to more than `MAX_RATIO` times its size after the first `FREE_BYTES`,
+is refused before more of it is made.
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ _ZSTD_WINDOW_BYTES = 8 * 2**20
 
 
 class _Decoder(Protocol):
+    """Decodes one compressed stream, piece by piece.
+
+    `is_at_end`: the stream has ended, with nothing behind it.
+    """
+
     @property
     def is_at_end(self) -> bool: ...
     def decode(self, data: bytes) -> Iterator[bytes]: ...
 
 
 class Inflater:
-    """One body. `coding` is one of `CODINGS`; `check_size` refuses a number of bytes inflated."""
+    """Inflates one body.
+
+    `coding` is one of `CODINGS`. `check_size` is called with the number of inflated bytes and
+    raises if there are too many.
+    """
 
     def __init__(self, coding: str, *, check_size: Callable[[int], None]) -> None:
         self._coding = coding
@@ -41,7 +50,7 @@ class Inflater:
         self._num_out = 0
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """The pieces that `data` adds. Raises BODY_TOO_LARGE, MALFORMED_BODY."""
+        """Yield the pieces that `data` adds. Raises BODY_TOO_LARGE, MALFORMED_BODY."""
         self._num_in += len(data)
         try:
             for piece in self._decoder.decode(data):
@@ -53,7 +62,7 @@ class Inflater:
             raise self._malformed() from err
 
     def check_end(self) -> None:
-        """Raises MALFORMED_BODY for a truncated body."""
+        """Check that the body is whole. Raises MALFORMED_BODY if it is truncated."""
         if not self._decoder.is_at_end:
             raise self._malformed()
 
@@ -79,7 +88,7 @@ class Inflater:
 
 
 class _Gzip:
-    """One member; anything after it is malformed."""
+    """Decodes one gzip member; anything after it is malformed."""
 
     def __init__(self) -> None:
         self._decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -100,7 +109,7 @@ class _Gzip:
 
 
 class _Zstd:
-    """One frame; anything after it is malformed."""
+    """Decodes one zstd frame; anything after it is malformed."""
 
     def __init__(self) -> None:
         decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)

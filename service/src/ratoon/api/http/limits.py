@@ -1,7 +1,7 @@
-"""Limits a body's size and time while it is read.
+"""Bounds the size and time of a body while it is read.
 
-At most its call's bound of a body is held, whatever Content-Length said and however it is
-compressed. A compressed one is inflated piece by piece, and refused if it grows as no batch does.
+No more of a body is held than its call's bound, whatever Content-Length said and however it is
+compressed. A compressed body is inflated piece by piece, and refused if it grows as no batch does.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ratoon.errors import ErrorCode, RatoonError
 
 
 def bounded_body(scope: Scope, receive: Receive, limits: LimitsConfig) -> Receive:
-    """A `receive` that bounds the request's body, and inflates it.
+    """Return a `receive` that bounds the request's body, and inflates it.
 
     A body with a false or missing Content-Length is counted as it arrives. Raises BODY_TOO_LARGE,
-    MALFORMED_BODY and UNSUPPORTED for what the headers say, REQUEST_TIMEOUT and the first two when
-    called.
+    MALFORMED_BODY and UNSUPPORTED for what the headers say; the returned function raises
+    BODY_TOO_LARGE, MALFORMED_BODY and REQUEST_TIMEOUT.
     """
     headers = MutableHeaders(scope=scope)
     _check_place(scope, headers)
@@ -44,7 +44,7 @@ def bounded_body(scope: Scope, receive: Receive, limits: LimitsConfig) -> Receiv
 
 
 class _Body:
-    """One request's body as it arrives."""
+    """The body of one request, as it arrives."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class _Body:
         self._pieces: Iterator[bytes] = iter(())
 
     async def receive(self) -> Message:
-        """The next message. Raises BODY_TOO_LARGE, MALFORMED_BODY, REQUEST_TIMEOUT."""
+        """Return the next message. Raises BODY_TOO_LARGE, MALFORMED_BODY, REQUEST_TIMEOUT."""
         if self._is_done:
             # Only the disconnect can follow, however late.
             return await self._receive()
@@ -107,7 +107,10 @@ class _Body:
 
 
 def _check_place(scope: Scope, headers: Headers) -> None:
-    """Raises MALFORMED_BODY for a body of a method without one: nobody would read it."""
+    """Refuse a body of a method that takes none: nobody would read it.
+
+    Raises MALFORMED_BODY.
+    """
     has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
     if has_body and scope["method"] in WITHOUT_BODY:
         raise RatoonError(
@@ -119,7 +122,10 @@ def _check_place(scope: Scope, headers: Headers) -> None:
 
 
 def _coding(headers: Headers) -> str:
-    """Raises UNSUPPORTED for an unknown coding, or several at once."""
+    """Return the body's content coding.
+
+    Raises UNSUPPORTED for an unknown coding, or several at once.
+    """
     coding = headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity" and coding not in CODINGS:
         raise RatoonError(

@@ -23,7 +23,10 @@ _log = get_logger("http")
 
 
 class LocalNames:
-    """ASGI middleware, the outermost. `allowed`: host names besides loopback's."""
+    """ASGI middleware that refuses requests under foreign host names; it is the outermost.
+
+    `allowed` are the host names that are accepted besides loopback's.
+    """
 
     def __init__(self, app: ASGIApp, *, allowed: Iterable[str] = ()) -> None:
         self._app = app

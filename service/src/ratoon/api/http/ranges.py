@@ -1,4 +1,4 @@
-"""HTTP Range requests over a file (RFC 9110, section 14): which bytes to send."""
+"""Decides which bytes of a file to send for a Range request (RFC 9110, section 14)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """All bytes, status 200."""
+    """Send all bytes, with status 200."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Bytes [start, stop), status 206."""
+    """Send bytes [start, stop), with status 206."""
 
     start: int
     stop: int
@@ -25,15 +25,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotModified:
-    """The caller has these bytes already, status 304."""
+    """Send nothing, with status 304: the caller has these bytes already."""
 
 
 def etag_of(digest: str) -> str:
+    """Return the ETag of a file with this digest."""
     return f'"{digest}"'
 
 
 def is_known(digest: str, if_none_match: str | None) -> bool:
-    """Whether the caller has the file already, by its If-None-Match."""
+    """Return whether the caller has the file already, by its If-None-Match."""
     tags = [tag.strip().removeprefix("W/") for tag in (if_none_match or "").split(",")]
     return "*" in tags or etag_of(digest) in tags
 
@@ -47,10 +48,11 @@ def choose(
     digest: str,
     max_bytes: int,
 ) -> Whole | Part | NotModified:
-    """What to answer. A range over `max_bytes` is answered with its beginning, as the RFC allows.
+    """Return what to send of a file of `size_bytes`.
 
-    Multiple ranges are not served: the header is ignored then, as the RFC allows too. Raises
-    RANGE_NOT_SATISFIABLE for a range outside the file, and for a whole file over `max_bytes`.
+    A range over `max_bytes` is answered with its beginning, as the RFC allows. Multiple ranges are
+    not served: the header is ignored then, as the RFC allows too. Raises RANGE_NOT_SATISFIABLE for
+    a range outside the file, and for a whole file over `max_bytes`.
     """
     if is_known(digest, if_none_match):
         return NotModified()
@@ -70,7 +72,7 @@ def choose(
 
 
 def _bounds(first: str, last: str, size_bytes: int) -> tuple[int, int]:
-    """[start, stop) of `first-last`, `first-` or `-suffix length`."""
+    """Return [start, stop) of the range `first-last`, `first-` or `-suffix length`."""
     if not first:
         return max(size_bytes - int(last), 0), size_bytes
     return int(first), min(int(last) + 1, size_bytes) if last else size_bytes

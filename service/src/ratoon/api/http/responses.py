@@ -1,6 +1,6 @@
-"""Messages as JSON responses, and a route's documentation of them.
+"""Builds JSON responses of messages, and describes parameters of routes.
 
-The body is `to_json` of the message and nothing else.
+A response's body is `to_json` of the message and nothing else.
 """
 
 from __future__ import annotations
@@ -25,4 +25,5 @@ OperationId = Annotated[str, Path(pattern=f"^{OPERATION_ID.pattern}$")]
 
 
 def json_of(message: Message, *, status: int = 200) -> JSONResponse:
+    """Build the JSON response of a message."""
     return JSONResponse(to_json(message), status_code=status)

@@ -18,6 +18,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(service: PolicyService, gate: Gate) -> APIRouter:
+    """Build the routes of health and metrics."""
     routes = APIRouter(tags=["server"])
 
     @routes.get(

@@ -19,9 +19,10 @@ _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # nosec B104
 
 
 def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-    """Requires client certificates if the store has authorities for them.
+    """Return a context whose handshakes use the store's current certificates.
 
-    `protocols`: the ALPN protocols to offer.
+    Clients need a certificate if the store has authorities for them. `protocols` are the ALPN
+    protocols to offer.
     """
     context = store.current().context
     if protocols:
@@ -42,7 +43,7 @@ def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) ->
 
 
 def own_health(config: RatoonConfig) -> str | None:
-    """Why the service of `config`, on this machine, is not healthy; None: it is.
+    """Return why the service of `config`, on this machine, is not healthy; None if it is.
 
     Its certificate is not verified, as the probe sends no secret. A service that refuses the probe
     because it requires another client certificate counts as healthy.
