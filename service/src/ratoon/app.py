@@ -1,6 +1,6 @@
-"""The composition root: Ray, the engine, the gateway and Ray Serve.
+"""Starts and stops the service: Ray, the engine, the gateway and Ray Serve.
 
-Whatever was started here is stopped by `stop`, in reverse order.
+`stop` stops whatever was started here, in reverse order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = get_logger("app")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAddresses:
-    """URLs of HTTP, host:port of gRPC. `serve_http` is None where Serve is off."""
+    """URLs of HTTP, and host:port of gRPC. `serve_http` is None where Serve is off."""
 
     http: str
     grpc: str
@@ -49,9 +49,10 @@ class ServiceAddresses:
 
 
 def app_builder(args: dict[str, Any]) -> Application:
-    """For a Serve config file, whose `args` are the fields of `RatoonConfig`.
+    """Build the Serve application for a Serve config file.
 
-    Starts the engine and the gateway unless they run.
+    `args` are the fields of `RatoonConfig`. The engine and the gateway are started unless they run.
+    Raises INVALID_ARGUMENT for settings that `auth` refuses.
     """
     from ratoon.ray_serve import build_app
 
@@ -75,7 +76,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     if not ray.is_initialized():
         connect_ray(config, show_logs=show_logs)
     try:
-        # One after the other: the gateway asks the engine first, and the spare worker, which the
+        # These start one after the other: the gateway asks the engine first, and the spare worker, which the
         # first policy waits for, has a core of two for itself.
         ray.get(start_engine(config))
         ray.get(_start_gateway(config))
@@ -116,8 +117,8 @@ def running(
 ) -> Generator[ServiceAddresses, None, None]:
     """Run the service for the duration of the block. A Ray started for it stops with it.
 
-    Raises as `start`. Raises INVALID_ARGUMENT, before anything is started, where another service
-    has its folder or a port. On an existing cluster, starting twice gives one service.
+    On an existing cluster, starting twice gives one service. Raises what `start` raises, and
+    INVALID_ARGUMENT, before anything is started, where another service has its folder or a port.
     """
     has_ray = ray.is_initialized()
     is_sole = not has_ray and not config.ray.address
@@ -154,7 +155,10 @@ def _check_serve(config: RatoonConfig) -> None:
 
 
 def check_tls(config: RatoonConfig) -> None:
-    """Raises INVALID_ARGUMENT naming the bad file. Public addresses without TLS log a warning."""
+    """Check the files of `tls`; public addresses without TLS log a warning.
+
+    Raises INVALID_ARGUMENT naming the bad file.
+    """
     files, public = files_of(config), public_hosts(config)
     if files is not None:
         load_certificates(files)
@@ -163,7 +167,10 @@ def check_tls(config: RatoonConfig) -> None:
 
 
 def _start_gateway(config: RatoonConfig) -> ObjectRef[None]:
-    """Start it unless it runs. Once the reference resolves, both of its ports are open."""
+    """Start the gateway unless it runs.
+
+    Once the reference resolves, both of its ports are open.
+    """
     gateway: Any = (
         ray.remote(Gateway)
         .options(

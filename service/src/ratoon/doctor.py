@@ -1,7 +1,7 @@
-"""`ratoon doctor`: what this machine, and a cluster's nodes, can do, and where they cannot, why.
+"""`ratoon doctor`: reports what this machine and a cluster's nodes can do, and why they cannot.
 
-Nothing is changed, and nothing started but a short task on each node of `ray.address`. A check that
-cannot be made is itself a failed check.
+Nothing is changed, and nothing is started except a short task on each node of `ray.address`. A
+check that cannot be made is itself a failed check.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ MIN_FREE_MEMORY_BYTES = 2 * 2**30
 
 
 class Status(StrEnum):
+    """Result of a check; FAIL keeps the service from starting."""
+
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -41,7 +43,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One finding; `detail` says what was found and, where it is not ok, what to do."""
+    """One finding. `detail` says what was found and, if it is not ok, what to do."""
 
     name: str
     status: Status
@@ -49,7 +51,7 @@ class Check:
 
 
 def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
-    """All checks, in start-up order. Never raises for what it examines."""
+    """Run all checks, in start-up order. Never raises for what it examines."""
     groups: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("python", _check_python),
         ("torch", _check_torch),
@@ -110,7 +112,7 @@ def _check_gpu() -> Iterator[Check]:
 
 
 def _check_ranks() -> Iterator[Check]:
-    """Of how many a policy may be here, and what they copy through."""
+    """Report how many ranks a policy may have here, and what they copy through."""
     import torch
 
     from ratoon.engine.cluster.nodes import gpu_links
@@ -195,7 +197,7 @@ def _check_disk(config: RatoonConfig) -> Iterator[Check]:
 
 
 def _check_policies(config: RatoonConfig) -> Iterator[Check]:
-    """Policies whose journal has lost its end, and what was set aside for that."""
+    """Report policies whose journal has lost its end, and what was set aside for that."""
     from ratoon.engine.files.losses import read_loss
     from ratoon.engine.files.paths import POLICIES
     from ratoon.engine.settings import EngineSettings
@@ -261,7 +263,10 @@ def _check_cluster(config: RatoonConfig) -> Iterator[Check]:
 
 
 def judge_nodes(nodes: Sequence[Node], data_root: Path) -> Iterator[Check]:
-    """Nodes must have the first one's versions and data root: a policy's ranks may be on any."""
+    """Check that all nodes have the first one's versions and data root.
+
+    A policy's ranks may be on any node.
+    """
     first = nodes[0].seen
     for node in nodes:
         seen, faults = node.seen, list[str]()

@@ -1,4 +1,4 @@
-"""The server's certificate, its key and its clients' authorities, from files that may change.
+"""Loads the server's certificate, its key and its clients' authorities from files that may change.
 
 Files that do not match or have expired are refused by name at start; later they are ignored.
 """
@@ -30,7 +30,7 @@ _log = get_logger("tls")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateFiles:
-    """PEM files. `client_ca` None: clients need no certificate."""
+    """Paths of PEM files. `client_ca` None: clients need no certificate."""
 
     cert: Path
     key: Path
@@ -39,7 +39,7 @@ class CertificateFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """PEM texts, and the `context` made from them. `ends_at`: the earliest expiry."""
+    """PEM texts, and the `context` made from them. `ends_at` is the earliest expiry."""
 
     chain: bytes
     key: bytes = field(repr=False)
@@ -49,7 +49,7 @@ class Certificates:
 
 
 class CertificateStore:
-    """The current certificates, for each handshake. Thread-safe.
+    """Keeps the current certificates, for each handshake. Thread-safe.
 
     A changed file is read at the next handshake. If it is not valid, that is logged once per
     change, and the old certificates stay.
@@ -63,7 +63,7 @@ class CertificateStore:
         self._current = load_certificates(files)
 
     def current(self) -> Certificates:
-        """Never raises."""
+        """Return the certificates to use now. Never raises."""
         with self._lock:
             signature = _signature(self._files)
             if signature != self._signature:
@@ -81,7 +81,7 @@ class CertificateStore:
 
 
 def files_of(config: RatoonConfig) -> CertificateFiles | None:
-    """The configured files, with absolute paths; None: no TLS."""
+    """Return the configured files, with absolute paths; None without TLS."""
     tls = config.tls
     if tls.cert_file is None or tls.key_file is None:
         return None
@@ -133,7 +133,7 @@ def _context(files: CertificateFiles, client_ca: bytes | None) -> ssl.SSLContext
 
 
 def _certificates(name: str, path: Path, pem: bytes) -> list[x509.Certificate]:
-    """The certificates of a PEM text, all valid now. Raises INVALID_ARGUMENT."""
+    """Return the certificates of a PEM text, all valid now. Raises INVALID_ARGUMENT."""
     try:
         found = x509.load_pem_x509_certificates(pem)
     except ValueError as err:
@@ -175,7 +175,7 @@ def _signature(files: CertificateFiles) -> tuple[tuple[int, int, int] | None, ..
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Inode, change time and size of the file behind the path; None: there is none."""
+    """Return inode, change time and size of a file; None if there is none."""
     try:
         status = path.stat()
     except OSError:

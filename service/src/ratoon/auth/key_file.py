@@ -1,4 +1,4 @@
-"""The file of API keys, `access/keys.json` below the data root.
+"""Keeps API keys in a file, `access/keys.json` below the data root.
 
 Every process checks at each call whether the file was replaced, so a revoked key is refused at
 once. A damaged file lets nobody in.
@@ -36,21 +36,21 @@ _log = get_logger("auth")
 
 @checked_dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """Content of the file."""
+    """The content of the file."""
 
     format: Literal[1]
     keys: tuple[ApiKey, ...]
 
 
 def access_folder(data_root: Path) -> Path:
-    """The folder of keys and audit log; touches no file."""
+    """Return the folder of keys and audit log; it need not exist."""
     return data_root / "access"
 
 
 def make_access_folder(data_root: Path) -> Path:
-    """Make that folder, and a missing data root, accessible to the owner alone."""
+    """Make that folder, and a missing data root, accessible only to the owner."""
     folder = access_folder(data_root)
-    # It will hold rollouts and weights. One that an operator has made keeps its mode.
+    # The data root will hold rollouts and weights. One that an operator has made keeps its mode.
     make_folder(data_root, 0o700)
     make_folder(folder, 0o700)
     return folder
@@ -66,7 +66,7 @@ class KeyFile:
         self._keys = _NO_KEYS
 
     def keys(self) -> Keys:
-        """Every key by its id, revoked ones too; none without a file.
+        """Return every key by its id, revoked ones too; none without a file.
 
         Raises UNAVAILABLE where the file cannot be read: then nobody is let in.
         """
@@ -86,10 +86,11 @@ class KeyFile:
         return self._keys
 
     def add(self, key: ApiKey) -> None:
+        """Add a key. Raises UNAVAILABLE where the file cannot be read."""
         self._change(lambda keys: {**keys, key.key_id: key})
 
     def revoke(self, key_id: str, now: float) -> None:
-        """Revoke a key; idempotent. Raises INVALID_ARGUMENT for an unknown key."""
+        """Revoke a key; idempotent. Raises INVALID_ARGUMENT for an unknown key, UNAVAILABLE."""
 
         def revoked(keys: Keys) -> Keys:
             if key_id not in keys:

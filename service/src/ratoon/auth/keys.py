@@ -1,9 +1,9 @@
-"""API keys: creating, writing as text, verifying.
+"""Creates, writes and verifies API keys.
 
 A record holds only the SHA-256 of the secret, which has 256 random bits, so a slow hash would add
-nothing.
+nothing. A key is written as
 
-    ratoon_<id: 12 hexadecimal digits>_<secret: 64 hexadecimal digits>
+ratoon_<id: 12 hexadecimal digits>_<secret: 64 hexadecimal digits>
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from ratoon.config import KeyLimits
 _KEY = re.compile(r"ratoon_([0-9a-f]{12})_([0-9a-f]{64})")
 _ID_BYTES = 6
 _SECRET_BYTES = 32
-# Compared with where there is no record, so that it takes as long.
+# Hash to compare with if there is no record, so that the comparison takes as long.
 _NO_HASH = "0" * 64
 NO_LIMITS = KeyLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """`policies` None: all. Times are seconds since the epoch; None: never."""
+    """Record of an API key.
+
+    `policies` None: all policies. Times are seconds since the epoch; None: never.
+    """
 
     key_id: str
     secret_sha256: str
@@ -37,10 +40,11 @@ class ApiKey:
     created_at: float
     expires_at: float | None
     revoked_at: float | None
-    # Limits of the key's own.
+    # The key's own limits.
     limits: KeyLimits = NO_LIMITS
 
     def is_valid(self, now: float) -> bool:
+        """Return whether the key is neither revoked nor expired at the time `now`."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
@@ -53,7 +57,7 @@ def new_key(
     expires_at: float | None,
     limits: KeyLimits = NO_LIMITS,
 ) -> tuple[ApiKey, str]:
-    """A record, and the text for its owner, which is kept nowhere else."""
+    """Create a key. Returns its record, and the text for its owner, which is kept nowhere else."""
     key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_hex(_SECRET_BYTES)
     key = ApiKey(
         key_id=key_id,
@@ -70,13 +74,13 @@ def new_key(
 
 
 def split_key(text: str) -> tuple[str, str] | None:
-    """(id, secret), or None where `text` is no key."""
+    """Return (id, secret) of a key's text; None if `text` is not a key."""
     match = _KEY.fullmatch(text)
     return (match[1], match[2]) if match else None
 
 
 def is_secret_of(secret: str, key: ApiKey | None) -> bool:
-    """Whether `secret` is that of `key`, in constant time."""
+    """Return whether `secret` is that of `key`, in constant time."""
     known = _NO_HASH if key is None else key.secret_sha256
     return hmac.compare_digest(_hash(secret), known) and key is not None
 

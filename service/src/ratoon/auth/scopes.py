@@ -1,4 +1,4 @@
-"""The scope that each call needs; a call that is not in the table is refused to everybody."""
+"""Lists the scope that each call needs; a call that is not in the table is refused to everybody."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from types import MappingProxyType
 
 
 class Scope(StrEnum):
-    """What a key may do. Each scope includes those before it."""
+    """The calls that a key may make. Each scope includes those before it."""
 
     READ = "read"
     TRAIN = "train"
     ADMIN = "admin"
 
     def includes(self, other: Scope) -> bool:
+        """Return whether this scope allows the calls of another."""
         order = tuple(Scope)
         return order.index(self) >= order.index(other)
 
 
-# None: free, the key is not checked.
+# None: the call is free, and a key is not checked.
 CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
     {
         "create_policy": Scope.ADMIN,
@@ -54,5 +55,5 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
 
 
 def is_changing(call: str) -> bool:
-    """Whether the call gets an audit line even if it succeeds."""
+    """Return whether the call gets an audit line even if it succeeds."""
     return CALL_SCOPES[call] not in (None, Scope.READ)

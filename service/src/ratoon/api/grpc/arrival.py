@@ -26,7 +26,7 @@ class Arrival:
 
     def __init__(self, host: str) -> None:
         self.host = host
-        # Bytes of the stream so far, without headers.
+        # Bytes of the stream that have arrived, without headers.
         self.num_bytes = 0
         self._prefix = b""
         self._waiter: asyncio.Future[None] | None = None

@@ -20,7 +20,7 @@ _END_STREAM, _END_HEADERS, _PADDED = 1, 4, 8
 _ENHANCE_YOUR_CALM = 11
 # Per connection. gRPC refuses calls beyond its own limit, so the oldest beyond this are stale.
 _MAX_ARRIVALS = 2048
-# What a connection may cost without bringing anything (CVE-2023-44487 and its kind). Each frame
+# Cost that a connection may have without bringing anything (CVE-2023-44487 and its kind). A frame
 # costs one, and a call that is reset before the gate has judged it `_RESET_COST` more, as its
 # handler may start all the same. A KiB of messages brings one, each frame of an answer
 # `_ANSWER_WORTH`: a reader may send as many WINDOW_UPDATE. `_FREE_PER_S` is for keep-alives.
@@ -90,7 +90,7 @@ class Frames(_Reader):
         self._message_left: int = 0
         self._is_pad_next = False
         self._newest = 0
-        # The newest call, until its headers are with gRPC; they have all arrived if it `_is_due`.
+        # The newest call, until its headers are with gRPC. `_is_due`: all of them have arrived.
         self._named: int | None = None
         self._is_due = False
         # gRPC ignores calls beyond this one.
@@ -139,7 +139,7 @@ class Frames(_Reader):
         """
         out: list[bytes | memoryview] = []
         view = memoryview(data)
-        # `start`: of what is not in `out` yet.
+        # `start`: index of the first byte that is not in `out` yet.
         at = start = 0
         while True:
             if self._is_due:

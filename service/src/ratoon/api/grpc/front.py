@@ -25,7 +25,7 @@ from ratoon.log import get_logger
 _HEADER = "ratoon-call"
 # Bytes that wait for their turn, beyond which no more are read.
 _MAX_UNSEEN_BYTES = 64 * 1024
-# How long a connection that was a flood stays, unread, and the time between two log lines of such.
+# Time that a flood's connection stays open, unread; and the time between two log lines about them.
 _CALM_S = 1.0
 _LOG_S = 60.0
 _TCP_ESTABLISHED = 1
@@ -184,7 +184,7 @@ class _Inside(_Pipe):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # gRPC does not read: these calls are judged who knows when.
+        # gRPC does not read, so nobody knows when these calls will be judged.
         self._outside.frames.leave()
 
     def resume_writing(self) -> None:
@@ -204,7 +204,7 @@ class _Outside(_Pipe):
         self._front = front
         self.linger_s = front.bounds.stalled_s
         self._name = ""
-        # What has arrived and was not forwarded yet.
+        # Bytes that have arrived and are not forwarded yet.
         self._unseen = bytearray()
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None

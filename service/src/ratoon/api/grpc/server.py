@@ -32,8 +32,8 @@ _MOST_OF_ONE = 0.5
 _CONNECTION_OPTIONS = (
     # gRPC inflates a whole message before it checks the size: a few KiB could become many GiB.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    # What a call may send before its message is asked for. Bandwidth probing would raise it to
-    # megabytes.
+    # Bytes that a call may send before its message is asked for. Bandwidth probing would raise it
+    # to megabytes.
     ("grpc.http2.lookahead_bytes", 16 * 1024),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", 1024),

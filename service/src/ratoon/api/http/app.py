@@ -51,7 +51,7 @@ def create_app(
     app.router.routes.insert(0, _document(app))
     errors.install(app)
     routers = (
-        # Ahead of a version's route, whose path would fit too.
+        # Events come before a version's route, whose path would match too.
         events.router(service, gate),
         calls.router(service, gate),
         files.router(service, gate, max_fetch_bytes=limits.max_fetch_bytes),

@@ -62,7 +62,7 @@ class _ModelRequest(Request):
     async def json(self) -> BaseModel:
         """Read and validate the body. Raises MALFORMED_BODY, INVALID_ARGUMENT, BODY_TOO_LARGE."""
         body = await self.body()
-        # Few at once: a parsed JSON list takes twenty times its bytes.
+        # Few bodies at once: a parsed JSON list takes twenty times its bytes.
         async with self.app.state.parsing:
             return await asyncio.to_thread(_parsed, self._model, body)
 

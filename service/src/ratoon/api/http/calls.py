@@ -54,7 +54,7 @@ _KEYED = (
     ErrorCode.RESOURCE_EXHAUSTED,
 )
 _BATCH = (*_KEYED, ErrorCode.UPLOAD_NOT_FOUND, ErrorCode.OPERATION_NOT_FOUND)
-# Per call: the tag of its route, and its errors beyond the common ones.
+# The tag of each call's route, and its errors beyond the common ones.
 CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
     {
         "CreatePolicy": (
@@ -104,7 +104,7 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
         "GetServerInfo": ("server", ()),
     }
 )
-# They return an operation, but start none.
+# Calls that return an operation, but start none.
 _AT_ONCE = frozenset({"GetOperation", "CancelOperation"})
 _PARAMETERS: Mapping[str, Any] = MappingProxyType(
     {

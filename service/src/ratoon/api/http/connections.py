@@ -26,7 +26,7 @@ from ratoon.errors import RatoonError
 
 # uvicorn takes the caller's address from these if they come from loopback.
 _FORWARDED = frozenset({b"x-forwarded-for", b"x-forwarded-proto"})
-# In memory at a time, of a file that is sent over TLS.
+# Bytes of a file sent over TLS that are in memory at a time.
 _PIECE_BYTES = 256 * 1024
 
 
@@ -66,7 +66,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_counted = False
         # Ignore further input: it was pipelined before the first request's answer.
         self._is_deaf = False
-        # Whether the parser consumed any of the last piece, and the bytes buffered since it did.
+        # Whether the parser has consumed any of the last piece; bytes buffered since it last did.
         self._has_moved = False
         self._num_kept_bytes = 0
         self._is_head = True
@@ -76,13 +76,13 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._refusal: RatoonError | None = None
         self._file: FileSender | None = None
-        # The file sent last. The kernel has queued its pages, not copies: until the reader has read
-        # them, who would write over a file that nobody has open must find it open.
+        # The file sent last. The kernel has queued its pages, not copies of them, so the file stays
+        # open until the reader has read them: files that nobody has open may be written over.
         self._held_file: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # So `pause_writing` is called for every byte that is not sent at once. asyncio's TLS would
+        # With these limits `pause_writing` is called for every byte that is not sent at once. asyncio's TLS would
         # take 0 as a buffer that is always full.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0, low=0)
         self._is_counted = self._budget.enter(self, self.client[0] if self.client else "")
@@ -136,7 +136,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_headers += 1
         if self._num_headers > self._bounds.max_headers:
             raise httptools.HttpParserError("too many headers")
-        # A trailer is no header: the request is being answered already.
+        # Trailers are dropped: the request is being answered already.
         if self._is_head and name.lower() not in _FORWARDED:
             super().on_header(name, value)
 
@@ -146,7 +146,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._fault = head_fault(self.parser.get_http_version(), self.url, self.headers)
         if self._fault is not None:
             raise httptools.HttpParserError("an ambiguous head")
-        # Its task, which is `_answer`, starts later.
+        # The request's task, which runs `_answer`, starts later.
         super().on_headers_complete()
         self._has_moved = True
         self._headers.stop()
@@ -224,7 +224,7 @@ class BoundedConnection(HttpToolsProtocol):
             finally:
                 self._sending.stop()
         if not is_sent:
-            # As uvicorn marks a disconnected peer.
+            # uvicorn marks a disconnected peer in the same way.
             self.cycle.disconnected = True
             self.transport.abort()
             raise ConnectionResetError("the reader has left, or was let go")

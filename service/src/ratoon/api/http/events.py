@@ -26,7 +26,7 @@ from ratoon_proto.v1.service_pb2 import WatchOperationRequest, WatchWeightsReque
 
 MEDIA_TYPE = "text/event-stream"
 KEEP_ALIVE_S = 15.0
-# Later failures are events.
+# A failure within this time is an HTTP error; a later one is an event.
 _AT_ONCE_S = 1.0
 
 

@@ -31,7 +31,7 @@ from ratoon_proto.v1 import service_pb2 as wire
 BINARY = "application/octet-stream"
 # xxh3-128 of the body, 32 hexadecimal digits.
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
-# Read and digested at a time: fits a core's cache.
+# Bytes that are read and digested at a time; they fit a core's cache.
 _PIECE_BYTES = 256 * 1024
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Length = Annotated[int, Query(ge=1, lt=2**63)]

@@ -17,7 +17,7 @@ from ratoon.config import is_loopback
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 
-# It needs no key elsewhere either, and load balancers call it under any name.
+# Health needs no key elsewhere either, and load balancers call it under any name.
 _HEALTH = "/v1/health"
 _log = get_logger("http")
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 
-# As in the ASGI specification: `file` is a descriptor, `offset` and `count` are bytes.
+# Message type of the ASGI specification: `file` is a descriptor, `offset` and `count` are bytes.
 ZERO_COPY = "http.response.zerocopysend"
 
 
