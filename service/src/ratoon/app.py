@@ -76,8 +76,8 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     if not ray.is_initialized():
         connect_ray(config, show_logs=show_logs)
     try:
-        # These start one after the other: the gateway asks the engine first, and the spare worker, which the
-        # first policy waits for, has a core of two for itself.
+        # These start one after the other: the gateway asks the engine first, and the spare worker,
+        # which the first policy waits for, has a core of two for itself.
         ray.get(start_engine(config))
         ray.get(_start_gateway(config))
         addresses = _addresses(config)

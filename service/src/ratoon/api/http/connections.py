@@ -82,8 +82,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # With these limits `pause_writing` is called for every byte that is not sent at once. asyncio's TLS would
-        # take 0 as a buffer that is always full.
+        # With these limits `pause_writing` is called for every byte that is not sent at once.
+        # asyncio's TLS would take 0 as a buffer that is always full.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0, low=0)
         self._is_counted = self._budget.enter(self, self.client[0] if self.client else "")
         if self._is_counted:
