@@ -77,7 +77,7 @@ async def test_a_body_whose_reader_is_cancelled_as_it_comes_is_not_passed_on() -
         return await come
 
     scope = {"type": "http", "method": "POST", "path": "/v1/policies", "headers": []}
-    bounded = bounded_body(scope, receive, LimitsConfig())
+    bounded = bounded_body(scope, receive, LimitsConfig(), lambda _: None)
 
     async def read() -> None:
         passed_on.append(await bounded())

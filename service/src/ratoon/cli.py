@@ -134,7 +134,7 @@ def doctor(config: ConfigOption = None) -> None:
 def health(config: ConfigOption = None) -> None:
     """Ask the service of these settings, on this machine, whether it is well; exit 1 if not."""
     settings = _read_config(config)
-    from ratoon.api.http.tls import own_health
+    from ratoon.doctor import own_health
 
     reason = own_health(settings)
     typer.echo("ok" if reason is None else reason, err=reason is not None)

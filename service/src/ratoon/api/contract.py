@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ratoon.api.http.limits import WITHOUT_BODY
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.fields import http_route
 from ratoon_proto.v1 import service_pb2
@@ -21,8 +22,6 @@ BATCHES = frozenset(
 SMALL_BYTES = 64 * 1024
 NAMES_BYTES = 2**20
 _NAMES = "GetGradientManifest"
-# HTTP methods of calls that are whole without a body.
-WITHOUT_BODY = frozenset({"GET", "HEAD", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 _FILE = re.compile(r"/v1/policies/[^/]+/(weights/[^/]+/)?files/[^/]+")
 _ADVICE = {
     _NAMES: ": ask for fewer names at a time",

@@ -33,7 +33,7 @@ _TCP_ESTABLISHED = 1
 _log = get_logger("grpc")
 
 
-class Front:
+class GrpcProxy:
     """Proxy for one listening address. `upstream` is the path of gRPC's own socket."""
 
     def __init__(self, upstream: Path, context: ssl.SSLContext | None, budget: EdgeBudget) -> None:
@@ -44,7 +44,7 @@ class Front:
         # Callers do not know it, so they cannot forge our header.
         self._secret = secrets.token_hex(8)
         self._numbers = itertools.count()
-        self._open: dict[str, _Outside] = {}
+        self._open: dict[str, _ClientSide] = {}
         self._turns = Turns()
         self._num_floods, self._logs_from = 0, 0.0
         self._server: asyncio.Server | None = None
@@ -52,7 +52,7 @@ class Front:
     async def listen(self, host: str, port: int) -> int:
         """Listen on an address and return the port. Raises OSError where it is taken."""
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Outside(self),
+            lambda: _ClientSide(self),
             host,
             port,
             ssl=self._context,
@@ -84,7 +84,7 @@ class Front:
                 return Call(found, int(stream), arrival)
         return None
 
-    def admit(self, connection: _Outside, peer: str) -> bool:
+    def admit(self, connection: _ClientSide, peer: str) -> bool:
         """Whether the budget has room for another connection of the peer; if so, register it."""
         if not self._budget.enter(connection, peer):
             return False
@@ -96,7 +96,7 @@ class Front:
         connection.answers = Answers(connection.frames)
         return True
 
-    def dismiss(self, connection: _Outside) -> None:
+    def dismiss(self, connection: _ClientSide) -> None:
         """Forget a connection that has ended."""
         self._open.pop(connection.number, None)
         self._budget.leave(connection)
@@ -113,7 +113,7 @@ class Front:
 class Call:
     """A call whose handler has started."""
 
-    def __init__(self, connection: _Outside, stream: int, arrival: Arrival) -> None:
+    def __init__(self, connection: _ClientSide, stream: int, arrival: Arrival) -> None:
         self.arrival = arrival
         self._connection = connection
         self._stream = stream
@@ -128,13 +128,13 @@ class Call:
         self._connection.frames.forget(self._stream)
 
 
-class _Pipe(asyncio.Protocol):
+class _Splice(asyncio.Protocol):
     """One end of a proxied connection. It stops reading while the other end is full."""
 
     transport: asyncio.Transport
     # How long data for a peer that does not read is kept, before its connection is dropped.
     linger_s: float
-    other: _Pipe | None = None
+    other: _Splice | None = None
     _is_other_full = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -170,29 +170,29 @@ class _Pipe(asyncio.Protocol):
         asyncio.get_running_loop().call_later(self.linger_s, self.transport.abort)
 
 
-class _Inside(_Pipe):
+class _ServerSide(_Splice):
     """The end of a proxied connection that faces gRPC."""
 
-    def __init__(self, outside: _Outside) -> None:
+    def __init__(self, client: _ClientSide) -> None:
         # gRPC speaks first, possibly before its connection is visible to the other end.
-        self.other = self._outside = outside
-        self.linger_s = outside.linger_s
+        self.other = self._client = client
+        self.linger_s = client.linger_s
 
     def data_received(self, data: bytes) -> None:
-        self._outside.answers.feed(data)
+        self._client.answers.feed(data)
         super().data_received(data)
 
     def pause_writing(self) -> None:
         super().pause_writing()
         # gRPC does not read, so nobody knows when these calls will be judged.
-        self._outside.frames.leave()
+        self._client.frames.leave()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._outside.share.ask()
+        self._client.share.ask()
 
 
-class _Outside(_Pipe):
+class _ClientSide(_Splice):
     """The end of a proxied connection that faces the caller."""
 
     frames: Frames
@@ -200,9 +200,9 @@ class _Outside(_Pipe):
     share: Share
     number = ""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
-        self.linger_s = front.bounds.stalled_s
+    def __init__(self, proxy: GrpcProxy) -> None:
+        self._proxy = proxy
+        self.linger_s = proxy.bounds.stalled_s
         self._name = ""
         # Bytes that have arrived and are not forwarded yet.
         self._unseen = bytearray()
@@ -213,11 +213,11 @@ class _Outside(_Pipe):
         super().connection_made(transport)
         peer = transport.get_extra_info("peername")
         self._name = str(peer[0]) if peer else ""
-        if not self._front.admit(self, self._name):
+        if not self._proxy.admit(self, self._name):
             self.abort()
             return
         self._timer = asyncio.get_running_loop().call_later(
-            self._front.bounds.headers_s, self.abort
+            self._proxy.bounds.headers_s, self.abort
         )
 
     def data_received(self, data: bytes) -> None:
@@ -252,7 +252,7 @@ class _Outside(_Pipe):
         if self._timer is not None:
             self._timer.cancel()
         if self.number:
-            self._front.dismiss(self)
+            self._proxy.dismiss(self)
             self._end()
         super().connection_lost(exc)
 
@@ -276,12 +276,12 @@ class _Outside(_Pipe):
         state = caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         return state[0] != _TCP_ESTABLISHED
 
-    def _calm_down(self, inside: _Pipe) -> None:
+    def _calm_down(self, server_side: _Splice) -> None:
         """End a flood: gRPC drops its calls, and the caller has a moment to read why."""
-        self.other = inside.other = None
-        inside.transport.abort()
+        self.other = server_side.other = None
+        server_side.transport.abort()
         self._end()
-        self._front.report_flood(self._name)
+        self._proxy.report_flood(self._name)
         if self.answers.is_between_frames:
             self.transport.write(self.frames.calm_down())
         # To close with unread bytes would reset the connection, and lose what was written.
@@ -294,14 +294,14 @@ class _Outside(_Pipe):
         self.share.end()
 
     async def _connect(self) -> None:
-        inside, path = _Inside(self), str(self._front.upstream)
+        server_side, path = _ServerSide(self), str(self._proxy.upstream)
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: inside, path)
+            await asyncio.get_running_loop().create_unix_connection(lambda: server_side, path)
         except OSError:
             self.abort()
             return
         if self.transport.is_closing():
-            inside.transport.abort()
+            server_side.transport.abort()
             return
-        self.other = inside
+        self.other = server_side
         self.share.ask()

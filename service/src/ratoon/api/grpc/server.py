@@ -1,4 +1,4 @@
-"""A grpc.aio server of the policy service, behind its `Front`.
+"""A grpc.aio server of the policy service, behind its `GrpcProxy`.
 
 A taken port is an error, never shared. Idle connections are closed, and no message is read before
 the intake knows its size.
@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from ratoon.api.gate import ROOM_TO_REFUSE, Gate
-from ratoon.api.grpc.front import Front
+from ratoon.api.grpc.front import GrpcProxy
 from ratoon.api.grpc.intake import Intake
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.edge_budget import EdgeBounds, EdgeBudget
@@ -53,15 +53,15 @@ class RunningGrpc:
     """A started gRPC server; `port` is the bound one."""
 
     server: grpc.aio.Server
-    front: Front
+    proxy: GrpcProxy
     port: int
 
     async def stop(self, grace_s: float | None) -> None:
         """Refuse new calls, and answer those under way within `grace_s` seconds."""
-        self.front.close()
+        self.proxy.close()
         await self.server.stop(grace_s)
-        self.front.abort()
-        shutil.rmtree(self.front.upstream.parent, ignore_errors=True)
+        self.proxy.abort()
+        shutil.rmtree(self.proxy.upstream.parent, ignore_errors=True)
 
 
 async def start_grpc(
@@ -84,7 +84,7 @@ async def start_grpc(
     budget = EdgeBudget(replace(bounds, max_body_bytes=most), most_of_one=_MOST_OF_ONE)
     # The folder is open to this user only, and its path short: a socket path has at most 107 bytes.
     socket = Path(tempfile.mkdtemp(prefix="ratoon-")) / "grpc"
-    front = Front(socket, context, budget)
+    proxy = GrpcProxy(socket, context, budget)
     intake = Intake(limits, budget)
     server = grpc.aio.server(
         maximum_concurrent_rpcs=limits.max_requests_in_flight + ROOM_TO_REFUSE,
@@ -95,12 +95,12 @@ async def start_grpc(
             *_CONNECTION_OPTIONS,
         ],
     )
-    server.add_generic_rpc_handlers((PolicyServicer(service, gate, intake, front),))
+    server.add_generic_rpc_handlers((PolicyServicer(service, gate, intake, proxy),))
     server.add_insecure_port(f"unix:{socket}")
     await server.start()
-    running = RunningGrpc(server=server, front=front, port=port)
+    running = RunningGrpc(server=server, proxy=proxy, port=port)
     try:
-        return replace(running, port=await front.listen(host, port))
+        return replace(running, port=await proxy.listen(host, port))
     except OSError:
         await running.stop(None)
         raise

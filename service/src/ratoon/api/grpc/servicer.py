@@ -21,7 +21,7 @@ from ratoon.api.chunk import FileChunk
 from ratoon.api.contract import SERVICE, call_name
 from ratoon.api.convert.errors import cut, detail_of, internal_error
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
-from ratoon.api.grpc.front import Front
+from ratoon.api.grpc.front import GrpcProxy
 from ratoon.api.grpc.intake import Intake, Refused, Request
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import Presented
@@ -55,11 +55,13 @@ class _Outcome:
 class PolicyServicer(grpc.GenericRpcHandler):
     """Handles all RPCs as streams of bytes, so that reading and writing messages is done here."""
 
-    def __init__(self, service: PolicyService, gate: Gate, intake: Intake, front: Front) -> None:
+    def __init__(
+        self, service: PolicyService, gate: Gate, intake: Intake, proxy: GrpcProxy
+    ) -> None:
         self._service = service
         self._gate = gate
         self._intake = intake
-        self._front = front
+        self._proxy = proxy
         self._rpcs = {
             f"/{SERVICE.full_name}/{one.name}": _Rpc(
                 name=one.name, call=call_name(one.name), is_stream=one.server_streaming
@@ -74,13 +76,13 @@ class PolicyServicer(grpc.GenericRpcHandler):
         metadata = handler_call_details.invocation_metadata or ()
         rpc = self._rpcs.get(str(handler_call_details.method))
         if rpc is None:
-            unknown = self._front.named(metadata)
+            unknown = self._proxy.named(metadata)
             if unknown is not None:
                 unknown.end()
             return None
 
         async def serve(messages: AsyncIterator[bytes], context: Any) -> None:
-            call = self._front.named(metadata)
+            call = self._proxy.named(metadata)
             if call is None:
                 error = RatoonError(ErrorCode.UNAVAILABLE, "the call's connection has ended")
                 set_status(context, error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratoon.api.contract import body_bound, check_size, rpc_at
 from ratoon.api.convert.checks import policy_of_operation
 from ratoon.api.convert.errors import internal_error
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
@@ -130,8 +132,10 @@ class CallGate:
 
     async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         """Run the application with a bounded body."""
+        rpc = rpc_at(scope["path"])
+        check = partial(check_size, rpc, bound=body_bound(rpc, self._limits.max_body_bytes))
         try:
-            bounded = bounded_body(scope, receive, self._limits)
+            bounded = bounded_body(scope, receive, self._limits, check)
         except RatoonError as error:
             await error_response(error)(scope, receive, answer)
             return

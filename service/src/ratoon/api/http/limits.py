@@ -8,39 +8,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import cast
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope
 
-from ratoon.api.contract import WITHOUT_BODY, body_bound, check_size, rpc_at
 from ratoon.api.http.inflate import CODINGS, Inflater
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 
+# Methods of requests that are whole without a body.
+WITHOUT_BODY = frozenset({"GET", "HEAD", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
-def bounded_body(scope: Scope, receive: Receive, limits: LimitsConfig) -> Receive:
+
+def bounded_body(
+    scope: Scope, receive: Receive, limits: LimitsConfig, check_size: Callable[[int], None]
+) -> Receive:
     """Return a `receive` that bounds the request's body, and inflates it.
 
-    A body with a false or missing Content-Length is counted as it arrives. Raises BODY_TOO_LARGE,
-    MALFORMED_BODY and UNSUPPORTED for what the headers say; the returned function raises
-    BODY_TOO_LARGE, MALFORMED_BODY and REQUEST_TIMEOUT.
+    `check_size` is called with the number of bytes that the body has at least, and raises
+    BODY_TOO_LARGE if there are too many; a false or missing Content-Length changes nothing. Raises
+    BODY_TOO_LARGE, MALFORMED_BODY and UNSUPPORTED for what the headers say; the returned function
+    raises BODY_TOO_LARGE, MALFORMED_BODY and REQUEST_TIMEOUT.
     """
     headers = MutableHeaders(scope=scope)
     _check_place(scope, headers)
     length, coding = headers.get("content-length", "0"), _coding(headers)
-    rpc = rpc_at(scope["path"])
-    check = partial(check_size, rpc, bound=body_bound(rpc, limits.max_body_bytes))
     if length.isdecimal():
-        check(int(length))
+        check_size(int(length))
     inflater = None
     if coding != "identity":
-        inflater = Inflater(coding, check_size=check)
+        inflater = Inflater(coding, check_size=check_size)
         del headers["content-encoding"]
         if "content-length" in headers:
             del headers["content-length"]
-    return _Body(receive, limits, inflater, check).receive
+    return _Body(receive, limits, inflater, check_size).receive
 
 
 class _Body:
