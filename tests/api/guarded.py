@@ -20,8 +20,7 @@ from ratoon.api.grpc.server import start_grpc
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
 from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import new_key
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import Scope, new_key
 from ratoon.config import AuthConfig, LimitsConfig, RatoonConfig
 from tests.api.wires import GrpcWire, HttpWire, Wire, WireError
 

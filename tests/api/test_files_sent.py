@@ -23,7 +23,7 @@ from ratoon.api.http.tls import server_context
 from ratoon.api.http.zero_copy import ZERO_COPY
 from ratoon.auth.certificates import CertificateFiles, CertificateStore
 from ratoon.auth.key_file import KeyFile
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import Scope
 from ratoon.stream.files import is_open_elsewhere
 from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import (

@@ -13,8 +13,8 @@ from ratoon.api.gate import Gate
 from ratoon.api.request_context import acting_for
 from ratoon.auth.access import OpenAccess, Presented
 from ratoon.auth.key_file import KeyFile
+from ratoon.auth.keys import Scope
 from ratoon.auth.rates import InFlight, Rates
-from ratoon.auth.scopes import Scope
 from ratoon.config import KeyLimits
 from ratoon.engine.types import NOBODY, Holder
 from ratoon.errors import RatoonError

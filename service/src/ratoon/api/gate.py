@@ -17,10 +17,18 @@ from google.protobuf.message import Message
 from ratoon.api.chunk import FileChunk
 from ratoon.api.convert.checks import POLICY_ID, policy_of_operation
 from ratoon.api.request_context import acting_for
-from ratoon.auth.access import Access, Caller, Presented, access_of, denied, nobody
+from ratoon.auth.access import (
+    CALL_SCOPES,
+    Access,
+    Caller,
+    Presented,
+    access_of,
+    denied,
+    is_changing,
+    nobody,
+)
 from ratoon.auth.audit import Audit, AuditEntry, AuditLog
 from ratoon.auth.rates import InFlight, Rates
-from ratoon.auth.scopes import CALL_SCOPES, is_changing
 from ratoon.config import RatoonConfig
 from ratoon.engine.types import NOBODY, Holder
 from ratoon.errors import ErrorCode, RatoonError

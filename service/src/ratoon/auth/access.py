@@ -6,16 +6,50 @@ A refusal reveals neither which keys nor which policies exist.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import is_secret_of, split_key
-from ratoon.auth.scopes import CALL_SCOPES, Scope
+from ratoon.auth.keys import Scope, is_secret_of, split_key
 from ratoon.config import KeyLimits, RatoonConfig, is_loopback, public_hosts
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
+
+# The scope that each call needs. A call that is not in the table is refused to everybody.
+# None: the call is free, and a key is not checked.
+CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
+    {
+        "create_policy": Scope.ADMIN,
+        "delete_policy": Scope.ADMIN,
+        "get_policy": Scope.READ,
+        "list_policies": Scope.READ,
+        "update": Scope.TRAIN,
+        "forward_backward": Scope.TRAIN,
+        "optim_step": Scope.TRAIN,
+        "discard_gradients": Scope.TRAIN,
+        "forward": Scope.TRAIN,
+        "upload_part": Scope.TRAIN,
+        "get_operation": Scope.READ,
+        "watch_operation": Scope.READ,
+        "cancel_operation": Scope.TRAIN,
+        "save_checkpoint": Scope.TRAIN,
+        "load_checkpoint": Scope.TRAIN,
+        "list_checkpoints": Scope.READ,
+        "get_weight_manifest": Scope.READ,
+        "watch_weights": Scope.READ,
+        "ack_weights": Scope.READ,
+        "fetch_weights": Scope.READ,
+        "import_weights": Scope.TRAIN,
+        "get_gradient_manifest": Scope.TRAIN,
+        "get_server_info": Scope.READ,
+        "health": None,
+        # HTTP only. `auth.metrics` may make it free.
+        "metrics": Scope.READ,
+        "api_document": None,
+    }
+)
 
 _log = get_logger("auth")
 
@@ -134,6 +168,11 @@ class KeyAccess:
             policies=key.policies,
             limits=key.limits.or_else(self._quotas),
         )
+
+
+def is_changing(call: str) -> bool:
+    """Return whether the call gets an audit line even if it succeeds."""
+    return CALL_SCOPES[call] not in (None, Scope.READ)
 
 
 def anybody(presented: Presented) -> Caller:

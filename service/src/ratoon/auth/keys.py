@@ -13,8 +13,8 @@ import hmac
 import re
 import secrets
 from dataclasses import dataclass
+from enum import StrEnum
 
-from ratoon.auth.scopes import Scope
 from ratoon.config import KeyLimits
 
 _KEY = re.compile(r"ratoon_([0-9a-f]{12})_([0-9a-f]{64})")
@@ -23,6 +23,19 @@ _SECRET_BYTES = 32
 # Hash to compare with if there is no record, so that the comparison takes as long.
 _NO_HASH = "0" * 64
 NO_LIMITS = KeyLimits()
+
+
+class Scope(StrEnum):
+    """The calls that a key may make. Each scope includes those before it."""
+
+    READ = "read"
+    TRAIN = "train"
+    ADMIN = "admin"
+
+    def includes(self, other: Scope) -> bool:
+        """Return whether this scope allows the calls of another."""
+        order = tuple(Scope)
+        return order.index(self) >= order.index(other)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

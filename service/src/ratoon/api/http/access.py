@@ -26,8 +26,7 @@ from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
 from ratoon.api.http.errors import error_response
 from ratoon.api.http.limits import bounded_body
 from ratoon.api.service import PolicyService
-from ratoon.auth.access import Presented
-from ratoon.auth.scopes import CALL_SCOPES
+from ratoon.auth.access import CALL_SCOPES, Presented
 from ratoon.config import LimitsConfig
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon.log import get_logger

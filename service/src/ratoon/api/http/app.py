@@ -17,9 +17,13 @@ from starlette.routing import Route
 
 from ratoon import __version__
 from ratoon.api.gate import Gate
-from ratoon.api.http import calls, errors, events, files, server
 from ratoon.api.http.access import CallGate
+from ratoon.api.http.calls import call_router
+from ratoon.api.http.errors import answer_errors
+from ratoon.api.http.events import event_router
+from ratoon.api.http.files import file_router
 from ratoon.api.http.local_names import LocalNames
+from ratoon.api.http.server import server_router
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.errors import invalid, shown
@@ -49,13 +53,13 @@ def create_app(
     app.state.parsing = asyncio.Semaphore(_MAX_PARSING)
     app.state.gate = gate
     app.router.routes.insert(0, _document(app))
-    errors.install(app)
+    answer_errors(app)
     routers = (
         # Events come before a version's route, whose path would match too.
-        events.router(service, gate),
-        calls.router(service, gate),
-        files.router(service, gate, max_fetch_bytes=limits.max_fetch_bytes),
-        server.router(service, gate),
+        event_router(service, gate),
+        call_router(service, gate),
+        file_router(service, gate, max_fetch_bytes=limits.max_fetch_bytes),
+        server_router(service, gate),
     )
     routes = (*app.routes, *(route for router in routers for route in router.routes))
     app.add_middleware(CallGate, service=service, gate=gate, limits=limits, routes=routes)

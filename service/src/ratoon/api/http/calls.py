@@ -121,7 +121,7 @@ _PARAMETERS: Mapping[str, Any] = MappingProxyType(
 _DEFAULTS: Mapping[str, Any] = MappingProxyType({"known_version": None, "wait_s": 0.0})
 
 
-def router(service: PolicyService, gate: Gate) -> APIRouter:
+def call_router(service: PolicyService, gate: Gate) -> APIRouter:
     """Build the routes of all RPCs that have an HTTP route."""
     routes = APIRouter()
     for name in CALLS:

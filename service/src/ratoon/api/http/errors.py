@@ -67,7 +67,7 @@ def error_response(error: RatoonError, headers: dict[str, str] | None = None) ->
     return JSONResponse({"error": to_json(detail)}, status_code=row.http, headers=all_headers)
 
 
-def install(app: FastAPI) -> None:
+def answer_errors(app: FastAPI) -> None:
     """Answer every exception of `app`'s routes in this format."""
     app.add_exception_handler(RatoonError, cast("_Handler", _answer_ratoon))
     app.add_exception_handler(RequestValidationError, cast("_Handler", _answer_validation))

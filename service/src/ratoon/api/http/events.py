@@ -30,7 +30,7 @@ KEEP_ALIVE_S = 15.0
 _AT_ONCE_S = 1.0
 
 
-def router(service: PolicyService, gate: Gate) -> APIRouter:
+def event_router(service: PolicyService, gate: Gate) -> APIRouter:
     """Build the routes of the two watches."""
     routes = APIRouter()
 

@@ -16,11 +16,11 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ratoon.api.gate import Gate
-from ratoon.api.http import ranges
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.calls import Version
 from ratoon.api.http.edge_budget import CHUNK_BYTES
 from ratoon.api.http.errors import error_response, error_responses
+from ratoon.api.http.ranges import NotModified, Part, Whole, choose_range, etag_of, is_known
 from ratoon.api.http.responses import Digest, PolicyId
 from ratoon.api.http.zero_copy import ZERO_COPY
 from ratoon.api.service import PolicyService
@@ -41,7 +41,7 @@ _NOT_MODIFIED = {"description": "If-None-Match names the file's digest."}
 _BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}
 
 
-def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRouter:
+def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRouter:
     """Build the routes of files. Answers that are held in memory have at most `max_fetch_bytes`."""
     routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["weights"])
 
@@ -74,7 +74,7 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
         path, file = await service.weight_file(policy_id, version, name)
         headers = _headers(file)
         try:
-            choice = ranges.choose(
+            choice = choose_range(
                 range_header=range_header,
                 if_range=if_range,
                 if_none_match=if_none_match,
@@ -108,7 +108,7 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
         gate.check(authorized, wire.GetWeightManifestRequest(policy_id=policy_id))
         _, file = await service.weight_file(policy_id, version, name)
         headers = _headers(file)
-        if ranges.is_known(file.digest, if_none_match):
+        if is_known(file.digest, if_none_match):
             return Response(status_code=304, headers=headers)
         headers["Content-Length"] = str(file.size_bytes)
         return Response(headers=headers, media_type=BINARY)
@@ -139,7 +139,7 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
 
 
 def _headers(file: WeightFile) -> dict[str, str]:
-    return {"ETag": ranges.etag_of(file.digest), "Accept-Ranges": "bytes"}
+    return {"ETag": etag_of(file.digest), "Accept-Ranges": "bytes"}
 
 
 def _is_zero_copy(scope: Scope) -> bool:
@@ -147,18 +147,18 @@ def _is_zero_copy(scope: Scope) -> bool:
 
 
 async def _file_response(
-    choice: ranges.Whole | ranges.Part | ranges.NotModified,
+    choice: Whole | Part | NotModified,
     path: FilePath,
     file: WeightFile,
     headers: dict[str, str],
     check_again: Callable[[], None],
 ) -> Response:
     match choice:
-        case ranges.NotModified():
+        case NotModified():
             return Response(status_code=304, headers=headers)
-        case ranges.Whole():
+        case Whole():
             start, stop, status_code = 0, file.size_bytes, 200
-        case ranges.Part(start=start, stop=stop):
+        case Part(start=start, stop=stop):
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
             status_code = 206
     first = min(stop, start + CHUNK_BYTES)

@@ -39,7 +39,7 @@ def is_known(digest: str, if_none_match: str | None) -> bool:
     return "*" in tags or etag_of(digest) in tags
 
 
-def choose(
+def choose_range(
     *,
     range_header: str | None,
     if_range: str | None,

@@ -17,7 +17,7 @@ from ratoon_proto.v1 import service_pb2 as wire
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def router(service: PolicyService, gate: Gate) -> APIRouter:
+def server_router(service: PolicyService, gate: Gate) -> APIRouter:
     """Build the routes of health and metrics."""
     routes = APIRouter(tags=["server"])
 
