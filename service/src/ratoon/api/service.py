@@ -169,7 +169,7 @@ class PolicyService:
     async def watch_operation(
         self, request: service_pb2.WatchOperationRequest
     ) -> AsyncGenerator[operation_pb2.Operation, None]:
-        """The operation now and after each change, until it is final; see `watch.throttled`."""
+        """The operation now and after each change, until it is final; see `throttled`."""
         operation_id = matched("operation_id", request.operation_id, OPERATION_ID)
         changes = self._engine.watch_operation(operation_id)
         async with aclosing(throttled(changes, interval_s=WATCH_INTERVAL_S)) as operations:
