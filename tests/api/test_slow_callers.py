@@ -20,7 +20,6 @@ from harness.attacks.http2 import PREFACE, SETTINGS, Sent, frame, message_calls
 from ratoon.api.grpc import front, intake
 from ratoon.api.grpc.server import GRPC_BOUNDS, start_grpc
 from ratoon.api.grpc.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION
-from ratoon.api.http import edge_budget
 from ratoon.api.http.app import create_app
 from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon_proto.v1 import operation_pb2, service_pb2
@@ -234,7 +233,7 @@ async def test_half_a_message_is_waited_for_only_so_long(api: Api) -> None:
 async def test_only_so_many_chunks_wait_for_their_readers(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edge_budget, "PATIENCE_S", 0.2)
+    monkeypatch.setattr("ratoon.api.http.edge_budget.PATIENCE_S", 0.2)
     started, release = asyncio.Event(), asyncio.Event()
 
     async def fetch(*_: object) -> bytes:
