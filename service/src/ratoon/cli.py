@@ -227,7 +227,7 @@ def create_key(
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Make a key and show it: this once, and on standard output alone."""
+    """Create a key and show it once, on standard output."""
     settings = _read_config(config)
     now = time.time()
     try:
@@ -260,7 +260,7 @@ def create_key(
 
 @keys.command("list")
 def list_keys(config: ConfigOption = None) -> None:
-    """Every key that was made, without its secret."""
+    """List every key, without its secret."""
     file = KeyFile(_read_config(config).data_root.absolute())
     try:
         found = file.keys().values()
@@ -287,7 +287,7 @@ def revoke_key(
     key_id: Annotated[str, typer.Argument(help="The id that `list` shows.")],
     config: ConfigOption = None,
 ) -> None:
-    """Refuse a key from now on, everywhere."""
+    """Revoke a key: every port refuses it from now on."""
     settings = _read_config(config)
     try:
         KeyFile(settings.data_root.absolute()).revoke(key_id, time.time())

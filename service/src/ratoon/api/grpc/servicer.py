@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import grpc.aio
 from google.protobuf.message import Message
 
 from ratoon.api.chunk import FileChunk
