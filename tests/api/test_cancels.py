@@ -11,11 +11,11 @@ from typing import Any
 
 from starlette.types import Message
 
-from ratoon.api.grpc.arrival import Arrival
 from ratoon.api.grpc.intake import Intake, Request
-from ratoon.api.http.edge_budget import ByteBudget, EdgeBounds, EdgeBudget
-from ratoon.api.http.limits import bounded_body
 from ratoon.config import LimitsConfig
+from ratoon.edge.bodies import bounded_body
+from ratoon.edge.budget import ByteBudget, EdgeBounds, EdgeBudget
+from ratoon.edge.h2_frames import Arrival
 
 
 async def _is_cancelled(task: asyncio.Task[Any], has_come: Callable[[], object]) -> bool:

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from ratoon.api.grpc.turns import MAX_UNJUDGED
+from ratoon.edge.turns import MAX_UNJUDGED
 from ratoon.engine.types import OperationState
 from ratoon.errors import ERROR_TABLE
 from ratoon_proto.v1 import operation_pb2, service_pb2

@@ -14,8 +14,8 @@ import pytest
 
 from harness.attacks.floods import FLOODS
 from harness.attacks.http2 import PREFACE, SETTINGS, frame, withheld_messages
-from ratoon.api.grpc.frames import MAX_COST
-from ratoon.api.http.edge_budget import EdgeBounds
+from ratoon.edge.budget import EdgeBounds
+from ratoon.edge.h2_frames import MAX_COST
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api.served_process import MIB, ServedProcess, served_process

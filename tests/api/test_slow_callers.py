@@ -17,11 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from harness.attacks.floods import FLOODS
 from harness.attacks.http2 import PREFACE, SETTINGS, Sent, frame, message_calls
-from ratoon.api.grpc import front, intake
+from ratoon.api.grpc import intake
 from ratoon.api.grpc.server import GRPC_BOUNDS, start_grpc
-from ratoon.api.grpc.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION
 from ratoon.api.http.app import create_app
-from ratoon.api.http.edge_budget import EdgeBounds
+from ratoon.edge import grpc_proxy
+from ratoon.edge.budget import EdgeBounds
+from ratoon.edge.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
@@ -233,7 +234,7 @@ async def test_half_a_message_is_waited_for_only_so_long(api: Api) -> None:
 async def test_only_so_many_chunks_wait_for_their_readers(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ratoon.api.http.edge_budget.PATIENCE_S", 0.2)
+    monkeypatch.setattr("ratoon.edge.budget.PATIENCE_S", 0.2)
     started, release = asyncio.Event(), asyncio.Event()
 
     async def fetch(*_: object) -> bytes:
@@ -350,7 +351,7 @@ async def test_calls_that_are_answered_unjudged_are_forgotten(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those are that gRPC refuses itself: they kept their places for 2 s."""
-    monkeypatch.setattr(front.Call, "judged", lambda _: None)
+    monkeypatch.setattr(grpc_proxy.Call, "judged", lambda _: None)
     sent = Sent()
     async with gateway(api) as port:
         calls = message_calls(

@@ -13,12 +13,11 @@ from pathlib import Path
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.grpc.server import start_grpc
 from ratoon.api.http.app import create_app
-from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon.api.http.listener import start_http
-from ratoon.api.http.tls import server_context
 from ratoon.api.service import PolicyService
-from ratoon.auth.certificates import CertificateFiles, CertificateStore
 from ratoon.config import LimitsConfig
+from ratoon.edge.budget import EdgeBounds
+from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context
 from tests.api.fake_engine import FakeEngine
 from tests.api.open_gate import OPEN_GATE
 

@@ -16,8 +16,8 @@ from ray.exceptions import RayActorError
 
 from ratoon.api.gateway import Gateway
 from ratoon.auth.access import check_start
-from ratoon.auth.certificates import files_of, load_certificates
 from ratoon.config import RatoonConfig, is_loopback, public_hosts
+from ratoon.edge.tls import files_of, load_certificates
 from ratoon.engine.cluster.bootstrap import (
     drain_engine,
     start_engine,

@@ -166,7 +166,7 @@ def _check_ports(config: RatoonConfig) -> Iterator[Check]:
 
 
 def _check_tls(config: RatoonConfig) -> Iterator[Check]:
-    from ratoon.auth.certificates import ENDS_SOON, files_of, load_certificates
+    from ratoon.edge.tls import ENDS_SOON, files_of, load_certificates
 
     files = files_of(config)
     if files is None:
@@ -303,7 +303,7 @@ def own_health(config: RatoonConfig) -> str | None:
     Its certificate is not verified, as the probe sends no secret. A service that refuses the probe
     because it requires another client certificate counts as healthy.
     """
-    from ratoon.auth.certificates import files_of
+    from ratoon.edge.tls import files_of
 
     host = _OWN.get(config.http.host, config.http.host)
     files = files_of(config)

@@ -22,8 +22,8 @@ from ratoon.api.gate import ROOM_TO_REFUSE, build_gate
 from ratoon.api.gateway import DRAIN_S
 from ratoon.api.http.app import create_app
 from ratoon.auth.access import checked_hosts
-from ratoon.auth.certificates import files_of
 from ratoon.config import RatoonConfig
+from ratoon.edge.tls import files_of
 from ratoon.log import configure_logging, ray_level
 from ratoon.replica_port import closed_replica_port
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ratoon.api.http.limits import WITHOUT_BODY
+from ratoon.edge.bodies import WITHOUT_BODY
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.fields import http_route
 from ratoon_proto.v1 import service_pb2

@@ -10,12 +10,11 @@ from ratoon.api.build import build_service
 from ratoon.api.gate import build_gate
 from ratoon.api.grpc.server import RunningGrpc, start_grpc
 from ratoon.api.http.app import create_app
-from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon.api.http.listener import RunningHttp, start_http
-from ratoon.api.http.tls import server_context
 from ratoon.auth.access import checked_hosts
-from ratoon.auth.certificates import CertificateStore, files_of
 from ratoon.config import RatoonConfig
+from ratoon.edge.budget import EdgeBounds
+from ratoon.edge.tls import CertificateStore, files_of, server_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from google.protobuf.message_factory import GetMessageClass
 from ratoon.api.contract import BATCHES, SERVICE, SMALL_BYTES, body_bound, check_size
 from ratoon.api.convert.fields import named_policy
 from ratoon.api.counts import MalformedError, MessageCounter
-from ratoon.api.grpc.front import Call
-from ratoon.api.http.edge_budget import EdgeBudget
 from ratoon.config import LimitsConfig
+from ratoon.edge.budget import EdgeBudget
+from ratoon.edge.grpc_proxy import Call
 from ratoon.errors import ErrorCode, RatoonError
 
 _MAX_PARSING = 2

@@ -16,12 +16,12 @@ import grpc
 import grpc.aio
 
 from ratoon.api.gate import ROOM_TO_REFUSE, Gate
-from ratoon.api.grpc.front import GrpcProxy
 from ratoon.api.grpc.intake import Intake
 from ratoon.api.grpc.servicer import PolicyServicer
-from ratoon.api.http.edge_budget import EdgeBounds, EdgeBudget
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
+from ratoon.edge.budget import EdgeBounds, EdgeBudget
+from ratoon.edge.grpc_proxy import GrpcProxy
 
 # A connection carries any number of calls, so fewer are needed than over HTTP/1.
 GRPC_BOUNDS = EdgeBounds(max_connections=2048, max_connections_of_host=1024)

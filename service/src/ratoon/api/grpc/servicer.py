@@ -20,10 +20,10 @@ from ratoon.api.chunk import FileChunk
 from ratoon.api.contract import SERVICE, call_name
 from ratoon.api.convert.errors import cut, detail_of, internal_error
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
-from ratoon.api.grpc.front import GrpcProxy
 from ratoon.api.grpc.intake import Intake, Refused, Request
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import Presented
+from ratoon.edge.grpc_proxy import GrpcProxy
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon.log import get_logger
 

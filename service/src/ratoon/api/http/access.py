@@ -24,10 +24,10 @@ from ratoon.api.convert.checks import policy_of_operation
 from ratoon.api.convert.errors import internal_error
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
 from ratoon.api.http.errors import error_response
-from ratoon.api.http.limits import bounded_body
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import CALL_SCOPES, Presented
 from ratoon.config import LimitsConfig
+from ratoon.edge.bodies import bounded_body
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon.log import get_logger
 

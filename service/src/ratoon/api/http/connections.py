@@ -18,10 +18,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from ratoon.api.contract import body_bound_at, is_fetch
-from ratoon.api.http.edge_budget import CHUNK_BYTES, EdgeBudget
 from ratoon.api.http.errors import error_response
 from ratoon.api.http.heads import head_fault, refusal
-from ratoon.api.http.zero_copy import ZERO_COPY, FileSender
+from ratoon.edge.budget import CHUNK_BYTES, EdgeBudget
+from ratoon.edge.zero_copy import ZERO_COPY, FileSender
 from ratoon.errors import RatoonError
 
 # uvicorn takes the caller's address from these if they come from loopback.

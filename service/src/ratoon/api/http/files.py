@@ -18,12 +18,12 @@ from starlette.types import Receive, Scope, Send
 from ratoon.api.gate import Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.calls import Version
-from ratoon.api.http.edge_budget import CHUNK_BYTES
 from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.ranges import NotModified, Part, Whole, choose_range, etag_of, is_known
 from ratoon.api.http.responses import Digest, PolicyId
-from ratoon.api.http.zero_copy import ZERO_COPY
 from ratoon.api.service import PolicyService
+from ratoon.edge.budget import CHUNK_BYTES
+from ratoon.edge.zero_copy import ZERO_COPY
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightFile
 from ratoon_proto.v1 import service_pb2 as wire

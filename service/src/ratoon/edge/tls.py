@@ -1,6 +1,7 @@
-"""Loads the server's certificate, its key and its clients' authorities from files that may change.
+"""TLS of the gateway's ports: certificates from files that may change, and contexts that use them.
 
-Files that do not match or have expired are refused by name at start; later they are ignored.
+Files that do not match or have expired are refused by name at start; later they are ignored. Each
+handshake uses the certificates current at that time; open connections continue.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ssl
 import stat
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,7 +26,6 @@ ENDS_SOON = timedelta(days=14)
 # Key file modes that are refused: any access by others, writing by the group. Group reading is
 # allowed, as Kubernetes secret volumes set it.
 _TOO_OPEN = stat.S_IRWXO | stat.S_IWGRP
-
 _log = get_logger("tls")
 
 
@@ -181,3 +182,27 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+    """Return a context whose handshakes use the store's current certificates.
+
+    Clients need a certificate if the store has authorities for them. `protocols` are the ALPN
+    protocols to offer.
+    """
+    context = store.current().context
+    if protocols:
+        context.set_alpn_protocols(list(protocols))
+
+    def take_current(
+        connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, first: ssl.SSLContext
+    ) -> None:
+        now = store.current().context
+        if now is not first:
+            if protocols:
+                now.set_alpn_protocols(list(protocols))
+            connection.context = now
+
+    # OpenSSL calls it in every handshake, with a server name or without.
+    context.sni_callback = take_current
+    return context

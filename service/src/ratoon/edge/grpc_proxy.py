@@ -16,10 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
-from ratoon.api.grpc.arrival import Arrival
-from ratoon.api.grpc.frames import PREFACE_BYTES, Answers, Frames
-from ratoon.api.grpc.turns import FRAMES_PER_TURN, Share, Turns
-from ratoon.api.http.edge_budget import EdgeBudget, host_of
+from ratoon.edge.budget import EdgeBudget, host_of
+from ratoon.edge.h2_frames import PREFACE_BYTES, Answers, Arrival, Frames
+from ratoon.edge.turns import FRAMES_PER_TURN, Share, Turns
 from ratoon.log import get_logger
 
 _HEADER = "ratoon-call"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratoon.api.http.edge_budget import ByteBudget, EdgeBounds, EdgeBudget
+from ratoon.edge.budget import ByteBudget, EdgeBounds, EdgeBudget
 from ratoon.errors import ErrorCode, RatoonError
 
 
@@ -70,7 +70,7 @@ def test_buffers_of_readers_that_are_behind_count_and_the_longest_is_let_go() ->
 async def test_a_caller_holds_its_share_and_more_than_that_only_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ratoon.api.http.edge_budget.PATIENCE_S", 0.1)
+    monkeypatch.setattr("ratoon.edge.budget.PATIENCE_S", 0.1)
     budget = ByteBudget(10, resource="bytes", most_of_one=5)
     async with budget.hold("a", 8):
         assert budget.total == 8

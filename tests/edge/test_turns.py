@@ -7,8 +7,8 @@ import gc
 
 import pytest
 
-from ratoon.api.grpc import turns
-from ratoon.api.grpc.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION, Host, Share, Turns
+from ratoon.edge import turns
+from ratoon.edge.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION, Host, Share, Turns
 from tests.until import until
 
 
