@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import xxhash
 
-from ratoon.api.chunk import FileChunk
+from ratoon.api.answers import FileChunk
 from ratoon_proto.v1 import service_pb2
 
 

@@ -17,7 +17,7 @@ from ray.serve.config import ControllerOptions, HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
-from ratoon.api.build import build_service
+from ratoon.api.edges import build_service
 from ratoon.api.gate import ROOM_TO_REFUSE, build_gate
 from ratoon.api.gateway import DRAIN_S
 from ratoon.api.http.app import create_app

@@ -1,10 +1,18 @@
-"""The calls of `ratoon.v1.PolicyService`, and the bounds of their requests."""
+"""The calls of `ratoon.v1.PolicyService`, the bounds of their requests, and whom they act for.
+
+The principal of the call being served is a context variable, so it follows a call into its tasks
+and threads but never into another call. Methods of the service need no second argument for it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from ratoon.edge.bodies import WITHOUT_BODY
+from ratoon.engine.types import NOBODY, Holder
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.fields import http_route
 from ratoon_proto.v1 import service_pb2
@@ -16,7 +24,6 @@ BATCHES = frozenset(
     for method in SERVICE.methods
     if {"batch", "groups"} & set(method.input_type.fields_by_name)
 )
-
 # Bytes of a request without a batch; GetGradientManifest names tensors, and a model with experts
 # has tens of thousands.
 SMALL_BYTES = 64 * 1024
@@ -27,6 +34,7 @@ _ADVICE = {
     _NAMES: ": ask for fewer names at a time",
     **dict.fromkeys(BATCHES, ": send the batch in parts (UploadPart)"),
 }
+_HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 
 
 def body_bound(rpc: str, most: int) -> int:
@@ -75,3 +83,18 @@ def _place(rpc: str) -> re.Pattern[str]:
 
 
 _PLACES = {rpc: _place(rpc) for rpc in _ADVICE}
+
+
+@contextmanager
+def acting_for(holder: Holder) -> Generator[None, None, None]:
+    """Make operations that are submitted in the block belong to `holder`."""
+    token = _HOLDER.set(holder)
+    try:
+        yield
+    finally:
+        _HOLDER.reset(token)
+
+
+def current_holder() -> Holder:
+    """Return the holder that the current call acts for."""
+    return _HOLDER.get()

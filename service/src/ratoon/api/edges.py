@@ -1,4 +1,7 @@
-"""Starts both wires of the gateway: gRPC and HTTP behind one gate."""
+"""Builds a process's service from its config, and starts both wires of the gateway.
+
+gRPC and HTTP stand behind one gate. This module must not import torch, whatever process imports it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,33 @@ import asyncio
 import ssl
 from dataclasses import dataclass
 
-from ratoon.api.build import build_service
+from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.gate import build_gate
 from ratoon.api.grpc.server import RunningGrpc, start_grpc
 from ratoon.api.http.app import create_app
 from ratoon.api.http.listener import RunningHttp, start_http
+from ratoon.api.service import PolicyService
 from ratoon.auth.access import checked_hosts
 from ratoon.config import RatoonConfig
 from ratoon.edge.budget import EdgeBounds
 from ratoon.edge.tls import CertificateStore, files_of, server_context
+from ratoon.engine.cluster.remote import connect
+
+
+async def build_service(config: RatoonConfig) -> PolicyService:
+    """Build a service that reaches the engine through Ray, which must be connected.
+
+    Raises UNAVAILABLE where no engine runs (`engine.bootstrap`).
+    """
+    return PolicyService(
+        engine=await connect(config.ray.namespace),
+        limits=config.limits,
+        defaults=SpecDefaults(
+            models_root=config.models_folder,
+            micro_batch_tokens=config.worker.micro_batch_tokens,
+        ),
+        device=config.worker.device,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

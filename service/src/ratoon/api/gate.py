@@ -14,9 +14,9 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from ratoon.api.chunk import FileChunk
+from ratoon.api.answers import FileChunk
+from ratoon.api.contract import acting_for
 from ratoon.api.convert.checks import POLICY_ID, policy_of_operation
-from ratoon.api.request_context import acting_for
 from ratoon.auth.access import (
     CALL_SCOPES,
     Access,

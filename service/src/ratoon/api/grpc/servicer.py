@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from ratoon.api.chunk import FileChunk
+from ratoon.api.answers import FileChunk
 from ratoon.api.contract import SERVICE, call_name
 from ratoon.api.convert.errors import cut, detail_of, internal_error
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
