@@ -17,7 +17,7 @@ from harness.attacks import http as attacks
 from harness.attacks.http import Connection, Target
 from ratoon.api.contract import NAMES_BYTES, SMALL_BYTES, body_bound_at
 from ratoon.api.http.app import create_app
-from ratoon.api.http.calls import call_router
+from ratoon.api.http.routes import call_router
 from ratoon.config import LimitsConfig
 from tests.api.conftest import Api
 from tests.api.open_gate import OPEN_GATE

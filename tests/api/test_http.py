@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.api.http.ranges import Part, Whole, choose_range
+from ratoon.api.http.files import Part, Whole, choose_range
 from ratoon.engine.types import OperationState, Progress
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2

@@ -4,15 +4,19 @@ The gate judges the request, and the policy in its path, before its body is read
 bounded, a failure that nobody expected is answered with INTERNAL, and the request is counted and
 timed. A route without a row in `CALL_SCOPES` is our bug and fails loudly. A request that matches no
 route passes the gate, as nothing is behind it.
+
+A service that asks for no keys refuses a browser's request for a page of another origin, whether
+the page has rebound its name to this machine (DNS rebinding) or just posts to it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
@@ -26,7 +30,7 @@ from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
 from ratoon.api.http.errors import error_response
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import CALL_SCOPES, Presented
-from ratoon.config import LimitsConfig
+from ratoon.config import LimitsConfig, is_loopback
 from ratoon.edge.bodies import bounded_body
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon.log import get_logger
@@ -47,7 +51,8 @@ _AUTHORIZED = "ratoon_authorized"
 # Labels of requests that match no route, and of those whose caller left before there was an answer.
 UNKNOWN = "unknown"
 UNANSWERED = "none"
-
+# Health needs no key elsewhere either, and load balancers call it under any name.
+_HEALTH = "/v1/health"
 _log = get_logger("http")
 
 
@@ -211,3 +216,55 @@ def _outcome(status: int | None) -> str:
         return NO_ANSWER
     codes = (str(code) for code, row in ERROR_TABLE.items() if row.http == status)
     return next(codes, ANSWERED if status < 400 else str(ErrorCode.INTERNAL))
+
+
+class LocalNames:
+    """ASGI middleware that refuses requests under foreign host names; it is the outermost.
+
+    `allowed` are the host names that are accepted besides loopback's.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: Iterable[str] = ()) -> None:
+        self._app = app
+        self._allowed = frozenset(name.lower() for name in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != _HEALTH:
+            error = self._refusal(Headers(scope=scope))
+            if error is not None:
+                _log.warning("request of a web page refused", field=error.field)
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> RatoonError | None:
+        # Browsers always send Host, and Origin with every request that may change something.
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not self._is_known(host):
+            return _refused("host", "localhost, 127.0.0.1, [::1] or one of http.allowed_hosts")
+        if origin is not None and _netloc(origin) != (host or "").lower():
+            return _refused("origin", "none, or this service's own")
+        return None
+
+    def _is_known(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return is_loopback(name) or name in self._allowed
+
+
+def _refused(field: str, expected: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.PERMISSION_DENIED,
+        f"{field}: without API keys this service answers no web page; expected {expected}",
+        field=field,
+        expected=expected,
+    )
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""

@@ -17,13 +17,11 @@ from starlette.routing import Route
 
 from ratoon import __version__
 from ratoon.api.gate import Gate
-from ratoon.api.http.access import CallGate
-from ratoon.api.http.calls import call_router
+from ratoon.api.http.access import CallGate, LocalNames
 from ratoon.api.http.errors import answer_errors
 from ratoon.api.http.events import event_router
 from ratoon.api.http.files import file_router
-from ratoon.api.http.local_names import LocalNames
-from ratoon.api.http.server import server_router
+from ratoon.api.http.routes import call_router, server_router
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.errors import invalid, shown

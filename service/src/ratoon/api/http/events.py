@@ -18,7 +18,7 @@ from ratoon.api.convert.errors import detail_of
 from ratoon.api.gate import Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.errors import error_responses
-from ratoon.api.http.responses import KnownVersion, OperationId, PolicyId
+from ratoon.api.http.routes import KnownVersion, OperationId, PolicyId
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.json_form import to_json

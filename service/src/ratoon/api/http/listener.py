@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import uvicorn
 
-from ratoon.api.http.connections import BoundedConnection
+from ratoon.api.http.connection import BoundedConnection
 from ratoon.edge.budget import EdgeBounds, EdgeBudget
 
 _POLL_S = 0.01
