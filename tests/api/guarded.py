@@ -19,8 +19,7 @@ from ratoon.api.gate import Gate, build_gate
 from ratoon.api.grpc.server import start_grpc
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import Scope, new_key
+from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.config import AuthConfig, LimitsConfig, RatoonConfig
 from tests.api.wires import GrpcWire, HttpWire, Wire, WireError
 

@@ -17,8 +17,7 @@ from ratoon.api.gate import OF_NO_POLICY, build_gate, policy_of
 from ratoon.api.http.access import call_of
 from ratoon.api.http.app import create_app
 from ratoon.auth.access import CALL_SCOPES
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import Scope
+from ratoon.auth.keys import KeyFile, Scope
 from ratoon.config import AuthConfig, RatoonConfig
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from tests.api import requests

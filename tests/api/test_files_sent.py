@@ -18,8 +18,7 @@ import xxhash
 from harness.attacks import http as attacks
 from ratoon.api.http import files
 from ratoon.api.http.listener import start_http
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import Scope
+from ratoon.auth.keys import KeyFile, Scope
 from ratoon.edge.budget import CHUNK_BYTES, EdgeBounds
 from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context
 from ratoon.edge.zero_copy import ZERO_COPY

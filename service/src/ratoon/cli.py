@@ -21,8 +21,7 @@ from rich.table import Table
 
 from ratoon.api.convert.checks import POLICY_ID, matched
 from ratoon.auth.audit import AuditEntry, AuditLog
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import Scope, new_key
+from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.config import KeyLimits, RatoonConfig, load_config
 from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports

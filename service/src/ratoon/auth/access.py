@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import Scope, is_secret_of, split_key
+from ratoon.auth.keys import KeyFile, Scope, is_secret_of, split_key
 from ratoon.config import KeyLimits, RatoonConfig, is_loopback, public_hosts
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger

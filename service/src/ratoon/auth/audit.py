@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from ratoon.auth.key_file import access_folder, make_access_folder
+from ratoon.auth.keys import access_folder, make_access_folder
 from ratoon.errors import ErrorCode
 from ratoon.log import get_logger
 

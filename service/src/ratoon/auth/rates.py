@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratoon.auth.key_file import access_folder
+from ratoon.auth.keys import access_folder
 from ratoon.config import KeyLimits
 from ratoon.errors import RatoonError, exhausted
 from ratoon.log import get_logger
