@@ -1,4 +1,4 @@
-"""What the callers of one server may occupy: connections, and bytes in memory.
+"""Bounds what the callers of one server may occupy: connections, and bytes in memory.
 
 Both wires count by this. A budget knows neither routes nor RPCs: whoever asks it says how many
 bytes a request is about.
@@ -156,7 +156,7 @@ class EdgeBudget:
         self._places: dict[Held, _Place] = {}
 
     def enter(self, connection: Held, peer: str) -> bool:
-        """Whether there is room for a connection; an idle one is closed for it if needed."""
+        """Admit a connection if there is room; an idle one is closed for it if needed."""
         name = host_of(peer)
         host = self._hosts.setdefault(name, _Host())
         is_in = self._has_room(host)
@@ -192,7 +192,7 @@ class EdgeBudget:
         return refusal
 
     def hold(self, connection: Held, num_bytes: int) -> bool:
-        """Whether so many bytes of its request's body may be held; if so, they are."""
+        """Hold so many bytes of its request's body; returns False if there is no room."""
         place = self._places[connection]
         more = max(num_bytes - place.body_bytes, 0)
         if more and self.bodies.refusal(place.host, more) is not None:

@@ -84,7 +84,7 @@ class GrpcProxy:
         return None
 
     def admit(self, connection: _ClientSide, peer: str) -> bool:
-        """Whether the budget has room for another connection of the peer; if so, register it."""
+        """Register a connection of the peer; returns False if the budget has no room for it."""
         if not self._budget.enter(connection, peer):
             return False
         connection.number = number = str(next(self._numbers))

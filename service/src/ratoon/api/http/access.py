@@ -1,4 +1,4 @@
-"""What happens to every HTTP request before its route is called.
+"""Judges, bounds and measures every HTTP request before its route is called.
 
 The gate judges the request, and the policy in its path, before its body is read. The body is
 bounded, a failure that nobody expected is answered with INTERNAL, and the request is counted and
