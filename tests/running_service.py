@@ -45,7 +45,7 @@ def running_service(namespace: str, root: Path) -> Iterator[Service]:
         weights_root=root / "weights",
         http=HttpConfig(port=0),
         grpc=GrpcConfig(port=0, max_message_bytes=MAX_MESSAGE_BYTES),
-        serve=ServeConfig(num_replicas=2, http_port=0, grpc=True, grpc_port=0),
+        serve=ServeConfig(num_replicas=2, http_port=0),
         limits=LimitsConfig(
             max_body_bytes=MAX_BODY_BYTES,
             max_body_pause_s=5.0,

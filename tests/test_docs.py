@@ -77,7 +77,7 @@ def test_engines_listen_where_the_service_does_not() -> None:
     found = [int(port) for text in texts for port in engine.findall(text)]
     assert len(found) > 10
     own = RatoonConfig()
-    service = {own.http.port, own.grpc.port, own.serve.http_port, own.serve.grpc_port}
+    service = {own.http.port, own.grpc.port, own.serve.http_port}
     assert service.isdisjoint(found)
 
 

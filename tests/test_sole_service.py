@@ -25,7 +25,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RatoonConfig:
         weights_root=tmp_path / "weights",
         http=HttpConfig(port=free_port()),
         grpc=GrpcConfig(port=free_port()),
-        serve=ServeConfig(http_port=free_port(), grpc=True, grpc_port=free_port()),
+        serve=ServeConfig(http_port=free_port()),
     )
 
 
@@ -76,7 +76,7 @@ def test_the_hold_ends_with_its_process(config: RatoonConfig) -> None:
         pass
 
 
-@pytest.mark.parametrize("field", ["http.port", "grpc.port", "serve.http_port", "serve.grpc_port"])
+@pytest.mark.parametrize("field", ["http.port", "grpc.port", "serve.http_port"])
 def test_a_port_that_somebody_listens_on_is_refused(
     config: RatoonConfig, listener: socket.socket, field: str
 ) -> None:

@@ -34,9 +34,7 @@ from benchmarks.common.document import write_json
 from benchmarks.service.hostile_attacks import ATTACKS
 from harness.environment import describe
 from harness.service import TITLES, Service
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import new_key
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon_client import RatoonClient
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub

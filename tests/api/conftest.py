@@ -14,8 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from ratoon.api.convert.policy import SpecDefaults
-from ratoon.api.grpc.server import start_server
-from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.grpc.server import start_grpc
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
@@ -81,16 +80,13 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         defaults=SpecDefaults(models_root=models_root, micro_batch_tokens=4096),
         device="cpu",
     )
-    servicer = PolicyServicer(
-        service, max_body_bytes=MAX_BODY_BYTES, status_needs_message=False, gate=OPEN_GATE
-    )
-    running = await start_server(
-        servicer,
+    running = await start_grpc(
+        service,
+        limits,
+        gate=OPEN_GATE,
         host="127.0.0.1",
         port=0,
         max_message_bytes=MAX_MESSAGE_BYTES,
-        limits=limits,
-        context=None,
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         yield Api(

@@ -16,13 +16,10 @@ import pytest
 from fastapi import FastAPI
 
 from ratoon.api.gate import Gate, build_gate
-from ratoon.api.grpc.server import start_server
-from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.grpc.server import start_grpc
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import new_key
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.config import AuthConfig, LimitsConfig, RatoonConfig
 from tests.api.wires import GrpcWire, HttpWire, Wire, WireError
 
@@ -85,16 +82,8 @@ async def guarded_service(
 ) -> AsyncIterator[Guarded]:
     """`service` with the keys below `root`."""
     gate = build_gate(RatoonConfig(data_root=root, auth=AuthConfig(required=True)))
-    servicer = PolicyServicer(
-        service, max_body_bytes=limits.max_body_bytes, status_needs_message=False, gate=gate
-    )
-    running = await start_server(
-        servicer,
-        host="127.0.0.1",
-        port=0,
-        max_message_bytes=MESSAGE_BYTES,
-        limits=limits,
-        context=None,
+    running = await start_grpc(
+        service, limits, gate=gate, host="127.0.0.1", port=0, max_message_bytes=MESSAGE_BYTES
     )
     app = create_app(service, limits, gate=gate)
     address = f"127.0.0.1:{running.port}"

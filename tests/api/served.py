@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from harness.attacks.http import Target
-from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon.api.http.listener import start_http
+from ratoon.edge.budget import EdgeBounds
 
 LOCALHOST = "127.0.0.1"
 

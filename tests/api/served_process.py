@@ -49,8 +49,7 @@ def served_process(root: Path, **settings: Any) -> Iterator[ServedProcess]:
 async def _serve(root: Path, settings: dict[str, Any]) -> None:
     from ratoon.api.convert.policy import SpecDefaults
     from ratoon.api.gate import build_gate
-    from ratoon.api.grpc.server import start_server
-    from ratoon.api.grpc.servicer import PolicyServicer
+    from ratoon.api.grpc.server import start_grpc
     from ratoon.api.service import PolicyService
     from ratoon.config import RatoonConfig
     from ratoon.log import configure_logging
@@ -69,20 +68,13 @@ async def _serve(root: Path, settings: dict[str, Any]) -> None:
     from ratoon_proto.v1 import service_pb2
 
     await service.create_policy(service_pb2.CreatePolicyRequest(spec=requests.spec()))
-    gate = build_gate(config)
-    servicer = PolicyServicer(
+    running = await start_grpc(
         service,
-        max_body_bytes=config.limits.max_body_bytes,
-        status_needs_message=False,
-        gate=gate,
-    )
-    running = await start_server(
-        servicer,
+        config.limits,
+        gate=build_gate(config),
         host="127.0.0.1",
         port=0,
         max_message_bytes=config.grpc.max_message_bytes,
-        limits=config.limits,
-        context=None,
     )
     print(running.port, flush=True)
     await asyncio.to_thread(sys.stdin.read)

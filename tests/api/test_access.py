@@ -14,11 +14,10 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.gate import OF_NO_POLICY, build_gate, policy_of
-from ratoon.api.grpc.access import host_of
 from ratoon.api.http.access import call_of
 from ratoon.api.http.app import create_app
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.scopes import CALL_SCOPES, Scope
+from ratoon.auth.access import CALL_SCOPES
+from ratoon.auth.keys import KeyFile, Scope
 from ratoon.config import AuthConfig, RatoonConfig
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from tests.api import requests
@@ -249,7 +248,7 @@ async def test_metrics_follow_their_own_setting(api: Api, guarded: Guarded) -> N
 
 
 async def test_without_keys_other_machines_are_refused(api: Api, tmp_path: Path) -> None:
-    """Serve's gRPC port listens on all interfaces whatever is configured."""
+    """Under `serve deploy` Serve's port may listen on all interfaces whatever is configured."""
     gate = build_gate(RatoonConfig(data_root=tmp_path / "data"))
     app = create_app(api.service, api.limits, gate=gate)
     answers: dict[str, int] = {}
@@ -265,17 +264,3 @@ async def test_without_keys_other_machines_are_refused(api: Api, tmp_path: Path)
         "": 401,
         "localhost.example": 401,
     }
-
-
-@pytest.mark.parametrize(
-    ("peer", "host"),
-    [
-        ("ipv4:127.0.0.1:4711", "127.0.0.1"),
-        ("ipv6:%5B::1%5D:4711", "::1"),
-        ("ipv6:[fe80::1]:80", "fe80::1"),
-        ("unix:/tmp/socket", "unix:/tmp/socket"),
-        ("", ""),
-    ],
-)
-def test_hosts_are_read_from_grpcs_names_of_peers(peer: str, host: str) -> None:
-    assert host_of(peer) == host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import Scope
 from ratoon.engine.types import Acknowledgement
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests

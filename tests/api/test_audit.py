@@ -10,8 +10,8 @@ import pytest
 from ratoon.api.gate import AuthorizedCall, Gate
 from ratoon.auth.access import OpenAccess, Presented, anybody
 from ratoon.auth.audit import AuditLog
+from ratoon.auth.keys import Scope
 from ratoon.auth.rates import InFlight, Rates
-from ratoon.auth.scopes import Scope
 from ratoon.log import configure_logging
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from tests.api import requests

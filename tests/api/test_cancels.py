@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message
 
-from ratoon.api.grpc.arrival import Arrival
-from ratoon.api.grpc.intake import Budget, Intake, Request
-from ratoon.api.http.limits import BodyLimit
+from ratoon.api.grpc.intake import Intake, Request
 from ratoon.config import LimitsConfig
+from ratoon.edge.bodies import bounded_body
+from ratoon.edge.budget import ByteBudget, EdgeBounds, EdgeBudget
+from ratoon.edge.h2_frames import Arrival
 
 
 async def _is_cancelled(task: asyncio.Task[Any], has_come: Callable[[], object]) -> bool:
@@ -28,7 +28,7 @@ async def _is_cancelled(task: asyncio.Task[Any], has_come: Callable[[], object])
 
 
 async def test_a_share_of_the_budget_is_not_kept_by_a_call_that_was_cancelled() -> None:
-    budget = Budget(10, resource="bytes")
+    budget = ByteBudget(10, resource="bytes", most_of_one=5)
     entered = asyncio.Event()
 
     async def hold(caller: str, seconds: float) -> None:
@@ -45,12 +45,12 @@ async def test_a_share_of_the_budget_is_not_kept_by_a_call_that_was_cancelled() 
     assert await _is_cancelled(second, lambda: budget._taken["c"])
     first[1].cancel()
     await asyncio.wait(first)
-    assert budget._taken.total() == 0
+    assert budget.total == 0
 
 
 async def test_a_call_that_is_cancelled_as_its_length_comes_is_not_read() -> None:
     limits = LimitsConfig(max_body_pause_s=0.5)
-    intake = Intake(SimpleNamespace(), limits, max_message_bytes=100)  # type: ignore[arg-type]
+    intake = Intake(limits, EdgeBudget(EdgeBounds(max_body_bytes=100)))
     arrival = Arrival("host")
     asked = asyncio.Event()
 
@@ -61,8 +61,8 @@ async def test_a_call_that_is_cancelled_as_its_length_comes_is_not_read() -> Non
 
     async with AsyncExitStack() as held:
         call: Any = SimpleNamespace(arrival=arrival, judged=lambda: None)
-        request = Request("GetPolicy", bytes, messages(), call, held, intake)
-        task = asyncio.create_task(request.read("caller"))
+        request = Request(rpc="GetPolicy", messages=messages(), call=call, held=held)
+        task = asyncio.create_task(intake.read(request, "caller"))
         await asyncio.sleep(0.01)
         arrival.add(memoryview(struct.pack(">BI", 0, 1)))
         await asyncio.sleep(0)
@@ -73,18 +73,17 @@ async def test_a_body_whose_reader_is_cancelled_as_it_comes_is_not_passed_on() -
     come: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     passed_on: list[Message] = []
 
-    async def app(_: Scope, receive: Receive, __: Send) -> None:
-        passed_on.append(await receive())
-        await asyncio.sleep(0.2)
-
     async def receive() -> Message:
         return await come
 
-    async def send(_: Message) -> None:
-        pytest.fail("nothing is to be answered")
-
     scope = {"type": "http", "method": "POST", "path": "/v1/policies", "headers": []}
-    task = asyncio.create_task(BodyLimit(app, limits=LimitsConfig())(scope, receive, send))
+    bounded = bounded_body(scope, receive, LimitsConfig(), lambda _: None)
+
+    async def read() -> None:
+        passed_on.append(await bounded())
+        await asyncio.sleep(0.2)
+
+    task = asyncio.create_task(read())
     await asyncio.sleep(0.01)
     come.set_result({"type": "http.request", "body": b"{}", "more_body": False})
     await asyncio.sleep(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import xxhash
 
-from ratoon.api.chunk import FileChunk, Serialized
+from ratoon.api.answers import FileChunk
 from ratoon_proto.v1 import service_pb2
 
 
@@ -16,7 +16,7 @@ async def test_a_reader_finds_the_message(size: int) -> None:
     expected = service_pb2.FetchWeightsResponse(
         data=data[:size], digest=xxhash.xxh3_128_hexdigest(data[:size])
     )
-    sent = (await Serialized.of(chunk)).SerializeToString()
+    sent = chunk.SerializeToString()
     assert service_pb2.FetchWeightsResponse.FromString(sent) == expected
     assert len(sent) <= len(expected.SerializeToString()) + 2
 

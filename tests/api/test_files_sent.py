@@ -17,13 +17,11 @@ import xxhash
 
 from harness.attacks import http as attacks
 from ratoon.api.http import files
-from ratoon.api.http.edge_budget import CHUNK_BYTES, EdgeBounds
 from ratoon.api.http.listener import start_http
-from ratoon.api.http.tls import server_context
-from ratoon.api.http.zero_copy import ZERO_COPY
-from ratoon.auth.certificates import CertificateFiles, CertificateStore
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import KeyFile, Scope
+from ratoon.edge.budget import CHUNK_BYTES, EdgeBounds
+from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context
+from ratoon.edge.zero_copy import ZERO_COPY
 from ratoon.stream.files import is_open_elsewhere
 from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import (

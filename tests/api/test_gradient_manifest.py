@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import Scope
 from ratoon.config import LimitsConfig
 from ratoon_proto.v1 import service_pb2, weights_pb2
 from tests.api import requests

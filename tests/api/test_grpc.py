@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,22 +11,25 @@ import grpc
 import grpc.aio
 import pytest
 
-from ratoon.api.grpc.servicer import PolicyServicer
-from ratoon.api.grpc.wiring import Refused
+from ratoon.edge.turns import MAX_UNJUDGED
 from ratoon.engine.types import OperationState
-from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
-from ratoon_proto.v1 import operation_pb2, service_pb2, weights_pb2
+from ratoon.errors import ERROR_TABLE
+from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceServicer, PolicyServiceStub
 from tests.api import requests
 from tests.api.conftest import Api
-from tests.api.open_gate import OPEN_GATE
 from tests.api.wires import SERVICE, grpc_error
 
 
-def test_the_servicer_has_every_rpc_of_the_contract() -> None:
+async def test_every_rpc_of_the_contract_is_answered(api: Api) -> None:
+    """Each by an answer or an error of the service, never by gRPC's own UNIMPLEMENTED."""
     for method in SERVICE.methods:
-        assert method.name in vars(PolicyServicer)
         assert hasattr(PolicyServiceServicer, method.name)
+        make: Any = api.grpc.channel.unary_stream
+        stream = make(f"/{SERVICE.full_name}/{method.name}")(b"", timeout=10)
+        with contextlib.suppress(StopAsyncIteration, grpc.aio.AioRpcError):
+            await anext(aiter(stream))
+        assert await stream.code() != grpc.StatusCode.UNIMPLEMENTED, method.name
 
 
 def test_every_row_of_the_table_has_a_grpc_status() -> None:
@@ -69,7 +73,7 @@ async def test_watching_nothing_is_not_found(api: Api) -> None:
 
 
 async def test_a_caller_that_leaves_does_not_take_its_update_along(api: Api) -> None:
-    """Trap 15: a request coroutine owning the update; Serve cancels it when the caller leaves."""
+    """Trap 15: a request coroutine that owns the update is cancelled when its caller leaves."""
     await api.create_policy()
     api.engine.submit_delay_s = 0.2
     stub = PolicyServiceStub(api.grpc.channel)
@@ -103,60 +107,26 @@ async def test_a_watcher_that_leaves_does_not_cancel(api: Api) -> None:
     assert api.engine.operations[operation.operation_id].state is OperationState.DONE
 
 
-class _ServeContext:
-    """Serve's context: three setters, read back by its proxy along with a message; the caller."""
-
-    def __init__(self) -> None:
-        self.code: grpc.StatusCode | None = None
-        self.details = ""
-        self.trailers: list[tuple[str, bytes]] = []
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return []
-
-    def peer(self) -> str:
-        return "ipv4:127.0.0.1:4711"
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        self.code = code
-
-    def set_details(self, details: str) -> None:
-        self.details = details
-
-    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, bytes]]) -> None:
-        self.trailers = trailing_metadata
+@pytest.mark.parametrize("rpc", ["GetPolicy", "WatchOperation"])
+async def test_malformed_requests_say_only_their_size(api: Api, rpc: str) -> None:
+    method = SERVICE.methods_by_name[rpc]
+    channel = api.grpc.channel
+    make: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
+    call = make(f"/{SERVICE.full_name}/{rpc}")(b"\xff" * 17)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (anext(aiter(call)) if method.server_streaming else call)
+    detail = grpc_error(caught.value).detail
+    assert (detail.code, detail.got) == ("MALFORMED_BODY", "17 bytes")
+    assert "xff" not in detail.message
 
 
-async def test_on_serve_a_failed_stream_ends_with_one_empty_message(api: Api) -> None:
-    """Serve's proxy reads a context only along with a message: without one the trailer is lost."""
-    servicer: Any = PolicyServicer(
-        api.service, max_body_bytes=1024, status_needs_message=True, gate=OPEN_GATE
-    )
-    context = _ServeContext()
-    request = service_pb2.WatchOperationRequest(operation_id="absent")
-    messages = [message async for message in servicer.WatchOperation(request, context)]
-    assert messages == [operation_pb2.Operation()]
-    assert context.code == grpc.StatusCode.NOT_FOUND
-    ((name, data),) = context.trailers
-    assert name == "ratoon-error-bin"
-    assert operation_pb2.ErrorDetail.FromString(data).code == "OPERATION_NOT_FOUND"
-
-    context = _ServeContext()
-    weights = servicer.WatchWeights(service_pb2.WatchWeightsRequest(), context)
-    assert [message async for message in weights] == [weights_pb2.WeightManifest()]
-    assert context.code == grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_malformed_requests_say_only_their_size(api: Api) -> None:
-    servicer: Any = PolicyServicer(
-        api.service, max_body_bytes=1024, status_needs_message=True, gate=OPEN_GATE
-    )
-    context = _ServeContext()
-    error = RatoonError(ErrorCode.MALFORMED_BODY, "17 bytes are no message")
-    malformed: object = Refused(error=error, policy_id="")
-    answer = await servicer.GetPolicy(malformed, context)
-    assert not answer.HasField("spec")
-    assert "17 bytes" in context.details
+async def test_an_unknown_method_is_unimplemented_and_takes_no_place(api: Api) -> None:
+    """Its place is given back: more of them than places are all answered."""
+    call = api.grpc.channel.unary_unary(f"/{SERVICE.full_name}/Nothing")
+    for _ in range(2 * MAX_UNJUDGED):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"", timeout=10)
+        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_progress_of_a_running_operation_is_passed_on(api: Api) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from harness.attacks.floods import FLOODS
 from harness.attacks.http2 import PREFACE, SETTINGS, frame, withheld_messages
-from ratoon.api.grpc.frames import MAX_COST
-from ratoon.api.grpc.intake import BATCH_BYTES
+from ratoon.edge.budget import EdgeBounds
+from ratoon.edge.h2_frames import MAX_COST
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api.served_process import MIB, ServedProcess, served_process
@@ -83,7 +83,7 @@ async def test_a_call_without_a_batch_is_not_read_beyond_64_kib(
 async def test_batches_that_do_not_end_share_a_budget(open_gateway: ServedProcess) -> None:
     """One caller's half of it, in gRPC's buffers: 64 calls of 16 MiB were a GiB."""
     growth = await _growth(open_gateway, ["Update", "UploadPart", "Forward"], 64, 16 * MIB)
-    assert growth < BATCH_BYTES // 2 + MOST_GROWTH
+    assert growth < EdgeBounds().held_bytes // 2 + MOST_GROWTH
 
 
 async def test_a_length_that_no_message_may_have_is_refused_unread(

@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.api.http import ranges
+from ratoon.api.http.files import Part, Whole, choose_range
 from ratoon.engine.types import OperationState, Progress
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2
@@ -155,7 +155,7 @@ def test_ranges_agree_with_slices(
     else:
         wanted = data if last is None else data[max(size - last, 0) :]
     try:
-        choice = ranges.choose(
+        choice = choose_range(
             range_header=header,
             if_range=None,
             if_none_match=None,
@@ -167,10 +167,10 @@ def test_ranges_agree_with_slices(
         assert error.code is ErrorCode.RANGE_NOT_SATISFIABLE
         assert not wanted or (first is last is None and size > most)
         return
-    if isinstance(choice, ranges.Part):
+    if isinstance(choice, Part):
         assert data[choice.start : choice.stop] == wanted[:most] != b""
     else:
-        assert choice == ranges.Whole()
+        assert choice == Whole()
         assert wanted == data
 
 

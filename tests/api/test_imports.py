@@ -18,8 +18,8 @@ OURS = ("ratoon_client",)
     [
         # The command, a replica of Serve and the gateway.
         ("ratoon.app", (*TORCH, *DATABASE, *OURS)),
-        ("ratoon.api.build", (*TORCH, *DATABASE, *SERVER, *OURS)),
-        ("ratoon.api.grpc.wiring", (*TORCH, *DATABASE, *SERVER, *OURS)),
+        ("ratoon.api.edges", (*TORCH, *DATABASE, "ray.serve", *OURS)),
+        ("ratoon.api.gateway", (*TORCH, *DATABASE, *SERVER, *OURS)),
         # How others reach the engine, and the engine a worker.
         ("ratoon.engine.cluster.remote", (*TORCH, *DATABASE, *SERVER, *OURS)),
         ("ratoon.engine.cluster.ray_worker", (*TORCH, *DATABASE, *SERVER, *OURS)),

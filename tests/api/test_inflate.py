@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from ratoon.api.contract import check_size
-from ratoon.api.http.inflate import Inflater
+from ratoon.edge.bodies import Inflater
 from ratoon.errors import ErrorCode, RatoonError
 from tests.api import requests
 from tests.api.conftest import MAX_BODY_BYTES, Api

@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from ratoon.api.http.access import LocalNames
 from ratoon.api.http.app import create_app
-from ratoon.api.http.local_names import LocalNames
 from ratoon.auth.access import checked_hosts
 from ratoon.config import AuthConfig, GrpcConfig, HttpConfig, RatoonConfig
 from ratoon_proto.v1 import service_pb2

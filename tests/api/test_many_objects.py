@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ratoon.api.contract import SERVICE
-from ratoon.api.grpc.wiring import Refused, deserializer, sized
+from ratoon.api.grpc.intake import Parser, Refused
 from ratoon.api.http import bodies
 from ratoon.api.http.schema.models import body_of
 from ratoon.config import LimitsConfig
@@ -58,11 +58,9 @@ SHAPE = _field(1, _field(2, _field(2, b"\x01" * 5 * MIB)))
 )
 def test_objects_are_counted_in_the_bytes(rpc: str, groups: bytes) -> None:
     """2 MiB of empty groups were 56 MiB of objects, as many rollouts 124."""
-    parse = deserializer(rpc, LIMITS)
-    data = _request(rpc, groups)
-    with pytest.raises(RatoonError) as caught:
-        sized(parse(data), "Update", LIMITS.max_body_bytes)
-    assert caught.value.code is ErrorCode.BODY_TOO_LARGE
+    refused = Parser(rpc, LIMITS).parse(_request(rpc, groups))
+    assert isinstance(refused, Refused)
+    assert refused.error.code is ErrorCode.BODY_TOO_LARGE
 
 
 class _CountedBytes(bytes):
@@ -78,7 +76,7 @@ class _CountedBytes(bytes):
 def test_a_refused_body_is_not_read_to_its_end() -> None:
     """The search for its policy took 0.8 s of every 2 MiB, in which nobody else was answered."""
     data = _CountedBytes(_request("UploadPart", EMPTY_GROUPS))
-    parsed = deserializer("UploadPart", LIMITS)(data)
+    parsed = Parser("UploadPart", LIMITS).parse(data)
     assert isinstance(parsed, Refused)
     assert parsed.policy_id == ""
     assert data.num_reads < 8 * LIMITS.max_groups
@@ -86,9 +84,10 @@ def test_a_refused_body_is_not_read_to_its_end() -> None:
 
 @pytest.mark.parametrize("data", [b"\x0b", b"\x1a\x05\x0a", b"\x1a\x80", b"\xff" * 12, b"\x1a"])
 def test_bytes_that_are_no_message_are_malformed(data: bytes) -> None:
-    with pytest.raises(RatoonError) as caught:
-        sized(deserializer("Update", LIMITS)(data), "Update", 100)
-    assert caught.value.code is ErrorCode.MALFORMED_BODY
+    refused = Parser("Update", LIMITS).parse(data)
+    assert isinstance(refused, Refused)
+    assert refused.error.code is ErrorCode.MALFORMED_BODY
+    assert refused.error.got == f"{len(data)} bytes"
 
 
 @pytest.mark.parametrize("rpc", BATCHED)
@@ -100,8 +99,7 @@ def test_what_is_within_bounds_is_parsed_as_it_is(rpc: str) -> None:
         "Forward": service_pb2.ForwardRequest(batch=batch),
         "UploadPart": service_pb2.UploadPartRequest(groups=batch.groups),
     }[rpc]
-    parsed = deserializer(rpc, LIMITS)(message.SerializeToString())
-    assert sized(parsed, "Update", LIMITS.max_body_bytes) == message
+    assert Parser(rpc, LIMITS).parse(message.SerializeToString()) == message
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import Scope
 from ratoon_proto.v1 import policy_pb2, service_pb2
 from tests.api import requests
 from tests.api.conftest import Api

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from ratoon.api import gate as gate_module
+from ratoon.api.contract import acting_for
 from ratoon.api.gate import Gate
-from ratoon.api.request_context import acting_for
 from ratoon.auth.access import OpenAccess, Presented
-from ratoon.auth.key_file import KeyFile
+from ratoon.auth.keys import KeyFile, Scope
 from ratoon.auth.rates import InFlight, Rates
-from ratoon.auth.scopes import Scope
 from ratoon.config import KeyLimits
 from ratoon.engine.types import NOBODY, Holder
 from ratoon.errors import RatoonError

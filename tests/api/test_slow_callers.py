@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -16,15 +17,16 @@ from starlette.types import Receive, Scope, Send
 
 from harness.attacks.floods import FLOODS
 from harness.attacks.http2 import PREFACE, SETTINGS, Sent, frame, message_calls
-from ratoon.api.grpc import front, intake
-from ratoon.api.grpc.server import start_server
-from ratoon.api.grpc.servicer import PolicyServicer
-from ratoon.api.grpc.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION
+from ratoon.api.grpc import intake
+from ratoon.api.grpc.server import GRPC_BOUNDS, start_grpc
 from ratoon.api.http.app import create_app
+from ratoon.edge import grpc_proxy
+from ratoon.edge.budget import EdgeBounds
+from ratoon.edge.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
-from tests.api.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, Api
+from tests.api.conftest import MAX_MESSAGE_BYTES, Api
 from tests.api.open_gate import OPEN_GATE
 from tests.api.served import served
 from tests.until import until
@@ -198,17 +200,17 @@ def _half_a_call(rpc: str) -> bytes:
 
 
 @asynccontextmanager
-async def gateway(api: Api, **changes: float) -> AsyncIterator[int]:
-    servicer = PolicyServicer(
-        api.service, max_body_bytes=MAX_BODY_BYTES, status_needs_message=False, gate=OPEN_GATE
-    )
-    running = await start_server(
-        servicer,
+async def gateway(
+    api: Api, bounds: EdgeBounds = GRPC_BOUNDS, **changes: float
+) -> AsyncIterator[int]:
+    running = await start_grpc(
+        api.service,
+        api.limits.model_copy(update=changes),
+        gate=OPEN_GATE,
         host="127.0.0.1",
         port=0,
         max_message_bytes=MAX_MESSAGE_BYTES,
-        limits=api.limits.model_copy(update=changes),
-        context=None,
+        bounds=bounds,
     )
     yield running.port
     await running.stop(None)
@@ -232,8 +234,7 @@ async def test_half_a_message_is_waited_for_only_so_long(api: Api) -> None:
 async def test_only_so_many_chunks_wait_for_their_readers(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "UNSENT_BYTES", 1)
-    monkeypatch.setattr(intake, "_PLACE_S", 0.2)
+    monkeypatch.setattr("ratoon.edge.budget.PATIENCE_S", 0.2)
     started, release = asyncio.Event(), asyncio.Event()
 
     async def fetch(*_: object) -> bytes:
@@ -245,7 +246,11 @@ async def test_only_so_many_chunks_wait_for_their_readers(
     request = service_pb2.FetchWeightsRequest(
         policy_id=requests.POLICY, digest="0" * 32, offset=0, length=4
     )
-    async with gateway(api) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    few = replace(GRPC_BOUNDS, max_unsent_bytes=1)
+    async with (
+        gateway(api, few) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
         stub = PolicyServiceStub(channel)
         first = asyncio.ensure_future(stub.FetchWeights(request))
         await started.wait()
@@ -253,7 +258,7 @@ async def test_only_so_many_chunks_wait_for_their_readers(
             await stub.FetchWeights(request)
         trailers = dict(caught.value.trailing_metadata() or ())
         detail = operation_pb2.ErrorDetail.FromString(trailers["ratoon-error-bin"])  # pyright: ignore[reportArgumentType]
-        assert detail.details["resource"] == "unsent_fetches"
+        assert detail.details["resource"] == "unsent_bytes"
         release.set()
         assert (await first).data == b"data"
         assert (await stub.FetchWeights(request)).data == b"data"
@@ -267,16 +272,16 @@ async def test_a_flood_of_calls_does_not_stand_before_those_of_others(
 ) -> None:
     """4,352 calls without a key stood in line: a good caller waited for seconds."""
     begun, source, sent = 0, "127.0.0.2", Sent()
-    read, never = intake.Request.read, asyncio.Event()
+    read, never = intake.Intake.read, asyncio.Event()
 
-    async def never_judged(request: intake.Request, caller: str) -> Any:
+    async def never_judged(self: intake.Intake, request: intake.Request, caller: str) -> Any:
         nonlocal begun
         if request.call.arrival.host == source:
             begun += 1
             await never.wait()
-        return await read(request, caller)
+        return await read(self, request, caller)
 
-    monkeypatch.setattr(intake.Request, "read", never_judged)
+    monkeypatch.setattr(intake.Intake, "read", never_judged)
     async with gateway(api) as port:
         flood = [
             asyncio.create_task(
@@ -320,14 +325,14 @@ async def test_what_a_caller_left_behind_is_not_served(
 ) -> None:
     """The end of its bytes is behind them: thousands of calls of nobody were answered first."""
     begun, num_calls = 0, 3000
-    read = intake.Request.read
+    read = intake.Intake.read
 
-    async def counted(request: intake.Request, caller: str) -> Any:
+    async def counted(self: intake.Intake, request: intake.Request, caller: str) -> Any:
         nonlocal begun
         begun += 1
-        return await read(request, caller)
+        return await read(self, request, caller)
 
-    monkeypatch.setattr(intake.Request, "read", counted)
+    monkeypatch.setattr(intake.Intake, "read", counted)
     _, frames_of = FLOODS["calls"]
     async with gateway(api) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -346,7 +351,7 @@ async def test_calls_that_are_answered_unjudged_are_forgotten(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those are that gRPC refuses itself: they kept their places for 2 s."""
-    monkeypatch.setattr(front.Call, "judged", lambda _: None)
+    monkeypatch.setattr(grpc_proxy.Call, "judged", lambda _: None)
     sent = Sent()
     async with gateway(api) as port:
         calls = message_calls(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratoon.api.watch import throttled
+from ratoon.api.answers import throttled
 from ratoon.engine.types import (
     EmptyResult,
     Operation,

@@ -14,9 +14,7 @@ from ratoon.auth.access import (
     access_of,
     check_start,
 )
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import new_key
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.config import AuthConfig, GrpcConfig, HttpConfig, RatoonConfig
 from ratoon.errors import RatoonError
 

@@ -10,9 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import ratoon
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import is_secret_of, split_key
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import KeyFile, Scope, is_secret_of, split_key
 from ratoon.cli import cli
 from ratoon.config import KeyLimits
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import ApiKey, is_secret_of, new_key, split_key
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import ApiKey, KeyFile, Scope, is_secret_of, new_key, split_key
 from ratoon.errors import ErrorCode, RatoonError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ratoon.auth.certificates import CertificateFiles
 from ratoon.cli import cli
+from ratoon.edge.tls import CertificateFiles
 from ratoon.ports import free_port
 from tests.certificates import make_authority
 from tests.client.tls_service import serving_tls

@@ -93,8 +93,6 @@ def _stream(service: FakeService, name: str) -> Any:
                     return
                 await asyncio.sleep(0.01)
         except (RefusalError, LostAnswerError) as error:
-            # Serve's own gRPC port needs a message to carry the status.
-            yield operation_pb2.Operation()
             await _abort(context, error)
 
     return call

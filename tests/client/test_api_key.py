@@ -15,7 +15,7 @@ import uvicorn
 
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.service import PolicyService
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import Scope
 from ratoon.config import LimitsConfig
 from ratoon_client import ClientConfig, InvalidArgumentError, RatoonApiError, RatoonClient
 from ratoon_client.cli.app import main

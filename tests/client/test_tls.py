@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from ratoon.auth.certificates import CertificateFiles
+from ratoon.edge.tls import CertificateFiles
 from ratoon_client import (
     ClientConfig,
     InvalidArgumentError,

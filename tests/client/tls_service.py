@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon.api.convert.policy import SpecDefaults
-from ratoon.api.grpc.server import start_server
-from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.grpc.server import start_grpc
 from ratoon.api.http.app import create_app
-from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon.api.http.listener import start_http
-from ratoon.api.http.tls import server_context
 from ratoon.api.service import PolicyService
-from ratoon.auth.certificates import CertificateFiles, CertificateStore
 from ratoon.config import LimitsConfig
+from ratoon.edge.budget import EdgeBounds
+from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context
 from tests.api.fake_engine import FakeEngine
 from tests.api.open_gate import OPEN_GATE
 
@@ -72,15 +70,13 @@ async def _serve(
         defaults=SpecDefaults(models_root=folder, micro_batch_tokens=4096),
         device="cpu",
     )
-    servicer = PolicyServicer(
-        service, max_body_bytes=MESSAGE_BYTES, status_needs_message=False, gate=OPEN_GATE
-    )
-    gateway = await start_server(
-        servicer,
+    gateway = await start_grpc(
+        service,
+        LIMITS,
+        gate=OPEN_GATE,
         host="127.0.0.1",
         port=0,
         max_message_bytes=MESSAGE_BYTES,
-        limits=LIMITS,
         context=server_context(CertificateStore(files), protocols=("h2",)),
     )
 

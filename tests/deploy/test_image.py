@@ -131,7 +131,7 @@ def test_deploy_settings_are_valid() -> None:
 
     config = load_config(ROOT / "deploy" / "ratoon.yaml")
     assert config.http.host == "0.0.0.0"
-    assert not config.serve.has_http
+    assert not config.serve.is_on
     serve = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text())
     (application,) = serve["applications"]
     assert application["import_path"] == "ratoon.app:app_builder"

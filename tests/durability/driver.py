@@ -15,9 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import new_key
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.engine.types import ForwardResult, Operation
 from ratoon.stream.files import digest_bytes
 from tests.durability.machine import DurableMachine, commands, spec_of

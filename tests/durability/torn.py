@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from ratoon.auth.key_file import KeyFile, access_folder
+from ratoon.auth.keys import KeyFile, access_folder
 from ratoon.engine.files.paths import policy_paths, read_result, require_known
 from ratoon.engine.files.uploads import UploadFiles
 from ratoon.engine.journal.sealed import DamagedRowError

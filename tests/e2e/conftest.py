@@ -18,39 +18,32 @@ from tests.running_service import MAX_MESSAGE_BYTES, Service
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """The four ways in: gRPC and HTTP of the gateway, and of Serve."""
+    """The three ways in: gRPC and HTTP of the gateway, and HTTP of Serve."""
 
     gateway: GrpcWire
     http: HttpWire
-    serve: GrpcWire
     serve_http: HttpWire
 
     def named(self, name: str) -> Wire:
-        return {
-            "gateway": self.gateway, "http": self.http,
-            "serve": self.serve, "serve_http": self.serve_http,
-        }[name]  # fmt: skip
+        return {"gateway": self.gateway, "http": self.http, "serve_http": self.serve_http}[name]
 
 
-WIRES = ("gateway", "http", "serve", "serve_http")
+WIRES = ("gateway", "http", "serve_http")
 
 
 @pytest.fixture
 async def wires(service: Service) -> AsyncIterator[Wires]:
     addresses = service.addresses
-    assert addresses.serve_grpc is not None
     assert addresses.serve_http is not None
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
     async with (
         grpc.aio.insecure_channel(addresses.grpc, options=options) as gateway,
-        grpc.aio.insecure_channel(addresses.serve_grpc, options=options) as serve,
         httpx.AsyncClient(base_url=addresses.http, trust_env=False, timeout=60) as http,
         httpx.AsyncClient(base_url=addresses.serve_http, trust_env=False, timeout=60) as serve_http,
     ):
         yield Wires(
             gateway=GrpcWire(channel=gateway),
             http=HttpWire(client=http),
-            serve=GrpcWire(channel=serve),
             serve_http=HttpWire(client=serve_http),
         )
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ratoon import app
-from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig, ServeConfig
+from ratoon.config import RatoonConfig, ServeConfig, TlsConfig
 from ratoon.errors import RatoonError
 
-GRPC = ServeConfig(grpc=True)
 
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        RatoonConfig(http=HttpConfig(host="0.0.0.0"), serve=GRPC),
-        RatoonConfig(grpc=GrpcConfig(host="10.1.2.3"), serve=GRPC),
-        RatoonConfig(http=HttpConfig(host="example.invalid"), serve=GRPC),
-    ],
-)
-def test_public_bind_beside_the_plaintext_port_is_refused(config: RatoonConfig) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "example.invalid"])
+def test_a_public_serve_port_beside_client_certificates_is_refused(host: str) -> None:
+    """Serve's port asks for no client certificate, so it would be a weaker way in."""
+    tls = TlsConfig(cert_file=Path("c"), key_file=Path("k"), client_ca_file=Path("a"))
     with pytest.raises(RatoonError) as refused:
-        app.start(config)
-    assert refused.value.field == "serve.grpc"
+        app.start(RatoonConfig(tls=tls, serve=ServeConfig(http_host=host)))
+    assert refused.value.field == "serve.http_host"

@@ -50,7 +50,8 @@ OPTIM = Optim(learning_rate=1e-3, max_grad_norm=1.0, step_on_zero_gradient=True)
 def clients(service: Service) -> Iterator[dict[str, RatoonClient]]:
     """One client a wire; the last one cuts every batch into parts."""
     addresses = service.addresses
-    targets = {"gateway": addresses.grpc, "serve": addresses.serve_grpc, "http": addresses.http}
+    assert addresses.serve_http is not None
+    targets = {"gateway": addresses.grpc, "serve": addresses.serve_http, "http": addresses.http}
     parts = ClientConfig(upload_above_bytes=0, part_bytes=1)
     with ExitStack() as stack:
         opened = {name: stack.enter_context(RatoonClient(targets[name])) for name in WIRES}

@@ -33,7 +33,7 @@ from ratoon_client.wire.encode import group_messages
 from ratoon_proto.v1 import operation_pb2, service_pb2, training_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
-from tests.api.wires import GrpcWire, WireError, grpc_error, http_error
+from tests.api.wires import GrpcWire, HttpWire, WireError, grpc_error, http_error
 from tests.e2e.conftest import WIRES, Wires, finished, next_seq
 from tests.running_service import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, MIB, Service
 from tests.tiny_models import write_folder
@@ -135,8 +135,7 @@ async def test_weights_are_pulled_over_both_wires_alike(
             fetch = service_pb2.FetchWeightsRequest(
                 policy_id=policy, digest=file.digest, offset=len(by_grpc), length=MIB
             )
-            wire = wires.gateway if len(by_grpc) % (2 * MIB) else wires.serve
-            chunk = await wire.call("FetchWeights", fetch)
+            chunk = await wires.gateway.call("FetchWeights", fetch)
             assert xxhash.xxh3_128_hexdigest(chunk.data) == chunk.digest
             by_grpc += chunk.data
         url = f"/v1/policies/{policy}/weights/{manifest.version}/files/{file.name}"
@@ -195,12 +194,8 @@ def test_what_changed_is_pulled_as_a_delta_over_both_wires(
             by_grpc.delete_policy("e2e-deltas").result()
 
 
-@pytest.mark.parametrize("wire_name", ["gateway", "serve"])
-async def test_errors_have_their_trailer_on_both_grpc_ports(
-    wires: Wires, policy: str, wire_name: str
-) -> None:
-    wire = wires.named(wire_name)
-    assert isinstance(wire, GrpcWire)
+async def test_errors_have_their_trailer_over_grpc(wires: Wires, policy: str) -> None:
+    wire = wires.gateway
     bad = requests.update(seq=await next_seq(wires, policy), policy_id=policy)
     bad.batch.groups[1].rollouts[0].sampler_logprobs.CopyFrom(requests.floats([-1.0]))
     with pytest.raises(WireError) as caught:
@@ -296,23 +291,22 @@ async def test_a_watched_update_ends_on_every_wire(wires: Wires, policy: str) ->
         stream = PolicyServiceStub(wire.channel).WatchOperation(request)
         return [operation.state async for operation in stream]
 
-    async def by_events() -> list[str]:
+    async def by_events(wire: HttpWire) -> list[str]:
         url = f"/v1/operations/{blocked.operation_id}/events"
-        text = (await wires.http.client.get(url)).text
+        text = (await wire.client.get(url)).text
         return [json.loads(data)["state"] for data in re.findall(r"data: (.*)", text)]
 
     watchers = [
         asyncio.create_task(by_grpc(wires.gateway)),
-        asyncio.create_task(by_grpc(wires.serve)),
-        asyncio.create_task(by_events()),
+        asyncio.create_task(by_events(wires.http)),
+        asyncio.create_task(by_events(wires.serve_http)),
     ]
     await asyncio.sleep(0.5)
     await wires.http.call("Update", requests.update(seq=seq, policy_id=policy))
-    first, second, events = await asyncio.wait_for(asyncio.gather(*watchers), 60)
+    states, *events = await asyncio.wait_for(asyncio.gather(*watchers), 60)
     queued, done = operation_pb2.OPERATION_STATE_QUEUED, operation_pb2.OPERATION_STATE_DONE
-    assert (first[0], first[-1]) == (queued, done)
-    assert (second[0], second[-1]) == (queued, done)
-    assert (events[0], events[-1]) == ("queued", "done")
+    assert (states[0], states[-1]) == (queued, done)
+    assert [(names[0], names[-1]) for names in events] == [("queued", "done")] * 2
 
 
 @pytest.mark.parametrize("wire_name", WIRES)
@@ -331,7 +325,7 @@ async def test_a_gap_that_outlasts_the_wait_names_the_missing_seq(
     assert (await finished(wire, late)).step.version > 0
 
 
-@pytest.mark.parametrize("wire_name", ["http", "serve", "serve_http"])
+@pytest.mark.parametrize("wire_name", ["http", "serve_http"])
 async def test_a_caller_that_leaves_does_not_take_its_update_along(
     wires: Wires, policy: str, wire_name: str
 ) -> None:

@@ -22,8 +22,8 @@ import psutil
 import pytest
 from cryptography import x509
 
-from ratoon.auth.certificates import CertificateFiles
 from ratoon.config import is_loopback
+from ratoon.edge.tls import CertificateFiles
 from ratoon.ports import free_port
 from ratoon_client import (
     Loss,

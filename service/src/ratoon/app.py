@@ -1,6 +1,6 @@
-"""The composition root: Ray, the engine, the gateway and Ray Serve.
+"""Starts and stops the service: Ray, the engine, the gateway and Ray Serve.
 
-Whatever was started here is stopped by `stop`, in reverse order.
+`stop` stops whatever was started here, in reverse order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ray.exceptions import RayActorError
 
 from ratoon.api.gateway import Gateway
 from ratoon.auth.access import check_start
-from ratoon.auth.certificates import files_of, load_certificates
 from ratoon.config import RatoonConfig, is_loopback, public_hosts
+from ratoon.edge.tls import files_of, load_certificates
 from ratoon.engine.cluster.bootstrap import (
     drain_engine,
     start_engine,
@@ -41,18 +41,18 @@ _log = get_logger("app")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAddresses:
-    """URLs of HTTP, host:port of gRPC. Those of Serve are None where it is off."""
+    """URLs of HTTP, and host:port of gRPC. `serve_http` is None where Serve is off."""
 
     http: str
     grpc: str
     serve_http: str | None
-    serve_grpc: str | None
 
 
 def app_builder(args: dict[str, Any]) -> Application:
-    """For a Serve config file, whose `args` are the fields of `RatoonConfig`.
+    """Build the Serve application for a Serve config file.
 
-    Starts the engine and the gateway unless they run.
+    `args` are the fields of `RatoonConfig`. The engine and the gateway are started unless they run.
+    Raises INVALID_ARGUMENT for settings that `auth` refuses.
     """
     from ratoon.ray_serve import build_app
 
@@ -76,14 +76,14 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     if not ray.is_initialized():
         connect_ray(config, show_logs=show_logs)
     try:
-        # One after the other: the gateway asks the engine first, and the spare worker, which the
-        # first policy waits for, has a core of two for itself.
+        # These start one after the other: the gateway asks the engine first, and the spare worker,
+        # which the first policy waits for, has a core of two for itself.
         ray.get(start_engine(config))
         ray.get(_start_gateway(config))
         addresses = _addresses(config)
         # Callers are answered from here on, while Serve is still being imported and started.
         _log.info("gateway answers", http=addresses.http, grpc=addresses.grpc)
-        if config.serve.has_http:
+        if config.serve.is_on:
             from ratoon.ray_serve import start_serve
 
             # Serve's processes would take the cores that policies' workers need to start.
@@ -104,7 +104,7 @@ def stop(config: RatoonConfig, *, ends_ray: bool = False) -> None:
     """
     drain_engine(config)
     _stop_gateway(config)
-    if config.serve.has_http:
+    if config.serve.is_on:
         from ratoon.ray_serve import stop_serve
 
         stop_serve(ends_with_ray=ends_ray)
@@ -117,8 +117,8 @@ def running(
 ) -> Generator[ServiceAddresses, None, None]:
     """Run the service for the duration of the block. A Ray started for it stops with it.
 
-    Raises as `start`. Raises INVALID_ARGUMENT, before anything is started, where another service
-    has its folder or a port. On an existing cluster, starting twice gives one service.
+    On an existing cluster, starting twice gives one service. Raises what `start` raises, and
+    INVALID_ARGUMENT, before anything is started, where another service has its folder or a port.
     """
     has_ray = ray.is_initialized()
     is_sole = not has_ray and not config.ray.address
@@ -140,26 +140,25 @@ def _addresses(config: RatoonConfig) -> ServiceAddresses:
     return ServiceAddresses(
         http=f"{scheme}://{http.host}:{http.port}",
         grpc=f"{grpc.host}:{grpc.port}",
-        serve_http=f"{scheme}://{serve.http_host}:{serve.http_port}" if serve.has_http else None,
-        serve_grpc=f"127.0.0.1:{serve.grpc_port}" if serve.has_grpc else None,
+        serve_http=f"{scheme}://{serve.http_host}:{serve.http_port}" if serve.is_on else None,
     )
 
 
 def _check_serve(config: RatoonConfig) -> None:
-    """Refuse Serve ports that would be weaker ways in than the gateway's.
+    """Refuse a public Serve port beside `tls.client_ca_file`: it asks for no client certificate.
 
-    Serve's gRPC is plain text without a bind address; its HTTP asks for no client certificate.
+    Raises INVALID_ARGUMENT naming `serve.http_host`.
     """
-    public = public_hosts(config)
-    if public and config.serve.has_grpc:
-        raise invalid("serve.grpc", "true", f"false, beside a bind to {public[0]}")
     host = config.serve.http_host
-    if config.serve.has_http and not is_loopback(host) and config.tls.client_ca_file is not None:
+    if config.serve.is_on and not is_loopback(host) and config.tls.client_ca_file is not None:
         raise invalid("serve.http_host", host, "a loopback address beside tls.client_ca_file")
 
 
 def check_tls(config: RatoonConfig) -> None:
-    """Raises INVALID_ARGUMENT naming the bad file. Public addresses without TLS log a warning."""
+    """Check the files of `tls`; public addresses without TLS log a warning.
+
+    Raises INVALID_ARGUMENT naming the bad file.
+    """
     files, public = files_of(config), public_hosts(config)
     if files is not None:
         load_certificates(files)
@@ -168,7 +167,10 @@ def check_tls(config: RatoonConfig) -> None:
 
 
 def _start_gateway(config: RatoonConfig) -> ObjectRef[None]:
-    """Start it unless it runs. Once the reference resolves, both of its ports are open."""
+    """Start the gateway unless it runs.
+
+    Once the reference resolves, both of its ports are open.
+    """
     gateway: Any = (
         ray.remote(Gateway)
         .options(
@@ -204,10 +206,7 @@ def _with_ports(config: RatoonConfig) -> RatoonConfig:
         "http": http.model_copy(update={"port": http.port or free_port(http.host)}),
         "grpc": grpc.model_copy(update={"port": grpc.port or free_port(grpc.host)}),
         "serve": serve.model_copy(
-            update={
-                "http_port": serve.http_port or free_port(serve.http_host),
-                "grpc_port": serve.grpc_port or free_port(),
-            }
+            update={"http_port": serve.http_port or free_port(serve.http_host)}
         ),
     }
     return config.model_copy(update=sections)

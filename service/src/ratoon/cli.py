@@ -21,9 +21,7 @@ from rich.table import Table
 
 from ratoon.api.convert.checks import POLICY_ID, matched
 from ratoon.auth.audit import AuditEntry, AuditLog
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import new_key
-from ratoon.auth.scopes import Scope
+from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.config import KeyLimits, RatoonConfig, load_config
 from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
@@ -134,7 +132,7 @@ def doctor(config: ConfigOption = None) -> None:
 def health(config: ConfigOption = None) -> None:
     """Check the health of the service with these settings on this machine; exit 1 if unhealthy."""
     settings = _read_config(config)
-    from ratoon.api.http.tls import own_health
+    from ratoon.doctor import own_health
 
     reason = own_health(settings)
     typer.echo("ok" if reason is None else reason, err=reason is not None)
@@ -229,7 +227,7 @@ def create_key(
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Create a key and show it once, only on standard output."""
+    """Create a key and show it once, on standard output."""
     settings = _read_config(config)
     now = time.time()
     try:
@@ -289,7 +287,7 @@ def revoke_key(
     key_id: Annotated[str, typer.Argument(help="Id of the key, as `list` shows it.")],
     config: ConfigOption = None,
 ) -> None:
-    """Revoke a key, everywhere and at once."""
+    """Revoke a key: every port refuses it from now on."""
     settings = _read_config(config)
     try:
         KeyFile(settings.data_root.absolute()).revoke(key_id, time.time())

@@ -79,24 +79,17 @@ class GrpcConfig(_Section):
 class ServeConfig(_Section):
     """Ray Serve: the same HTTP in replicas, for callers inside a cluster. 0 replicas: no Serve.
 
-    Its ports lack the gateway's bounds on slow callers and require no client certificate. `grpc`
-    opens its gRPC port too, in plain text and on all interfaces; it is refused together with a
-    public bind.
+    Its port lacks the gateway's bounds on slow callers and asks for no client certificate.
     """
 
     num_replicas: int = Field(default=1, ge=0)
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=8001, ge=0, le=65535)
-    grpc: bool = False
-    grpc_port: int = Field(default=9000, ge=0, le=65535)
 
     @property
-    def has_http(self) -> bool:
+    def is_on(self) -> bool:
+        """Whether Serve is started at all."""
         return self.num_replicas > 0
-
-    @property
-    def has_grpc(self) -> bool:
-        return self.has_http and self.grpc
 
 
 class AuthConfig(_Section):
@@ -360,7 +353,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def public_hosts(config: RatoonConfig) -> list[str]:
     """The bound addresses that are not loopback."""
     hosts = [config.http.host, config.grpc.host]
-    if config.serve.has_http:
+    if config.serve.is_on:
         hosts.append(config.serve.http_host)
     return [host for host in hosts if not is_loopback(host)]
 

@@ -1,15 +1,17 @@
-"""`ratoon doctor`: checks what this machine, and a cluster's nodes, can do, and why they cannot.
+"""`ratoon doctor`: reports what this machine and a cluster's nodes can do, and why they cannot.
 
-The checks change nothing, and start nothing but a short task on each node of `ray.address`. A check
-that cannot be made is itself a failed check.
+Nothing is changed, and nothing is started except a short task on each node of `ray.address`. A
+check that cannot be made is itself a failed check.
 """
 
 from __future__ import annotations
 
+import http.client
 import logging
 import platform
 import shutil
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,9 +33,15 @@ MIN_PYTHON = (3, 11)
 TORCH_VERSIONS = ((2, 11), (2, 13))
 MIN_FREE_DISK_BYTES = 2 * 2**30
 MIN_FREE_MEMORY_BYTES = 2 * 2**30
+_PROBE_S = 10.0
+_HEALTH = "/v1/health"
+# How a server bound to all addresses is reached from its own machine; nothing is bound here.
+_OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # nosec B104
 
 
 class Status(StrEnum):
+    """Result of a check; FAIL keeps the service from starting."""
+
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -41,7 +49,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One finding; `detail` says what was found and, if it is not ok, what to do."""
+    """One finding. `detail` says what was found and, if it is not ok, what to do."""
 
     name: str
     status: Status
@@ -49,7 +57,7 @@ class Check:
 
 
 def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
-    """Runs all checks, in start-up order. Never raises for what it examines."""
+    """Run all checks, in start-up order. Never raises for what it examines."""
     groups: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("python", _check_python),
         ("torch", _check_torch),
@@ -110,7 +118,7 @@ def _check_gpu() -> Iterator[Check]:
 
 
 def _check_ranks() -> Iterator[Check]:
-    """How many ranks a policy may have here, and what they copy through."""
+    """Report how many ranks a policy may have here, and what they copy through."""
     import torch
 
     from ratoon.engine.cluster.nodes import gpu_links
@@ -140,11 +148,8 @@ def _check_ports(config: RatoonConfig) -> Iterator[Check]:
         ("http", config.http.host, config.http.port),
         ("grpc", config.grpc.host, config.grpc.port),
     )
-    if config.serve.has_http:
+    if config.serve.is_on:
         wanted += (("serve http", config.serve.http_host, config.serve.http_port),)
-    if config.serve.has_grpc:
-        # Serve's gRPC port is on all interfaces.
-        wanted += (("serve grpc", "", config.serve.grpc_port),)
     for name, host, port in wanted:
         if port == 0:
             yield Check(name=f"port {name}", status=Status.OK, detail="any free port")
@@ -161,7 +166,7 @@ def _check_ports(config: RatoonConfig) -> Iterator[Check]:
 
 
 def _check_tls(config: RatoonConfig) -> Iterator[Check]:
-    from ratoon.auth.certificates import ENDS_SOON, files_of, load_certificates
+    from ratoon.edge.tls import ENDS_SOON, files_of, load_certificates
 
     files = files_of(config)
     if files is None:
@@ -198,7 +203,7 @@ def _check_disk(config: RatoonConfig) -> Iterator[Check]:
 
 
 def _check_policies(config: RatoonConfig) -> Iterator[Check]:
-    """Policies whose journal has lost its end, and what was set aside for that."""
+    """Report policies whose journal has lost its end, and what was set aside for that."""
     from ratoon.engine.files.losses import read_loss
     from ratoon.engine.files.paths import POLICIES
     from ratoon.engine.settings import EngineSettings
@@ -264,7 +269,10 @@ def _check_cluster(config: RatoonConfig) -> Iterator[Check]:
 
 
 def judge_nodes(nodes: Sequence[Node], data_root: Path) -> Iterator[Check]:
-    """Nodes must have the first one's versions and data root: a policy's ranks may be on any."""
+    """Check that all nodes have the first one's versions and data root.
+
+    A policy's ranks may be on any node.
+    """
     first = nodes[0].seen
     for node in nodes:
         seen, faults = node.seen, list[str]()
@@ -287,3 +295,41 @@ def judge_nodes(nodes: Sequence[Node], data_root: Path) -> Iterator[Check]:
     if first.folder is None and all(node.seen.folder is None for node in nodes):
         detail = f"{data_root} is on no node yet; all have to see the same"
         yield Check(name="data root", status=Status.WARN, detail=detail)
+
+
+def own_health(config: RatoonConfig) -> str | None:
+    """Return why the service of `config`, on this machine, is not healthy; None if it is.
+
+    Its certificate is not verified, as the probe sends no secret. A service that refuses the probe
+    because it requires another client certificate counts as healthy.
+    """
+    from ratoon.edge.tls import files_of
+
+    host = _OWN.get(config.http.host, config.http.host)
+    files = files_of(config)
+    if files is None:
+        connection = http.client.HTTPConnection(host, config.http.port, timeout=_PROBE_S)
+    else:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.load_cert_chain(files.cert, files.key)
+        connection = http.client.HTTPSConnection(
+            host, config.http.port, timeout=_PROBE_S, context=context
+        )
+    asks_clients = files is not None and files.client_ca is not None
+    is_connected = False
+    try:
+        connection.connect()
+        is_connected = True
+        connection.request("GET", _HEALTH)
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as err:
+        # In TLS 1.3 a server refuses a client only after its own part of the handshake.
+        is_refused = is_connected or (isinstance(err, ssl.SSLError) and "ALERT" in str(err))
+        if asks_clients and is_refused and not isinstance(err, TimeoutError):
+            return None
+        return str(err) or type(err).__name__
+    finally:
+        connection.close()
+    return None if status == http.client.OK else f"HTTP {status}"

@@ -1,6 +1,6 @@
 """Structured logs: one event per line, on standard error.
 
-An event is a short constant text with fields; fields never hold token ids, prompts, bodies or keys.
+An event is a short constant text with fields. Fields never hold token ids, prompts, bodies or keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import structlog
 
 
 def configure_logging(level: str) -> None:
-    """Set the process up: JSON lines, or coloured text on a terminal."""
+    """Set up the process's log: JSON lines, or coloured text on a terminal. Raises `ValueError`."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -40,17 +40,17 @@ def configure_logging(level: str) -> None:
 
 
 def get_logger(component: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose events name their component."""
+    """Return a logger whose events name their component."""
     return cast("structlog.stdlib.BoundLogger", structlog.get_logger(component=component))
 
 
 def ray_level(level: str) -> str:
-    """The level of Ray's and Serve's own logs, whose INFO has a line for each of their steps."""
+    """Return the level of Ray's and Serve's own logs, whose INFO has a line for each step."""
     return "WARNING" if level == "INFO" else level
 
 
 def _level(name: str) -> int:
-    """The number of a level's name. Raises `ValueError` for any other name."""
+    """Return the number of a level's name. Raises `ValueError` for any other name."""
     levels = logging.getLevelNamesMapping()
     if name.upper() not in levels:
         raise ValueError(f"log_level: got {name}, expected one of {sorted(levels)}")

@@ -13,43 +13,36 @@ from typing import Any, cast
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve.config import ControllerOptions, HTTPOptions, gRPCOptions
+from ray.serve.config import ControllerOptions, HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
-from ratoon.api.build import build_service
+from ratoon.api.edges import build_service
 from ratoon.api.gate import ROOM_TO_REFUSE, build_gate
 from ratoon.api.gateway import DRAIN_S
-from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.http.app import create_app
 from ratoon.auth.access import checked_hosts
-from ratoon.auth.certificates import files_of
 from ratoon.config import RatoonConfig
+from ratoon.edge.tls import files_of
 from ratoon.log import configure_logging, ray_level
 from ratoon.replica_port import closed_replica_port
 
 APP_NAME = "ratoon"
-SERVICER_FUNCTION = "ratoon.api.grpc.wiring.add_policy_service"
 
 # Serve fails the start where a proxy takes three times this long to import its modules. Its default
 # of 5 s is too short on a busy machine, as when many policies are recovering.
 _PROXY_START_S = 30.0
 
 
-class Ingress(PolicyServicer):
-    """One Serve replica: HTTP, and gRPC behind Serve's proxy where that is on."""
+class Ingress:
+    """One Serve replica, which answers HTTP behind Serve's proxy."""
 
     async def __init__(self, config: RatoonConfig) -> None:  # pyright: ignore[reportGeneralTypeIssues]
         configure_logging(config.log_level)
         self._limits = config.limits
         self._allowed_hosts = checked_hosts(config)
-        service = await build_service(config)
-        super().__init__(
-            service,
-            max_body_bytes=config.limits.max_body_bytes,
-            status_needs_message=True,
-            gate=build_gate(config, service.record_refusal),
-        )
+        self._service = await build_service(config)
+        self._gate = build_gate(config, self._service.record_refusal)
         # Serve opens the replica's port next, and then asks for health.
         self._opening = ExitStack()
         self._opening.enter_context(closed_replica_port())
@@ -85,14 +78,12 @@ def start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
     level = ray_level(config.log_level) if show_logs else "WARNING"
     logging.getLogger("ray.serve").setLevel(level)
     variables = {
-        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(config.grpc.max_message_bytes),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(_PROXY_START_S),
         # uvicorn by default trusts the forwarded addresses that local callers send.
         "FORWARDED_ALLOW_IPS": "",
     }
     serve.start(
         http_options=_http_options(config),
-        grpc_options=_grpc_options(config),
         controller_options=ControllerOptions(runtime_env={"env_vars": variables}),
         logging_config=_logging(config),
     )
@@ -119,16 +110,6 @@ def _http_options(config: RatoonConfig) -> HTTPOptions:
     if files is not None:
         options = {"ssl_keyfile": str(files.key), "ssl_certfile": str(files.cert)}
     return HTTPOptions(host=config.serve.http_host, port=config.serve.http_port, **options)
-
-
-def _grpc_options(config: RatoonConfig) -> gRPCOptions | None:
-    if not config.serve.has_grpc:
-        return None
-    return gRPCOptions(
-        port=config.serve.grpc_port,
-        grpc_servicer_functions=[SERVICER_FUNCTION],
-        enable_reflection=False,
-    )
 
 
 def _logging(config: RatoonConfig) -> LoggingConfig:

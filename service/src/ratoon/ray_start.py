@@ -24,7 +24,7 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
-from ratoon.auth.key_file import access_folder, make_access_folder
+from ratoon.auth.keys import access_folder, make_access_folder
 from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
 from ratoon.errors import invalid
 from ratoon.local_ray import LocalRay

@@ -46,11 +46,8 @@ def _ports(config: RatoonConfig) -> Iterator[tuple[str, str, int]]:
     """Setting, address and port of each wire; port 0 picks a free port anyway."""
     yield "http.port", config.http.host, config.http.port
     yield "grpc.port", config.grpc.host, config.grpc.port
-    serve = config.serve
-    if serve.has_http:
-        yield "serve.http_port", serve.http_host, serve.http_port
-    if serve.has_grpc:
-        yield "serve.grpc_port", "127.0.0.1", serve.grpc_port
+    if config.serve.is_on:
+        yield "serve.http_port", config.serve.http_host, config.serve.http_port
 
 
 def _wait_for_port(field: str, host: str, port: int, deadline: float) -> None:

@@ -17,11 +17,11 @@ from typing import Any, cast
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.gate import build_gate
 from ratoon.api.http.app import create_app
-from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon.api.http.listener import start_http
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import checked_hosts
 from ratoon.config import CheckpointConfig, HttpConfig, LimitsConfig, RatoonConfig
+from ratoon.edge.budget import EdgeBounds
 from ratoon.engine.client import EngineClient
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, NoArchive

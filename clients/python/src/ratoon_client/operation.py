@@ -73,9 +73,6 @@ class AsyncOperationHandle(Generic[ResultT]):
                 stream = self._caller.transport.stream(WATCH_OPERATION, request)
                 async with aclosing(stream):
                     async for message in stream:
-                        # Serve's gRPC port sends an empty message ahead of an error's status.
-                        if not message.operation_id:
-                            continue
                         failing_since = None
                         self._newest = message
                         state = decode(message, Operation)

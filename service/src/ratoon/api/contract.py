@@ -1,9 +1,18 @@
-"""The calls of `ratoon.v1.PolicyService`, from their descriptors."""
+"""The calls of `ratoon.v1.PolicyService`, the bounds of their requests, and whom they act for.
+
+The principal of the call being served is a context variable, so it follows a call into its tasks
+and threads but never into another call. Methods of the service need no second argument for it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
+from ratoon.edge.bodies import WITHOUT_BODY
+from ratoon.engine.types import NOBODY, Holder
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.fields import http_route
 from ratoon_proto.v1 import service_pb2
@@ -15,27 +24,28 @@ BATCHES = frozenset(
     for method in SERVICE.methods
     if {"batch", "groups"} & set(method.input_type.fields_by_name)
 )
-
 # Bytes of a request without a batch; GetGradientManifest names tensors, and a model with experts
 # has tens of thousands.
 SMALL_BYTES = 64 * 1024
 NAMES_BYTES = 2**20
 _NAMES = "GetGradientManifest"
+_FILE = re.compile(r"/v1/policies/[^/]+/(weights/[^/]+/)?files/[^/]+")
 _ADVICE = {
     _NAMES: ": ask for fewer names at a time",
     **dict.fromkeys(BATCHES, ": send the batch in parts (UploadPart)"),
 }
+_HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 
 
 def body_bound(rpc: str, most: int) -> int:
-    """Bytes of a call's request, where one with a batch may have `most`; "": no call at all."""
+    """Maximum request size of an RPC; `most` applies to those with a batch. "": an unknown RPC."""
     if rpc in BATCHES:
         return most
     return min(most, NAMES_BYTES if rpc == _NAMES else SMALL_BYTES)
 
 
 def check_size(rpc: str, num_bytes: int, bound: int) -> None:
-    """Raises BODY_TOO_LARGE where a request, which has at least so many bytes, is over it."""
+    """Check a request that has at least `num_bytes`. Raises BODY_TOO_LARGE if that is over it."""
     if num_bytes > bound:
         raise RatoonError(
             ErrorCode.BODY_TOO_LARGE,
@@ -47,12 +57,22 @@ def check_size(rpc: str, num_bytes: int, bound: int) -> None:
 
 
 def rpc_at(path: str) -> str:
-    """The call at an HTTP path whose request may be large; "": any other."""
+    """The RPC at an HTTP path, if its request may be large; "": any other path."""
     return next((rpc for rpc, place in _PLACES.items() if place.fullmatch(path)), "")
 
 
+def body_bound_at(method: str, path: str, most: int) -> int:
+    """Maximum body size of an HTTP request; unknown paths count as calls without a batch."""
+    return 0 if method in WITHOUT_BODY else body_bound(rpc_at(path), most)
+
+
+def is_fetch(method: str, path: str) -> bool:
+    """Whether an HTTP request is answered with bytes of a file."""
+    return method == "GET" and _FILE.fullmatch(path) is not None
+
+
 def call_name(rpc: str) -> str:
-    """The method of `PolicyService`, and the route's name: `get_policy` for `GetPolicy`."""
+    """Name of an RPC's method of `PolicyService`, and of its route (`get_policy`)."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc).lower()
 
 
@@ -63,3 +83,18 @@ def _place(rpc: str) -> re.Pattern[str]:
 
 
 _PLACES = {rpc: _place(rpc) for rpc in _ADVICE}
+
+
+@contextmanager
+def acting_for(holder: Holder) -> Generator[None, None, None]:
+    """Make operations that are submitted in the block belong to `holder`."""
+    token = _HOLDER.set(holder)
+    try:
+        yield
+    finally:
+        _HOLDER.reset(token)
+
+
+def current_holder() -> Holder:
+    """Return the holder that the current call acts for."""
+    return _HOLDER.get()

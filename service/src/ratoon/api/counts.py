@@ -1,7 +1,8 @@
 """Counts the objects that a body would become, in its bytes, before it is parsed.
 
-An empty message takes two bytes on the wire and a hundred in memory, a JSON value two and eighty.
-So messages are counted by type and fields in all, or JSON's brackets and commas.
+An empty message takes two bytes on the wire and a hundred in memory; a JSON value takes two and
+eighty. So messages are counted by type, and all their fields together; in JSON, brackets and commas
+are counted.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 class MalformedError(Exception):
-    """The bytes are not a message."""
+    """The bytes are not a protobuf message."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """A message type: its message fields, and its packed numeric ones.
+    """A message type, with its message fields and its packed numeric fields.
 
-    `name`: what callers call them. `most`: the limit per request.
+    `name` is what callers call such messages, `most` the limit per request.
     """
 
     name: str
@@ -42,14 +43,14 @@ class _Kind:
 
 
 class MessageCounter:
-    """For one request type. `limits` bound groups and rollouts."""
+    """Counts the messages in requests of one type. `limits` bound groups and rollouts."""
 
     def __init__(self, descriptor: Descriptor, limits: LimitsConfig) -> None:
         most = {"RolloutGroup": limits.max_groups, "Rollout": limits.max_sequences}
         self._root = _kind(descriptor, most)
 
     def count(self, data: bytes) -> int:
-        """Number of messages in `data`. Raises BODY_TOO_LARGE, `MalformedError`."""
+        """Return the number of messages in `data`. Raises BODY_TOO_LARGE, `MalformedError`."""
         counts: Counter[str] = Counter()
         try:
             self._walk(data, 0, len(data), self._root, counts)
@@ -58,7 +59,10 @@ class MessageCounter:
         return counts.total() - counts[""]
 
     def _walk(self, data: bytes, at: int, end: int, kind: _Kind, counts: Counter[str]) -> None:
-        """`counts[""]` counts fields. It blocks the event loop, so it avoids calls."""
+        """Count the messages of one message and those below; `counts[""]` counts fields.
+
+        It avoids calls, as it holds the interpreter.
+        """
         children, packed = kind.children, kind.packed
         num_fields = counts[""]
         while at < end:
@@ -103,7 +107,10 @@ class MessageCounter:
 
 
 def check_json(body: bytes) -> None:
-    """Raises BODY_TOO_LARGE. Commas and brackets within strings count too; they are few."""
+    """Check the number of objects and values in JSON. Raises BODY_TOO_LARGE.
+
+    Commas and brackets within strings count too; there are few.
+    """
     num_objects = body.count(b"{")
     if num_objects > MAX_JSON_OBJECTS:
         raise _too_many("JSON objects", MAX_JSON_OBJECTS)
@@ -112,7 +119,7 @@ def check_json(body: bytes) -> None:
 
 
 def _kind(descriptor: Descriptor, most: Mapping[str, int]) -> _Kind:
-    """Recursion ends, as request messages are not recursive."""
+    """Build the kind of a message type. Recursion ends, as request messages are not recursive."""
     fields = list(descriptor.fields)
     return _Kind(
         name=_NAMES.get(descriptor.name, f"{descriptor.name.lower()}s"),
@@ -127,7 +134,7 @@ def _kind(descriptor: Descriptor, most: Mapping[str, int]) -> _Kind:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at `at`, and where it ends. Raises IndexError, `MalformedError`."""
+    """Return the varint at `at` and the index after it. Raises IndexError, `MalformedError`."""
     byte = data[at]
     at += 1
     if byte < 128:

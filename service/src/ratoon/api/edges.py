@@ -1,4 +1,7 @@
-"""Both wires of the gateway: gRPC and HTTP behind one gate."""
+"""Builds a process's service from its config, and starts both wires of the gateway.
+
+gRPC and HTTP stand behind one gate. This module must not import torch, whatever process imports it.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,40 @@ import asyncio
 import ssl
 from dataclasses import dataclass
 
-from ratoon.api.build import build_service
+from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.gate import build_gate
-from ratoon.api.grpc.server import RunningServer, start_server
-from ratoon.api.grpc.servicer import PolicyServicer
+from ratoon.api.grpc.server import RunningGrpc, start_grpc
 from ratoon.api.http.app import create_app
-from ratoon.api.http.edge_budget import EdgeBounds
 from ratoon.api.http.listener import RunningHttp, start_http
-from ratoon.api.http.tls import server_context
+from ratoon.api.service import PolicyService
 from ratoon.auth.access import checked_hosts
-from ratoon.auth.certificates import CertificateStore, files_of
 from ratoon.config import RatoonConfig
+from ratoon.edge.budget import EdgeBounds
+from ratoon.edge.tls import CertificateStore, files_of, server_context
+from ratoon.engine.cluster.remote import connect
+
+
+async def build_service(config: RatoonConfig) -> PolicyService:
+    """Build a service that reaches the engine through Ray, which must be connected.
+
+    Raises UNAVAILABLE where no engine runs (`engine.bootstrap`).
+    """
+    return PolicyService(
+        engine=await connect(config.ray.namespace),
+        limits=config.limits,
+        defaults=SpecDefaults(
+            models_root=config.models_folder,
+            micro_batch_tokens=config.worker.micro_batch_tokens,
+        ),
+        device=config.worker.device,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edges:
-    """The servers of both wires."""
+    """The running servers of both wires."""
 
-    grpc: RunningServer
+    grpc: RunningGrpc
     http: RunningHttp
 
     async def stop(self, grace_s: float) -> None:
@@ -35,18 +54,13 @@ async def start_edges(config: RatoonConfig) -> Edges:
     """Serve both wires behind one gate. Raises OSError where a port is taken."""
     service = await build_service(config)
     gate = build_gate(config, service.record_refusal)
-    servicer = PolicyServicer(
+    grpc = await start_grpc(
         service,
-        max_body_bytes=config.limits.max_body_bytes,
-        status_needs_message=False,
+        config.limits,
         gate=gate,
-    )
-    grpc = await start_server(
-        servicer,
         host=config.grpc.host,
         port=config.grpc.port,
         max_message_bytes=config.grpc.max_message_bytes,
-        limits=config.limits,
         context=_context(config, "h2"),
     )
     try:
@@ -64,7 +78,10 @@ async def start_edges(config: RatoonConfig) -> Edges:
 
 
 def _context(config: RatoonConfig, *protocols: str) -> ssl.SSLContext | None:
-    """Each wire has its own store, as its ALPN protocols are a property of the context."""
+    """Build the TLS context of one wire; None without TLS.
+
+    Each wire has its own store, as its ALPN protocols are a property of the context.
+    """
     files = files_of(config)
     if files is None:
         return None

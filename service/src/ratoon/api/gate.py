@@ -1,4 +1,4 @@
-"""Between the wires and the service: who may make this call about this policy, and its audit.
+"""Decides who may make which call about which policy, and keeps the audit log.
 
 A request reaches the service only after `enter` and `check`. Every call that changes something or
 is refused is in the audit log. A long call is checked again, so a revoked key sees nothing more
@@ -14,13 +14,21 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from ratoon.api.chunk import FileChunk
+from ratoon.api.answers import FileChunk
+from ratoon.api.contract import acting_for
 from ratoon.api.convert.checks import POLICY_ID, policy_of_operation
-from ratoon.api.request_context import acting_for
-from ratoon.auth.access import Access, Caller, Presented, access_of, denied, nobody
+from ratoon.auth.access import (
+    CALL_SCOPES,
+    Access,
+    Caller,
+    Presented,
+    access_of,
+    denied,
+    is_changing,
+    nobody,
+)
 from ratoon.auth.audit import Audit, AuditEntry, AuditLog
 from ratoon.auth.rates import InFlight, Rates
-from ratoon.auth.scopes import CALL_SCOPES, is_changing
 from ratoon.config import RatoonConfig
 from ratoon.engine.types import NOBODY, Holder
 from ratoon.errors import ErrorCode, RatoonError
@@ -44,7 +52,7 @@ NO_ANSWER = "CANCELLED"
 
 
 class AuthorizedCall:
-    """One authorized call, up to `leave`. `is_recorded`: its line is in the audit log."""
+    """One authorized call, until `leave`. `is_recorded`: it has a line in the audit log."""
 
     def __init__(self, caller: Caller, call: str, presented: Presented) -> None:
         self.caller = caller
@@ -54,7 +62,7 @@ class AuthorizedCall:
 
 
 class Gate:
-    """One per process. Wires call `enter`, then `run`, `stream` or `check`, always `leave`."""
+    """One process's gate. Wires call `enter`, then `run`, `stream` or `check`, always `leave`."""
 
     def __init__(
         self,
@@ -90,7 +98,7 @@ class Gate:
         return authorized
 
     def _judged(self, call: str, presented: Presented) -> tuple[Caller, RatoonError | None]:
-        """The caller, as far as it is authenticated, and the refusal, if any."""
+        """Return the caller, as far as it is authenticated, and the refusal, if any."""
         try:
             caller = self._access.enter(call, presented)
         except RatoonError as error:
@@ -98,23 +106,35 @@ class Gate:
         return caller, None if caller.may_call(call) else denied()
 
     def check(self, authorized: AuthorizedCall, request: Message) -> None:
-        """Raises PERMISSION_DENIED where `request` is about a policy that the key is not for."""
+        """Check that the key is for the policy of a request.
+
+        Raises PERMISSION_DENIED.
+        """
         self.check_policy(authorized, policy_of(request), seq_of(request))
 
     def check_policy(self, authorized: AuthorizedCall, policy_id: str, seq: int = 0) -> None:
-        """As `check`, for a wire that knows what a request is about before it is whole."""
+        """Check that the key is for a policy, for wires that know its id before the whole request.
+
+        Raises PERMISSION_DENIED.
+        """
         is_about_one = authorized.call not in OF_NO_POLICY
         if is_about_one and not authorized.caller.may_see(policy_id):
             self._refuse(authorized, policy_id, seq, denied())
 
     def check_again(self, authorized: AuthorizedCall, request: Message) -> None:
-        """For a call that goes on. Raises UNAUTHENTICATED where its key is no longer valid."""
+        """Check the key of a call that goes on.
+
+        Raises UNAUTHENTICATED where the key is no longer valid.
+        """
         _, error = self._judged(authorized.call, authorized.presented)
         if error is not None:
             self._refuse(authorized, policy_of(request), 0, error)
 
     def check_all(self, authorized: AuthorizedCall) -> None:
-        """For calls about all policies. Raises PERMISSION_DENIED for a key limited to some."""
+        """Check the key of a call about all policies.
+
+        Raises PERMISSION_DENIED for a key that is limited to some.
+        """
         if authorized.caller.policies is not None:
             self._refuse(authorized, "", 0, denied())
 
@@ -124,7 +144,11 @@ class Gate:
         call: Callable[[RequestT], Awaitable[ResponseT]],
         request: RequestT,
     ) -> ResponseT:
-        """The service's answer to `request`, reduced to what the caller may see."""
+        """Return the service's answer to `request`, reduced to what the caller may see.
+
+        Raises the service's errors, PERMISSION_DENIED as `check`, and UNAUTHENTICATED as
+        `check_again`.
+        """
         self.check(authorized, request)
         seq, outcome = seq_of(request), NO_ANSWER
         try:
@@ -151,7 +175,10 @@ class Gate:
         call: Callable[[RequestT], AsyncGenerator[ResponseT, None]],
         request: RequestT,
     ) -> AsyncGenerator[ResponseT, None]:
-        """The service's messages, for as long as the caller's key is valid."""
+        """Yield the service's messages, for as long as the caller's key is valid.
+
+        Raises as `run`.
+        """
         self.check(authorized, request)
         async with aclosing(call(request)) as messages:
             while True:
@@ -162,7 +189,10 @@ class Gate:
                 yield message
 
     def leave(self, authorized: AuthorizedCall, policy_id: str, outcome: str) -> None:
-        """End a call, once. One that changes something is recorded now, if it was not yet."""
+        """End a call; to be called once.
+
+        A call that changes something is recorded now, if it was not yet.
+        """
         self._in_flight.end(authorized.caller.name)
         if is_changing(authorized.call) and not authorized.is_recorded:
             self._write(authorized, policy_id, 0, outcome)
@@ -180,7 +210,7 @@ class Gate:
     async def _watched(
         self, authorized: AuthorizedCall, request: Message, waiting: Awaitable[ResponseT]
     ) -> ResponseT:
-        """The result of `waiting`, unless the caller's key becomes invalid first."""
+        """Return the result of `waiting`, unless the caller's key becomes invalid first."""
         task = asyncio.ensure_future(waiting)
         try:
             while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
@@ -218,7 +248,7 @@ def _holder(caller: Caller) -> Holder:
 
 
 def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _key_id: None) -> Gate:
-    """The gate of a config; the audit log is kept even without keys."""
+    """Build the gate of a config; the audit log is kept even without keys."""
     data_root = config.data_root.absolute()
     audit = AuditLog(
         data_root,
@@ -233,7 +263,7 @@ def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _ke
 
 
 def policy_of(request: Message) -> str:
-    """The policy that a request names; "" where it names none."""
+    """Return the policy that a request names; "" if it names none."""
     fields = request.DESCRIPTOR.fields_by_name
     message = cast("Any", request)
     if "policy_id" in fields:
@@ -246,7 +276,7 @@ def policy_of(request: Message) -> str:
 
 
 def seq_of(message: Message | FileChunk) -> int:
-    """The seq in a request's key, or of an operation; 0: none."""
+    """Return the seq in a request's key, or of an operation; 0 if there is none."""
     fields = message.DESCRIPTOR.fields_by_name
     if "key" in fields:
         return int(cast("Any", message).key.seq)
@@ -256,7 +286,7 @@ def seq_of(message: Message | FileChunk) -> int:
 
 
 def visible(caller: Caller, answer: ResponseT) -> ResponseT:
-    """`answer` without policies that `caller` may not see."""
+    """Return `answer` without policies that `caller` may not see."""
     if caller.policies is None or not isinstance(answer, service_pb2.ListPoliciesResponse):
         return answer
     seen = [policy for policy in answer.policies if caller.may_see(policy.spec.policy_id)]
@@ -264,5 +294,5 @@ def visible(caller: Caller, answer: ResponseT) -> ResponseT:
 
 
 def _reason(error: RatoonError) -> str:
-    """The exhausted resource, or the code: a bounded set of labels."""
+    """Return the exhausted resource, or the error's code: a bounded set of labels."""
     return error.details.get("resource") or str(error.code).lower()

@@ -1,11 +1,11 @@
-"""The gateway: gRPC and HTTP for callers anywhere, in one process that outlives Serve's replicas.
+"""The gateway process: gRPC and HTTP for callers anywhere. It outlives Serve's replicas.
 
 After SIGTERM or `drain` it refuses new calls and answers those under way, within `DRAIN_S` seconds.
 
-It is a plain (not asyncio) Ray actor, so its constructor runs on the process's main thread, the
-only one that may install signal handlers. That thread waits in Ray's C++ loop, where no Python
-handler would run, so a thread of our own reads the signal from the wakeup pipe. Processes that
-look the actor up import this module, so the constructor imports the servers.
+The gateway is a plain (not asyncio) Ray actor, so its constructor runs on the process's main
+thread, the only one that may install signal handlers. That thread waits in Ray's C++ loop, where no
+Python handler would run, so a thread of our own reads the signal from the wakeup pipe. Processes
+that look the actor up import this module, so the constructor imports the servers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Gateway:
         _log.info("gateway listens", grpc=self._edges.grpc.port, http=self._edges.http.port)
 
     def wait_until_ready(self) -> None:
-        """Returns once the constructor has ended, so both ports are open."""
+        """Return once the constructor has ended, so both ports are open."""
 
     def drain(self) -> None:
         """Refuse new calls, and return once those under way are answered."""
@@ -68,4 +68,4 @@ class Gateway:
 
 
 def _leave_to_thread(signal_number: int, frame: FrameType | None) -> None:
-    """Without a Python handler nothing would be written to the wakeup pipe."""
+    """Do nothing; without a Python handler, nothing would be written to the wakeup pipe."""

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from ratoon.api import submissions
-from ratoon.api.chunk import FileChunk
+from ratoon.api.answers import FileChunk, throttled
+from ratoon.api.contract import current_holder
 from ratoon.api.convert.checks import (
     DIGEST,
     FILE_NAME,
@@ -35,8 +36,6 @@ from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
 from ratoon.api.convert.records import write
 from ratoon.api.convert.server import server_info
 from ratoon.api.ports import Engine
-from ratoon.api.request_context import current_holder
-from ratoon.api.watch import throttled
 from ratoon.config import LimitsConfig
 from ratoon.engine.types import Acknowledgement, ForwardResult, Operation, Policy, Submission
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -169,7 +168,7 @@ class PolicyService:
     async def watch_operation(
         self, request: service_pb2.WatchOperationRequest
     ) -> AsyncGenerator[operation_pb2.Operation, None]:
-        """The operation now and after each change, until it is final; see `watch.throttled`."""
+        """The operation now and after each change, until it is final; see `throttled`."""
         operation_id = matched("operation_id", request.operation_id, OPERATION_ID)
         changes = self._engine.watch_operation(operation_id)
         async with aclosing(throttled(changes, interval_s=WATCH_INTERVAL_S)) as operations:

@@ -1,1 +1,1 @@
-"""Who may call what: API keys, their scopes, and the audit log."""
+"""Decides who may call what: API keys, their scopes, limits and the audit log."""

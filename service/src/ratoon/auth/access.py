@@ -1,4 +1,4 @@
-"""Who is let in: everybody, this machine, or holders of a key.
+"""Authenticates callers: everybody, this machine, or holders of a key.
 
 A refusal reveals neither which keys nor which policies exist.
 """
@@ -6,25 +6,58 @@ A refusal reveals neither which keys nor which policies exist.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
-from ratoon.auth.key_file import KeyFile
-from ratoon.auth.keys import is_secret_of, split_key
-from ratoon.auth.scopes import CALL_SCOPES, Scope
+from ratoon.auth.keys import KeyFile, Scope, is_secret_of, split_key
 from ratoon.config import KeyLimits, RatoonConfig, is_loopback, public_hosts
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
+
+# The scope that each call needs. A call that is not in the table is refused to everybody.
+# None: the call is free, and a key is not checked.
+CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
+    {
+        "create_policy": Scope.ADMIN,
+        "delete_policy": Scope.ADMIN,
+        "get_policy": Scope.READ,
+        "list_policies": Scope.READ,
+        "update": Scope.TRAIN,
+        "forward_backward": Scope.TRAIN,
+        "optim_step": Scope.TRAIN,
+        "discard_gradients": Scope.TRAIN,
+        "forward": Scope.TRAIN,
+        "upload_part": Scope.TRAIN,
+        "get_operation": Scope.READ,
+        "watch_operation": Scope.READ,
+        "cancel_operation": Scope.TRAIN,
+        "save_checkpoint": Scope.TRAIN,
+        "load_checkpoint": Scope.TRAIN,
+        "list_checkpoints": Scope.READ,
+        "get_weight_manifest": Scope.READ,
+        "watch_weights": Scope.READ,
+        "ack_weights": Scope.READ,
+        "fetch_weights": Scope.READ,
+        "import_weights": Scope.TRAIN,
+        "get_gradient_manifest": Scope.TRAIN,
+        "get_server_info": Scope.READ,
+        "health": None,
+        # HTTP only. `auth.metrics` may make it free.
+        "metrics": Scope.READ,
+        "api_document": None,
+    }
+)
 
 _log = get_logger("auth")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Presented:
-    """The credentials of a call: the `authorization` header or metadata, and the peer's host.
+    """Credentials of a call: the `authorization` header or metadata, and the peer's address.
 
-    `peer` "": it is not known.
+    `peer` is "" if it is not known.
     """
 
     authorization: str
@@ -33,7 +66,10 @@ class Presented:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """An authenticated principal. `key_id` "": no key was needed. `policies` None: all."""
+    """An authenticated principal.
+
+    `key_id` "": no key was needed. `policies` None: all policies.
+    """
 
     key_id: str
     peer: str
@@ -43,34 +79,36 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """The name that requests in flight are counted under."""
+        """The name under which requests in flight are counted."""
         return f"key {self.key_id}" if self.key_id else f"host {self.peer}"
 
     def may_call(self, call: str) -> bool:
+        """Return whether the caller's scope includes that of a call."""
         scope = CALL_SCOPES[call]
         return scope is None or self.scope.includes(scope)
 
     def may_see(self, policy_id: str) -> bool:
+        """Return whether the caller may know of a policy."""
         return self.policies is None or policy_id in self.policies
 
 
 class Access(Protocol):
-    """Authenticates callers. Raises UNAUTHENTICATED; `Caller` says what each may do."""
+    """Authenticates callers; a `Caller` says what it may do. `enter` raises UNAUTHENTICATED."""
 
     def enter(self, call: str, presented: Presented) -> Caller: ...
 
 
 class OpenAccess:
-    """Everybody: `auth.required: false`."""
+    """Lets everybody in: `auth.required: false`."""
 
     def enter(self, call: str, presented: Presented) -> Caller:
         return anybody(presented)
 
 
 class LocalAccess:
-    """This machine: the default where only loopback addresses are bound.
+    """Lets this machine in: the default where only loopback addresses are bound.
 
-    On an existing cluster Serve's gRPC port listens on all interfaces even then.
+    Peers are checked even then: under `serve deploy` Serve's port has an address of its own.
     """
 
     def enter(self, call: str, presented: Presented) -> Caller:
@@ -83,7 +121,10 @@ class LocalAccess:
 
 
 class KeyAccess:
-    """Holders of a valid key. `free` calls need none; `quotas` apply to keys without their own."""
+    """Lets in holders of a valid key.
+
+    `free` calls need none. `quotas` apply to keys without limits of their own.
+    """
 
     def __init__(
         self,
@@ -128,13 +169,18 @@ class KeyAccess:
         )
 
 
+def is_changing(call: str) -> bool:
+    """Return whether the call gets an audit line even if it succeeds."""
+    return CALL_SCOPES[call] not in (None, Scope.READ)
+
+
 def anybody(presented: Presented) -> Caller:
-    """A caller that needs no key."""
+    """Return a caller that needs no key."""
     return _without_key(presented, Scope.ADMIN, None)
 
 
 def nobody(presented: Presented) -> Caller:
-    """A caller that is not authenticated."""
+    """Return a caller that is not authenticated."""
     return _without_key(presented, Scope.READ, ())
 
 
@@ -145,27 +191,30 @@ def _without_key(presented: Presented, scope: Scope, policies: tuple[str, ...] |
 
 
 def denied() -> RatoonError:
-    """One text for a missing scope and for another's policy, whether that exists or not."""
+    """Return the refusal of a call that the key does not allow.
+
+    A missing scope and another's policy have the same text, whether the policy exists or not.
+    """
     return RatoonError(ErrorCode.PERMISSION_DENIED, "the API key does not allow this call")
 
 
 def needs_keys(config: RatoonConfig) -> bool:
-    """Whether keys are required."""
+    """Return whether keys are required."""
     required = config.auth.required
     return bool(public_hosts(config)) if required is None else required
 
 
 def checked_hosts(config: RatoonConfig) -> tuple[str, ...] | None:
-    """Host names accepted besides loopback's; None: names are not checked.
+    """Return the host names accepted besides loopback's; None if names are not checked.
 
-    Without keys the name is all that tells this service's own page from any other.
+    Without keys, only the name tells this service's own page from any other.
     """
     allowed = config.http.allowed_hosts
     return None if needs_keys(config) or "*" in allowed else allowed
 
 
 def access_of(config: RatoonConfig) -> Access:
-    """The access that the config asks for."""
+    """Return the access that the config asks for."""
     if config.auth.required is False:
         return OpenAccess()
     if not needs_keys(config):
@@ -175,7 +224,7 @@ def access_of(config: RatoonConfig) -> Access:
 
 
 def check_start(config: RatoonConfig) -> None:
-    """Other machines are served without keys only by an explicit, logged choice.
+    """Serve other machines without keys only by an explicit, logged choice.
 
     Raises INVALID_ARGUMENT naming `auth.required`.
     """

@@ -1,4 +1,4 @@
-"""The audit log, `access/audit.jsonl` below the data root: who did what, and with what outcome.
+"""Writes the audit log, `access/audit.jsonl` below the data root: who did what, and its outcome.
 
 Each line is appended by one write, so lines of several processes do not mix. The file is opened for
 each line, so it may be moved away at any time. Lines are not synced, and a call goes on if its line
@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from ratoon.auth.key_file import access_folder, make_access_folder
+from ratoon.auth.keys import access_folder, make_access_folder
 from ratoon.errors import ErrorCode
 from ratoon.log import get_logger
 
@@ -39,8 +39,9 @@ _log = get_logger("audit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """`key_id` "": not authenticated; `policy_id` "": none, "?": no valid id; `seq` 0: none.
+    """One line of the log.
 
+    `key_id` "": not authenticated. `policy_id` "": none; "?": not a valid id. `seq` 0: none.
     `outcome` is OK (for an operation: accepted) or the code of the error.
     """
 
@@ -53,13 +54,13 @@ class AuditEntry:
 
 
 class Audit(Protocol):
-    """Where entries go."""
+    """A log that entries are written to."""
 
     def write(self, entry: AuditEntry) -> None: ...
 
 
 class AuditLog:
-    """The file. Any number of processes may write it; each counts refusals separately."""
+    """The log file. Any number of processes may write it; each counts refusals separately."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class AuditLog:
         self._suppressed: Counter[str] = Counter()
 
     def write(self, entry: AuditEntry) -> None:
-        """Never raises."""
+        """Append an entry, or count it. Never raises."""
         if self._now() >= self._minute_ends:
             self._end_minute()
         if entry.outcome in _REFUSALS and not self._may_write(entry.peer):
@@ -88,7 +89,7 @@ class AuditLog:
         self._add(asdict(entry))
 
     def _may_write(self, peer: str) -> bool:
-        """Whether one more refusal of a host gets a line; else it is counted."""
+        """Return whether one more refusal of a host gets a line; if not, count it."""
         own = self._written[peer]
         if own < REFUSALS_A_MINUTE and self._written.total() < _REFUSALS_OF_ALL:
             self._written[peer] += 1
@@ -121,7 +122,7 @@ class AuditLog:
             _log.error("audit line lost", error=str(err), outcome=outcome)
 
     def _put_aside(self, descriptor: int, at: str) -> None:
-        """Rotate the file, and drop the oldest; of concurrent processes, one does it."""
+        """Rotate the file and drop the oldest; of concurrent processes, only one does it."""
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_ino != self._path.stat().st_ino:
             return

@@ -1,7 +1,7 @@
-"""Rates and concurrency: requests per second per key, requests in flight per caller.
+"""Limits requests per second of a key, and requests in flight of a caller.
 
-A key's rate is over all processes, by a file per key (`access/rates/<key_id>` below the data root);
-requests in flight are counted per process.
+A key's rate holds over all processes, by a file per key (`access/rates/<key_id>` below the data
+root); requests in flight are counted per process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratoon.auth.key_file import access_folder
+from ratoon.auth.keys import access_folder
 from ratoon.config import KeyLimits
 from ratoon.errors import RatoonError, exhausted
 from ratoon.log import get_logger
@@ -27,26 +27,25 @@ _IN_FLIGHT_RETRY_S = 1.0
 _SKEW_S = 60.0
 _BUCKET = struct.Struct("<dd")
 
-_log = get_logger("rates")
-
-
-# Calls that need no key, per host and process: per second, and at once. Further hosts share one
-# bucket.
+# Calls that need no key, per host and process: per second, and at once. Hosts beyond `_MAX_HOSTS`
+# share one bucket.
 FREE_RATE = 50.0
 FREE_BURST = 100
 _MAX_HOSTS = 4096
 
+_log = get_logger("rates")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
-    """At the time `at`, `level` requests may be made at once."""
+    """State of a token bucket: at the time `at`, `level` requests may be made at once."""
 
     level: float
     at: float
 
 
 class Rates:
-    """A token bucket per key that has a rate. `now`: seconds since the epoch.
+    """Token buckets of keys that have a rate. `now` returns seconds since the epoch.
 
     Files are not synced: after a power cut a bucket may be full again. A call goes on if its file
     cannot be written.
@@ -102,7 +101,7 @@ class Rates:
         return None
 
     def _level(self, key_id: str, rate: float, burst: int) -> float:
-        """The bucket's level, from which one is taken if it has one. Raises `OSError`."""
+        """Return the bucket's level, and take one if it has one. Raises `OSError`."""
         descriptor = self._open(key_id)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -123,7 +122,7 @@ class Rates:
 
 
 def _filled(data: bytes, now: float, rate: float, burst: int) -> _Bucket:
-    """The bucket as of `now`; an invalid one counts as full."""
+    """Return the bucket as of `now`; an invalid one counts as full."""
     if len(data) == _BUCKET.size:
         level, at = _BUCKET.unpack(data)
         if 0.0 <= level <= burst and at <= now + _SKEW_S:
@@ -134,7 +133,7 @@ def _filled(data: bytes, now: float, rate: float, burst: int) -> _Bucket:
 
 
 class InFlight:
-    """Unanswered requests, in all and per caller (a key, or else a host)."""
+    """Counts unanswered requests, in all and per caller (a key, or else a host)."""
 
     def __init__(self, *, most: int, most_of_caller: int) -> None:
         self._most = most
@@ -142,7 +141,7 @@ class InFlight:
         self._of_caller: Counter[str] = Counter()
 
     def refusal(self, caller: str) -> RatoonError | None:
-        """Why one more request is refused; None: it is not."""
+        """Return why one more request of a caller is refused; None if it is not."""
         for name, used, limit in (
             ("requests", self._of_caller.total(), self._most),
             (f"requests of {caller}", self._of_caller[caller], self._most_of_caller),
@@ -159,9 +158,11 @@ class InFlight:
         return None
 
     def begin(self, caller: str) -> None:
+        """Count a request that was let in."""
         self._of_caller[caller] += 1
 
     def end(self, caller: str) -> None:
+        """Forget a request that has ended."""
         self._of_caller[caller] -= 1
         if not self._of_caller[caller]:
             del self._of_caller[caller]

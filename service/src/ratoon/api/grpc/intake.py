@@ -1,133 +1,81 @@
-"""Backpressure on requests: what is read of them, when, and how much in all.
+"""Reads and parses requests: when, how much of each, and how much of all together.
 
-A handler runs before its message is read, so that the servicer authorizes the caller first. The
-message's length is known before gRPC is asked for it; its bytes are taken from a budget that the
-call keeps until its answer is with gRPC. Calls of at most `SMALL_BYTES` take nothing from it, and
-Health's message is not read.
+The servicer authorizes the caller before it asks for the message. The message's length is known
+before gRPC is asked for it; its bytes are taken from a budget that the call keeps until its answer
+is with gRPC. Calls of at most `SMALL_BYTES` take nothing from it, and Health's message is not read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
-import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
-from ratoon.api.contract import BATCHES, SMALL_BYTES, body_bound, check_size
-from ratoon.api.grpc.front import Call, Front
-from ratoon.api.grpc.status import set_status
+from ratoon.api.contract import BATCHES, SERVICE, SMALL_BYTES, body_bound, check_size
+from ratoon.api.convert.fields import named_policy
+from ratoon.api.counts import MalformedError, MessageCounter
 from ratoon.config import LimitsConfig
-from ratoon.errors import ErrorCode, RatoonError, exhausted
+from ratoon.edge.budget import EdgeBudget
+from ratoon.edge.grpc_proxy import Call
+from ratoon.errors import ErrorCode, RatoonError
 
-# Per process: batches being read or validated, and file chunks waiting for their readers.
-BATCH_BYTES = 256 * 2**20
-UNSENT_BYTES = 128 * 2**20
 _MAX_PARSING = 2
 _FETCHES = frozenset({"FetchWeights"})
 _UNREAD = frozenset({"Health"})
-# How long a call waits for its share, and when to retry if there was none.
-_PLACE_S = 10.0
-_RETRY_S = 1.0
 
 
-class Budget:
-    """Bytes that calls hold: a limit in all, and half of it per caller."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request whose message may not have arrived. `held`: what it holds until it is answered."""
 
-    def __init__(self, most: int, *, resource: str) -> None:
-        self._most = most
-        self._resource = resource
-        self._taken: Counter[str] = Counter()
-        self._changed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def hold(self, caller: str, num_bytes: int) -> AsyncGenerator[None, None]:
-        """Hold the bytes for the block. Raises RESOURCE_EXHAUSTED after `_PLACE_S`."""
-        try:
-            # `asyncio.wait_for` of Python 3.11 loses a cancel that comes with the result.
-            async with asyncio.timeout(_PLACE_S):
-                await self._take(caller, num_bytes)
-        except TimeoutError as err:
-            raise self._none(num_bytes) from err
-        try:
-            yield
-        finally:
-            self._taken[caller] -= num_bytes
-            async with self._changed:
-                self._changed.notify_all()
-
-    async def _take(self, caller: str, num_bytes: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._has_room(caller, num_bytes))
-            self._taken[caller] += num_bytes
-
-    def _has_room(self, caller: str, num_bytes: int) -> bool:
-        """A request larger than its caller's half is admitted if nothing else is held."""
-        self._taken += Counter()  # Drops callers without any.
-        own, total = self._taken[caller], self._taken.total()
-        fits = total + num_bytes <= self._most and own + num_bytes <= self._most // 2
-        return fits or not total
-
-    def _none(self, num_bytes: int) -> RatoonError:
-        return exhausted(
-            f"{self._taken.total()} bytes of other calls are in memory",
-            resource=self._resource,
-            wanted=num_bytes,
-            free=0,
-            limit=self._most,
-            retry_after_s=_RETRY_S,
-        )
+    rpc: str
+    messages: AsyncIterator[bytes]
+    call: Call
+    held: AsyncExitStack
 
 
-class Intake(grpc.aio.ServerInterceptor):
-    """Wraps each handler in one over byte streams, so that waiting for messages is done here."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Replaces a message that must be refused. `policy_id`: the policy it names; "": unknown."""
 
-    def __init__(self, front: Front, limits: LimitsConfig, *, max_message_bytes: int) -> None:
-        self._front = front
+    error: RatoonError
+    policy_id: str
+
+
+class Intake:
+    """Reads requests within the budget of their server."""
+
+    def __init__(self, limits: LimitsConfig, budget: EdgeBudget) -> None:
         self._limits = limits
-        self._max_message_bytes = max_message_bytes
-        self._batches = Budget(BATCH_BYTES, resource="request_bytes")
+        self._budget = budget
         self._parsing = asyncio.Semaphore(_MAX_PARSING)
-        self._unsent = Budget(UNSENT_BYTES, resource="unsent_fetches")
+        self._parsers = {one.name: Parser(one.name, limits) for one in SERVICE.methods}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler: Any = await continuation(handler_call_details)
-        metadata = handler_call_details.invocation_metadata or ()
-        if handler is None:
-            nobodys = self._front.named(metadata)
-            if nobodys is not None:
-                nobodys.end()
-            return None
-        rpc = str(handler_call_details.method).rpartition("/")[2]
+    async def read(self, request: Request, caller: str) -> Message | Refused:
+        """The message of an authorized caller, or why its bytes are refused.
 
-        async def serve(messages: AsyncIterator[bytes], context: Any) -> None:
-            call = self._front.named(metadata)
-            if call is None:
-                error = RatoonError(ErrorCode.UNAVAILABLE, "the call's connection has ended")
-                set_status(context, error)
-                return
-            async with AsyncExitStack() as held:
-                held.callback(call.end)
-                request = Request(rpc, handler.request_deserializer, messages, call, held, self)
-                await _answered(handler, request, _Context(context, call.arrival.host))
+        Raises MALFORMED_BODY, BODY_TOO_LARGE, REQUEST_TIMEOUT, RESOURCE_EXHAUSTED.
+        """
+        request.call.judged()
+        parser = self._parsers[request.rpc]
+        if request.rpc in _UNREAD:
+            return parser.parse(b"")
+        data = await self._bytes(request, caller)
+        if request.rpc not in BATCHES:
+            return parser.parse(data)
+        # Few at once, as parsing is what allocates memory.
+        async with self._parsing:
+            return await asyncio.to_thread(parser.parse, data)
 
-        return grpc.stream_stream_rpc_method_handler(serve)
-
-    async def read(self, request: Request, caller: str) -> bytes:
-        """Raises MALFORMED_BODY, BODY_TOO_LARGE, REQUEST_TIMEOUT, RESOURCE_EXHAUSTED."""
+    async def _bytes(self, request: Request, caller: str) -> bytes:
         arrival, limits = request.call.arrival, self._limits
         if request.rpc in _FETCHES:
             await request.held.enter_async_context(
-                self._unsent.hold(caller, limits.max_fetch_bytes)
+                self._budget.unsent.hold(caller, limits.max_fetch_bytes)
             )
         try:
             async with asyncio.timeout(limits.max_body_pause_s):
@@ -136,16 +84,11 @@ class Intake(grpc.aio.ServerInterceptor):
             raise _too_slow(limits.max_body_pause_s) from err
         if length is None:
             raise RatoonError(ErrorCode.MALFORMED_BODY, "no request came")
-        bound = body_bound(request.rpc, self._max_message_bytes)
+        bound = body_bound(request.rpc, self._budget.bounds.max_body_bytes)
         check_size(request.rpc, length, bound)
         if bound > SMALL_BYTES:
-            await request.held.enter_async_context(self._batches.hold(caller, length))
+            await request.held.enter_async_context(self._budget.bodies.hold(caller, length))
         return await self._whole(request)
-
-    async def parsed(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
-        """Parse in a thread. Few at once, as parsing is what allocates memory."""
-        async with self._parsing:
-            return await asyncio.to_thread(parse, data)
 
     async def _whole(self, request: Request) -> bytes:
         """Read the message, within limits on its total time and on each pause."""
@@ -170,60 +113,30 @@ class Intake(grpc.aio.ServerInterceptor):
         return data
 
 
-class Request:
-    """A request that may not have arrived; `read` returns it, once its caller is authorized."""
+class Parser:
+    """Parses requests of one RPC. It counts a batch's objects before any are made."""
 
-    def __init__(
-        self,
-        rpc: str,
-        parse: Callable[[bytes], Any],
-        messages: AsyncIterator[bytes],
-        call: Call,
-        held: AsyncExitStack,
-        intake: Intake,
-    ) -> None:
-        self.rpc = rpc
-        self.messages = messages
-        self.call = call
-        self.held = held
-        self._parse = parse
-        self._intake = intake
+    def __init__(self, rpc: str, limits: LimitsConfig) -> None:
+        self._descriptor = SERVICE.methods_by_name[rpc].input_type
+        self._class = GetMessageClass(self._descriptor)
+        self._counter = MessageCounter(self._descriptor, limits) if rpc in BATCHES else None
 
-    async def read(self, caller: str) -> Any:
-        """The message, or a `Refused`. Raises as `Intake.read`."""
-        self.call.judged()
-        if self.rpc in _UNREAD:
-            return self._parse(b"")
-        data = await self._intake.read(self, caller)
-        if self.rpc not in BATCHES:
-            return self._parse(data)
-        return await self._intake.parsed(self._parse, data)
-
-
-class _Context:
-    """gRPC's context with the caller's host as peer, which gRPC sees as this process."""
-
-    def __init__(self, context: Any, host: str) -> None:
-        self._context = context
-        self._host = host
-
-    def peer(self) -> str:
-        return self._host
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-
-async def _answered(handler: Any, request: Request, context: Any) -> None:
-    """Send the answer or answers. An error status is on the context already."""
-    if handler.unary_unary is None:
-        async for answer in handler.unary_stream(request, context):
-            await context.write(handler.response_serializer(answer))
-        return
-    answer = handler.response_serializer(await handler.unary_unary(request, context))
-    if context.code() in (None, 0, grpc.StatusCode.OK):
-        # Not cancellable: gRPC cannot take back what it has begun to send.
-        await context.write(answer)
+    def parse(self, data: bytes) -> Message | Refused:
+        """The message, or the error of bytes that do not parse or hold too many objects."""
+        try:
+            if self._counter is not None:
+                self._counter.count(data)
+            return self._class.FromString(data)
+        except (DecodeError, MalformedError):
+            error = RatoonError(
+                ErrorCode.MALFORMED_BODY,
+                f"the request's {len(data)} bytes are not a message of its type",
+                got=f"{len(data)} bytes",
+                expected="a serialized request",
+            )
+        except RatoonError as err:
+            error = err
+        return Refused(error=error, policy_id=named_policy(self._descriptor, data))
 
 
 def _too_slow(seconds: float) -> RatoonError:

@@ -17,11 +17,11 @@ from starlette.routing import Route
 
 from ratoon import __version__
 from ratoon.api.gate import Gate
-from ratoon.api.http import calls, errors, events, files, server
-from ratoon.api.http.access import AccessGate
-from ratoon.api.http.limits import BodyLimit
-from ratoon.api.http.local_names import LocalNames
-from ratoon.api.http.meter import RequestMeter
+from ratoon.api.http.access import CallGate, LocalNames
+from ratoon.api.http.errors import answer_errors
+from ratoon.api.http.events import event_router
+from ratoon.api.http.files import file_router
+from ratoon.api.http.routes import call_router, server_router
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.errors import invalid, shown
@@ -36,7 +36,10 @@ def create_app(
     gate: Gate,
     allowed_hosts: Iterable[str] | None = None,
 ) -> FastAPI:
-    """`allowed_hosts`: host names accepted besides loopback's; None: any."""
+    """Build the application of a service behind a gate.
+
+    `allowed_hosts` are the host names accepted besides loopback's; None accepts any.
+    """
     app = FastAPI(
         title="Ratoon",
         version=__version__,
@@ -48,21 +51,18 @@ def create_app(
     app.state.parsing = asyncio.Semaphore(_MAX_PARSING)
     app.state.gate = gate
     app.router.routes.insert(0, _document(app))
-    errors.install(app)
+    answer_errors(app)
     routers = (
-        # Ahead of a version's route, whose path would fit too.
-        events.router(service, gate),
-        calls.router(service, gate),
-        files.router(service, gate, max_fetch_bytes=limits.max_fetch_bytes),
-        server.router(service, gate),
+        # Events come before a version's route, whose path would match too.
+        event_router(service, gate),
+        call_router(service, gate),
+        file_router(service, gate, max_fetch_bytes=limits.max_fetch_bytes),
+        server_router(service, gate),
     )
     routes = (*app.routes, *(route for router in routers for route in router.routes))
-    # The last one added is the outermost.
-    app.add_middleware(BodyLimit, limits=limits)
-    app.add_middleware(AccessGate, gate=gate, routes=routes)
-    app.add_middleware(errors.ErrorBoundary)
-    app.add_middleware(RequestMeter, service=service)
+    app.add_middleware(CallGate, service=service, gate=gate, limits=limits, routes=routes)
     if allowed_hosts is not None:
+        # The last one added is the outermost.
         app.add_middleware(LocalNames, allowed=allowed_hosts)
     for router in routers:
         app.include_router(router, dependencies=[Depends(_only_known_parameters)])
@@ -70,7 +70,10 @@ def create_app(
 
 
 def _document(app: FastAPI) -> Route:
-    """The API document, rendered once: it needs no key, and FastAPI renders per request."""
+    """Build the route of the API document, which is rendered once.
+
+    It needs no key, and FastAPI would render it per request.
+    """
     body: asyncio.Task[bytes] | None = None
 
     def render() -> bytes:
@@ -86,7 +89,10 @@ def _document(app: FastAPI) -> Route:
 
 
 async def _only_known_parameters(request: Request) -> None:
-    """Raises INVALID_ARGUMENT: FastAPI ignores other parameters, as in `?wait=30`."""
+    """Refuse query parameters that the route does not have, which FastAPI ignores.
+
+    Raises INVALID_ARGUMENT, as for `?wait=30`.
+    """
     route = request.scope["route"]
     known = sorted(field.alias for field in route.dependant.query_params)
     for name, value in request.query_params.items():

@@ -25,7 +25,7 @@ from ratoon_proto.fill import fill
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is one model."""
+    """A FastAPI route whose body is one model."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -39,7 +39,7 @@ class BodyRoute(APIRoute):
 
 
 class _ModelRequest(Request):
-    """A request whose `json` returns the finished model."""
+    """A request whose `json` returns the validated model of its body."""
 
     def __init__(self, scope: Any, receive: Any, model: type[BaseModel]) -> None:
         super().__init__(scope, receive)
@@ -47,7 +47,10 @@ class _ModelRequest(Request):
         self._is_judged = policy_in(self.path_params) is not None
 
     async def body(self) -> bytes:
-        """Raises PERMISSION_DENIED where it names a policy that the caller's key is not for."""
+        """Read the body; if it names a policy, check that the caller's key is for it.
+
+        Raises PERMISSION_DENIED.
+        """
         body = await super().body()
         if not self._is_judged:
             self._is_judged = True
@@ -57,15 +60,18 @@ class _ModelRequest(Request):
         return body
 
     async def json(self) -> BaseModel:
-        """Raises MALFORMED_BODY, INVALID_ARGUMENT, BODY_TOO_LARGE."""
+        """Read and validate the body. Raises MALFORMED_BODY, INVALID_ARGUMENT, BODY_TOO_LARGE."""
         body = await self.body()
-        # Few at once: a parsed JSON list takes twenty times its bytes.
+        # Few bodies at once: a parsed JSON list takes twenty times its bytes.
         async with self.app.state.parsing:
             return await asyncio.to_thread(_parsed, self._model, body)
 
 
 def _named_policy(body: bytes) -> str | None:
-    """The id in a policy's spec, whatever else the JSON is; it is small, as is its call's bound."""
+    """Return the id in a policy's spec, whatever else the JSON is; None if there is none.
+
+    Such a body is small, as is its call's bound.
+    """
     try:
         found = json.loads(body)["spec"]["policy_id"]
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
@@ -83,7 +89,10 @@ def _parsed(model: type[BaseModel], body: bytes) -> BaseModel:
 
 
 def fill_request(request: Message, body: BaseModel) -> None:
-    """Copy a validated body into its message; refuse fields that exclude each other."""
+    """Copy a validated body into its message.
+
+    Raises INVALID_ARGUMENT for fields that exclude each other.
+    """
     try:
         fill(request, body)
     except FieldError as err:

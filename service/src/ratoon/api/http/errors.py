@@ -1,4 +1,4 @@
-"""Every failure of the HTTP wire as `{"error": ErrorDetail}`.
+"""Answers every failure of the HTTP wire as `{"error": ErrorDetail}`.
 
 The status comes from `ERROR_TABLE`. No other error format leaves this server, whatever a handler,
 FastAPI or a middleware raised.
@@ -13,15 +13,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratoon.api.convert.errors import detail_of, internal_error
+from ratoon.api.convert.errors import detail_of
 from ratoon.api.http.schema.models import error_body
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError, shown
-from ratoon.log import get_logger
 from ratoon_proto.json_form import to_json
 
-_log = get_logger("http")
 _STATUS_CODES = {
     400: ErrorCode.MALFORMED_BODY,
     404: ErrorCode.ROUTE_NOT_FOUND,
@@ -41,7 +38,7 @@ _COMMON = (
 
 
 def error_responses(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may fail with `codes` or the common ones."""
+    """Return the `responses` of a route that may fail with `codes` or the common ones."""
     by_status: dict[int | str, list[ErrorCode]] = {}
     for code in (*codes, *_COMMON):
         by_status.setdefault(ERROR_TABLE[code].http, []).append(code)
@@ -52,6 +49,7 @@ def error_responses(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
 
 
 def error_response(error: RatoonError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Build the response that reports an error."""
     row = ERROR_TABLE[error.code]
     all_headers = dict(headers or {})
     if error.retry_after_s is not None:
@@ -69,7 +67,7 @@ def error_response(error: RatoonError, headers: dict[str, str] | None = None) ->
     return JSONResponse({"error": to_json(detail)}, status_code=row.http, headers=all_headers)
 
 
-def install(app: FastAPI) -> None:
+def answer_errors(app: FastAPI) -> None:
     """Answer every exception of `app`'s routes in this format."""
     app.add_exception_handler(RatoonError, cast("_Handler", _answer_ratoon))
     app.add_exception_handler(RequestValidationError, cast("_Handler", _answer_validation))
@@ -92,7 +90,7 @@ async def _answer_validation(request: Request, error: RequestValidationError) ->
 
 
 def _no_json(content_type: str) -> RatoonError:
-    """The error for another content type, such as the default of curl's `-d`."""
+    """Return the error for another content type, such as the default of curl's `-d`."""
     got = shown(content_type) if content_type else "nothing"
     return RatoonError(
         ErrorCode.MALFORMED_BODY,
@@ -104,7 +102,7 @@ def _no_json(content_type: str) -> RatoonError:
 
 
 async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
-    """FastAPI's own refusals, which wrap errors raised while it read the body."""
+    """Answer FastAPI's own refusals, which wrap errors raised while it read the body."""
     cause = error.__cause__
     if isinstance(cause, RatoonError):
         return error_response(cause)
@@ -116,7 +114,10 @@ async def _answer_http(request: Request, error: HTTPException) -> JSONResponse:
 
 
 def validation_error(errors: Sequence[Any]) -> RatoonError:
-    """The first of pydantic's errors, with its path as a field: `groups[3].rollouts[17].reward`."""
+    """Return pydantic's first error as an error of the service.
+
+    Its path becomes the field, as in `groups[3].rollouts[17].reward`.
+    """
     first = errors[0]
     if first["type"] == "json_invalid":
         return RatoonError(
@@ -138,7 +139,10 @@ def validation_error(errors: Sequence[Any]) -> RatoonError:
 
 
 def field_path(location: Iterable[str | int]) -> str:
-    """The path as the rest of the service names fields: groups without the message around them."""
+    """Return a path as the rest of the service names fields.
+
+    The message around the groups is left out.
+    """
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -146,30 +150,7 @@ def field_path(location: Iterable[str | int]) -> str:
 
 
 def _described(value: object) -> str:
-    """A scalar as it is; of anything else only its type, as it may be large or private."""
+    """Return a scalar as text; for anything else its type, as it may be large or private."""
     if value is None or isinstance(value, str | int | float | bool):
         return shown(value)
     return type(value).__name__
-
-
-class ErrorBoundary:
-    """Outermost middleware: logs an unexpected exception and answers INTERNAL."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-
-        async def note_start(message: Message) -> None:
-            nonlocal has_started
-            has_started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_start)
-        except Exception as error:
-            if scope["type"] != "http" or has_started:
-                raise
-            _log.error("call failed", call=scope.get("path", ""), exc_info=error)
-            await error_response(internal_error())(scope, receive, send)

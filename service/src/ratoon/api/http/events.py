@@ -1,7 +1,7 @@
-"""What is watched, operations and weights, as server-sent events.
+"""Routes of watched operations and weights, as server-sent events.
 
-Sends `event: operation` or `event: weights` with JSON data per change, and `event: error` where the
-watch fails. A watch that fails at once is an ordinary HTTP error, not a stream.
+Each change is sent as `event: operation` or `event: weights` with JSON data, and a failure of the
+watch as `event: error`. A watch that fails at once is an ordinary HTTP error, not a stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ratoon.api.convert.errors import detail_of
 from ratoon.api.gate import Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.errors import error_responses
-from ratoon.api.http.responses import KnownVersion, OperationId, PolicyId
+from ratoon.api.http.routes import KnownVersion, OperationId, PolicyId
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.json_form import to_json
@@ -26,11 +26,12 @@ from ratoon_proto.v1.service_pb2 import WatchOperationRequest, WatchWeightsReque
 
 MEDIA_TYPE = "text/event-stream"
 KEEP_ALIVE_S = 15.0
-# Later failures are events.
+# A failure within this time is an HTTP error; a later one is an event.
 _AT_ONCE_S = 1.0
 
 
-def router(service: PolicyService, gate: Gate) -> APIRouter:
+def event_router(service: PolicyService, gate: Gate) -> APIRouter:
+    """Build the routes of the two watches."""
     routes = APIRouter()
 
     @routes.get(
@@ -71,7 +72,10 @@ def router(service: PolicyService, gate: Gate) -> APIRouter:
 
 
 async def event_stream(name: str, changes: AsyncGenerator[Message, None]) -> StreamingResponse:
-    """Raises what `changes` raises before its first value, where that comes at once."""
+    """Build a response that sends each of `changes` as an event.
+
+    Raises the error of `changes` if it fails at once, before its first value.
+    """
     first = asyncio.ensure_future(anext(changes))
     done, _ = await asyncio.wait({first}, timeout=_AT_ONCE_S)
     if done and isinstance(first.exception(), RatoonError):

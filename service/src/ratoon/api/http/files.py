@@ -1,11 +1,16 @@
-"""Routes of weights and result files: whole files and ranges, chunks by digest."""
+"""Routes of weights and result files: whole files and ranges of them, and chunks by digest.
+
+Range requests follow RFC 9110, section 14.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any, BinaryIO, cast
@@ -16,14 +21,12 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ratoon.api.gate import Gate
-from ratoon.api.http import ranges
 from ratoon.api.http.access import AuthorizedCallOf
-from ratoon.api.http.calls import Version
-from ratoon.api.http.edge_budget import CHUNK_BYTES
 from ratoon.api.http.errors import error_response, error_responses
-from ratoon.api.http.responses import Digest, PolicyId
-from ratoon.api.http.zero_copy import ZERO_COPY
+from ratoon.api.http.routes import Digest, PolicyId, Version
 from ratoon.api.service import PolicyService
+from ratoon.edge.budget import CHUNK_BYTES
+from ratoon.edge.zero_copy import ZERO_COPY
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightFile
 from ratoon_proto.v1 import service_pb2 as wire
@@ -31,7 +34,7 @@ from ratoon_proto.v1 import service_pb2 as wire
 BINARY = "application/octet-stream"
 # xxh3-128 of the body, 32 hexadecimal digits.
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
-# Read and digested at a time: fits a core's cache.
+# Bytes that are read and digested at a time; they fit a core's cache.
 _PIECE_BYTES = 256 * 1024
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Length = Annotated[int, Query(ge=1, lt=2**63)]
@@ -39,9 +42,11 @@ _NOT_FOUND = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND)
 _WEIGHT_FILE = "/weights/{version}/files/{name}"
 _NOT_MODIFIED = {"description": "If-None-Match names the file's digest."}
 _BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}
+_RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
 
 
-def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRouter:
+def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRouter:
+    """Build the routes of files. Answers that are held in memory have at most `max_fetch_bytes`."""
     routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["weights"])
 
     @routes.get(
@@ -73,7 +78,7 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
         path, file = await service.weight_file(policy_id, version, name)
         headers = _headers(file)
         try:
-            choice = ranges.choose(
+            choice = choose_range(
                 range_header=range_header,
                 if_range=if_range,
                 if_none_match=if_none_match,
@@ -107,7 +112,7 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
         gate.check(authorized, wire.GetWeightManifestRequest(policy_id=policy_id))
         _, file = await service.weight_file(policy_id, version, name)
         headers = _headers(file)
-        if ranges.is_known(file.digest, if_none_match):
+        if is_known(file.digest, if_none_match):
             return Response(status_code=304, headers=headers)
         headers["Content-Length"] = str(file.size_bytes)
         return Response(headers=headers, media_type=BINARY)
@@ -138,7 +143,7 @@ def router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRo
 
 
 def _headers(file: WeightFile) -> dict[str, str]:
-    return {"ETag": ranges.etag_of(file.digest), "Accept-Ranges": "bytes"}
+    return {"ETag": etag_of(file.digest), "Accept-Ranges": "bytes"}
 
 
 def _is_zero_copy(scope: Scope) -> bool:
@@ -146,18 +151,18 @@ def _is_zero_copy(scope: Scope) -> bool:
 
 
 async def _file_response(
-    choice: ranges.Whole | ranges.Part | ranges.NotModified,
+    choice: Whole | Part | NotModified,
     path: FilePath,
     file: WeightFile,
     headers: dict[str, str],
     check_again: Callable[[], None],
 ) -> Response:
     match choice:
-        case ranges.NotModified():
+        case NotModified():
             return Response(status_code=304, headers=headers)
-        case ranges.Whole():
+        case Whole():
             start, stop, status_code = 0, file.size_bytes, 200
-        case ranges.Part(start=start, stop=stop):
+        case Part(start=start, stop=stop):
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
             status_code = 206
     first = min(stop, start + CHUNK_BYTES)
@@ -168,10 +173,10 @@ async def _file_response(
 
 
 class FileResponse(Response):
-    """A file range, sent by the kernel where the server supports it, else from memory.
+    """Sends a range of a file: by the kernel where the server supports it, else from memory.
 
     The kernel gets `CHUNK_BYTES` at a time, the first of which are in the page cache. Before each
-    of the others `check_again` is called; its RatoonError ends the connection.
+    of the others `check_again` is called; a RatoonError that it raises ends the connection.
     """
 
     media_type = BINARY
@@ -220,7 +225,7 @@ class FileResponse(Response):
 
 
 def _opened(path: FilePath, start: int, stop: int) -> tuple[BinaryIO, str]:
-    """The file, and the digest of its bytes [start, stop).
+    """Open a file and compute the digest of its bytes [start, stop).
 
     Raises WEIGHTS_NOT_FOUND where the version has just been dropped.
     """
@@ -234,7 +239,7 @@ def _opened(path: FilePath, start: int, stop: int) -> tuple[BinaryIO, str]:
 
 
 def _digest(file: int, start: int, stop: int) -> str:
-    """The xxh3-128 of a file's bytes [start, stop), which are then in the page cache."""
+    """Compute the xxh3-128 of a file's bytes [start, stop); it reads them into the page cache."""
     digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     while start < stop:
         num_bytes = os.preadv(file, [piece[: stop - start]], start)
@@ -242,3 +247,81 @@ def _digest(file: int, start: int, stop: int) -> str:
         digest.update(piece[:num_bytes])
         start += num_bytes
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """Send all bytes, with status 200."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Send bytes [start, stop), with status 206."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotModified:
+    """Send nothing, with status 304: the caller has these bytes already."""
+
+
+def etag_of(digest: str) -> str:
+    """Return the ETag of a file with this digest."""
+    return f'"{digest}"'
+
+
+def is_known(digest: str, if_none_match: str | None) -> bool:
+    """Return whether the caller has the file already, by its If-None-Match."""
+    tags = [tag.strip().removeprefix("W/") for tag in (if_none_match or "").split(",")]
+    return "*" in tags or etag_of(digest) in tags
+
+
+def choose_range(
+    *,
+    range_header: str | None,
+    if_range: str | None,
+    if_none_match: str | None,
+    size_bytes: int,
+    digest: str,
+    max_bytes: int,
+) -> Whole | Part | NotModified:
+    """Return what to send of a file of `size_bytes`.
+
+    A range over `max_bytes` is answered with its beginning, as the RFC allows. Multiple ranges are
+    not served: the header is ignored then, as the RFC allows too. Raises RANGE_NOT_SATISFIABLE for
+    a range outside the file, and for a whole file over `max_bytes`.
+    """
+    if is_known(digest, if_none_match):
+        return NotModified()
+    match = None
+    if range_header is not None and if_range in (None, etag_of(digest)):
+        match = _RANGE.fullmatch(range_header.strip())
+    if match is None or match.group(1) == match.group(2) == "":
+        if size_bytes > max_bytes:
+            raise _unsatisfiable(
+                f"a whole file of {size_bytes} bytes", f"ranges of at most {max_bytes} bytes"
+            )
+        return Whole()
+    start, stop = _bounds(match.group(1), match.group(2), size_bytes)
+    if start >= stop:
+        raise _unsatisfiable(match.group(0), f"a range of the file's {size_bytes} bytes")
+    return Part(start=start, stop=min(stop, start + max_bytes))
+
+
+def _bounds(first: str, last: str, size_bytes: int) -> tuple[int, int]:
+    """Return [start, stop) of the range `first-last`, `first-` or `-suffix length`."""
+    if not first:
+        return max(size_bytes - int(last), 0), size_bytes
+    return int(first), min(int(last) + 1, size_bytes) if last else size_bytes
+
+
+def _unsatisfiable(got: str, expected: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.RANGE_NOT_SATISFIABLE,
+        f"Range: got {got}, expected {expected}",
+        field="Range",
+        got=got,
+        expected=expected,
+    )

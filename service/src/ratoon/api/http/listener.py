@@ -1,4 +1,4 @@
-"""An ASGI application on a port of its own: uvicorn, with our connections and our TLS."""
+"""Serves an ASGI application on a port of its own: uvicorn, with our connections and our TLS."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from typing import Any, cast
 
 import uvicorn
 
-from ratoon.api.http.connections import BoundedConnection
-from ratoon.api.http.edge_budget import EdgeBounds, EdgeBudget
+from ratoon.api.http.connection import BoundedConnection
+from ratoon.edge.budget import EdgeBounds, EdgeBudget
 
 _POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningHttp:
-    """A started server; `port` is the bound one."""
+    """A started HTTP server. `port` is the port that it listens on."""
 
     server: uvicorn.Server
     serving: asyncio.Task[None]
     port: int
 
     async def stop(self, grace_s: float | None) -> None:
-        """Refuse new requests, and answer those under way within `grace_s` seconds. None: cut."""
+        """Refuse new requests, and answer those under way within `grace_s` seconds.
+
+        None cuts them off.
+        """
         self.server.should_exit = True
         self.server.force_exit = grace_s is None
         self.server.config.timeout_graceful_shutdown = None if grace_s is None else int(grace_s)
@@ -42,7 +45,7 @@ async def start_http(
     bounds: EdgeBounds,
     context: ssl.SSLContext | None = None,
 ) -> RunningHttp:
-    """Listen on `host`; port 0: a free one. `context` None: without TLS.
+    """Serve `app` on `host`; port 0 picks a free one. `context` None: without TLS.
 
     Raises OSError where the port is taken.
     """
@@ -80,7 +83,7 @@ def _always(context: ssl.SSLContext) -> Callable[..., ssl.SSLContext]:
 
 
 def _bound(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of `host`; port 0 picks one port for all."""
+    """Return a bound socket for each address of `host`; port 0 picks one port for all."""
     found: list[socket.socket] = []
     try:
         for family, kind, _, _, address in socket.getaddrinfo(

@@ -1,6 +1,7 @@
-"""The server's certificate, its key and its clients' authorities, from files that may change.
+"""TLS of the gateway's ports: certificates from files that may change, and contexts that use them.
 
-Files that do not match or have expired are refused by name at start; later they are ignored.
+Files that do not match or have expired are refused by name at start; later they are ignored. Each
+handshake uses the certificates current at that time; open connections continue.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ssl
 import stat
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,13 +26,12 @@ ENDS_SOON = timedelta(days=14)
 # Key file modes that are refused: any access by others, writing by the group. Group reading is
 # allowed, as Kubernetes secret volumes set it.
 _TOO_OPEN = stat.S_IRWXO | stat.S_IWGRP
-
 _log = get_logger("tls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateFiles:
-    """PEM files. `client_ca` None: clients need no certificate."""
+    """Paths of PEM files. `client_ca` None: clients need no certificate."""
 
     cert: Path
     key: Path
@@ -39,7 +40,7 @@ class CertificateFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """PEM texts, and the `context` made from them. `ends_at`: the earliest expiry."""
+    """PEM texts, and the `context` made from them. `ends_at` is the earliest expiry."""
 
     chain: bytes
     key: bytes = field(repr=False)
@@ -49,7 +50,7 @@ class Certificates:
 
 
 class CertificateStore:
-    """The current certificates, for each handshake. Thread-safe.
+    """Keeps the current certificates, for each handshake. Thread-safe.
 
     A changed file is read at the next handshake. If it is not valid, that is logged once per
     change, and the old certificates stay.
@@ -63,7 +64,7 @@ class CertificateStore:
         self._current = load_certificates(files)
 
     def current(self) -> Certificates:
-        """Never raises."""
+        """Return the certificates to use now. Never raises."""
         with self._lock:
             signature = _signature(self._files)
             if signature != self._signature:
@@ -81,7 +82,7 @@ class CertificateStore:
 
 
 def files_of(config: RatoonConfig) -> CertificateFiles | None:
-    """The configured files, with absolute paths; None: no TLS."""
+    """Return the configured files, with absolute paths; None without TLS."""
     tls = config.tls
     if tls.cert_file is None or tls.key_file is None:
         return None
@@ -133,7 +134,7 @@ def _context(files: CertificateFiles, client_ca: bytes | None) -> ssl.SSLContext
 
 
 def _certificates(name: str, path: Path, pem: bytes) -> list[x509.Certificate]:
-    """The certificates of a PEM text, all valid now. Raises INVALID_ARGUMENT."""
+    """Return the certificates of a PEM text, all valid now. Raises INVALID_ARGUMENT."""
     try:
         found = x509.load_pem_x509_certificates(pem)
     except ValueError as err:
@@ -175,9 +176,33 @@ def _signature(files: CertificateFiles) -> tuple[tuple[int, int, int] | None, ..
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Inode, change time and size of the file behind the path; None: there is none."""
+    """Return inode, change time and size of a file; None if there is none."""
     try:
         status = path.stat()
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def server_context(store: CertificateStore, *, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+    """Return a context whose handshakes use the store's current certificates.
+
+    Clients need a certificate if the store has authorities for them. `protocols` are the ALPN
+    protocols to offer.
+    """
+    context = store.current().context
+    if protocols:
+        context.set_alpn_protocols(list(protocols))
+
+    def take_current(
+        connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, first: ssl.SSLContext
+    ) -> None:
+        now = store.current().context
+        if now is not first:
+            if protocols:
+                now.set_alpn_protocols(list(protocols))
+            connection.context = now
+
+    # OpenSSL calls it in every handshake, with a server name or without.
+    context.sni_callback = take_current
+    return context

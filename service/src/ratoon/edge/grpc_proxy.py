@@ -1,8 +1,8 @@
-"""The gateway's gRPC listener: connections, TLS, and the bytes between callers and gRPC.
+"""TCP proxy between callers and gRPC: connections, TLS, and the order in which bytes pass.
 
-gRPC itself listens on a Unix socket in a folder of this process; everything between passes
-unchanged except for `frames`, in the order of `turns`. Connections are limited in all and per host,
-silent ones and floods are closed, and gRPC sees a connection only once HTTP/2 has begun on it.
+gRPC itself listens on a Unix socket in a folder of this process. Bytes pass unchanged except for
+`frames`, and in the order of `turns`. The budget bounds the connections; silent ones and floods are
+closed, and gRPC sees a connection only once HTTP/2 has begun on it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
-from ratoon.api.grpc.arrival import Arrival
-from ratoon.api.grpc.frames import PREFACE_BYTES, Answers, Frames
-from ratoon.api.grpc.turns import FRAMES_PER_TURN, Host, Share, Turns
+from ratoon.edge.budget import EdgeBudget, host_of
+from ratoon.edge.h2_frames import PREFACE_BYTES, Answers, Arrival, Frames
+from ratoon.edge.turns import FRAMES_PER_TURN, Share, Turns
 from ratoon.log import get_logger
 
-MAX_CONNECTIONS = 2048
-MAX_CONNECTIONS_OF_HOST = 1024
-HANDSHAKE_S = 20.0
 _HEADER = "ratoon-call"
 # Bytes that wait for their turn, beyond which no more are read.
 _MAX_UNSEEN_BYTES = 64 * 1024
-# How long data for a peer that does not read is kept, before its connection is dropped.
-_LINGER_S = 60.0
-# How long a connection that was a flood stays, unread, and the time between two log lines of such.
+# Time that a flood's connection stays open, unread; and the time between two log lines about them.
 _CALM_S = 1.0
 _LOG_S = 60.0
 _TCP_ESTABLISHED = 1
@@ -37,29 +32,30 @@ _TCP_ESTABLISHED = 1
 _log = get_logger("grpc")
 
 
-class Front:
-    """One listening address. `upstream`: gRPC's own socket."""
+class GrpcProxy:
+    """Proxy for one listening address. `upstream` is the path of gRPC's own socket."""
 
-    def __init__(self, upstream: Path, context: ssl.SSLContext | None) -> None:
+    def __init__(self, upstream: Path, context: ssl.SSLContext | None, budget: EdgeBudget) -> None:
         self.upstream = upstream
+        self.bounds = budget.bounds
         self._context = context
+        self._budget = budget
         # Callers do not know it, so they cannot forge our header.
         self._secret = secrets.token_hex(8)
         self._numbers = itertools.count()
-        self._open: dict[str, _Outside] = {}
-        self._hosts: dict[str, Host] = {}
+        self._open: dict[str, _ClientSide] = {}
         self._turns = Turns()
         self._num_floods, self._logs_from = 0, 0.0
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises OSError where it is taken."""
+        """Listen on an address and return the port. Raises OSError where it is taken."""
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Outside(self),
+            lambda: _ClientSide(self),
             host,
             port,
             ssl=self._context,
-            ssl_handshake_timeout=None if self._context is None else HANDSHAKE_S,
+            ssl_handshake_timeout=None if self._context is None else self.bounds.headers_s,
             reuse_port=False,
         )
         return int(self._server.sockets[0].getsockname()[1])
@@ -70,11 +66,12 @@ class Front:
             self._server.close()
 
     def abort(self) -> None:
+        """Drop all connections."""
         for connection in tuple(self._open.values()):
             connection.abort()
 
     def named(self, metadata: Iterable[tuple[str, str | bytes]]) -> Call | None:
-        """The call that our header among `metadata` names."""
+        """Return the call that our header among `metadata` names; None if it has ended."""
         for name, value in metadata:
             text = str(value)
             if name == _HEADER and text.startswith(self._secret):
@@ -86,26 +83,22 @@ class Front:
                 return Call(found, int(stream), arrival)
         return None
 
-    def admit(self, connection: _Outside, name: str) -> bool:
-        """Whether the limits allow another connection of the host; if so, register it."""
-        host = self._hosts.get(name, Host())
-        if len(self._open) >= MAX_CONNECTIONS or host.num_connections >= MAX_CONNECTIONS_OF_HOST:
+    def admit(self, connection: _ClientSide, peer: str) -> bool:
+        """Register a connection of the peer; returns False if the budget has no room for it."""
+        if not self._budget.enter(connection, peer):
             return False
         connection.number = number = str(next(self._numbers))
         self._open[number] = connection
-        self._hosts[name] = host
-        host.num_connections += 1
+        host = self._turns.host(host_of(peer))
         connection.share = share = Share(host, self._turns, connection.advance)
-        connection.frames = Frames(name, (_HEADER, f"{self._secret}.{number}."), share)
+        connection.frames = Frames(peer, (_HEADER, f"{self._secret}.{number}."), share)
         connection.answers = Answers(connection.frames)
         return True
 
-    def dismiss(self, connection: _Outside, name: str) -> None:
-        if self._open.pop(connection.number, None) is not None:
-            host = connection.share.host
-            host.num_connections -= 1
-            if not host.num_connections:
-                self._hosts.pop(name, None)
+    def dismiss(self, connection: _ClientSide) -> None:
+        """Forget a connection that has ended."""
+        self._open.pop(connection.number, None)
+        self._budget.leave(connection)
 
     def report_flood(self, name: str) -> None:
         """Log that a host's connection was closed as a flood; at most one line a minute."""
@@ -119,25 +112,28 @@ class Front:
 class Call:
     """A call whose handler has started."""
 
-    def __init__(self, connection: _Outside, stream: int, arrival: Arrival) -> None:
+    def __init__(self, connection: _ClientSide, stream: int, arrival: Arrival) -> None:
         self.arrival = arrival
         self._connection = connection
         self._stream = stream
 
     def judged(self) -> None:
-        """The gate has decided on the call."""
+        """Give the call's place to another, as the gate has decided on it."""
         self.arrival.leave()
 
     def end(self) -> None:
+        """End the call: its handler has returned."""
         self.judged()
         self._connection.frames.forget(self._stream)
 
 
-class _Pipe(asyncio.Protocol):
-    """One end of a connection: forwards to the other, and stops reading while that is full."""
+class _Splice(asyncio.Protocol):
+    """One end of a proxied connection. It stops reading while the other end is full."""
 
     transport: asyncio.Transport
-    other: _Pipe | None = None
+    # How long data for a peer that does not read is kept, before its connection is dropped.
+    linger_s: float
+    other: _Splice | None = None
     _is_other_full = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -159,6 +155,7 @@ class _Pipe(asyncio.Protocol):
             self.other.read_on()
 
     def read_on(self) -> None:
+        """Resume reading, unless the end is closing."""
         if not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -167,44 +164,46 @@ class _Pipe(asyncio.Protocol):
             self.other.close()
 
     def close(self) -> None:
-        """Close once all is written; a peer that does not read has `_LINGER_S`."""
+        """Close once all is written; a peer that does not read has `linger_s`."""
         self.transport.close()
-        asyncio.get_running_loop().call_later(_LINGER_S, self.transport.abort)
+        asyncio.get_running_loop().call_later(self.linger_s, self.transport.abort)
 
 
-class _Inside(_Pipe):
-    """gRPC's end."""
+class _ServerSide(_Splice):
+    """The end of a proxied connection that faces gRPC."""
 
-    def __init__(self, outside: _Outside) -> None:
+    def __init__(self, client: _ClientSide) -> None:
         # gRPC speaks first, possibly before its connection is visible to the other end.
-        self.other = self._outside = outside
+        self.other = self._client = client
+        self.linger_s = client.linger_s
 
     def data_received(self, data: bytes) -> None:
-        self._outside.answers.feed(data)
+        self._client.answers.feed(data)
         super().data_received(data)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # gRPC does not read: these calls are judged who knows when.
-        self._outside.frames.leave()
+        # gRPC does not read, so nobody knows when these calls will be judged.
+        self._client.frames.leave()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._outside.share.ask()
+        self._client.share.ask()
 
 
-class _Outside(_Pipe):
-    """The caller's end."""
+class _ClientSide(_Splice):
+    """The end of a proxied connection that faces the caller."""
 
     frames: Frames
     answers: Answers
     share: Share
     number = ""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, proxy: GrpcProxy) -> None:
+        self._proxy = proxy
+        self.linger_s = proxy.bounds.stalled_s
         self._name = ""
-        # What has arrived and was not forwarded yet.
+        # Bytes that have arrived and are not forwarded yet.
         self._unseen = bytearray()
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -213,10 +212,12 @@ class _Outside(_Pipe):
         super().connection_made(transport)
         peer = transport.get_extra_info("peername")
         self._name = str(peer[0]) if peer else ""
-        if not self._front.admit(self, self._name):
+        if not self._proxy.admit(self, self._name):
             self.abort()
             return
-        self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self.abort)
+        self._timer = asyncio.get_running_loop().call_later(
+            self._proxy.bounds.headers_s, self.abort
+        )
 
     def data_received(self, data: bytes) -> None:
         self._unseen += data
@@ -230,7 +231,7 @@ class _Outside(_Pipe):
             self._connecting = asyncio.create_task(self._connect())
 
     def advance(self) -> None:
-        """Forward a turn's worth of what has arrived."""
+        """Forward as many of the bytes that have arrived as one turn allows."""
         if self.other is None or self._is_other_full or self.transport.is_closing():
             self.share.decline()
         elif self._has_hung_up():
@@ -250,31 +251,36 @@ class _Outside(_Pipe):
         if self._timer is not None:
             self._timer.cancel()
         if self.number:
-            self._front.dismiss(self, self._name)
+            self._proxy.dismiss(self)
             self._end()
         super().connection_lost(exc)
 
     def abort(self) -> None:
+        """Drop the connection."""
         self.transport.abort()
 
     def read_on(self) -> None:
+        """Resume reading, unless too many bytes wait for their turn."""
         if len(self._unseen) <= _MAX_UNSEEN_BYTES and not self._is_other_full:
             super().read_on()
 
     def _has_hung_up(self) -> bool:
-        """Whether the caller has left a backlog behind; the end of its bytes is not read yet."""
+        """Return whether the caller has closed a connection that still has a backlog.
+
+        The end of its bytes lies behind the backlog, so it has not been read yet.
+        """
         if len(self._unseen) <= _MAX_UNSEEN_BYTES:
             return False
         caller = self.transport.get_extra_info("socket")
         state = caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         return state[0] != _TCP_ESTABLISHED
 
-    def _calm_down(self, inside: _Pipe) -> None:
+    def _calm_down(self, server_side: _Splice) -> None:
         """End a flood: gRPC drops its calls, and the caller has a moment to read why."""
-        self.other = inside.other = None
-        inside.transport.abort()
+        self.other = server_side.other = None
+        server_side.transport.abort()
         self._end()
-        self._front.report_flood(self._name)
+        self._proxy.report_flood(self._name)
         if self.answers.is_between_frames:
             self.transport.write(self.frames.calm_down())
         # To close with unread bytes would reset the connection, and lose what was written.
@@ -287,14 +293,14 @@ class _Outside(_Pipe):
         self.share.end()
 
     async def _connect(self) -> None:
-        inside, path = _Inside(self), str(self._front.upstream)
+        server_side, path = _ServerSide(self), str(self._proxy.upstream)
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: inside, path)
+            await asyncio.get_running_loop().create_unix_connection(lambda: server_side, path)
         except OSError:
             self.abort()
             return
         if self.transport.is_closing():
-            inside.transport.abort()
+            server_side.transport.abort()
             return
-        self.other = inside
+        self.other = server_side
         self.share.ask()

@@ -11,14 +11,14 @@ from cryptography import x509
 from pydantic import ValidationError
 
 from ratoon import app
-from ratoon.auth.certificates import (
+from ratoon.config import GrpcConfig, RatoonConfig, TlsConfig
+from ratoon.doctor import Status, run_checks
+from ratoon.edge.tls import (
     CertificateFiles,
     Certificates,
     CertificateStore,
     load_certificates,
 )
-from ratoon.config import GrpcConfig, RatoonConfig, TlsConfig
-from ratoon.doctor import Status, run_checks
 from ratoon.errors import RatoonError
 from ratoon.log import configure_logging
 from tests.certificates import Authority, make_authority

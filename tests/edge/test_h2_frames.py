@@ -21,7 +21,7 @@ from harness.attacks.http2 import (
     frame,
     header_block,
 )
-from ratoon.api.grpc.frames import MAX_COST, Answers, Frames
+from ratoon.edge.h2_frames import MAX_COST, Answers, Frames
 
 PADDED = 8
 BLOCK = header_block("Update")
@@ -237,7 +237,7 @@ async def test_small_pieces_of_a_message_are_a_flood() -> None:
 
 async def test_keep_alives_are_free_but_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("ratoon.api.grpc.frames.time.monotonic", lambda: now)
+    monkeypatch.setattr("ratoon.edge.h2_frames.time.monotonic", lambda: now)
     frames = _frames()
     _fed(frames, PREFACE)
     for _ in range(10_000):

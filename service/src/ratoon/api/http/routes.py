@@ -1,7 +1,8 @@
-"""HTTP routes of the calls that gRPC has too, generated from service.proto.
+"""HTTP routes of the calls that gRPC has too, and of health and metrics.
 
-Method, path, parameters, body and answer come from the descriptor. Only what the contract does not
-say is here: a call's possible errors, and how parameters are written.
+Method, path, parameters, body and answer of a call come from its descriptor in service.proto. Only
+what the contract does not say is here: a call's possible errors, and how parameters are written.
+The body of a response is `to_json` of the message and nothing else.
 """
 
 from __future__ import annotations
@@ -14,37 +15,38 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.contract import BATCHES, SERVICE, call_name
+from ratoon.api.convert.checks import DIGEST, OPERATION_ID, POLICY_ID, UPLOAD_ID
 from ratoon.api.gate import AuthorizedCall, Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.bodies import BodyRoute, fill_request
-from ratoon.api.http.errors import error_responses
-from ratoon.api.http.responses import (
-    ACCEPTED,
-    CheckpointId,
-    KnownVersion,
-    OperationId,
-    PolicyId,
-    UploadId,
-    json_of,
-)
+from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.schema.base import WireModel
 from ratoon.api.http.schema.models import body_of, comment, model_of
 from ratoon.api.service import PolicyService
-from ratoon.errors import ErrorCode
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.fields import fields_of, http_route
+from ratoon_proto.json_form import to_json
+from ratoon_proto.v1 import service_pb2 as wire
 from ratoon_proto.v1.operation_pb2 import Operation
 
+ACCEPTED = 202
+PolicyId = Annotated[str, Path(examples=["tiny-grpo"], pattern=f"^{POLICY_ID.pattern}$")]
+UploadId = Annotated[str, Path(examples=["batch-17"], pattern=f"^{UPLOAD_ID.pattern}$")]
+Digest = Annotated[str, Path(pattern=f"^{DIGEST.pattern}$")]
+CheckpointId = Annotated[str, Path(examples=["after-warmup"])]
+KnownVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
+OperationId = Annotated[str, Path(pattern=f"^{OPERATION_ID.pattern}$")]
 Version = Annotated[int, Path(ge=0, lt=2**63)]
 PartIndex = Annotated[int, Path(ge=0, lt=2**31)]
 WaitSeconds = Annotated[float, Query(ge=0, allow_inf_nan=False, examples=[30])]
 _PLACE = re.compile(r"\{(\w+)\}")
-
 _KEYED = (
     ErrorCode.POLICY_NOT_FOUND,
     ErrorCode.POLICY_NOT_READY,
@@ -54,7 +56,7 @@ _KEYED = (
     ErrorCode.RESOURCE_EXHAUSTED,
 )
 _BATCH = (*_KEYED, ErrorCode.UPLOAD_NOT_FOUND, ErrorCode.OPERATION_NOT_FOUND)
-# Per call: the tag of its route, and its errors beyond the common ones.
+# The tag of each call's route, and its errors beyond the common ones.
 CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
     {
         "CreatePolicy": (
@@ -104,7 +106,7 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
         "GetServerInfo": ("server", ()),
     }
 )
-# They return an operation, but start none.
+# Calls that return an operation, but start none.
 _AT_ONCE = frozenset({"GetOperation", "CancelOperation"})
 _PARAMETERS: Mapping[str, Any] = MappingProxyType(
     {
@@ -119,9 +121,16 @@ _PARAMETERS: Mapping[str, Any] = MappingProxyType(
     }
 )
 _DEFAULTS: Mapping[str, Any] = MappingProxyType({"known_version": None, "wait_s": 0.0})
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def router(service: PolicyService, gate: Gate) -> APIRouter:
+def json_of(message: Message, *, status: int = 200) -> JSONResponse:
+    """Build the JSON response of a message."""
+    return JSONResponse(to_json(message), status_code=status)
+
+
+def call_router(service: PolicyService, gate: Gate) -> APIRouter:
+    """Build the routes of all RPCs that have an HTTP route."""
     routes = APIRouter()
     for name in CALLS:
         method = SERVICE.methods_by_name[name]
@@ -188,7 +197,7 @@ def _endpoint(
 def _signature(
     method: MethodDescriptor, verb: str, path: str, body: type[WireModel] | None
 ) -> inspect.Signature:
-    """What FastAPI reads: the authorized call, parameters of path and query, the body."""
+    """Build the signature that FastAPI reads: authorized call, path and query parameters, body."""
     names = _PLACE.findall(path)
     if verb in ("GET", "DELETE"):
         route = http_route(method)
@@ -209,3 +218,35 @@ def _signature(
             for name, kind in kinds.items()
         ]
     )
+
+
+def server_router(service: PolicyService, gate: Gate) -> APIRouter:
+    """Build the routes of health and metrics."""
+    routes = APIRouter(tags=["server"])
+
+    @routes.get(
+        "/v1/health",
+        response_model=model_of(wire.HealthResponse.DESCRIPTOR),
+        responses=error_responses(),
+    )
+    async def health(authorized: AuthorizedCallOf) -> JSONResponse:
+        """200 where the server can take work, 503 otherwise."""
+        answer = await gate.run(authorized, service.health, wire.HealthRequest())
+        if answer.status != "ok":
+            return error_response(RatoonError(ErrorCode.UNAVAILABLE, answer.status))
+        return json_of(answer)
+
+    @routes.get(
+        "/metrics",
+        response_class=Response,
+        responses={
+            200: {"content": {"text/plain": {}}, "description": "Prometheus text."},
+            **error_responses(),
+        },
+    )
+    async def metrics(authorized: AuthorizedCallOf) -> Response:
+        """Totals over all processes: any replica answers the same."""
+        gate.check_all(authorized)
+        return Response(await service.metrics_text(), media_type=PROMETHEUS)
+
+    return routes

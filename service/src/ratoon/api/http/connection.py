@@ -1,14 +1,19 @@
-"""An HTTP connection with limits on its time and memory.
+"""HTTP/1 connections with bounds on their time and memory.
 
-For uvicorn's `http` option: `partial(BoundedConnection, budget=EdgeBudget(bounds))`. uvicorn itself
-limits neither headers, readers, connections nor bodies that no handler reads.
+`partial(BoundedConnection, budget=EdgeBudget(bounds))` is the value of uvicorn's `http` option.
+uvicorn itself bounds neither headers, readers, connections nor bodies that no handler reads.
+
+Heads of requests that two readers may take for different requests are refused. httptools refuses
+most of them (obsolete folding, bare LF, two lengths, a length beside chunks); the rest is refused
+here (RFC 9112, sections 2.3, 3.2 and 6.1).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httptools
@@ -17,28 +22,32 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from ratoon.api.http.edge_budget import EdgeBudget
+from ratoon.api.contract import body_bound_at, is_fetch
 from ratoon.api.http.errors import error_response
-from ratoon.api.http.heads import head_fault, refusal
-from ratoon.api.http.zero_copy import ZERO_COPY, FileSender
-from ratoon.errors import RatoonError
+from ratoon.edge.budget import CHUNK_BYTES, EdgeBudget
+from ratoon.edge.zero_copy import ZERO_COPY, FileSender
+from ratoon.errors import ErrorCode, RatoonError
 
 # uvicorn takes the caller's address from these if they come from loopback.
 _FORWARDED = frozenset({b"x-forwarded-for", b"x-forwarded-proto"})
-# In memory at a time, of a file that is sent over TLS.
+# Bytes of a file sent over TLS that are in memory at a time.
 _PIECE_BYTES = 256 * 1024
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+(%[\w.~-]+)?\]|[A-Za-z0-9._~-]+)(:(\d{0,5}))?")
+_ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]*)")
+_MAX_PORT = 65535
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """One request at a time. Each state has its own timer, which incoming bytes do not restart.
+    """A connection that serves one request at a time.
 
-    The states: headers (from the connection, or a request's first byte, to the end of its headers),
-    idle (from an answer to the next request's first byte: uvicorn's `timeout_keep_alive`), unread
-    (from the first byte that the kernel does not take to the last of those behind it) and sending
-    (of a message's part of a file, from its first byte to its last).
+    Each state has its own timer, which incoming bytes do not restart. The states are *headers*
+    (from the connection, or a request's first byte, to the end of its headers), *idle* (from an
+    answer to the next request's first byte; uvicorn's `timeout_keep_alive`), *unread* (from the
+    first byte that the kernel does not take to the last of those behind it) and *sending* (from the
+    first to the last byte of a message's part of a file).
 
     Applications find `http.response.zerocopysend` among the scope's extensions. It raises OSError
-    where the reader has left, or was let go.
+    if the reader has left or was let go.
     """
 
     def __init__(
@@ -64,7 +73,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_counted = False
         # Ignore further input: it was pipelined before the first request's answer.
         self._is_deaf = False
-        # Whether the parser consumed any of the last piece, and the bytes buffered since it did.
+        # Whether the parser has consumed any of the last piece; bytes buffered since it last did.
         self._has_moved = False
         self._num_kept_bytes = 0
         self._is_head = True
@@ -74,17 +83,18 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._refusal: RatoonError | None = None
         self._file: FileSender | None = None
-        # The file sent last. The kernel has queued its pages, not copies: until the reader has read
-        # them, who would write over a file that nobody has open must find it open.
+        # The file sent last. The kernel has queued its pages, not copies of them, so the file stays
+        # open until the reader has read them: files that nobody has open may be written over.
         self._held_file: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # So `pause_writing` is called for every byte that is not sent at once. asyncio's TLS would
-        # take 0 as a buffer that is always full.
+        # With these limits `pause_writing` is called for every byte that is not sent at once.
+        # asyncio's TLS would take 0 as a buffer that is always full.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0, low=0)
         self._is_counted = self._budget.enter(self, self.client[0] if self.client else "")
         if self._is_counted:
+            self._budget.idle(self)
             self._headers.start()
         else:
             transport.abort()
@@ -133,7 +143,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_headers += 1
         if self._num_headers > self._bounds.max_headers:
             raise httptools.HttpParserError("too many headers")
-        # A trailer is no header: the request is being answered already.
+        # Trailers are dropped: the request is being answered already.
         if self._is_head and name.lower() not in _FORWARDED:
             super().on_header(name, value)
 
@@ -143,14 +153,18 @@ class BoundedConnection(HttpToolsProtocol):
         self._fault = head_fault(self.parser.get_http_version(), self.url, self.headers)
         if self._fault is not None:
             raise httptools.HttpParserError("an ambiguous head")
-        # Its task, which is `_answer`, starts later.
+        # The request's task, which runs `_answer`, starts later.
         super().on_headers_complete()
         self._has_moved = True
         self._headers.stop()
         method, path = self.scope["method"], self.scope["path"]
         self._num_body_bytes = 0
-        self._max_body_bytes = self._budget.body_bound(method, path)
-        self._refusal = self._budget.begin(self, method, path, self._declared_bytes())
+        self._max_body_bytes = body_bound_at(method, path, self._bounds.max_body_bytes)
+        self._refusal = self._budget.begin(
+            self,
+            unsent_bytes=CHUNK_BYTES if is_fetch(method, path) else 0,
+            body_bytes=min(self._declared_bytes(), self._max_body_bytes),
+        )
         if self._refusal is not None:
             self._max_body_bytes = 0
 
@@ -176,6 +190,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_counted:
             self._budget.finish(self)
+            self._budget.idle(self)
             self._idle.start()
 
     def pause_writing(self) -> None:
@@ -208,7 +223,7 @@ class BoundedConnection(HttpToolsProtocol):
             await self.flow.drain()
         is_sent = False
         if self._is_counted and not self.transport.is_closing():
-            self._budget.release_chunk(self)
+            self._budget.release_unsent(self)
             self._sending.start()
             try:
                 send = self._send_in_pieces if self.scheme == "https" else self._send_by_kernel
@@ -216,7 +231,7 @@ class BoundedConnection(HttpToolsProtocol):
             finally:
                 self._sending.stop()
         if not is_sent:
-            # As uvicorn marks a disconnected peer.
+            # uvicorn marks a disconnected peer in the same way.
             self.cycle.disconnected = True
             self.transport.abort()
             raise ConnectionResetError("the reader has left, or was let go")
@@ -241,7 +256,10 @@ class BoundedConnection(HttpToolsProtocol):
         return offset == stop
 
     async def _end_file(self, file: int) -> None:
-        """End the answer. A reader that got pages of the file hangs up itself, once it has them."""
+        """End an answer that was sent from a file.
+
+        A reader that got pages of the file closes the connection itself, once it has read them.
+        """
         is_last = not self.cycle.keep_alive
         if self.scheme != "https":
             self._held_file = os.dup(file)
@@ -273,11 +291,13 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def _close(self) -> None:
-        """Close once all is written; `unread` limits how long that takes."""
+        """Close once all is written; the *unread* timer bounds how long that takes."""
         self.transport.close()
 
 
 class _Timer:
+    """Calls a function once a time is over, unless it is stopped before."""
+
     def __init__(
         self, loop: asyncio.AbstractEventLoop, seconds: float, end: Callable[[], None]
     ) -> None:
@@ -287,11 +307,58 @@ class _Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """(Re)start the timer."""
+        """Start or restart the timer."""
         self.stop()
         self._handle = self._loop.call_later(self._seconds, self._end)
 
     def stop(self) -> None:
+        """Stop the timer, if it runs."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+
+def head_fault(
+    version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]
+) -> tuple[str, str] | None:
+    """Return the field that makes a request ambiguous, and what is expected; None if none does.
+
+    The names of `headers` are in lower case.
+    """
+    if version not in ("1.0", "1.1"):
+        return "version", "HTTP/1.1 or HTTP/1.0"
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (version == "1.1" and not hosts):
+        return "Host", f"one, got {len(hosts)}"
+    if hosts and not _is_host(hosts[0]):
+        return "Host", "a name or an address, and a port or none"
+    if not target.startswith(b"/") and target != b"*":
+        absolute = _ABSOLUTE.match(target)
+        if absolute is None or absolute[1].lower() not in [host.lower() for host in hosts]:
+            return "target", "a path, or the same host as in Host"
+    codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and (version == "1.0" or codings != [b"chunked"]):
+        return "Transfer-Encoding", "chunked alone, in HTTP/1.1"
+    return None
+
+
+def refusal(fault: tuple[str, str] | None, message: str) -> bytes:
+    """Return the bytes of a 400 answer, after which the connection ends.
+
+    `fault` is that of `head_fault`; None for bytes that are not HTTP.
+    """
+    field, expected = fault or ("", "HTTP/1.1 (RFC 9112)")
+    error = RatoonError(
+        ErrorCode.MALFORMED_BODY,
+        f"{field}: expected {expected}" if field else message,
+        field=field,
+        expected=expected,
+    )
+    answer = error_response(error, {"connection": "close"})
+    head = b"".join(b"%b: %b\r\n" % line for line in answer.raw_headers)
+    return b"HTTP/1.1 400 Bad Request\r\n" + head + b"\r\n" + bytes(answer.body)
+
+
+def _is_host(value: bytes) -> bool:
+    found = _HOST.fullmatch(value)
+    return found is not None and int(found[4] or 0) <= _MAX_PORT

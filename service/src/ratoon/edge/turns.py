@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 # Calls of a host, and of one connection, that the gate has not judged yet. A call beyond either is
 # not forwarded, or a flood of calls would queue ahead of those of others.
@@ -26,10 +27,9 @@ _RESETS_AT_ONCE = 50
 
 
 class Host:
-    """What the connections of one host share."""
+    """State that all connections of one host share."""
 
     def __init__(self) -> None:
-        self.num_connections = 0
         self.num_unjudged = 0
         # Connections with something to forward, and those whose next call waits for a place.
         self.ready: deque[Share] = deque()
@@ -45,13 +45,23 @@ class Host:
 
 
 class Turns:
-    """The queue of all hosts that have something to forward."""
+    """Queue of the hosts that have something to forward."""
 
     def __init__(self) -> None:
         self._hosts: deque[Host] = deque()
+        # A host is here for as long as it has connections, which refer to it.
+        self._named: WeakValueDictionary[str, Host] = WeakValueDictionary()
         self._next: asyncio.Handle | None = None
 
+    def host(self, name: str) -> Host:
+        """Return the state that all connections of a host share."""
+        host = self._named.get(name)
+        if host is None:
+            self._named[name] = host = Host()
+        return host
+
     def add(self, share: Share) -> None:
+        """Queue a connection that has something to forward."""
         if not share.host.ready:
             self._hosts.append(share.host)
         share.host.ready.append(share)
@@ -80,11 +90,11 @@ class Turns:
 
 
 class Share:
-    """One connection's turns and places. `advance` forwards a turn's worth of what has arrived.
+    """The turns and places of one connection.
 
-    A connection asks for a turn, and is called for it once. It is ready (queued for a turn),
-    waiting (its next call has found no place, so it gets a turn once there is one), resting (it
-    has reset calls) or none of these.
+    `advance` forwards a turn's worth of the bytes that have arrived. A connection asks for a turn
+    and then gets one. It is ready (queued for a turn), waiting (its next call has found no place,
+    so it gets a turn once there is one), resting (it has reset calls) or none of these.
     """
 
     def __init__(self, host: Host, turns: Turns, advance: Callable[[], None]) -> None:
@@ -100,13 +110,14 @@ class Share:
         self._has_ended = False
 
     def ask(self) -> None:
-        """Ask for a turn; one that waits for a place gets it with the place."""
+        """Ask for a turn; a connection that waits for a place gets its turn with the place."""
         is_put_off = self._is_waiting or self._is_resting
         if not (self._is_ready or is_put_off or self._has_ended):
             self._is_ready = True
             self._turns.add(self)
 
     def begin_turn(self) -> None:
+        """Take the turn that was asked for."""
         self._is_ready = False
         if not self._has_ended:
             self._advance()
@@ -128,14 +139,14 @@ class Share:
         return True
 
     def give_back(self) -> None:
-        """One of its calls has been judged, or has ended."""
+        """Give back the place of a call that has been judged or has ended."""
         if self._is_waiting and self._num_unjudged >= MAX_UNJUDGED_OF_CONNECTION:
             self.host.waiting.append(self)
         self._num_unjudged -= 1
         self._pass_on()
 
     def rest(self) -> None:
-        """One of its calls was reset before it was judged."""
+        """Count a call that was reset before it was judged; too many make the connection rest."""
         rest_s = self.host.rest_s()
         if rest_s > 0:
             self._is_resting = True
@@ -146,18 +157,18 @@ class Share:
         self.ask()
 
     def decline(self) -> None:
-        """Nothing can be forwarded now: a place that was kept for it goes to another."""
+        """Pass the place that was kept for this connection on: it can forward nothing now."""
         if self._has_place:
             self._has_place = False
             self._pass_on()
 
     def end(self) -> None:
-        """The connection has ended, and has given the places of its calls back."""
+        """End the connection's turns, once the places of its calls are given back."""
         self._has_ended = True
         self.decline()
 
     def _pass_on(self) -> None:
-        """Keep a free place for whoever has waited longest."""
+        """Keep a free place for the connection that has waited longest."""
         host = self.host
         while host.waiting:
             share = host.waiting.popleft()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
-from ratoon.api.grpc import turns
-from ratoon.api.grpc.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION, Host, Share, Turns
+from ratoon.edge import turns
+from ratoon.edge.turns import MAX_UNJUDGED, MAX_UNJUDGED_OF_CONNECTION, Host, Share, Turns
 from tests.until import until
 
 
@@ -158,3 +159,17 @@ async def test_who_resets_calls_rests_and_nobody_else(
     await until(lambda: "f" in log)
     assert log == ["g", "f"]
     assert loop.time() - begin >= 0.05
+
+
+def test_connections_of_one_host_share_its_state_for_as_long_as_there_is_one() -> None:
+    queue = Turns()
+    host = queue.host("192.0.2.1")
+    share = Share(host, queue, lambda: None)
+    host.num_unjudged = 3
+    del host
+    gc.collect()
+    assert queue.host("192.0.2.1").num_unjudged == 3
+    assert queue.host("192.0.2.2").num_unjudged == 0
+    del share
+    gc.collect()
+    assert queue.host("192.0.2.1").num_unjudged == 0

@@ -9,10 +9,11 @@ is changed or checked; HPACK is not decoded. RFC 9113, section 4 and 6.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Protocol
 
-from ratoon.api.grpc.arrival import Arrival, Places
-
+_PREFIX_BYTES = 5
 PREFACE_BYTES = 24
 _HEAD_BYTES = 9
 _DATA, _HEADERS, _RST_STREAM, _GOAWAY, _CONTINUATION = 0, 1, 3, 7, 9
@@ -20,7 +21,7 @@ _END_STREAM, _END_HEADERS, _PADDED = 1, 4, 8
 _ENHANCE_YOUR_CALM = 11
 # Per connection. gRPC refuses calls beyond its own limit, so the oldest beyond this are stale.
 _MAX_ARRIVALS = 2048
-# What a connection may cost without bringing anything (CVE-2023-44487 and its kind). Each frame
+# Cost that a connection may have without bringing anything (CVE-2023-44487 and its kind). A frame
 # costs one, and a call that is reset before the gate has judged it `_RESET_COST` more, as its
 # handler may start all the same. A KiB of messages brings one, each frame of an answer
 # `_ANSWER_WORTH`: a reader may send as many WINDOW_UPDATE. `_FREE_PER_S` is for keep-alives.
@@ -31,18 +32,82 @@ _FREE_PER_S = 10.0
 _KIB = 1024
 
 
+class Places(Protocol):
+    """Places of a connection's calls: a call without one is not forwarded to gRPC yet.
+
+    `take` returns False if there is none. `rest` counts a call that was reset before it was judged.
+    """
+
+    def take(self) -> bool: ...
+    def give_back(self) -> None: ...
+    def rest(self) -> None: ...
+
+
+class Arrival:
+    """The part of a call's request that has arrived. `host` is the caller's address."""
+
+    __slots__ = ("_has_ended", "_places", "_prefix", "_waiter", "host", "num_bytes")
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        # Bytes of the stream that have arrived, without headers.
+        self.num_bytes = 0
+        self._prefix = b""
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_ended = False
+        self._places: Places | None = None
+
+    async def length(self) -> int | None:
+        """Wait for the length of the message, in bytes; None if the stream ends without one."""
+        while not self._is_known and not self._has_ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return int.from_bytes(self._prefix[1:], "big") if self._is_known else None
+
+    @property
+    def _is_known(self) -> bool:
+        return len(self._prefix) == _PREFIX_BYTES
+
+    def add(self, data: memoryview) -> None:
+        """Add the next bytes of the message; the first five are its prefix."""
+        if not self._is_known:
+            self._prefix += data[: _PREFIX_BYTES - len(self._prefix)].tobytes()
+            self._wake()
+
+    def enter(self, places: Places) -> None:
+        """Keep the place that the call has taken: the call is forwarded to gRPC now."""
+        self._places = places
+
+    def leave(self) -> bool:
+        """Give the place back, if the call still has one. Returns whether it had one."""
+        places, self._places = self._places, None
+        if places is not None:
+            places.give_back()
+        return places is not None
+
+    def end(self) -> None:
+        """Note that no more bytes will arrive."""
+        self._has_ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class Cost:
-    """What one connection has cost so far, beyond what it has brought."""
+    """Cost of one connection: the frames it has sent, less what they have brought."""
 
     def __init__(self) -> None:
         self._cost = 0.0
         self._at = time.monotonic()
 
     def add(self, cost: float) -> None:
+        """Add a cost; a negative one pays for others, but never in advance."""
         self._cost = max(self._cost + cost, 0.0)
 
     def is_flood(self) -> bool:
-        """Whether it is over what is free."""
+        """Return whether the connection has cost more than is free, as of now."""
         now = time.monotonic()
         self.add((self._at - now) * _FREE_PER_S)
         self._at = now
@@ -50,9 +115,10 @@ class Cost:
 
 
 class _Reader:
-    """Reads the heads of frames in bytes that come in pieces. `num_ahead`: bytes before the first.
+    """Reads frame heads from bytes that arrive in pieces.
 
-    Subclasses are told of each frame's head, of a DATA frame's payload, and of each frame's end.
+    `num_ahead` bytes come before the first frame. Subclasses see each frame's head, the payload of
+    DATA frames and each frame's end.
     """
 
     def __init__(self, num_ahead: int) -> None:
@@ -62,6 +128,7 @@ class _Reader:
 
     @property
     def is_between_frames(self) -> bool:
+        """Whether the last byte read was the last of its frame."""
         return not self._left and not self._head
 
     def _read_head(self, head: bytes) -> None:
@@ -71,7 +138,10 @@ class _Reader:
 
 
 class Frames(_Reader):
-    """One connection's bytes from its caller. `header`: our header's name, its value's prefix."""
+    """The bytes that a caller sends on one connection.
+
+    `header` is the name of our header, and the prefix of its value.
+    """
 
     def __init__(self, host: str, header: tuple[str, str], places: Places) -> None:
         super().__init__(PREFACE_BYTES)
@@ -84,43 +154,43 @@ class Frames(_Reader):
         self._message_left: int = 0
         self._is_pad_next = False
         self._newest = 0
-        # The newest call, until its headers are with gRPC; they have all arrived if it `_is_due`.
+        # The newest call, until its headers are with gRPC. `_is_due`: all of them have arrived.
         self._named: int | None = None
         self._is_due = False
         # gRPC ignores calls beyond this one.
         self._last_taken = 2**31 - 1
 
     def take(self, stream: int) -> Arrival | None:
-        """The arrival of a call whose handler has started."""
+        """Return the arrival of a call whose handler has started; None if the call has ended."""
         return self._arrivals.get(stream)
 
     def forget(self, stream: int) -> None:
-        """The call has ended."""
+        """End a call: nothing more of it will arrive, and its place is free."""
         arrival = self._arrivals.pop(stream, None)
         if arrival is not None:
             arrival.end()
             arrival.leave()
 
     def answered(self, stream: int, *, is_ended: bool) -> None:
-        """gRPC has begun to answer the call, so nothing is left to judge."""
+        """Note that gRPC has begun to answer a call, so the gate has nothing left to judge."""
         if is_ended:
             self.forget(stream)
         elif stream in self._arrivals:
             self._arrivals[stream].leave()
 
     def ignored(self, last: int) -> None:
-        """gRPC takes no call of a later stream than `last`."""
+        """Note gRPC's GOAWAY: it takes no call of a stream after `last`."""
         self._last_taken = last
         for stream in [one for one in self._arrivals if one > last]:
             self.forget(stream)
 
     def leave(self) -> None:
-        """Give the places of all calls back."""
+        """Give back the places of all calls."""
         for arrival in self._arrivals.values():
             arrival.leave()
 
     def end(self) -> None:
-        """The connection has ended."""
+        """End all calls, as the connection has ended."""
         for arrival in self._arrivals.values():
             arrival.end()
             arrival.leave()
@@ -133,7 +203,7 @@ class Frames(_Reader):
         """
         out: list[bytes | memoryview] = []
         view = memoryview(data)
-        # `start`: of what is not in `out` yet.
+        # `start`: index of the first byte that is not in `out` yet.
         at = start = 0
         while True:
             if self._is_due:
@@ -168,13 +238,16 @@ class Frames(_Reader):
         return b"".join(out), at
 
     def calm_down(self) -> bytes:
-        """A GOAWAY frame that says why the connection is closed (RFC 9113, 6.8)."""
+        """Return a GOAWAY frame that says why the connection is closed (RFC 9113, 6.8)."""
         reason = b"too many frames or resets that bring nothing"
         payload = self._newest.to_bytes(4, "big") + _ENHANCE_YOUR_CALM.to_bytes(4, "big") + reason
         return _frame(_GOAWAY, 0, 0, payload)
 
     def _begin(self, head: bytes) -> bytes:
-        """Start a frame; returns its head, without END_HEADERS where our header is to follow."""
+        """Start a frame and return its head for gRPC.
+
+        END_HEADERS is taken from it where our header is to follow.
+        """
         self._read_head(head)
         kind = self._kind
         brought = self._left / _KIB if kind == _DATA else 0.0
@@ -204,7 +277,7 @@ class Frames(_Reader):
         arrival.add(piece)
 
     def _end(self) -> bool:
-        """End a frame; returns whether it has reset a call that the gate has not judged."""
+        """End a frame. Returns whether it has reset a call that the gate has not judged."""
         kind, flags, self._kind = self._kind, self._flags, -1
         if kind in (_HEADERS, _CONTINUATION) and self._named is not None and flags & _END_HEADERS:
             self._is_due = True
@@ -223,7 +296,7 @@ class Frames(_Reader):
         return is_early
 
     def _enter(self) -> bool:
-        """Whether gRPC may have the call whose headers have arrived."""
+        """Return whether gRPC may have the call whose headers have arrived."""
         assert self._named is not None
         arrival = self._arrivals.get(self._named)
         if arrival is not None and self._named <= self._last_taken:
@@ -234,7 +307,7 @@ class Frames(_Reader):
         return True
 
     def _named_frame(self) -> bytes:
-        """The end of the call's headers: a literal that is not indexed (RFC 7541, 6.2.2)."""
+        """Return the last frame of the call's headers: a literal, not indexed (RFC 7541, 6.2.2)."""
         stream, self._named = self._named, None
         assert stream is not None
         text, name = f"{self._mark}{stream}".encode(), self._name.encode()
@@ -243,7 +316,7 @@ class Frames(_Reader):
 
 
 class Answers(_Reader):
-    """One connection's bytes from gRPC, which pass unchanged."""
+    """The bytes that gRPC sends on one connection, which are passed on unchanged."""
 
     def __init__(self, frames: Frames) -> None:
         super().__init__(0)
@@ -251,6 +324,7 @@ class Answers(_Reader):
         self._last_taken = b""
 
     def feed(self, data: bytes) -> None:
+        """Read the frames of `data`: ends of calls, answers that pay for the caller's frames."""
         at = 0
         while at < len(data):
             if self._left:

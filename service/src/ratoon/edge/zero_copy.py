@@ -1,4 +1,4 @@
-"""File bytes from the page cache to a socket: ASGI's `http.response.zerocopysend`."""
+"""Sends file bytes from the page cache to a socket: ASGI's `http.response.zerocopysend`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import os
 import socket
 
-# As in the ASGI specification: `file` is a descriptor, `offset` and `count` are bytes.
+# Message type of the ASGI specification: `file` is a descriptor, `offset` and `count` are bytes.
 ZERO_COPY = "http.response.zerocopysend"
 
 
 class FileSender:
-    """One file range being sent. `stop` ends it, however the connection ends."""
+    """Sends one range of a file; `stop` ends it, however the connection ends."""
 
     def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         # A transport forbids waiting on its own descriptor, so duplicate it.
@@ -21,7 +21,10 @@ class FileSender:
         self._is_stopped = False
 
     async def send(self, file: int, offset: int, count: int) -> bool:
-        """Whether the kernel took all of it. The transport's own buffer must be empty."""
+        """Send bytes [offset, offset + count) and return whether the kernel took all of them.
+
+        The transport's own buffer must be empty.
+        """
         try:
             stop = offset + count
             while offset < stop and not self._is_stopped:
@@ -42,6 +45,7 @@ class FileSender:
             os.close(self._descriptor)
 
     def stop(self) -> None:
+        """Stop sending; a `send` that is under way returns False."""
         self._is_stopped = True
         self._wake()
 
