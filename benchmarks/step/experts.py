@@ -221,7 +221,7 @@ def _update(ways: Ways, batch: RolloutBatch) -> Row:
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
     phases = [run_phases(update) for _ in range(min(3, run.num_samples))]
-    plan = update.trainer.prepare(batch, update.loss).plan
+    plan = update.trainer.prepare(batch, update.on_policy).plan
     middle = sorted(phases, key=lambda each: each["update_s"])[len(phases) // 2]
     return {
         **middle,

@@ -158,10 +158,12 @@ def _replicated(batch: RolloutBatch, plan: UpdatePlan) -> UpdatePlan:
 
 
 def _run(trainer: Trainer, batch: RolloutBatch, loss: Loss, plan: UpdatePlan) -> Run:
-    trainer.forward_backward(batch, loss, plan)
+    trainer.forward_backward(trainer.prepare(batch, loss, plan))
     sums = {name: tensor.double() for name, tensor in trainer.ranks.own.gradients.sums().items()}
     trainer.discard_gradients()
-    arrays = trainer.forward(batch, plan, with_entropy=False, use_reference=False)
+    arrays = trainer.forward(
+        trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
+    )
     return Run(gradients=sums, logprob_J=arrays.logprobs.astype(np.float64)[batch.loss_mask])
 
 

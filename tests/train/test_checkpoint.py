@@ -52,7 +52,7 @@ def _update(trainer: Trainer, seed: int) -> None:
     step = resolve_optim(
         OptimRequest(learning_rate=1e-2), loss.normalisation, trainer.spec.optimizer
     )
-    report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+    report = trainer.update(trainer.prepare(batch, loss), step)
     assert not report.skipped
     assert report.grad_norm is not None
     assert report.grad_norm > 0
@@ -98,19 +98,24 @@ def test_load_goes_back_and_empties_the_window(base: FolderBase, tmp_path: Path)
     trainer.save_checkpoint(tmp_path / "one")
     then = weights_of(trainer)
     batch = _batch(7)
-    plan = trainer.plan_forward(batch)
-    reference = trainer.forward(batch, plan, with_entropy=False, use_reference=True).logprobs
+    reference = trainer.forward(
+        trainer.prepare_forward(batch), with_entropy=False, use_reference=True
+    ).logprobs
     _update(trainer, 1)
     loss = resolve_loss(_REQUEST, batch, has_frozen_reference=True)
-    trainer.forward_backward(batch, loss, trainer.prepare(batch, loss).plan)
+    trainer.forward_backward(trainer.prepare(batch, loss))
     assert not _equal(weights_of(trainer), then)
     trainer.load_checkpoint(tmp_path / "one")
     assert trainer.version == 1
     assert trainer.window_state is WindowState.EMPTY
     assert _equal(weights_of(trainer), then)
-    again = trainer.forward(batch, plan, with_entropy=False, use_reference=True).logprobs
+    again = trainer.forward(
+        trainer.prepare_forward(batch), with_entropy=False, use_reference=True
+    ).logprobs
     np.testing.assert_array_equal(again, reference)
-    policy = trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
+    policy = trainer.forward(
+        trainer.prepare_forward(batch), with_entropy=False, use_reference=False
+    ).logprobs
     assert np.abs(policy - reference).max() > 1e-4
 
 

@@ -97,9 +97,11 @@ def test_a_pass_waits_once_for_its_sums(
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                trainer.forward_backward(batch, loss, plan)
+                trainer.forward_backward(trainer.prepare(batch, loss, plan))
                 trainer.discard_gradients()
-                trainer.forward(batch, plan, with_entropy=False, use_reference=False)
+                trainer.forward(
+                    trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
+                )
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         texts = [str(w.message) for w in caught]
@@ -122,9 +124,7 @@ def test_the_host_is_one_micro_batch_ahead(trainer: Trainer) -> None:
         return False
 
     trainer.forward_backward(
-        batch,
-        loss,
-        plan,
+        trainer.prepare(batch, loss, plan),
         on_progress=lambda done, _planned, _tokens: steps.append(f"{done} done"),
         is_cancelled=is_cancelled,
     )

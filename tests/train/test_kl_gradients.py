@@ -134,7 +134,7 @@ def _resolve(kind: LossKind, kl: KlConfig, **changes: Any) -> tuple[str, ...]:
     )
     batch = validate_groups([builders.group([5], [rollout, rollout])], builders.limits())
     loss = resolve_loss(LossRequest(kind=kind, kl=kl, **changes), batch, has_frozen_reference=False)
-    return prepare(batch, loss, version=0, planner=cpu_planner(100)).warnings
+    return prepare(batch, loss, version=0, plan=cpu_planner(100)).warnings
 
 
 def test_k1_as_a_loss_warns() -> None:

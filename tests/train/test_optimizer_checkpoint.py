@@ -61,7 +61,7 @@ def _update(trainer: Trainer, seed: int, learning_rate: float | None = None) -> 
     step = make_step(trainer, loss)
     if learning_rate is not None:
         step = replace(step, learning_rate=learning_rate)
-    report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+    report = trainer.update(trainer.prepare(batch, loss), step)
     assert not report.skipped
     return report
 

@@ -84,8 +84,7 @@ def make_step(trainer: Trainer, loss: Loss, **changes: Any) -> OptimStep:
 def forward_backward(
     trainer: Trainer, batch: RolloutBatch, loss: Loss, **options: Any
 ) -> StepReport:
-    plan = trainer.prepare(batch, loss).plan
-    return trainer.forward_backward(batch, loss, plan, **options)
+    return trainer.forward_backward(trainer.prepare(batch, loss), **options)
 
 
 def gradients_of(trainer: Trainer) -> dict[str, Tensor]:

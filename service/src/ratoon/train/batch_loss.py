@@ -34,7 +34,6 @@ class BatchLoss:
         self,
         prepared: Prepared,
         packed: PackedBatch,
-        forward_logprobs_J: NDArray[np.floating] | None,
         reference_L: Tensor | None,
         on_logprobs: OnLogprobs,
         like: Tensor,
@@ -45,7 +44,7 @@ class BatchLoss:
         self._token_L = packed.term_token
         self._is_counted_L = prepared.columns.counted_J[packed.term_token]
         self._on_logprobs = on_logprobs
-        self._columns = _columns(prepared, packed, forward_logprobs_J, reference_L, like)
+        self._columns = _columns(prepared, packed, reference_L, like)
 
     def of(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
         """Of terms with these log-probs and entropies."""
@@ -62,7 +61,6 @@ class BatchLoss:
 def _columns(
     prepared: Prepared,
     packed: PackedBatch,
-    forward_logprobs_J: NDArray[np.floating] | None,
     reference_L: Tensor | None,
     like: Tensor,
 ) -> TermColumns:
@@ -72,7 +70,7 @@ def _columns(
     def take(column_J: NDArray[np.floating]) -> Tensor:
         return put(column_J[packed.term_token], like.device).to(like.dtype)
 
-    old_J, sampler_J = _old_logprobs(prepared, forward_logprobs_J), batch.sampler_logprobs
+    old_J, sampler_J = _old_logprobs(prepared), batch.sampler_logprobs
     is_usable_S = ~batch.sampler_is_raw[packed.forest.sequences]
     if sampler_J is None:
         is_usable_S = np.zeros_like(is_usable_S)
@@ -89,9 +87,7 @@ def _columns(
     )
 
 
-def _old_logprobs(
-    prepared: Prepared, forward_logprobs_J: NDArray[np.floating] | None
-) -> NDArray[np.floating] | None:
+def _old_logprobs(prepared: Prepared) -> NDArray[np.floating] | None:
     """Old log-probs [J]; None: there are none, or they are the current ones."""
     old = prepared.loss.old_logprobs
     if old is None or old.kind is OldLogprobsKind.ON_POLICY:
@@ -100,4 +96,4 @@ def _old_logprobs(
         return prepared.batch.sampler_logprobs
     if old.kind is OldLogprobsKind.GIVEN:
         return prepared.batch.old_logprobs
-    return forward_logprobs_J
+    return prepared.old_logprobs_J

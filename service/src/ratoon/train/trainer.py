@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 import operator
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -30,10 +29,8 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.plan import check_plan
 from ratoon.rollout.selection import Counters
-from ratoon.rollout.sharing import planned_prefixes
-from ratoon.train import prepare
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
 from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
@@ -56,8 +53,8 @@ from ratoon.train.optim.step_bounds import StateBounds
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
 from ratoon.train.optim.tensor_norms import tensor_norms
 from ratoon.train.passes import ForwardColumns, PassTotals
-from ratoon.train.planning import cpu_planner, group_sizes
-from ratoon.train.prepare import Prepared
+from ratoon.train.planning import Planner, cpu_planner, group_sizes
+from ratoon.train.prepare import Prepared, PreparedForward, prepare, prepare_forward
 from ratoon.train.rank import Rank
 from ratoon.train.rank_group import HeldWeights, Peer, RankGroup
 from ratoon.train.rates import rates_of
@@ -176,73 +173,100 @@ class Trainer:
         self._window.require_open()
         return self._window.counters
 
-    def prepare(self, batch: RolloutBatch, loss: Loss) -> Prepared:
-        """Decide drops, advantages, counters and cuts; touches no state.
+    def prepare(
+        self,
+        batch: RolloutBatch,
+        loss: Loss,
+        plan: UpdatePlan | None = None,
+        *,
+        old_logprobs_J: NDArray[np.floating] | None = None,
+        entropy_J: NDArray[np.floating] | None = None,
+    ) -> Prepared:
+        """Decide drops, advantages, counters and cuts of a forward-backward; touches no state.
 
-        Raises `RatoonError` STALE_ROLLOUTS, and where the loss cannot join the open window or
-        balances experts that the model has not.
+        Args:
+            batch: The rollouts, J response tokens in all.
+            loss: The loss, resolved against `batch`.
+            plan: The plan that the journal kept of an earlier run; None: choose one.
+            old_logprobs_J: `ForwardArrays.logprobs` of the operation that a `from_forward` loss
+                names, else None.
+            entropy_J: The entropies of that operation, for a loss with `top_entropy_share`.
+
+        Raises:
+            RatoonError: STALE_ROLLOUTS; INVALID_ARGUMENT if the loss cannot join the open window,
+                balances experts that the model has not, or names a Forward of another batch;
+                WINDOW_POISONED; INTERNAL if `plan` is of another batch.
         """
         self._window.check(loss)
         coefficient = loss.router_aux_loss_coefficient
         if coefficient and not self.model.routes.num_layers:
             raise invalid("loss.router_aux_loss_coefficient", coefficient, "0: there is no router")
-        run = partial(prepare.prepare, version=self.version, planner=self._planner)
-        return run(batch, loss, is_first=self.is_window_empty)
+        check_forward_logprobs(batch, loss, old_logprobs_J, entropy_J)
+        return prepare(
+            batch,
+            loss,
+            version=self.version,
+            plan=self._checked(plan, batch),
+            old_logprobs_J=old_logprobs_J,
+            entropy_J=entropy_J,
+        )
 
-    def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
-        """Cuts of a Forward: the same as of an update that drops nothing."""
-        is_run_S = prepare.has_trained_tokens(batch)
-        is_first = self.is_window_empty
-        return self._planner.plan(batch, sort_sequences(batch), is_run_S, is_first=is_first)
+    def prepare_forward(
+        self, batch: RolloutBatch, plan: UpdatePlan | None = None
+    ) -> PreparedForward:
+        """Sort and cut the rollouts of a Forward, as those of an update that drops nothing.
+
+        Args:
+            batch: The rollouts.
+            plan: The plan that the journal kept of an earlier run; None: choose one.
+
+        Raises:
+            RatoonError: INTERNAL if `plan` is of another batch.
+        """
+        return prepare_forward(batch, self._checked(plan, batch))
 
     def forward_backward(
         self,
-        batch: RolloutBatch,
-        loss: Loss,
-        plan: UpdatePlan,
+        prepared: Prepared,
         *,
-        old_logprobs_J: NDArray[np.floating] | None = None,
-        entropy_J: NDArray[np.floating] | None = None,
         on_progress: Callable[[int, int, int], None] = no_progress,
         is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> StepReport:
-        """Add the gradient sum of the batch's loss to the window, cut as `plan` says.
+        """Add the gradient sum of the batch's loss to the window, cut as the plan says.
 
-        `old_logprobs_J`: `ForwardArrays.logprobs` of the operation that a `from_forward` loss
-        names, else None; `entropy_J`: its entropies, for a loss with `top_entropy_share`.
-        `on_progress(done, planned, tokens)` and `is_cancelled` are called between micro-batches;
-        tokens are replicated ones.
+        Whatever raises once the first micro-batch has begun leaves the window TORN: the caller must
+        call `discard_gradients` (and run the window's earlier forward-backwards again, if it wants
+        them back).
 
-        Raises `RatoonError` CANCELLED: whatever raises once the first micro-batch has begun leaves
-        the window TORN, and the caller must call `discard_gradients` (and run the window's earlier
-        forward-backwards again, if it wants them back).
+        Args:
+            prepared: What `prepare` made on this version.
+            on_progress: Called between micro-batches with (done, planned, replicated tokens done).
+            is_cancelled: Asked between micro-batches.
+
+        Raises:
+            RatoonError: CANCELLED, and what `GradientWindow.check` raises.
         """
-        started = time.perf_counter()
-        check_forward_logprobs(batch, loss, old_logprobs_J, entropy_J)
-        prepared = prepare.prepare_planned(batch, loss, plan, version=self.version)
-        if entropy_J is not None:
-            prepared = prepare.keep_top_entropy(prepared, entropy_J)
-        plan_s = time.perf_counter() - started
-        self_check = self._self_check(prepared, old_logprobs_J, is_cancelled)
+        assert prepared.version == self.version, "prepared on another version"
+        plan = prepared.plan
+        self_check = self._self_check(prepared, is_cancelled)
         is_only = self.is_window_empty and plan.is_one_backward
-        self._window.begin(loss)
+        self._window.begin(prepared.loss)
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        run = partial(self.ranks.run, hooks, "forward_backward")
-        ranks = run(prepared, old_logprobs_J, is_only=is_only)
+        ranks = self.ranks.run(hooks, "forward_backward", prepared, is_only=is_only)
         done = PassTotals.over(ranks)
         totals = Totals(
             counters=prepared.counters,
             sums=done.sums,
             routes=done.routes,
-            batch=batch_sums.of_prepared(prepared, self.version),
-            has_kl=loss.kl is not None,
+            batch=batch_sums.of_prepared(prepared),
+            has_kl=prepared.loss.kl is not None,
         )
         self._window.complete(prepared, totals)
         report = report_builder.forward_backward_report(
             prepared,
             totals,
-            PhaseSeconds(plan=plan_s, forward=done.forward_s, backward=done.backward_s),
-            self._meter.training(batch, plan, done),
+            PhaseSeconds(plan=prepared.seconds, forward=done.forward_s, backward=done.backward_s),
+            self._meter.training(prepared.batch, plan, done),
         )
         report = report_builder.with_ranks(report, plan, done.rank_seconds)
         return report_builder.with_self_check(report, self_check)
@@ -259,31 +283,29 @@ class Trainer:
 
     def update(
         self,
-        batch: RolloutBatch,
-        loss: Loss,
+        prepared: Prepared,
         step: OptimStep,
-        plan: UpdatePlan,
         *,
-        old_logprobs_J: NDArray[np.floating] | None = None,
-        entropy_J: NDArray[np.floating] | None = None,
         on_progress: Callable[[int, int, int], None] = no_progress,
         is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> StepReport:
-        """One forward-backward and its optimizer step, in one report.
+        """Run one forward-backward and its optimizer step, in one report.
 
-        Whatever it raises, CANCELLED too, leaves the trainer as it was. Raises `RatoonError`
-        WINDOW_OPEN where there are gradients already.
+        Whatever it raises, CANCELLED too, leaves the trainer as it was.
+
+        Args:
+            prepared: What `prepare` made on this version.
+            step: The optimizer step.
+            on_progress: As for `forward_backward`.
+            is_cancelled: As for `forward_backward`.
+
+        Raises:
+            RatoonError: CANCELLED; WINDOW_OPEN if there are gradients already.
         """
         self._check_closed()
         try:
             report = self.forward_backward(
-                batch,
-                loss,
-                plan,
-                old_logprobs_J=old_logprobs_J,
-                entropy_J=entropy_J,
-                on_progress=on_progress,
-                is_cancelled=is_cancelled,
+                prepared, on_progress=on_progress, is_cancelled=is_cancelled
             )
         except BaseException:
             self.discard_gradients()
@@ -297,26 +319,31 @@ class Trainer:
 
     def forward(
         self,
-        batch: RolloutBatch,
-        plan: UpdatePlan,
+        prepared: PreparedForward,
         *,
         with_entropy: bool,
         use_reference: bool,
         on_progress: Callable[[int, int, int], None] = no_progress,
         is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> ForwardArrays:
-        """Log-probs of the batch's trained tokens, by the policy or its frozen reference.
+        """Compute log-probs of the batch's trained tokens; changes nothing.
 
-        Changes nothing. Raises `RatoonError` CANCELLED, INVALID_ARGUMENT without a reference,
-        INTERNAL where the plan is of another batch.
+        Args:
+            prepared: What `prepare_forward` made.
+            with_entropy: Whether to return entropies as well.
+            use_reference: Whether the frozen reference computes them, not the policy.
+            on_progress: As for `forward_backward`.
+            is_cancelled: As for `forward_backward`.
+
+        Raises:
+            RatoonError: CANCELLED; INVALID_ARGUMENT without a reference; INTERNAL if the plan is of
+                another batch.
         """
-        started = time.perf_counter()
-        prefixes = planned_prefixes(sort_sequences(batch), plan)
-        plan_s = time.perf_counter() - started
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        run = partial(self.ranks.run, hooks, "forward", batch, prefixes, plan)
-        columns = ForwardColumns.over(run(use_reference=use_reference))
-        seconds = PhaseSeconds(plan=plan_s, forward=columns.forward_s)
+        ranks = self.ranks.run(hooks, "forward", prepared, use_reference=use_reference)
+        columns = ForwardColumns.over(ranks)
+        batch, plan = prepared.batch, prepared.plan
+        seconds = PhaseSeconds(plan=prepared.seconds, forward=columns.forward_s)
         usage = self._meter.forward(batch, plan, columns)
         report = report_builder.forward_report(batch, plan, columns, seconds, usage)
         return ForwardArrays(
@@ -419,19 +446,21 @@ class Trainer:
                 ErrorCode.WINDOW_OPEN, "ForwardBackwards of the window are not stepped or discarded"
             )
 
-    def _self_check(
-        self,
-        prepared: Prepared,
-        old_logprobs_J: NDArray[np.floating] | None,
-        is_cancelled: Callable[[], bool],
-    ) -> SelfCheckOutcome:
-        """That of a due version's first forward-backward: it borrows the empty gradient sums."""
+    def _checked(self, plan: UpdatePlan | None, batch: RolloutBatch) -> UpdatePlan | Planner:
+        """A journaled plan, once it is known to be of this batch; else this window's planner."""
+        if plan is None:
+            return self._planner if self.is_window_empty else self._planner.beside_sums()
+        check_plan(plan, batch.num_sequences, self.ranks.size)
+        return plan
+
+    def _self_check(self, prepared: Prepared, is_cancelled: Callable[[], bool]) -> SelfCheckOutcome:
+        """Run the self-check of a due version's first forward-backward, in the empty sums."""
         if not (self.is_window_empty and is_due(self.version, self.spec.self_check_every)):
             return SelfCheckOutcome(report=None, warnings=())
-        gradients = self.ranks.own.gradients
-        run = partial(run_self_check, self.model, gradients, prepared, old_logprobs_J)
         with self.ranks.own.reading():
-            return run(version=self.version, is_cancelled=is_cancelled)
+            return run_self_check(
+                self.model, self.ranks.own.gradients, prepared, is_cancelled=is_cancelled
+            )
 
     def _step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock = DeviceClock(self.model.device)

@@ -20,6 +20,7 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelInfo
+from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import Counters
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.saved_state import AsOf
@@ -49,7 +50,7 @@ class Choices:
     """
 
     # The batch's cut into micro-batches; None: the worker decides, or there is no batch.
-    plan: dict[str, object] | None = None
+    plan: UpdatePlan | None = None
     # The results file that maps old log-probs to rollouts (`files.results`).
     old_logprobs: str = NO_FORWARD
     # Version of the weights that those are of; None: there are none, or it is not known.

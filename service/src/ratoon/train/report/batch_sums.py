@@ -61,8 +61,9 @@ def of_batch(batch: RolloutBatch) -> BatchSums:
     )
 
 
-def of_prepared(prepared: Prepared, version: int) -> BatchSums:
-    """The same, and what the loss makes of the batch at the policy's `version`."""
+def of_prepared(prepared: Prepared) -> BatchSums:
+    """Sums of the batch, and of what its loss makes of it at the policy's version."""
+    version = prepared.version
     batch, columns, selection = prepared.batch, prepared.columns, prepared.selection
     advantages = Moments()
     if prepared.loss.advantage is not None:
