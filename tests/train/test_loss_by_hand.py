@@ -19,7 +19,7 @@ from ratoon.train.config import (
     RolloutCorrection,
 )
 from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.spec import CispoObjective, ClipObjective, IpoObjective, SapoObjective
+from ratoon.train.loss.kinds import CispoObjective, ClipObjective, IpoObjective, SapoObjective
 from ratoon.train.loss.terms import TermColumns
 from tests.train.loss_cases import make_loss, summed
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ratoon.train.loss.spec import Objective
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermColumns:
@@ -54,36 +52,3 @@ class TermColumns:
             sampler_usable_L=self.sampler_usable_L[terms],
             reference_L=pick(self.reference_L),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RatioInputs:
-    """What a log-ratio is made of, over all terms; `logprob_L` carries the gradient."""
-
-    logprob_L: Tensor
-    old_L: Tensor
-    sequence_L: Tensor
-    num_sequences: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyInputs:
-    """What a policy-gradient term is made of; log-prob and log-ratio carry the gradient."""
-
-    objective: Objective
-    logprob_L: Tensor
-    # Of the token, also where the ratio is the sequence's.
-    old_L: Tensor
-    log_ratio_L: Tensor
-    advantage_L: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyTerms:
-    """Policy-gradient terms, [L] each; `loss_L` carries the gradient, the others are detached."""
-
-    loss_L: Tensor
-    # bool: held at the lower, at the upper bound; of the latter those that the dual clip holds.
-    clipped_low_L: Tensor
-    clipped_high_L: Tensor
-    clipped_dual_L: Tensor

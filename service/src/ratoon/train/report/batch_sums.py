@@ -9,7 +9,7 @@ import numpy as np
 from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.versions import versions_of_tokens
-from ratoon.train.additive import Merged, Moments, largest, total
+from ratoon.train.additive import Merged, Moments, largest, mean, total
 from ratoon.train.prepare import Prepared
 
 
@@ -40,6 +40,28 @@ class BatchSums(Merged):
     dated_tokens: float = total()
     token_staleness: float = total()
     route_conflicts: float = total()
+
+    def figures(self) -> dict[str, float | int | None]:
+        """Fields of a `StepReport`, by name. A mean over nothing is None."""
+        rewards, advantages = self.rewards, self.advantages
+        return {
+            "reward_mean": rewards.mean if rewards.count else None,
+            "reward_std": rewards.std if rewards.count else None,
+            "advantage_mean": advantages.mean if advantages.count else None,
+            "advantage_std": advantages.std if advantages.count else None,
+            "zero_variance_fraction": mean(self.flat_groups, self.rewarded_groups),
+            "truncated_fraction": mean(self.truncated, self.rollouts) or 0.0,
+            "response_length_mean": mean(self.response_tokens, self.rollouts) or 0.0,
+            "response_length_max": int(self.response_tokens_max),
+            "staleness_mean": mean(self.staleness, self.dated_rollouts),
+            "staleness_max": int(self.staleness_max) if self.dated_rollouts else None,
+            "token_staleness_mean": mean(self.token_staleness, self.dated_tokens),
+            "dropped_stale": int(self.dropped_stale),
+            "dropped_truncated": int(self.dropped_truncated),
+            "dropped_zero_variance": int(self.dropped_zero_variance),
+            "zero_advantage_sequences": int(self.not_run),
+            "route_conflicts": int(self.route_conflicts),
+        }
 
 
 def of_batch(batch: RolloutBatch) -> BatchSums:
