@@ -75,7 +75,7 @@ def test_continued_run_has_the_bits_of_an_uninterrupted_one(
     start = weights_of(straight)
     for seed in range(2):
         _update(straight, seed)
-    straight.save_checkpoint(tmp_path / "checkpoint")
+    straight.snapshot().write(tmp_path / "checkpoint")
     resumed = _trainer(base, kind, tuning=tuning)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert resumed.version == 2
@@ -133,7 +133,7 @@ def test_checkpoint_of_another_kind_is_refused_by_name(
 ) -> None:
     saving = _trainer(base, kind)
     _update(saving, 0)
-    saving.save_checkpoint(tmp_path / "one")
+    saving.snapshot().write(tmp_path / "one")
     trainer = _trainer(base, other)
     before = weights_of(trainer)
     with pytest.raises(RatoonError) as caught:

@@ -200,13 +200,13 @@ def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_pat
     digests: list[str] = []
     with ranked(spec, 4, shard=Shard.GRADIENTS) as (trainer, _):
         update_over(trainer, 0, (0, 1, 2, 3))
-        trainer.save_checkpoint(tmp_path / "four")
+        trainer.snapshot().write(tmp_path / "four")
         assert len(list((tmp_path / "four").glob("states-*-of-00004.safetensors"))) == 4
         update_over(trainer, 1, (3,))
         digests.append(trainer.state_digest())
     with ranked(spec, 2, shard=Shard.WEIGHTS) as (trainer, _):
         trainer.load_checkpoint(tmp_path / "four")
-        trainer.save_checkpoint(tmp_path / "two")
+        trainer.snapshot().write(tmp_path / "two")
         update_over(trainer, 1, (1,))
         digests.append(trainer.state_digest())
         # A file of the other rank is damaged: it says so, and nothing changes anywhere.
@@ -304,10 +304,10 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_none(
     with ranked(spec, 1, 100) as (alone, _):
         part = shared_out(parts_of(alone.model.named_trainable(), 100), 2)[owner][-1]
         alone.ranks.own.optimizer.state().exp_avg[part.name].fill_(3e38)
-        alone.save_checkpoint(tmp_path / "far")
+        alone.snapshot().write(tmp_path / "far")
     with ranked(spec, 2, 100, shard) as (two, _):
         assert not update_over(two, 1, (0, 1)).skipped
-        two.save_checkpoint(tmp_path / "sound")
+        two.snapshot().write(tmp_path / "sound")
         two.load_checkpoint(tmp_path / "far")
         before, weights = two.state_digest(), weights_of(two)
         report = update_over(two, 0, (0, 1), learning_rate=10.0)

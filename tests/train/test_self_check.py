@@ -266,7 +266,7 @@ def test_nothing_is_compiled_for_it(
 
 def _checkpoint(trainer: Trainer, folder: Path) -> dict[str, bytes]:
     """Weights, moments and version, as they are written."""
-    trainer.save_checkpoint(folder)
+    trainer.snapshot().write(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

@@ -292,7 +292,7 @@ def test_moments_survive_a_resume(tmp_path: Path) -> None:
         trainer.update(trainer.prepare(batch, loss), optim)
 
     step(trainer, batches[0])
-    trainer.save_checkpoint(tmp_path / "checkpoint")
+    trainer.snapshot().write(tmp_path / "checkpoint")
     resumed = Trainer.create(trainer.spec)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     forgetful = Trainer.create(trainer.spec)

@@ -199,7 +199,7 @@ class Oracle:
 
     def _save(self, entry: Entry) -> Expected:
         call, seq = entry.call, entry.record.seq
-        self.trainer.save_checkpoint(self.checkpoint(call.checkpoint_id))
+        self.trainer.snapshot().write(self.checkpoint(call.checkpoint_id))
         replay_from_seq = self._window[0].seq if self._window else seq + 1
         facts = {
             "checkpoint_id": call.checkpoint_id,

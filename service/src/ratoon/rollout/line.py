@@ -18,7 +18,7 @@ from ratoon.rollout.prefixes import shared_with_previous
 from ratoon.rollout.ragged import offsets_of
 
 _BISECTIONS = 40
-# Of the cost of a run, where bisection ends.
+# Share of a run's cost at which bisection ends.
 _PRECISION = 1e-4
 
 

@@ -27,7 +27,7 @@ NAME = "routed_experts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSizes:
-    """Of a policy: layers with experts, experts of each, experts of a token; 0: it is dense."""
+    """A policy's layers with experts, experts of each, and experts of a token; 0: it is dense."""
 
     layers: int = 0
     num_experts: int = 0

@@ -129,7 +129,7 @@ def first_owner_mask(
     is_trained = batch.loss_mask[response.column]
     column, packed = response.column[is_trained], response.packed[is_trained]
     owner = np.empty(forest.num_tokens, np.int64)
-    # Of several values for one place the last one assigned stays: the first in request order.
+    # The last of several assignments to one place stays: the first in request order.
     owner[packed[::-1]] = column[::-1]
     mask = np.zeros(len(batch.loss_mask), np.bool_)
     mask[column] = owner[packed] == column

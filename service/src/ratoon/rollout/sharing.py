@@ -19,8 +19,7 @@ from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
 def unshared_places(
     sizes: SequenceSizes, places: NDArray[np.int64], costs: CostModel
 ) -> NDArray[np.int64]:
-    """Those of `places` (of what is run, int64, ascending) that had better share nothing with the
-    ones before, ascending.
+    """The `places` (int64, ascending, all that is run) that should share nothing with those before.
 
     The sequence before is right behind the prefix in either case: only the later ones pay.
     """
@@ -32,7 +31,7 @@ def unshared_places(
     saved = costs.token * shared + costs.pair * pairs + costs.row * rows
     price = costs.pair * costs.fork * (lengths - shared)
     unshared: list[int] = []
-    # Where the prefixes above the place end.
+    # Ends of the prefixes above the place.
     forks: list[int] = []
     for i, depth in enumerate(shared.tolist()):
         while forks and forks[-1] > depth:

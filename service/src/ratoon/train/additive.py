@@ -99,7 +99,7 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Of the values themselves (divided by their number), not of what they are drawn from."""
+        """Standard deviation of the values themselves: divided by their number."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
     def __add__(self, other: Moments) -> Moments:

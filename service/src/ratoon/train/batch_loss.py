@@ -24,7 +24,7 @@ OnLogprobs = Callable[[NDArray[np.int64], Tensor], None]
 
 
 def not_kept(_tokens: NDArray[np.int64], _logprobs: Tensor) -> None:
-    """Log-probs that nobody asks for."""
+    """Takes log-probs that nobody asks for."""
 
 
 class BatchLoss:
@@ -47,13 +47,13 @@ class BatchLoss:
         self._columns = _columns(prepared, packed, reference_L, like)
 
     def of(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
-        """Of terms with these log-probs and entropies."""
+        """The loss of terms with these log-probs and entropies."""
         counted = put_index(np.flatnonzero(self._is_counted_L[terms]), self._device)
         columns = self._columns.at(put_index(terms, self._device), counted)
         return compute_loss(self._loss, columns, logprob_L, entropy_L)
 
     def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> Tensor:
-        """What the same adds to the report, as `LossOutput.sums`. Asked once for each term."""
+        """Sums of these terms for the report, as `LossOutput.sums`; asked once for each term."""
         self._on_logprobs(self._token_L[terms], logprob_L)
         return self.of(terms, logprob_L, entropy_L).sums()
 
@@ -64,7 +64,7 @@ def _columns(
     reference_L: Tensor | None,
     like: Tensor,
 ) -> TermColumns:
-    """Of all terms, floats in the dtype of `like`; all of them count."""
+    """Columns of all terms, floats in the dtype of `like`; all of them count."""
     batch, columns = prepared.batch, prepared.columns
 
     def take(column_J: NDArray[np.floating]) -> Tensor:

@@ -51,12 +51,12 @@ class PassTotals:
     rows: int
     forward_s: float
     backward_s: float
-    # Of each of several ranks.
+    # Seconds of each of several ranks.
     rank_seconds: tuple[float, ...] = ()
 
     @classmethod
     def over(cls, ranks: Sequence[PassTotals]) -> PassTotals:
-        """Of all ranks, which ran at the same time: the times are those of the longest."""
+        """Totals over all ranks, which ran at the same time: the times are those of the longest."""
         if len(ranks) == 1:
             return ranks[0]
         longest = max(ranks, key=lambda done: done.forward_s + done.backward_s)
@@ -157,7 +157,7 @@ def _train_in_two_phases(
     loss: LossOfTerms,
     clock: DeviceClock,
 ) -> Tensor:
-    """The same of any loss: all log-probs first. Returns the sums of the loss."""
+    """Add the gradient of any loss, from all log-probs at once; returns the sums of the loss."""
     outputs = run_model(model, batch)
     logprob_L = outputs.logprob_M.detach()[batch.term_target_L]
     entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
@@ -186,7 +186,7 @@ class ForwardColumns:
 
     @classmethod
     def over(cls, ranks: Sequence[ForwardColumns]) -> ForwardColumns:
-        """Of all ranks, of which one alone ran the row of a token; the time of the longest."""
+        """Columns over all ranks, one of which ran the row of a token; the time of the longest."""
         if len(ranks) == 1:
             return ranks[0]
         return cls(
@@ -241,7 +241,7 @@ def _at_tokens(
 
 
 def _counted_rows(item: PackedMicroBatch, group: SequenceGroup) -> int:
-    """Those of all ranks, counted on the first of them."""
+    """Rows of all ranks that run the micro-batch, counted on the first of them."""
     return len(item.packed.row_index) if group.index == 0 else 0
 
 

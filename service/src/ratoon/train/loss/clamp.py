@@ -11,7 +11,7 @@ from torch import Tensor
 
 # In nats: of a log-ratio, and of log p - log q in a KL estimate.
 MAX_GAP = 20.0
-# Of the k3 estimate of one token.
+# Bound of the k3 estimate of one token.
 MAX_K3 = 10.0
 
 

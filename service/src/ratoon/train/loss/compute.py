@@ -26,7 +26,7 @@ from ratoon.train.loss.terms import TermColumns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossGradients:
-    """Of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus."""
+    """Gradients of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus."""
 
     grad_logprob_L: Tensor
     grad_entropy_L: Tensor | None

@@ -29,7 +29,7 @@ class PolicyInputs:
     """What a policy-gradient term is made of; log-prob and log-ratio carry the gradient."""
 
     logprob_L: Tensor
-    # Of the token, also where the ratio is the sequence's.
+    # Old log-prob of the token, even if the ratio is the sequence's.
     old_L: Tensor
     log_ratio_L: Tensor
     advantage_L: Tensor

@@ -121,7 +121,7 @@ def _resolve_overlong(
 
 
 def _resolve_top_entropy(request: LossRequest) -> float | None:
-    """Whose entropies they are: those of a Forward before the update, known before any backward."""
+    """Entropies are those of a Forward before the update, known before any backward."""
     share, old = request.top_entropy_share, request.old_logprobs
     if share is None:
         return None

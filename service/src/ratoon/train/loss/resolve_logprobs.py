@@ -101,7 +101,7 @@ def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorr
 
 
 def resolve_correction_mask(request: LossRequest, batch: RolloutBatch) -> CorrectionMask | None:
-    """The same of a mask; None: no mask."""
+    """Old and sampler log-probs are there, and differ; None: no mask."""
     mask = request.correction_mask
     if mask is None:
         return None

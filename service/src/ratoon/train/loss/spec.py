@@ -53,7 +53,7 @@ class Loss:
     entropy_coefficient: float
     correction: RolloutCorrection | None
     correction_mask: CorrectionMask | None
-    # Of the counted tokens, those of most entropy by the loss's Forward; None: all.
+    # Share of counted tokens, those of most entropy by the loss's Forward; None: all.
     top_entropy_share: float | None
     token_weight: TokenWeight
     default_divide_by: DivideBy
@@ -102,7 +102,7 @@ class OptimStep:
     divisor: CounterDivisor | NoDivisor
     tensor_grad_norms: bool = False
     changed_share: bool = False
-    # Of this step's AdamW; None: the policy's.
+    # AdamW of this step; None: the policy's.
     beta1: float | None = None
     beta2: float | None = None
     eps: float | None = None

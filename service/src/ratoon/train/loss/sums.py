@@ -38,9 +38,9 @@ class LossSums(Merged):
     policy_gradient: float = total()
     kl: float = total()
     entropy: float = total()
-    # Of the routers' balance loss over the layers, without its coefficient.
+    # The routers' balance loss over the layers, without its coefficient.
     balance: float = total()
-    # Of the token weights themselves.
+    # The token weights themselves.
     weight: float = total()
     terms: float = total()
     clipped_low: float = total()
@@ -48,7 +48,7 @@ class LossSums(Merged):
     clipped_dual: float = total()
     # Terms whose policy gradient is zero by a mask or by a clip.
     silenced: float = total()
-    # Of the loss's ratio, over terms that have one.
+    # The loss's ratio, over terms that have one.
     ratio_terms: float = total()
     ratio: float = total()
     ratio_max: float = largest()
@@ -56,7 +56,7 @@ class LossSums(Merged):
     # k3 estimates of KL(old || policy), over terms with old log-probs.
     old_terms: float = total()
     old_kl: float = total()
-    # Of a rollout correction: terms that have one, its weights as applied, their squares, and the
+    # A rollout correction: terms that have one, its weights as applied, their squares, and the
     # terms that it masked or truncated.
     corrected: float = total()
     correction_weight: float = total()
@@ -74,7 +74,7 @@ class LossSums(Merged):
     clamped_ratios: float = total()
     clamped_kls: float = total()
     clamped_sampler_gaps: float = total()
-    # Of a loss with a clip: terms by the sign of their advantage, and those that the clip holds.
+    # A loss with a clip: terms by the sign of their advantage, and those that the clip holds.
     positive_terms: float = total()
     positive_clipped: float = total()
     negative_terms: float = total()
@@ -83,7 +83,7 @@ class LossSums(Merged):
 
     @classmethod
     def total(cls, parts: Sequence[Tensor]) -> LossSums:
-        """Of parts that are float64 [F] each, as `pack_sums` makes them; waits for the device."""
+        """Sums of parts, float64 [F] each, as `pack_sums` makes them; waits for the device."""
         if not parts:
             return cls()
         rows_PF = torch.stack(list(parts)).cpu().numpy()
@@ -168,7 +168,7 @@ class CountedTerms:
     kl: KlTerms | None
     entropy_C: Tensor
     logprob_C: Tensor
-    # Of the ratio that the loss is built on, before its clamp: for gspo the sequence's.
+    # Log of the loss's ratio, before its clamp: for gspo the sequence's.
     log_ratio_C: Tensor | None
     advantage_C: Tensor | None
     old_C: Tensor | None
@@ -217,7 +217,7 @@ def _kl(terms: CountedTerms, weight_C: Tensor) -> dict[str, Tensor]:
 
 
 def _clip(terms: CountedTerms) -> dict[str, Tensor]:
-    """What the clip holds of each sign: of one sign it may hold most, and of all terms few."""
+    """Terms that the clip holds, by sign: it may hold most of one sign, and few of all terms."""
     if terms.advantage_C is None:
         return {}
     held_C = _held(terms)

@@ -36,7 +36,7 @@ class TermColumns:
     reference_L: Tensor | None
 
     def at(self, terms: Tensor | slice, counted_C: Tensor | slice) -> TermColumns:
-        """Those of some terms, of which `counted_C` count."""
+        """Columns of some terms, of which `counted_C` count."""
 
         def pick(column_L: Tensor | None) -> Tensor | None:
             return None if column_L is None else column_L[terms]

@@ -12,7 +12,7 @@ from ratoon.train.loss.clamp import MAX_GAP, MAX_K3
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import LossSums
 
-# Of the terms of one sign: beyond it the clip decides more than the advantages.
+# Share of the terms of one sign; beyond it the clip decides more than the advantages.
 _MAX_CLIPPED = 0.5
 _GROUP_BASELINES = (
     AdvantageKind.GROUP_MEAN_STD,

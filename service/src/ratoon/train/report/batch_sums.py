@@ -15,7 +15,7 @@ from ratoon.train.prepare import Prepared
 
 @dataclass(frozen=True, slots=True)
 class BatchSums(Merged):
-    """Of all rollouts as they were sent, but for `advantages` and `staleness`."""
+    """Sums over all rollouts as they were sent, except `advantages` and `staleness`."""
 
     rollouts: float = total()
     truncated: float = total()
@@ -25,7 +25,7 @@ class BatchSums(Merged):
     # Groups with rewards, and those of them whose rewards are all equal.
     rewarded_groups: float = total()
     flat_groups: float = total()
-    # Of counted tokens.
+    # Over counted tokens.
     advantages: Moments = field(default_factory=Moments)
     dropped_stale: float = total()
     dropped_truncated: float = total()
@@ -36,7 +36,7 @@ class BatchSums(Merged):
     dated_rollouts: float = total()
     staleness: float = total()
     staleness_max: float = largest()
-    # The same by response token, each by the version that sampled it.
+    # Versions since sampling by response token, each by the version that sampled it.
     dated_tokens: float = total()
     token_staleness: float = total()
     route_conflicts: float = total()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ratoon.model.route_counts import RouteSums
-from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.additive import mean
 from ratoon.train.config import DivideBy
@@ -17,8 +15,9 @@ from ratoon.train.gradient_window import Totals, divide_number
 from ratoon.train.loss.clamp import clamp_k3
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor
 from ratoon.train.loss.warnings import sum_warnings
-from ratoon.train.passes import ForwardColumns
-from ratoon.train.prepare import Prepared
+from ratoon.train.optimizer_step import StepOutcome
+from ratoon.train.passes import ForwardColumns, PassTotals
+from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.report.batch_sums import of_batch
 from ratoon.train.report.step_report import PhaseSeconds, RouterReport, StepReport
 from ratoon.train.report.usage import Usage
@@ -26,52 +25,54 @@ from ratoon.train.self_check import SelfCheckOutcome
 
 
 def forward_backward_report(
-    prepared: Prepared, totals: Totals, seconds: PhaseSeconds, usage: Usage
+    prepared: Prepared,
+    totals: Totals,
+    done: PassTotals,
+    usage: Usage,
+    self_check: SelfCheckOutcome,
 ) -> StepReport:
-    """Report of one forward-backward. Its losses are divided by the loss's own counter; by 1 where
-    that is a constant, which only the step knows."""
+    """Report of one forward-backward.
+
+    Its losses are divided by the loss's own counter; by 1 if that is a constant, which only the
+    step knows.
+    """
     by = prepared.loss.default_divide_by
     own = NoDivisor() if by in (DivideBy.CONSTANT, DivideBy.NONE) else CounterDivisor(counter=by)
-    report = _with_packing(StepReport(), prepared.plan, seconds, usage)
-    counters = totals.counters
-    divisor = divide_number(own, counters) if counters.tokens else 0.0
-    report = _with_totals(report, totals, divisor)
-    warnings = (*prepared.warnings, *sum_warnings(prepared.loss, totals.sums))
-    return replace(report, warnings=warnings)
-
-
-def with_ranks(report: StepReport, plan: UpdatePlan, rank_seconds: tuple[float, ...]) -> StepReport:
-    """`report` with what each of several ranks did; of one, nothing."""
-    if not rank_seconds:
-        return report
-    return replace(report, rank_seconds=rank_seconds, rank_gap=plan.rank_gap)
-
-
-def with_self_check(report: StepReport, outcome: SelfCheckOutcome) -> StepReport:
-    """`report` with what the self-check saw."""
-    warnings = (*report.warnings, *outcome.warnings)
-    return replace(report, self_check=outcome.report, warnings=warnings)
+    divisor = divide_number(own, totals.counters) if totals.counters.tokens else 0.0
+    seconds = PhaseSeconds(plan=prepared.seconds, forward=done.forward_s, backward=done.backward_s)
+    report = _packing_report(prepared.plan, seconds, usage, done.rank_seconds)
+    sums = sum_warnings(prepared.loss, totals.sums)
+    return replace(
+        _with_totals(report, totals, divisor),
+        self_check=self_check.report,
+        warnings=(*prepared.warnings, *sums, *self_check.warnings),
+    )
 
 
 def step_report(
-    base: StepReport, totals: Totals, divisor: float, *, seconds: Mapping[str, float]
+    base: StepReport, outcome: StepOutcome, totals: Totals, divisor: float, optimizer_s: float
 ) -> StepReport:
-    """`base` with the figures of a whole window and the optimizer's seconds."""
-    report = _with_totals(base, totals, divisor)
-    return replace(report, seconds=replace(report.seconds, optimizer=seconds["optimizer"]))
+    """`base` with the figures of a whole window and of its optimizer step."""
+    return replace(
+        _with_totals(base, totals, divisor),
+        grad_norm=outcome.grad_norm,
+        tensor_grad_norms=outcome.tensor_grad_norms,
+        changed_share=outcome.changed_share,
+        skipped=outcome.skip_reason is not None,
+        skip_reason=outcome.skip_reason,
+        warnings=(*base.warnings, *outcome.warnings),
+        peak_memory_bytes=outcome.peak_memory_bytes,
+        planned_memory_bytes=outcome.planned_memory_bytes,
+        seconds=replace(base.seconds, optimizer=optimizer_s),
+    )
 
 
-def forward_report(
-    batch: RolloutBatch,
-    plan: UpdatePlan,
-    columns: ForwardColumns,
-    seconds: PhaseSeconds,
-    usage: Usage,
-) -> StepReport:
+def forward_report(prepared: PreparedForward, columns: ForwardColumns, usage: Usage) -> StepReport:
     """Report of one Forward, over all trained tokens of the batch."""
-    mask_J = batch.loss_mask
+    batch, mask_J = prepared.batch, prepared.batch.loss_mask
+    seconds = PhaseSeconds(plan=prepared.seconds, forward=columns.forward_s)
     report = replace(
-        _with_packing(StepReport(), plan, seconds, usage),
+        _packing_report(prepared.plan, seconds, usage, columns.rank_seconds),
         **of_batch(batch).figures(),
         entropy=float(columns.entropy_J[mask_J].mean(dtype=np.float64)) if mask_J.any() else None,
         num_groups=batch.num_groups,
@@ -124,23 +125,25 @@ def _routers(routes: RouteSums) -> tuple[RouterReport, ...]:
 
 
 def _route_mismatch(routes: RouteSums) -> float | None:
-    """Over layers, of tokens with recorded experts those whose router would take others."""
+    """Share of recorded routes, over all layers, that the routers would not take themselves."""
     sums = [of_layer[-2:] for of_layer in routes.sums]
     return mean(sum(other for _, other in sums), sum(recorded for recorded, _ in sums))
 
 
-def _with_packing(
-    report: StepReport, plan: UpdatePlan, seconds: PhaseSeconds, usage: Usage
+def _packing_report(
+    plan: UpdatePlan, seconds: PhaseSeconds, usage: Usage, rank_seconds: tuple[float, ...]
 ) -> StepReport:
+    """What a plan packed, and how fast it ran; `rank_seconds` is empty on a single rank."""
     wall_s = seconds.plan + seconds.forward + seconds.backward
-    return replace(
-        report,
+    return StepReport(
         unshared_tokens=plan.unshared_tokens,
         packed_tokens=plan.packed_tokens,
         token_reduction=mean(plan.unshared_tokens, plan.packed_tokens),
         attention_pair_reduction=mean(plan.replicated_pairs, plan.packed_pairs),
         num_micro_batches=len(plan.micro_batches),
         seconds=seconds,
+        rank_seconds=rank_seconds,
+        rank_gap=plan.rank_gap if rank_seconds else None,
         tokens_per_second=mean(plan.unshared_tokens, wall_s) if plan.packed_tokens else None,
         hardware_mfu=usage.hardware_mfu,
         logical_mfu=usage.logical_mfu,

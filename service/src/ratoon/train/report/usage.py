@@ -31,7 +31,7 @@ class UsageMeter:
         self._peak_flops = None if peak is None else peak * num_devices
 
     def training(self, batch: RolloutBatch, plan: UpdatePlan, totals: PassTotals) -> Usage:
-        """Of a forward-backward."""
+        """Usage of a forward-backward."""
         packed = flops.packed_work(plan, totals.rows)
         logical = flops.logical_work(batch, plan)
         return self._usage(
@@ -41,7 +41,7 @@ class UsageMeter:
         )
 
     def forward(self, batch: RolloutBatch, plan: UpdatePlan, columns: ForwardColumns) -> Usage:
-        """Of a forward alone."""
+        """Usage of a forward alone."""
         packed = flops.packed_work(plan, columns.rows)
         logical = flops.logical_work(batch, plan)
         return self._usage(
