@@ -26,8 +26,9 @@ LOGIT_BYTES = 640 * 2**20
 DLOGIT_BYTES = 1280 * 2**20
 # Of the layers whose activations are on the host: on the device while one runs backward.
 _LAYERS_UNDER_WAY = 2
-# What a GPU of Hopper's kind does of layers' products a second, and bytes that go to the host
-# meanwhile: of each GPU, and of all of a host, as measured on machines of one to four of them.
+# Operations of layers' products that a GPU of Hopper's kind does a second, and bytes that go to the
+# host meanwhile, from each GPU and from all of a host, as measured on machines of one to four GPUs.
+# Constants on every GPU: what is kept decides bits, and rates measured anew would be other numbers.
 _OPERATIONS = 653e12
 _LINK_BYTES = 51e9
 _HOST_BYTES = 120e9
