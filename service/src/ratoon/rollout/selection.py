@@ -4,6 +4,7 @@ counters.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,3 +158,16 @@ def counters(mask_J: NDArray[np.bool_], batch: RolloutBatch, kept_S: NDArray[np.
         sequences=int(np.count_nonzero(lengths)),
         groups=int(np.count_nonzero(per_group)),
     )
+
+
+def group_keys(batch: RolloutBatch, counted_J: NDArray[np.bool_]) -> frozenset[bytes]:
+    """Digests of id and prompt of the groups that have a counted token."""
+    lengths_S = trained_lengths(batch, counted_J)
+    per_group = np.add.reduceat(lengths_S, batch.group_offsets[:-1])
+    keys: set[bytes] = set()
+    for group in np.flatnonzero(per_group).tolist():
+        prompt = batch.prompt_tokens[batch.prompt_offsets[group] : batch.prompt_offsets[group + 1]]
+        digest = hashlib.sha256(batch.group_ids[group].encode() + b"\0")
+        digest.update(prompt.astype("<i4").tobytes())
+        keys.add(digest.digest())
+    return frozenset(keys)

@@ -6,7 +6,6 @@ the plan, on which none of them depends.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from ratoon.rollout.selection import (
     Selection,
     counters,
     first_owner_mask,
+    group_keys,
     select_sequences,
     trained_lengths,
     trained_mask,
@@ -156,10 +156,9 @@ def prepare(
         old_logprobs_J=old_logprobs_J,
         prefixes=share_as_planned(shared, plan.unshared),
         selection=selection,
-        # After the plan, which does not depend on what a Forward answered.
         columns=_keep_top_entropy(columns, loss, entropy_J),
         counters=counted,
-        group_keys=frozenset() if comes_whole else _group_keys(batch, columns.counted_J),
+        group_keys=frozenset() if comes_whole else group_keys(batch, columns.counted_J),
         not_run_S=_not_run(batch, columns, run),
         plan=plan,
         warnings=(*warnings, *_warnings(counted, plan)),
@@ -290,19 +289,6 @@ def _advantages(batch: RolloutBatch, loss: Loss) -> NDArray[np.float64]:
         )
     advantage_S = _ADVANTAGES[loss.advantage](rewards_S, batch.group_offsets)
     return np.repeat(advantage_S, lengths_S)
-
-
-def _group_keys(batch: RolloutBatch, counted_J: NDArray[np.bool_]) -> frozenset[bytes]:
-    """Digests of id and prompt of the groups that have a counted token."""
-    lengths_S = trained_lengths(batch, counted_J)
-    per_group = np.add.reduceat(lengths_S, batch.group_offsets[:-1])
-    keys: set[bytes] = set()
-    for group in np.flatnonzero(per_group).tolist():
-        prompt = batch.prompt_tokens[batch.prompt_offsets[group] : batch.prompt_offsets[group + 1]]
-        digest = hashlib.sha256(batch.group_ids[group].encode() + b"\0")
-        digest.update(prompt.astype("<i4").tobytes())
-        keys.add(digest.digest())
-    return frozenset(keys)
 
 
 def _warnings(counted: Counters, plan: UpdatePlan) -> tuple[str, ...]:
