@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from ratoon.engine.journal.codec import from_text, to_text
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
-from ratoon.rollout.limits import NO_LIMITS, TokenLimits
+from ratoon.rollout.costs import DEFAULT_COSTS, NO_LIMITS, CostModel, TokenLimits
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import SortedPrefixes

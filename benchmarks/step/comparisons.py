@@ -36,8 +36,8 @@ from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.device_costs import DeviceRates, device_costs
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, Work
+from ratoon.rollout.forest import response_tokens
 from ratoon.rollout.packed import PackedBatch
-from ratoon.rollout.paths import response_tokens
 from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train.device_batch import DeviceBatch, to_device

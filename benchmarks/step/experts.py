@@ -53,8 +53,7 @@ from benchmarks.step.workload import (
 from harness.gpu_results import describe_gpu, write_result
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
 from ratoon.model.policy_model import trained_parameters
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.ragged import offsets_of, sequence_lengths
+from ratoon.rollout.batch import RolloutBatch, offsets_of, sequence_lengths
 from ratoon.train.config import OptimizerStates
 from ratoon.train.layout import needed_bytes
 

@@ -14,10 +14,9 @@ from ratoon.model.activation_plan import DecoderSizes, Kept, peak_bytes, plan_ac
 from ratoon.model.device_costs import H200_RATES, device_costs, with_recompute
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.token_limits import candidate_tokens, token_limits
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import MicroBatch
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.ragged import sequence_lengths
 from tests.builders import random_batch
 from tests.model.test_activation_plan import QWEN3_8B
 from tests.plans import make_plan

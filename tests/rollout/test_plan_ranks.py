@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from ratoon.rollout import balance
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, SequenceSizes, measure
+from ratoon.rollout.costs import DEFAULT_COSTS, NO_LIMITS, CostModel, SequenceSizes, measure
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.limits import NO_LIMITS
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.sharing import share_as_planned

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import (
     DEFAULT_COSTS,
+    NO_LIMITS,
     NOTHING_AGAIN,
     CostModel,
     Recompute,
+    TokenLimits,
     Work,
     measure,
 )
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import Stage, UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
-from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import AdamWConfig, LossKind

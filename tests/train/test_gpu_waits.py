@@ -15,11 +15,10 @@ import torch
 from ratoon.model.offload import HostOffload
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.model.stage_plan import least_plan
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import AdamWConfig, LossKind
 from ratoon.train.spec import TrainerSpec

@@ -16,9 +16,8 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model import layers
 from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, PresetBase
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.waves import cut_into_stages
 from ratoon.train import passes, self_check
 from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind, SharedTokens

@@ -1,6 +1,7 @@
-"""What running packed sequences costs, by a model whose constants are the device's.
+"""What devices hold, and what running packed sequences there costs: a model with their constants.
 
-Counts are exact, except for rows where one path trains what another only reads.
+Counts are exact, except for rows where one path trains what another only reads. The model's own
+plan of bytes accepts whatever is within the limits here.
 """
 
 from __future__ import annotations
@@ -13,11 +14,31 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, offsets_of, prompt_lengths, sequence_lengths
 from ratoon.rollout.packed import Stage
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
-from ratoon.rollout.ragged import offsets_of, prompt_lengths, sequence_lengths
 from ratoon.rollout.waves import peak_tokens, resident_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """Most packed tokens held at a time of a forward and backward, those of prefixes among them."""
+
+    # Limit of a micro-batch that is run at once.
+    at_once: int
+    # Limit of one in stages: besides its activations, on the device or the host, each token needs
+    # room in stacks of keys, values and the gradients of these.
+    streamed: int
+
+    def at_most(self, tokens: int | None) -> TokenLimits:
+        """These limits, and no more than `tokens`; None: just these."""
+        if tokens is None:
+            return self
+        return TokenLimits(at_once=min(self.at_once, tokens), streamed=min(self.streamed, tokens))
+
+
+# Limits of a CPU, whose memory nothing counts.
+NO_LIMITS = TokenLimits(at_once=2**62, streamed=2**62)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

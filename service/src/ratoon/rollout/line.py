@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.rollout.batch import offsets_of
 from ratoon.rollout.costs import SequenceSizes
 from ratoon.rollout.fill import Filler
 from ratoon.rollout.prefixes import shared_with_previous
-from ratoon.rollout.ragged import offsets_of
 
 _BISECTIONS = 40
 # Share of a run's cost at which bisection ends.

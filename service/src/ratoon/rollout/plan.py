@@ -15,13 +15,18 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.balance import RankLoads
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, measure, num_pairs
+from ratoon.rollout.batch import RolloutBatch, group_of_sequence, sequence_lengths
+from ratoon.rollout.costs import (
+    DEFAULT_COSTS,
+    NO_LIMITS,
+    CostModel,
+    TokenLimits,
+    measure,
+    num_pairs,
+)
 from ratoon.rollout.fill import Filled, Filler
-from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
-from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
 from ratoon.rollout.sharing import share_as_planned, unshared_places
 from ratoon.rollout.split import GroupSplitter, KnownWork
 from ratoon.rollout.spread import spread

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import invalid
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, offsets_of
 from ratoon.rollout.fields import RequestFields, first_true
 from ratoon.rollout.packed import Forest
-from ratoon.rollout.ragged import offsets_of
 from ratoon.rollout.raw import RawRollout
 
 NAME = "routed_experts"

@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.advantages import zero_variance_groups
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, group_of_sequence
 from ratoon.rollout.fields import sequence_field
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.paths import response_tokens
+from ratoon.rollout.forest import build_forest, response_tokens
 from ratoon.rollout.prefixes import SortedPrefixes
-from ratoon.rollout.ragged import group_of_sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

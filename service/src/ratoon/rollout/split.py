@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel, RunSums, SequenceSizes, Work, num_pairs
+from ratoon.rollout.costs import CostModel, RunSums, SequenceSizes, TokenLimits, Work, num_pairs
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.limits import TokenLimits
 from ratoon.rollout.packed import Forest, Stage
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.rollout.waves import cut_into_stages, peak_tokens

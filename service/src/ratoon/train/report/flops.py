@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from ratoon.model.policy_model import PolicyModel
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.selection import trained_lengths
 
 # Dense bfloat16 peak, FLOP/s, by a part of the device's name; the first that fits.
