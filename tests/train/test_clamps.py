@@ -22,8 +22,7 @@ from ratoon.train.config import (
     OldLogprobsKind,
     ReferenceKind,
 )
-from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.terms import TermColumns
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
 from tests.train.loss_cases import make_loss, summed
 from tests.train.trainer_runs import make_batch, make_step, make_trainer
 from tests.train.trainer_runs import make_loss as resolved_loss

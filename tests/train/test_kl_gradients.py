@@ -20,9 +20,8 @@ from ratoon.train.config import (
     OldLogprobsKind,
     ReferenceKind,
 )
-from ratoon.train.loss.compute import compute_loss
+from ratoon.train.loss.compute import TermColumns, compute_loss
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.terms import TermColumns
 from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from tests import builders

@@ -15,8 +15,7 @@ from torch import Tensor
 from ratoon.rollout.packed import PackedBatch
 from ratoon.train.config import OldLogprobsKind
 from ratoon.train.device_batch import put, put_index
-from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.terms import TermColumns
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
 from ratoon.train.prepare import Prepared
 
 # Response tokens [L], and their log-probs [L] on the device.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ratoon.train.config import KlConfig, KlKind
-from ratoon.train.loss.clamp import clamp_gap, clamp_k3, is_beyond
+from ratoon.train.loss.ratios import clamp_gap, clamp_k3, is_beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.versions import newest_versions
 from ratoon.train.config import AdvantageKind, KlKind, OldLogprobsKind, ReferenceKind
-from ratoon.train.loss.clamp import MAX_GAP, MAX_K3
+from ratoon.train.loss.ratios import MAX_GAP, MAX_K3
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import LossSums
 

@@ -12,7 +12,7 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.additive import mean
 from ratoon.train.config import DivideBy
 from ratoon.train.gradient_window import Totals, divide_number
-from ratoon.train.loss.clamp import clamp_k3
+from ratoon.train.loss.ratios import clamp_k3
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor
 from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.optimizer_step import StepOutcome
