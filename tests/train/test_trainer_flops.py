@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ratoon.model.spec import FolderBase, LoraTuning
-from ratoon.train.report import flops
+from ratoon.train.report import usage as flops
 from tests.train.trainer_runs import make_batch, make_trainer
 
 # Response lengths of a recorded group of 32 with a prompt of 5,059 tokens.
