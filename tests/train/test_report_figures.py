@@ -137,8 +137,9 @@ def _logprobs(pair: Pair, paths: Sequence[Path]) -> list[NDArray[np.float64]]:
 def _run(pair: Pair, batch: RolloutBatch, request: LossRequest, tokens: int = WHOLE) -> StepReport:
     """One forward-backward in micro-batches of so many packed tokens."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    prepared = prepare.prepare(batch, loss, version=0, plan=cpu_planner(tokens))
-    return pair.trainer.forward_backward(prepared)
+    trainer, plan = pair.trainer, cpu_planner(tokens)
+    prepared = prepare.prepare(batch, loss, version=trainer.version, plan=plan)
+    return trainer.forward_backward(prepared)
 
 
 def _expected(
