@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,6 +34,21 @@ def test_what_is_compiled_is_looked_at_no_more() -> None:
         kept = _Cycle()
     assert gc.get_freeze_count() <= frozen
     assert any(one is kept for one in gc.get_objects())
+
+
+def test_what_a_failed_pass_compiled_is_looked_at_no_more() -> None:
+    """It was looked at until a later pass compiled something."""
+    torch.compiler.reset()
+    before = gc.get_freeze_count()
+
+    def fail() -> None:
+        with frozen_graphs():
+            torch.compile(torch.sin, backend="eager")(torch.ones(2))
+            raise RuntimeError("after the graph was made")
+
+    with pytest.raises(RuntimeError, match="after"):
+        fail()
+    assert gc.get_freeze_count() > before
 
 
 def test_what_was_frozen_is_collected_once_it_is_let_go_of() -> None:

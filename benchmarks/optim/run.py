@@ -229,7 +229,7 @@ def _update(trainer: Trainer, batch: RolloutBatch, plan: Plan, learning_rate: fl
         divide_by=DivideBy.TOKENS,
     )
     step = resolve_optim(optim, loss.normalisation, trainer.spec.optimizer)
-    report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+    report = trainer.update(trainer.prepare(batch, loss), step)
     if report.skipped:
         raise RuntimeError(f"the step was skipped: {report.warnings}")
     assert report.loss is not None

@@ -27,7 +27,7 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, measure
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
-from ratoon.rollout.sharing import planned_prefixes
+from ratoon.rollout.sharing import share_as_planned
 from ratoon.train.planning import Planner, device_planner
 
 NUM_GROUPS = 64
@@ -139,11 +139,9 @@ def _measure(batch: RolloutBatch, repeats: int) -> dict[str, Any]:
     plan = plans[0]
     assert all(other == plan for other in plans)
     single = replace(planner, num_ranks=1).plan(batch, prefixes, is_run_S)
-    bound = sum(_seconds(single, batch, prefixes, planner.costs)) / NUM_RANKS
-    ranks = [
-        sum(_seconds(plan.of_rank(rank), batch, prefixes, planner.costs))
-        for rank in range(NUM_RANKS)
-    ]
+    costs = planner.devices[0].costs
+    bound = sum(_seconds(single, batch, prefixes, costs)) / NUM_RANKS
+    ranks = [sum(_seconds(plan.of_rank(rank), batch, prefixes, costs)) for rank in range(NUM_RANKS)]
     return {
         "unshared_tokens": plan.unshared_tokens,
         "packed_tokens": plan.packed_tokens,
@@ -186,7 +184,7 @@ def _seconds(
     plan: UpdatePlan, batch: RolloutBatch, prefixes: SortedPrefixes, costs: CostModel
 ) -> Iterator[float]:
     """Modelled, of each micro-batch."""
-    planned = planned_prefixes(prefixes, plan)
+    planned = share_as_planned(prefixes, plan.unshared)
     sizes = measure(batch, planned)
     for part in plan.micro_batches:
         work = sizes.work(np.sort(planned.rank[list(part.sequences)]))

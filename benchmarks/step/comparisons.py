@@ -36,9 +36,9 @@ from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.device_costs import DeviceRates, device_costs
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, Work
+from ratoon.rollout.forest import response_tokens
 from ratoon.rollout.packed import PackedBatch
-from ratoon.rollout.paths import response_tokens
-from ratoon.rollout.plan import make_plan
+from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train.device_batch import DeviceBatch, to_device
 
@@ -130,7 +130,8 @@ def predicted(costs: CostModel, batch: RolloutBatch) -> Row:
     later = len(batch.response_tokens) - int(np.diff(batch.response_offsets)[0])
     packed += costs.pair * costs.fork * later
     kept_S = np.ones(batch.num_sequences, np.bool_)
-    plan = make_plan(batch, sort_sequences(batch), kept_S, replicated_work(batch).tokens, costs)
+    devices = Devices(candidates=(replicated_work(batch).tokens,), costs=costs)
+    plan = draft_plan(batch, sort_sequences(batch), kept_S, devices).plan
     return {
         "predicted_packed_s": packed,
         "predicted_replicated_s": replicated,

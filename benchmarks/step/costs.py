@@ -28,9 +28,9 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, Work
 from ratoon.rollout.costs import measure as measure_sizes
 from ratoon.rollout.packed import Stage, UpdatePlan
-from ratoon.rollout.plan import make_plan
+from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.sharing import planned_prefixes
+from ratoon.rollout.sharing import share_as_planned
 from ratoon.rollout.waves import peak_tokens
 from ratoon.train.config import (
     LossKind,
@@ -107,18 +107,16 @@ def _measure_shape(run: Run, trainer: Trainer, free_bytes: int | None, shape: Cu
 
 def plan_of(batch: RolloutBatch, shape: CutGroup) -> UpdatePlan:
     """The plan that cuts the batch as `shape` says."""
-    return make_plan(
-        batch,
-        sort_sequences(batch),
-        np.ones(batch.num_sequences, np.bool_),
-        shape.budget or _AT_ONCE,
-        _SHARED if shape.is_shared else _ALONE,
+    devices = Devices(
+        candidates=(shape.budget or _AT_ONCE,), costs=_SHARED if shape.is_shared else _ALONE
     )
+    is_run_S = np.ones(batch.num_sequences, np.bool_)
+    return draft_plan(batch, sort_sequences(batch), is_run_S, devices).plan
 
 
 def parts_of(batch: RolloutBatch, plan: UpdatePlan) -> list[Row]:
     """Work and stages [start, stop, parent] per micro-batch."""
-    prefixes = planned_prefixes(sort_sequences(batch), plan)
+    prefixes = share_as_planned(sort_sequences(batch), plan.unshared)
     sizes = measure_sizes(batch, prefixes)
     return [
         {
@@ -144,7 +142,7 @@ def _require_all_kept(trainer: Trainer, free_bytes: int | None, plan: UpdatePlan
 def _run_once(trainer: Trainer, batch: RolloutBatch, loss: Loss, plan: UpdatePlan) -> float:
     """Device seconds of a forward and backward that start without gradients."""
     trainer.discard_gradients()
-    seconds = trainer.forward_backward(batch, loss, plan).seconds
+    seconds = trainer.forward_backward(trainer.prepare(batch, loss, plan)).seconds
     return seconds.forward + seconds.backward
 
 

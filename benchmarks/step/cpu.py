@@ -96,8 +96,7 @@ def measure_packed(
     loss = resolve_loss(LossRequest(kind=LossKind.GRPO), batch, has_frozen_reference=False)
 
     def packed() -> float:
-        prepared = trainer.prepare(batch, loss)
-        report = trainer.forward_backward(batch, loss, prepared.plan)
+        report = trainer.forward_backward(trainer.prepare(batch, loss))
         assert report.loss is not None
         return report.loss * len(group.responses)
 

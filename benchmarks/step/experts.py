@@ -53,8 +53,7 @@ from benchmarks.step.workload import (
 from harness.gpu_results import describe_gpu, write_result
 from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
 from ratoon.model.policy_model import trained_parameters
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.ragged import offsets_of, sequence_lengths
+from ratoon.rollout.batch import RolloutBatch, offsets_of, sequence_lengths
 from ratoon.train.config import OptimizerStates
 from ratoon.train.layout import needed_bytes
 
@@ -221,7 +220,7 @@ def _update(ways: Ways, batch: RolloutBatch) -> Row:
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
     phases = [run_phases(update) for _ in range(min(3, run.num_samples))]
-    plan = update.trainer.prepare(batch, update.loss).plan
+    plan = update.trainer.prepare(batch, update.on_policy).plan
     middle = sorted(phases, key=lambda each: each["update_s"])[len(phases) // 2]
     return {
         **middle,

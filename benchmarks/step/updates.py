@@ -97,7 +97,7 @@ def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBat
         run_all, run.device, num_samples=run.num_samples, stop_at=run.stop_at
     )
     trainer = update.trainer
-    plan = trainer.prepare(batch, update.loss).plan
+    plan = trainer.prepare(batch, update.on_policy).plan
     has_reference = update.trainer.spec.keep_reference
     passes = 2 if has_reference else 1
     packed, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
@@ -156,8 +156,9 @@ class Update:
 
     def old_logprobs(self) -> ForwardArrays:
         """A Forward of the policy's present weights."""
-        plan = self.trainer.plan_forward(self.batch)
-        return self.trainer.forward(self.batch, plan, with_entropy=False, use_reference=False)
+        return self.trainer.forward(
+            self.trainer.prepare_forward(self.batch), with_entropy=False, use_reference=False
+        )
 
     def step(self, old: ForwardArrays | None) -> StepReport:
         """Plan, forward, backward and optimizer; `old` None: on policy, whatever steps went before.
@@ -171,9 +172,10 @@ class Update:
         request = OptimRequest(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
         loss = self.on_policy if old is None else self.loss
         step = resolve_optim(request, loss.normalisation, self.trainer.spec.optimizer)
-        plan = self.trainer.prepare(self.batch, loss).plan
         old_J = None if old is None else old.logprobs
-        report = self.trainer.update(self.batch, loss, step, plan, old_logprobs_J=old_J)
+        report = self.trainer.update(
+            self.trainer.prepare(self.batch, loss, old_logprobs_J=old_J), step
+        )
         if report.skipped or not math.isfinite(cast("float", report.grad_norm)):
             raise RuntimeError(f"the step was skipped: {report.warnings}")
         return report

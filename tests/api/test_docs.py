@@ -14,7 +14,7 @@ from ratoon.api.http.schema.models import body_of
 from ratoon.config import LimitsConfig
 from ratoon.errors import ERROR_TABLE
 from ratoon.rollout.raw import SamplerLogprobsKind
-from ratoon.train.loss.spec import LOSS_DEFAULTS
+from ratoon.train.loss.kinds import LOSSES
 from tests.api.wires import HTTP_ALONE, OTHER_ROUTES, ROUTES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -76,13 +76,13 @@ def test_defaults_of_losses_are_those_of_the_code() -> None:
             str(row.divide_by),
             "none" if row.advantage is None else str(row.advantage),
         ]
-        for kind, row in LOSS_DEFAULTS.items()
+        for kind, row in LOSSES.items()
     ]
-    duals = [str(kind) for kind, row in LOSS_DEFAULTS.items() if row.has_dual_clip]
+    duals = [str(kind) for kind, row in LOSSES.items() if "dual_clip" in row.options]
     assert f"`dual_clip` ({', '.join(f'`{kind}`' for kind in duals)};" in " ".join(TEXT.split())
-    ratios = [kind for kind, row in LOSS_DEFAULTS.items() if row.has_ratio]
-    assert ratios == list(LOSS_DEFAULTS)[:-2]
-    assert [str(k) for k, row in LOSS_DEFAULTS.items() if row.drop_zero_variance_groups] == ["dapo"]
+    ratios = [kind for kind, row in LOSSES.items() if row.has_ratio]
+    assert ratios == list(LOSSES)[:-2]
+    assert [str(k) for k, row in LOSSES.items() if row.drop_zero_variance_groups] == ["dapo"]
 
 
 def test_bodies_of_the_shell_example_are_taken() -> None:

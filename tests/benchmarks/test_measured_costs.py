@@ -88,7 +88,8 @@ def _on_an_h100(host_gib: int) -> tuple[MicroBatch, float]:
     )
     prefixes = sort_sequences(batch)
     (part,) = planner.plan(batch, prefixes, np.ones(batch.num_sequences, np.bool_)).micro_batches
-    work, costs = measure(batch, prefixes).work(np.arange(batch.num_sequences)), planner.costs
+    work = measure(batch, prefixes).work(np.arange(batch.num_sequences))
+    costs = planner.devices[0].costs
     return part, costs.streamed(work, part.stages) if part.stages else costs.packed(work)
 
 

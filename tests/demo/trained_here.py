@@ -109,7 +109,7 @@ class TrainedHere:
     def forward(self, groups: list[Group]) -> Done:
         batch = self._batch(groups)
         arrays = self._trainer.forward(
-            batch, self._trainer.plan_forward(batch), with_entropy=False, use_reference=False
+            self._trainer.prepare_forward(batch), with_entropy=False, use_reference=False
         )
         operation_id = f"p.f{len(self._keys)}"
         digest, _ = write_forward_output(
@@ -136,8 +136,9 @@ class TrainedHere:
             resolved.normalisation,
             self._trainer.spec.optimizer,
         )
-        plan = self._trainer.prepare(batch, resolved).plan
-        report = self._trainer.update(batch, resolved, step, plan, old_logprobs_J=old)
+        report = self._trainer.update(
+            self._trainer.prepare(batch, resolved, old_logprobs_J=old), step
+        )
         self._publish()
         value = Step(
             self._trainer.version, decode(write(training_pb2.StepReport(), report), StepReport)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,9 @@ from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.saved_state import FORMAT, MANIFEST_NAME, STATE_DIGEST, AsOf
-from ratoon.train.spec import TrainerSpec
+
+if TYPE_CHECKING:
+    from ratoon.train.trainer import Trainer
 
 INFO = ModelInfo(
     num_parameters=1,
@@ -78,7 +81,13 @@ def number_body(number: float) -> bytes:
 
 @dataclass(frozen=True)
 class FakePrepared:
+    """`gradient`: what it adds to the window. A Forward has no loss."""
+
+    batch: RolloutBatch
     plan: UpdatePlan
+    loss: Loss | None = None
+    gradient: float = 0.0
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,12 +198,26 @@ class FakeTrainer:
         self.check_device()
         return digest_bytes(json.dumps(self.weights).encode())
 
-    def prepare(self, batch: RolloutBatch, loss: Loss) -> FakePrepared:
-        if number_of(batch) in self.faults.refuses:
+    def prepare(
+        self,
+        batch: RolloutBatch,
+        loss: Loss,
+        plan: UpdatePlan | None = None,
+        *,
+        old_logprobs_J: NDArray[np.floating] | None = None,
+        entropy_J: NDArray[np.floating] | None = None,
+    ) -> FakePrepared:
+        number = number_of(batch)
+        if number in self.faults.refuses:
             raise RatoonError(ErrorCode.STALE_ROLLOUTS, "too old")
-        return FakePrepared(self.plan_forward(batch))
+        if old_logprobs_J is not None:
+            number = float(old_logprobs_J.sum())
+        return FakePrepared(batch, plan or self._plan(), loss, number)
 
-    def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
+    def prepare_forward(self, batch: RolloutBatch, plan: UpdatePlan | None = None) -> FakePrepared:
+        return FakePrepared(batch, plan or self._plan())
+
+    def _plan(self) -> UpdatePlan:
         return UpdatePlan(
             micro_batches=(MicroBatch(sequences=(0,), packed_tokens=3),),
             micro_batch_tokens=self.faults.plan_tokens,
@@ -206,18 +229,14 @@ class FakeTrainer:
 
     def forward_backward(
         self,
-        batch: RolloutBatch,
-        loss: Loss,
-        plan: UpdatePlan,
+        prepared: FakePrepared,
         *,
-        old_logprobs_J: NDArray[np.floating] | None,
-        entropy_J: NDArray[np.floating] | None,
         on_progress: Callable[[int, int, int], None],
         is_cancelled: Callable[[], bool],
     ) -> StepReport:
         self.check_device()
-        number = number_of(batch)
-        self.plans.append(plan)
+        number = number_of(prepared.batch)
+        self.plans.append(prepared.plan)
         on_progress(0, 2, 0)
         self.gradients.append(_TORN)
         on_progress(1, 2, 3)
@@ -228,8 +247,7 @@ class FakeTrainer:
         if number in self.faults.breaks:
             raise RuntimeError("broken on purpose")
         self._use_device(number)
-        self.gradients[-1] = number if old_logprobs_J is None else float(old_logprobs_J.sum())
-        self.gradients[-1] += self.faults.noise
+        self.gradients[-1] = prepared.gradient + self.faults.noise
         on_progress(2, 2, 6)
         if number in self.faults.no_memory:
             # Another rank's, whose pass outlasts this one's.
@@ -241,6 +259,7 @@ class FakeTrainer:
             unshared_tokens=6,
             packed_tokens=3,
             token_reduction=2.0,
+            warnings=prepared.warnings,
         )
 
     def optim_step(self, step: OptimStep) -> StepReport:
@@ -263,26 +282,16 @@ class FakeTrainer:
 
     def update(
         self,
-        batch: RolloutBatch,
-        loss: Loss,
+        prepared: FakePrepared,
         step: OptimStep,
-        plan: UpdatePlan,
         *,
-        old_logprobs_J: NDArray[np.floating] | None,
-        entropy_J: NDArray[np.floating] | None,
         on_progress: Callable[[int, int, int], None],
         is_cancelled: Callable[[], bool],
     ) -> StepReport:
         assert not self.gradients
         try:
             report = self.forward_backward(
-                batch,
-                loss,
-                plan,
-                old_logprobs_J=old_logprobs_J,
-                entropy_J=entropy_J,
-                on_progress=on_progress,
-                is_cancelled=is_cancelled,
+                prepared, on_progress=on_progress, is_cancelled=is_cancelled
             )
         except BaseException:
             self.discard_gradients()
@@ -294,6 +303,7 @@ class FakeTrainer:
             trained_tokens=report.trained_tokens,
             unshared_tokens=report.unshared_tokens,
             packed_tokens=report.packed_tokens,
+            warnings=report.warnings,
             grad_norm=stepped.grad_norm,
             skipped=stepped.skipped,
             skip_reason=stepped.skip_reason,
@@ -325,8 +335,7 @@ class FakeTrainer:
 
     def forward(
         self,
-        batch: RolloutBatch,
-        plan: UpdatePlan,
+        prepared: FakePrepared,
         *,
         with_entropy: bool,
         use_reference: bool,
@@ -334,8 +343,8 @@ class FakeTrainer:
         is_cancelled: Callable[[], bool],
     ) -> FakeForward:
         """Every token's log-prob is the version, negated."""
-        self._use_device(number_of(batch))
-        logprobs = np.full(len(batch.loss_mask), -float(self.version), np.float32)
+        self._use_device(number_of(prepared.batch))
+        logprobs = np.full(len(prepared.batch.loss_mask), -float(self.version), np.float32)
         return FakeForward(logprobs, None, StepReport(num_micro_batches=1))
 
     def copy_weights(self) -> FakeCopy:
@@ -397,5 +406,6 @@ class FakeCopy:
         return {}
 
 
-def fake_trainers(faults: Faults) -> Callable[[TrainerSpec], FakeTrainer]:
-    return lambda _spec: FakeTrainer(faults)
+def as_trainer(fake: FakeTrainer) -> Trainer:
+    """The fake where a worker takes a trainer, whose methods and fields it has."""
+    return cast("Trainer", fake)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ratoon.engine.crash_points import CrashPoint, Reach, never
 from ratoon.engine.journal.journal import Journal
@@ -30,7 +30,10 @@ from ratoon.engine.worker.worker import WorkerCore
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
-from tests.engine.fake_trainer import FakeTrainer, Faults
+from tests.engine.fake_trainer import FakeTrainer, Faults, as_trainer
+
+if TYPE_CHECKING:
+    from ratoon.train.trainer import Trainer
 
 T = TypeVar("T")
 POLICY = "p"
@@ -111,14 +114,14 @@ class LocalWorker:
 
     def _start(self) -> None:
         self._compute, self._files, self._versions = (ThreadPoolExecutor(1) for _ in range(3))
-        self.core = WorkerCore(self._create, self._reach)  # pyright: ignore[reportArgumentType]
+        self.core = WorkerCore(self._create, self._reach)
 
     def _reach(self, point: CrashPoint) -> None:
         self.reach(point)
 
-    def _create(self, _spec: TrainerSpec) -> FakeTrainer:
+    def _create(self, _spec: TrainerSpec) -> Trainer:
         self.trainers.append(FakeTrainer(self._faults))
-        return self.trainer
+        return as_trainer(self.trainer)
 
     async def _run(self, call: Callable[[], T], thread: ThreadPoolExecutor | None = None) -> T:
         if self.is_dead:

@@ -14,6 +14,7 @@ from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import Choices
 from ratoon.train.report.step_report import StepReport
 from tests.engine.harness import forward_backward, life_record, optim_step, policy_spec, update
+from tests.plans import PLAN
 
 NUMERICS = Numerics.of({"device": "fake", "threads": "1"})
 
@@ -69,7 +70,7 @@ def end_of(seq: int, version: int, **changes: object) -> OperationEnd:
         version=version,
         started_at=5.0,
         finished_at=9.0,
-        choices=Choices(plan={"micro_batches": [1]}, next_version=version),
+        choices=Choices(plan=PLAN, next_version=version),
         numerics=NUMERICS,
         frees_window=True,
     )

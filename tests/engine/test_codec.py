@@ -60,6 +60,7 @@ from tests.engine.harness import (
     policy_spec,
     update,
 )
+from tests.plans import PLAN
 
 LOSS = LossRequest(
     kind=LossKind.DAPO,
@@ -114,7 +115,7 @@ REPORT = StepReport(
         ImportResult(version=5, num_tensors=2, size_bytes=9, dtypes=("BF16", "F32"), digest="00"),
         EmptyResult(),
         Choices(
-            plan={"micro_batches": [[0, 1]]},
+            plan=PLAN,
             old_logprobs="00.1",
             next_version=3,
             folder_digest="00",

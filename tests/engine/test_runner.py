@@ -19,6 +19,8 @@ from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.train.config import LossKind, LossRequest
 from tests.tiny_models import write_folder
@@ -92,6 +94,32 @@ def test_a_forward_that_on_policy_spares_is_warned_about(tmp_path: Path) -> None
     assert not spares(digests[0], None)
     assert not spares(digests[0], 0, share=0.2)
     assert not spares(digests[1], 0)
+
+
+def test_a_batch_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was planned is what is run; the seconds of the plan are those of all of that."""
+    trainer = make_trainer(FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3"))))
+    runner, paths = TaskRunner(trainer.spec, trainer), policy_paths(tmp_path, "p")
+    data = batch_to_bytes(make_batch(2))
+    make_policy_folders(paths)
+    digest = hashlib.sha256(data).hexdigest()
+    paths.body(digest).write_bytes(data)
+    sorted_sizes: list[int] = []
+
+    def sort(batch: RolloutBatch) -> SortedPrefixes:
+        sorted_sizes.append(batch.num_sequences)
+        return sort_sequences(batch)
+
+    monkeypatch.setattr("ratoon.train.prepare.sort_sequences", sort)
+    loss = LossRequest(kind=LossKind.IPO)
+    command = ForwardBackwardCommand(loss=loss, expected_version=None, body_digest=digest)
+    planned = runner.plan(_task("p.1", command, paths))
+    result = runner.run(planned, _no_progress, _never)
+    assert len(sorted_sizes) == 1
+    assert isinstance(result, StepResult)
+    assert planned.prepared is not None
+    assert planned.task.choices.plan == planned.prepared.plan
+    assert result.report.seconds.plan == planned.prepared.seconds > 0
 
 
 def test_tokens_of_most_entropy_are_those_of_a_forward(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec, update
 from tests.engine.stores import Stores, end_of, journaled, record_of
+from tests.plans import PLAN
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def stores(database_url: str) -> Iterator[Stores]:
 
 
 def test_a_record_comes_back_as_it_was_written(stores: Stores) -> None:
-    choices = Choices(plan={"micro_batches": [1]}, old_logprobs="00.1", next_version=4)
+    choices = Choices(plan=PLAN, old_logprobs="00.1", next_version=4)
     record = replace(record_of(3), request_id="r", choices=choices)
     stores.fenced.accept(stores.token, record, 1)
     assert stores.store.find_operation("p.3") == record

@@ -21,6 +21,7 @@ from ratoon.engine.worker.tasks import Choices, FencedError
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec
 from tests.engine.stores import NUMERICS, Stores, journaled
+from tests.plans import PLAN
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def applied(stores: Stores, *seqs: int, kind: OperationKind = OperationKind.UPDA
     """As a policy that replays ends them: nothing is freed."""
     for seq in seqs:
         stores.accept(seq, kind)
-        choices = Choices(plan={}, old_logprobs=f"file{seq}.op", next_version=seq)
+        choices = Choices(plan=PLAN, old_logprobs=f"file{seq}.op", next_version=seq)
         digest = f"digest{seq}"
         stores.end(seq, seq, choices=choices, weights_digest=digest, frees_window=False)
 

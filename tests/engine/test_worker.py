@@ -6,6 +6,7 @@ import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,7 +24,7 @@ from ratoon.engine.worker.tasks import (
 )
 from ratoon.engine.worker.worker import WorkerCore, WorkerOrderError
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
-from tests.engine.fake_trainer import FakeTrainer, Faults, number_body
+from tests.engine.fake_trainer import FakeTrainer, Faults, as_trainer, number_body
 from tests.engine.harness import (
     DISCARD,
     RATE,
@@ -35,6 +36,9 @@ from tests.engine.harness import (
     update,
 )
 
+if TYPE_CHECKING:
+    from ratoon.train.trainer import Trainer
+
 
 class Bench:
     """A loaded worker at seq 0 and version 0, its bodies below `folder`."""
@@ -43,12 +47,12 @@ class Bench:
         self.folder, self.faults = folder, Faults()
         self.paths = policy_paths(folder, "p")
         self.trainers: list[FakeTrainer] = []
-        self.core = WorkerCore(self.create, never)  # pyright: ignore[reportArgumentType]
+        self.core = WorkerCore(self.create, never)
         self.core.load(1, "p", load_request())
 
-    def create(self, _spec: object) -> FakeTrainer:
+    def create(self, _spec: object) -> Trainer:
         self.trainers.append(FakeTrainer(self.faults))
-        return self.trainers[-1]
+        return as_trainer(self.trainers[-1])
 
     @property
     def trainer(self) -> FakeTrainer:
@@ -154,7 +158,7 @@ def test_a_skipped_seq_is_counted_once(bench: Bench) -> None:
 
 
 def test_a_bare_worker_refuses_to_work(bench: Bench) -> None:
-    core = WorkerCore(lambda _spec: FakeTrainer(Faults()), never)  # pyright: ignore[reportArgumentType]
+    core = WorkerCore(lambda _spec: as_trainer(FakeTrainer(Faults())), never)
     assert not core.status().is_loaded
     with pytest.raises(WorkerLostError):
         core.apply(1, bench.task(1, DISCARD))
@@ -222,13 +226,13 @@ def test_a_trainer_of_before_is_gone_when_the_next_is_made() -> None:
     """What it still held of a device would be missing in the plans of the next one."""
     made: list[weakref.ref[CyclicTrainer]] = []
 
-    def create(_spec: object) -> CyclicTrainer:
+    def create(_spec: object) -> Trainer:
         assert [one() for one in made] == [None] * len(made)
         trainer = CyclicTrainer()
         made.append(weakref.ref(trainer))
-        return trainer
+        return as_trainer(trainer)
 
-    core = WorkerCore(create, never)  # pyright: ignore[reportArgumentType]
+    core = WorkerCore(create, never)
     for _ in range(3):
         core.load(1, "p", load_request())
     assert len(made) == 3
@@ -247,10 +251,10 @@ class OutOfMemoryError(RuntimeError):
 
 
 def test_a_model_that_does_not_fit_is_refused_by_name() -> None:
-    def create(_spec: object) -> FakeTrainer:
+    def create(_spec: object) -> Trainer:
         raise OutOfMemoryError("tried to allocate 9 GiB")
 
-    core = WorkerCore(create, never)  # pyright: ignore[reportArgumentType]
+    core = WorkerCore(create, never)
     with pytest.raises(RatoonError, match="9 GiB") as caught:
         core.load(1, "p", load_request())
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED

@@ -14,7 +14,7 @@ from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.engine.journal.checkpoints import Checkpoint
-from ratoon.engine.journal.codec import payload_hash, to_text
+from ratoon.engine.journal.codec import from_text, payload_hash, to_text
 from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.journal.rows import insert_checkpoint, to_columns
 from ratoon.engine.journal.sealed import insert_row
@@ -60,6 +60,7 @@ from tests.api.open_gate import OPEN_GATE
 from tests.engine import harness
 from tests.engine.test_codec import REPORT
 from tests.golden.conftest import Golden
+from tests.plans import PLAN
 
 LOSSES = {
     **{kind.value: LossRequest(kind=kind) for kind in LossKind},
@@ -135,6 +136,20 @@ def test_payload_hashes_and_texts(golden: Golden) -> None:
     hashes = {name: [payload_hash(each), to_text(each)] for name, each in COMMANDS.items()}
     texts = {name: to_text(each) for name, each in (SPECS | RESULTS).items()}
     golden.check("payloads", {"commands": hashes, "texts": texts})
+
+
+def test_choices_of_the_journal(golden: Golden) -> None:
+    """With a plan: a replay runs what this text says."""
+    choices = Choices(
+        plan=PLAN,
+        old_logprobs="00.1",
+        old_version=2,
+        next_version=3,
+        checkpoint=CHECKPOINT,
+        folder_digest="00",
+    )
+    assert from_text(to_text(choices)) == choices
+    golden.check("choices", to_text(choices))
 
 
 def _operation(**changes: Any) -> OperationRecord:

@@ -20,7 +20,6 @@ from ratoon.model.spec import (
 )
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train.config import AdamWConfig, LossKind, OptimizerStates
 from ratoon.train.prepare import has_trained_tokens
@@ -28,6 +27,7 @@ from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests import builders
 from tests.golden.conftest import Golden
+from tests.plans import make_plan
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_loss, make_step
 
@@ -109,8 +109,9 @@ def test_three_updates(golden: Golden, kind: str, tmp_path: Path) -> None:
     for seed, loss_kind in enumerate(LOSSES):
         batch = batch_of(seed, outcome="reward")
         loss = make_loss(batch, loss_kind)
-        plan = trainer.prepare(batch, loss).plan
-        report = trainer.update(batch, loss, make_step(trainer, loss, tensor_grad_norms=True), plan)
+        report = trainer.update(
+            trainer.prepare(batch, loss), make_step(trainer, loss, tensor_grad_norms=True)
+        )
         trainer.version += 1
         digests.append(trainer.state_digest())
         reports.append({k: v for k, v in asdict(report).items() if k not in UNREPEATED})

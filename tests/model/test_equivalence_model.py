@@ -24,7 +24,6 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.pack import pack
 from ratoon.rollout.packed import Forest, PackedBatch
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.validate import validate_groups
@@ -38,6 +37,7 @@ from tests.equivalence import (
     relative_errors,
 )
 from tests.oracle import hf
+from tests.plans import make_plan
 from tests.tiny_models import ARCHITECTURES, write_folder
 
 CPU = torch.device("cpu")

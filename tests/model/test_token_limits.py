@@ -14,13 +14,12 @@ from ratoon.model.activation_plan import DecoderSizes, Kept, peak_bytes, plan_ac
 from ratoon.model.device_costs import H200_RATES, device_costs, with_recompute
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.token_limits import candidate_tokens, token_limits
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import MicroBatch
-from ratoon.rollout.plan import cheapest_plan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.ragged import sequence_lengths
 from tests.builders import random_batch
 from tests.model.test_activation_plan import QWEN3_8B
+from tests.plans import make_plan
 from tests.rollout.stages import held_tokens
 
 GIB = 2**30
@@ -87,7 +86,7 @@ def test_no_plan_is_refused_but_for_a_path_that_is_too_long(
     if call is not None:
         # Where a call is free, whatever does not fit is streamed, if it can be.
         costs = dataclasses.replace(costs, call=call)
-    plan = cheapest_plan(
+    plan = make_plan(
         batch,
         sort_sequences(batch),
         np.ones(batch.num_sequences, np.bool_),
@@ -109,7 +108,7 @@ def test_only_what_holds_no_path_is_refused(seed: int, share: float) -> None:
     length_S = sequence_lengths(batch)
     device_bytes = _least(SMALL, int(length_S.max() * share))
     limits = token_limits(SMALL, device_bytes, 0)
-    plan = cheapest_plan(
+    plan = make_plan(
         batch,
         sort_sequences(batch),
         np.ones(batch.num_sequences, np.bool_),

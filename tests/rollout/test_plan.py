@@ -1,23 +1,25 @@
-"""`make_plan`: a partition under a budget, groups whole, counts against brute force."""
+"""`draft_plan`: a partition under a budget, groups whole, counts against brute force."""
 
 from __future__ import annotations
 
-import json
+import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.errors import RatoonError
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan, plan_from_dict, plan_to_dict
+from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
+from ratoon.rollout.plan import check_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.rollout.waves import peak_tokens
 from tests.builders import group, limits, random_batch, rollout
+from tests.plans import journaled, make_plan
 from tests.rollout import oracle
 from tests.rollout.strategies import CHECKED, batches, kept_masks
 
@@ -90,7 +92,7 @@ def test_a_micro_batch_says_what_its_forest_has(batch: RolloutBatch, budget: int
 @given(batch=batches(), budget=st.integers(1, 60))
 def test_a_plan_survives_the_journal(batch: RolloutBatch, budget: int) -> None:
     plan = _plan(batch, budget)
-    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
+    assert journaled(plan) == plan
 
 
 def test_a_batch_that_fits_is_one_micro_batch() -> None:
@@ -189,22 +191,65 @@ def test_nothing_kept_is_a_plan_of_nothing() -> None:
     assert (plan.unshared_tokens, plan.packed_tokens, plan.packed_pairs) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"micro_batches": None}, "plan.micro_batches"),
-        ({"micro_batches": [1]}, "plan.micro_batches[0]"),
-        ({"micro_batches": [{"packed_tokens": 1}]}, "plan.micro_batches[0].sequences"),
-        (
-            {"micro_batches": [{"sequences": [0, -1], "packed_tokens": 1}]},
-            "plan.micro_batches[0].sequences[1]",
-        ),
-        ({"packed_tokens": "7"}, "plan.packed_tokens"),
-        ({"packed_pairs": True}, "plan.packed_pairs"),
-    ],
-)
-def test_another_dictionary_is_refused(change: dict[str, object], field: str) -> None:
-    data = plan_to_dict(_plan(random_batch(np.random.default_rng(0)), 100)) | change
-    with pytest.raises(RatoonError) as caught:
-        plan_from_dict(data)
-    assert caught.value.field == field
+MANY = 2**62
+# What is wrong with a plan of sequences 0 to 9 for two ranks -> what the error says.
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "no number": ({"sequences": (0, "1")}, "batch of 10"),
+    "below all": ({"sequences": (0, -1)}, "batch of 10"),
+    "above all": ({"sequences": (0, 10)}, "batch of 10"),
+    "twice": ({"sequences": (0, 1, 0)}, "twice"),
+    "unshared below": ({"unshared": (-1,)}, "batch of 10"),
+    "unshared above": ({"unshared": (10,)}, "batch of 10"),
+    "unshared twice": ({"unshared": (1, 1)}, "twice"),
+    "text for a count": ({"packed_tokens": "7"}, "are counts"),
+    "a truth for a count": ({"packed_pairs": True}, "are counts"),
+    **{
+        f"gap {gap}": ({"rank_gap": gap}, "gap between ranks")
+        for gap in (-0.5, "0", True, math.nan, math.inf, None)
+    },
+    **{
+        f"rank {rank}": ({"rank": rank}, "micro-batch 0 is of rank")
+        for rank in (-1, 2, "0", True, 0.5, None)
+    },
+    "no ranks together": ({"sequence_ranks": 0}, "together"),
+    "more than there are": ({"sequence_ranks": 3}, "together"),
+    "between two pairs": ({"sequence_ranks": 2, "rank": 1}, "micro-batch 0 is of rank"),
+    "no tokens": ({"tokens": None}, "numbers of micro-batch 0"),
+    "no stop": ({"stages": ((0, None, -1),)}, "numbers of micro-batch 0"),
+    "a truth for a parent": ({"stages": ((0, 10, -1), (10, 30, True))}, "numbers of micro-batch 0"),
+    "no such parent": ({"stages": ((0, 10, -2),)}, "numbers of micro-batch 0"),
+    "tokens left over": ({"stages": ((0, 10, -1), (10, 20, 0))}, "stage 2 of micro-batch 0"),
+    "a gap between stages": ({"stages": ((0, 10, -1), (20, 30, 0))}, "stage 1 of micro-batch 0"),
+}
+
+
+def _damaged(changes: dict[str, Any]) -> UpdatePlan:
+    """A plan of one streamed micro-batch of 30 tokens, with some changes."""
+    of_part = {"tokens": "packed_tokens", "rank": "rank", "sequences": "sequences"}
+    part = {of_part[name]: value for name, value in changes.items() if name in of_part}
+    stages = changes.get("stages", ((0, 10, -1), (10, 20, 0), (20, 30, 0)))
+    micro_batch: dict[str, Any] = {
+        "sequences": (0, 1, 2, 3),
+        "packed_tokens": 30,
+        "stages": tuple(Stage(start=a, stop=b, parent=c) for a, b, c in stages),
+        **part,
+    }
+    plan: dict[str, Any] = {
+        "micro_batches": (MicroBatch(**micro_batch),),
+        "micro_batch_tokens": 20,
+        "unshared_tokens": 60,
+        "packed_tokens": 30,
+        "replicated_pairs": MANY,
+        "packed_pairs": MANY,
+        **{name: value for name, value in changes.items() if name not in (*of_part, "stages")},
+    }
+    return UpdatePlan(**plan)
+
+
+@pytest.mark.parametrize(("changes", "match"), UNFIT.values(), ids=UNFIT)
+def test_a_plan_that_cannot_be_run_is_refused(changes: dict[str, Any], match: str) -> None:
+    """As the journal gives it back, with whatever its text says."""
+    check_plan(journaled(_damaged({})), num_sequences=10, num_ranks=2)
+    with pytest.raises(RatoonError, match=match) as caught:
+        check_plan(journaled(_damaged(changes)), num_sequences=10, num_ranks=2)
+    assert caught.value.code is ErrorCode.INTERNAL

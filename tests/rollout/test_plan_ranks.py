@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,18 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.errors import RatoonError
 from ratoon.rollout import balance
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, SequenceSizes, measure
+from ratoon.rollout.costs import DEFAULT_COSTS, NO_LIMITS, CostModel, SequenceSizes, measure
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.limits import NO_LIMITS
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import cheapest_plan, make_plan, plan_from_dict, plan_to_dict
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.sharing import planned_prefixes
+from ratoon.rollout.sharing import share_as_planned
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
+from tests.plans import journaled, make_plan
 from tests.rollout import oracle
 from tests.rollout.strategies import CHECKED, batches, kept_masks
 
@@ -42,7 +39,7 @@ def _plan(
 def _rank_costs(
     batch: RolloutBatch, plan: UpdatePlan, num_ranks: int, costs: CostModel
 ) -> list[float]:
-    prefixes = planned_prefixes(sort_sequences(batch), plan)
+    prefixes = share_as_planned(sort_sequences(batch), plan.unshared)
     sizes: SequenceSizes = measure(batch, prefixes)
     loads = [0.0] * num_ranks
     for part in plan.micro_batches:
@@ -88,24 +85,22 @@ def test_ranks_run_each_sequence_once(
     kept_S = data.draw(kept_masks(batch))
     prefixes = sort_sequences(batch)
     candidates = (budget, 2 * budget)
-    plan = cheapest_plan(batch, prefixes, kept_S, candidates, costs, NO_LIMITS, num_ranks=num_ranks)
+    plan = make_plan(batch, prefixes, kept_S, candidates, costs, NO_LIMITS, num_ranks=num_ranks)
     run = sorted(s for part in plan.micro_batches for s in part.sequences)
     assert run == [s for s in np.flatnonzero(kept_S).tolist() if len(batch.sequence_tokens(s))]
     ranks = [part.rank for part in plan.micro_batches]
     assert ranks == sorted(ranks)
     assert set(ranks) <= set(range(num_ranks))
-    planned = planned_prefixes(prefixes, plan)
+    planned = share_as_planned(prefixes, plan.unshared)
     for part in plan.micro_batches:
         forest = build_forest(batch, planned, np.array(part.sequences))
         assert forest.num_tokens == part.packed_tokens
     assert plan.packed_tokens == sum(part.packed_tokens for part in plan.micro_batches)
-    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
-    again = cheapest_plan(
-        batch, prefixes, kept_S, candidates, costs, NO_LIMITS, num_ranks=num_ranks
-    )
+    assert journaled(plan) == plan
+    again = make_plan(batch, prefixes, kept_S, candidates, costs, NO_LIMITS, num_ranks=num_ranks)
     assert again == plan
 
-    one = cheapest_plan(batch, prefixes, kept_S, candidates, costs, NO_LIMITS)
+    one = make_plan(batch, prefixes, kept_S, candidates, costs, NO_LIMITS)
     loads = _rank_costs(batch, plan, num_ranks, costs)
     assert max(loads) <= sum(_rank_costs(batch, one, 1, costs)) * (1 + 1e-9)
     assert plan.unshared == one.unshared
@@ -254,26 +249,3 @@ def test_moves_are_looked_for_among_as_many_atoms_at_most(
     assert _plan(batch, 8, costs, 2000).rank_gap < gap
     monkeypatch.setattr(balance.Balancer, "_moves", lambda _self, _longest: [])
     assert _plan(batch, 8, costs, 2000).rank_gap > 2 * gap
-
-
-def test_one_rank_journals_no_rank() -> None:
-    data = plan_to_dict(_plan(_groups((1, [5, 5])), 1))
-    assert "rank_gap" not in data
-    assert "rank" not in json.dumps(data)
-
-
-@pytest.mark.parametrize("rank", [-1, "0", True, 0.5, None])
-def test_other_ranks_are_refused(rank: object) -> None:
-    data = plan_to_dict(_plan(_groups((1, [5, 5])), 1))
-    part = {"sequences": [0], "packed_tokens": 6, "rank": rank}
-    with pytest.raises(RatoonError) as caught:
-        plan_from_dict({**data, "micro_batches": [part]})
-    assert caught.value.field == "plan.micro_batches[0].rank"
-
-
-@pytest.mark.parametrize("gap", [-0.5, "0", True, float("nan"), float("inf"), None])
-def test_other_gaps_are_refused(gap: object) -> None:
-    data = plan_to_dict(_plan(_groups((1, [5, 5])), 1))
-    with pytest.raises(RatoonError) as caught:
-        plan_from_dict({**data, "rank_gap": gap})
-    assert caught.value.field == "plan.rank_gap"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,24 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.errors import RatoonError
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import (
     DEFAULT_COSTS,
+    NO_LIMITS,
     NOTHING_AGAIN,
     CostModel,
     Recompute,
+    TokenLimits,
     Work,
     measure,
 )
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import Stage, UpdatePlan
-from ratoon.rollout.plan import cheapest_plan, make_plan, plan_from_dict, plan_to_dict
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.rollout.waves import fits_forest, peak_tokens
 from tests.builders import group, limits, rollout
+from tests.plans import journaled, make_plan
 from tests.rollout import oracle
 from tests.rollout.strategies import CHECKED, batches
 
@@ -60,7 +59,7 @@ def test_a_plan_is_within_the_budget_and_survives_the_journal(
         assert (peak_tokens(part.stages) or part.packed_tokens) <= max(budget, longest)
     held = sorted(s for part in plan.micro_batches for s in part.sequences)
     assert held == [s for s in range(batch.num_sequences) if len(batch.sequence_tokens(s))]
-    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
+    assert journaled(plan) == plan
 
 
 @CHECKED
@@ -194,7 +193,7 @@ def test_what_runs_again_decides_between_holding_and_streaming() -> None:
     again = Recompute(held=(20, 30), cost=(0.0, 1.0), stack_share=0.0, host_tokens=0)
     kept_S, prefixes = np.ones(4, np.bool_), sort_sequences(batch)
     for costs, tokens in ((CHEAP, 30), (replace(CHEAP, recompute=again), 20)):
-        plan = cheapest_plan(batch, prefixes, kept_S, (20, 30, 50), costs, NO_LIMITS)
+        plan = make_plan(batch, prefixes, kept_S, (20, 30, 50), costs, NO_LIMITS)
         assert plan.micro_batch_tokens == tokens
         assert bool(plan.micro_batches[0].stages) == (tokens == 20)
 
@@ -215,30 +214,3 @@ def test_default_costs_stream_a_large_group_and_not_a_small_one() -> None:
     assert _plan(_fan(500, 32, 100), 1000, DEFAULT_COSTS).micro_batches[0].stages
     plan = _plan(_fan(2, 32, 10), 100, DEFAULT_COSTS)
     assert not any(part.stages for part in plan.micro_batches)
-
-
-def test_older_plans_have_no_stages() -> None:
-    plan = _plan(_fan(1, 4, 5), 11)
-    data = json.loads(json.dumps(plan_to_dict(plan)))
-    assert all(set(part) == {"sequences", "packed_tokens"} for part in data["micro_batches"])
-    assert plan_from_dict(data) == plan
-
-
-@pytest.mark.parametrize(
-    ("stages", "field"),
-    [
-        (7, "stages"),
-        ([[0, 10]], "stages[0]"),
-        ([[0, 10, -1], [10, 30, True]], "stages[1]"),
-        ([[0, 10, -2]], "stages[0]"),
-        ([[0, 10, -1], [10, 20, 0]], "stages[2]"),
-        ([[0, 10, -1], [20, 30, 0]], "stages[1]"),
-        (["0", [0, 30, -1]], "stages[0]"),
-    ],
-)
-def test_other_stages_are_refused(stages: object, field: str) -> None:
-    data = json.loads(json.dumps(plan_to_dict(_plan(_fan(10, 4, 5), 20))))
-    data["micro_batches"][0]["stages"] = stages
-    with pytest.raises(RatoonError) as caught:
-        plan_from_dict(data)
-    assert caught.value.field == f"plan.micro_batches[0].{field}"

@@ -7,9 +7,9 @@ import pytest
 
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.pack import pack
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from tests.builders import batch_from_jsonl
+from tests.plans import make_plan
 from tests.recorded import RecordedGroup
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,16 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, measure
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan, plan_from_dict, plan_to_dict
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.sharing import planned_prefixes, unshared_places
+from ratoon.rollout.sharing import share_as_planned, unshared_places
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
+from tests.plans import journaled, make_plan
 from tests.rollout.strategies import CHECKED, batches
 
 # A token of a sequence costs as much as one of the linear layers for each prefix above it.
@@ -102,8 +100,8 @@ def test_a_few_tokens_of_long_responses_are_not_shared() -> None:
 @given(batch=batches(), budget=st.integers(1, 40), fork=st.sampled_from([0.5, 2.0, 50.0]))
 def test_a_gated_plan_is_of_what_is_run(batch: RolloutBatch, budget: int, fork: float) -> None:
     plan = _plan(batch, replace(DEAR, fork=fork), budget)
-    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
-    prefixes = planned_prefixes(sort_sequences(batch), plan)
+    assert journaled(plan) == plan
+    prefixes = share_as_planned(sort_sequences(batch), plan.unshared)
     pairs = 0
     for part in plan.micro_batches:
         forest = build_forest(batch, prefixes, np.array(part.sequences))
@@ -123,24 +121,3 @@ def test_a_gated_plan_is_of_what_is_run(batch: RolloutBatch, budget: int, fork: 
     assert plan.packed_tokens <= plan.unshared_tokens
     shared = _plan(batch, replace(DEAR, fork=0.0), budget)
     assert shared.unshared == ()
-    assert "unshared" not in plan_to_dict(shared)
-
-
-@pytest.mark.parametrize("changes", [{"unshared": (9,)}, {"unshared": (1, 1)}])
-def test_a_plan_of_another_batch_is_an_error(changes: dict[str, tuple[int, ...]]) -> None:
-    batch = _fan(4, [3, 3])
-    plan = replace(_plan(batch, DEAR), **changes)
-    with pytest.raises(RatoonError) as caught:
-        planned_prefixes(sort_sequences(batch), plan)
-    assert caught.value.code is ErrorCode.INTERNAL
-    many = _plan(_fan(4, [3, 3, 3]), DEAR)
-    with pytest.raises(RatoonError):
-        planned_prefixes(sort_sequences(batch), many)
-
-
-@pytest.mark.parametrize("unshared", [7, [-1], ["0"]])
-def test_other_values_are_refused(unshared: object) -> None:
-    data = plan_to_dict(_plan(_fan(4, [3, 3]), DEAR))
-    with pytest.raises(RatoonError) as caught:
-        plan_from_dict({**data, "unshared": unshared})
-    assert (caught.value.field or "").startswith("plan.unshared")

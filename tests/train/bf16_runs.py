@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
-from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import AdamWConfig, LossKind
@@ -158,10 +157,12 @@ def _replicated(batch: RolloutBatch, plan: UpdatePlan) -> UpdatePlan:
 
 
 def _run(trainer: Trainer, batch: RolloutBatch, loss: Loss, plan: UpdatePlan) -> Run:
-    trainer.forward_backward(batch, loss, plan)
+    trainer.forward_backward(trainer.prepare(batch, loss, plan))
     sums = {name: tensor.double() for name, tensor in trainer.ranks.own.gradients.sums().items()}
     trainer.discard_gradients()
-    arrays = trainer.forward(batch, plan, with_entropy=False, use_reference=False)
+    arrays = trainer.forward(
+        trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
+    )
     return Run(gradients=sums, logprob_J=arrays.logprobs.astype(np.float64)[batch.loss_mask])
 
 

@@ -21,7 +21,6 @@ from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, Mo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
@@ -55,6 +54,7 @@ from tests.equivalence import (
 from tests.oracle import hf
 from tests.oracle.adamw import OracleTrainer, Sums
 from tests.oracle.paths import Correction, OracleLoss, Overlong, default_loss
+from tests.plans import make_plan
 
 WHOLE = 1 << 20
 # Calls cost nothing, so whatever does not fit is streamed and every small prefix stays apart.
@@ -230,12 +230,15 @@ def forward_backward(
     """One forward-backward on both sides. `oracle_batch`: what the oracle sees in its place."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
     trainer = pair.trainer
-    plan = prepare.prepare(
-        batch, loss, version=trainer.version, planner=cpu_planner(micro_batch_tokens)
-    ).plan
-    report = trainer.forward_backward(
-        batch, loss, plan, old_logprobs_J=forward_logprobs_J, entropy_J=forward_entropy_J
+    prepared = prepare.prepare(
+        batch,
+        loss,
+        version=trainer.version,
+        plan=cpu_planner(micro_batch_tokens),
+        old_logprobs_J=forward_logprobs_J,
+        entropy_J=forward_entropy_J,
     )
+    report = trainer.forward_backward(prepared)
     paths = paths_of(oracle_batch or batch)
     if forward_logprobs_J is not None:
         offsets = batch.response_offsets

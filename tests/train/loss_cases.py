@@ -26,18 +26,19 @@ from ratoon.train.config import (
     TokenWeight,
 )
 from ratoon.train.loss.compute import LossOutput
-from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.spec import (
-    LOSS_DEFAULTS,
+from ratoon.train.loss.kinds import (
+    LOSSES,
     CispoObjective,
     ClipObjective,
     IpoObjective,
-    LinearObjective,
-    Loss,
+    LogprobObjective,
     Objective,
+    RatioObjective,
     SapoObjective,
     SequenceClipObjective,
 )
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import LossSums
 from tests import builders
 
@@ -46,11 +47,11 @@ GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 
 
 def make_objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
-    clip = LOSS_DEFAULTS[kind].clip
+    clip = LOSSES[kind].clip
     if kind is LossKind.SAPO:
         return SapoObjective(tau_positive=1.0, tau_negative=1.05)
     if clip is None:
-        return LinearObjective()
+        return RatioObjective() if LOSSES[kind].has_ratio else LogprobObjective()
     if kind is LossKind.GSPO:
         return SequenceClipObjective(clip_low=clip[0], clip_high=clip[1])
     if kind is LossKind.CISPO:

@@ -182,10 +182,10 @@ def update_over(
 ) -> StepReport:
     batch = make_batch(seed)
     loss = make_loss(batch)
-    cuts = prepare.prepare(batch, loss, version=trainer.version, planner=cpu_planner(32)).plan
+    cuts = prepare.prepare(batch, loss, version=trainer.version, plan=cpu_planner(32)).plan
     plan = spread_over(cuts, ranks)
     assert len(plan.micro_batches) >= len(ranks)
-    return trainer.update(batch, loss, make_step(trainer, loss, **changes), plan)
+    return trainer.update(trainer.prepare(batch, loss, plan), make_step(trainer, loss, **changes))
 
 
 def sequences_of(batch: RolloutBatch) -> tuple[RolloutBatch, SortedPrefixes, NDArray[np.bool_]]:

@@ -58,7 +58,7 @@ def _batch(*versions: tuple[int | None, ...], **fields: Any) -> RolloutBatch:
 def _warnings(batch: RolloutBatch, version: int = 3, **changes: Any) -> tuple[str, ...]:
     request = LossRequest(**({"kind": LossKind.GRPO, "old_logprobs": _GIVEN} | changes))
     loss = resolve_loss(request, batch, has_frozen_reference=False)
-    return prepare(batch, loss, version=version, planner=cpu_planner(64)).warnings
+    return prepare(batch, loss, version=version, plan=cpu_planner(64)).warnings
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,6 @@ def test_staleness_is_of_versions_that_the_policy_has_had() -> None:
     batch = _batch((1, _LATEST), (_LATEST, _LATEST))
     request = LossRequest(kind=LossKind.GRPO, old_logprobs=_GIVEN)
     loss = resolve_loss(request, batch, has_frozen_reference=False)
-    sums = of_prepared(prepare(batch, loss, version=3, planner=cpu_planner(64)), 3)
+    sums = of_prepared(prepare(batch, loss, version=3, plan=cpu_planner(64)))
     assert (sums.dated_rollouts, sums.staleness, sums.staleness_max) == (1, 2, 2)
     assert (sums.dated_tokens, sums.token_staleness) == (2, 4)

@@ -52,7 +52,7 @@ def _update(trainer: Trainer, seed: int) -> None:
     step = resolve_optim(
         OptimRequest(learning_rate=1e-2), loss.normalisation, trainer.spec.optimizer
     )
-    report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+    report = trainer.update(trainer.prepare(batch, loss), step)
     assert not report.skipped
     assert report.grad_norm is not None
     assert report.grad_norm > 0
@@ -79,7 +79,7 @@ def test_continued_run_has_the_bits_of_an_uninterrupted_one(
     straight = make_trainer(base, tuning=tuning, dtype=dtype)
     for seed in range(2):
         _update(straight, seed)
-    size = straight.save_checkpoint(tmp_path / "checkpoint")
+    size = straight.snapshot().write(tmp_path / "checkpoint")
     assert size == sum(path.stat().st_size for path in (tmp_path / "checkpoint").iterdir())
     resumed = make_trainer(base, tuning=tuning, dtype=dtype)
     resumed.load_checkpoint(tmp_path / "checkpoint")
@@ -95,22 +95,27 @@ def test_continued_run_has_the_bits_of_an_uninterrupted_one(
 def test_load_goes_back_and_empties_the_window(base: FolderBase, tmp_path: Path) -> None:
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     _update(trainer, 0)
-    trainer.save_checkpoint(tmp_path / "one")
+    trainer.snapshot().write(tmp_path / "one")
     then = weights_of(trainer)
     batch = _batch(7)
-    plan = trainer.plan_forward(batch)
-    reference = trainer.forward(batch, plan, with_entropy=False, use_reference=True).logprobs
+    reference = trainer.forward(
+        trainer.prepare_forward(batch), with_entropy=False, use_reference=True
+    ).logprobs
     _update(trainer, 1)
     loss = resolve_loss(_REQUEST, batch, has_frozen_reference=True)
-    trainer.forward_backward(batch, loss, trainer.prepare(batch, loss).plan)
+    trainer.forward_backward(trainer.prepare(batch, loss))
     assert not _equal(weights_of(trainer), then)
     trainer.load_checkpoint(tmp_path / "one")
     assert trainer.version == 1
     assert trainer.window_state is WindowState.EMPTY
     assert _equal(weights_of(trainer), then)
-    again = trainer.forward(batch, plan, with_entropy=False, use_reference=True).logprobs
+    again = trainer.forward(
+        trainer.prepare_forward(batch), with_entropy=False, use_reference=True
+    ).logprobs
     np.testing.assert_array_equal(again, reference)
-    policy = trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
+    policy = trainer.forward(
+        trainer.prepare_forward(batch), with_entropy=False, use_reference=False
+    ).logprobs
     assert np.abs(policy - reference).max() > 1e-4
 
 
@@ -145,7 +150,7 @@ def test_damaged_file_is_named_and_nothing_is_applied(
     """Trap 11, for loads: a checkpoint is applied whole or not at all."""
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     _update(trainer, 0)
-    trainer.save_checkpoint(tmp_path / "one")
+    trainer.snapshot().write(tmp_path / "one")
     damage(tmp_path / "one" / STATES_NAME)
     _update(trainer, 1)
     now = weights_of(trainer)
@@ -163,7 +168,7 @@ def test_manifest_that_is_no_manifest_is_refused(
     base: FolderBase, tmp_path: Path, text: str
 ) -> None:
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    trainer.save_checkpoint(tmp_path / "one")
+    trainer.snapshot().write(tmp_path / "one")
     (tmp_path / "one" / MANIFEST_NAME).write_text(text)
     with pytest.raises(RatoonError) as caught:
         trainer.load_checkpoint(tmp_path / "one")
@@ -176,7 +181,7 @@ def test_manifest_with_any_byte_changed_is_refused(
 ) -> None:
     """Its version and number of steps are in no other file."""
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    trainer.save_checkpoint(tmp_path / "one")
+    trainer.snapshot().write(tmp_path / "one")
     path = tmp_path / "one" / MANIFEST_NAME
     data = path.read_bytes()
     # Each eighth of the bytes with one bit of theirs; a load of the whole one is in other tests.
@@ -197,7 +202,7 @@ def test_state_with_another_digest_is_refused_with_both(base: FolderBase, tmp_pa
     """Files that are whole, and a manifest that agrees with them, of numbers never trained."""
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
     _update(trainer, 0)
-    trainer.save_checkpoint(tmp_path / "one")
+    trainer.snapshot().write(tmp_path / "one")
     expected = trainer.state_digest()
     _rewrite(tmp_path / "one", _shift)
     _update(trainer, 1)
@@ -285,7 +290,7 @@ def test_other_tensors_are_refused_by_name(
     base: FolderBase, tmp_path: Path, change: Callable[[dict[str, Tensor]], None]
 ) -> None:
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    trainer.save_checkpoint(tmp_path / "one")
+    trainer.snapshot().write(tmp_path / "one")
     _rewrite(tmp_path / "one", change)
     now = weights_of(trainer)
     with pytest.raises(RatoonError, match=_EMBEDDING) as caught:
@@ -297,7 +302,7 @@ def test_other_tensors_are_refused_by_name(
 def test_checkpoint_of_another_model_is_refused(base: FolderBase, tmp_path: Path) -> None:
     """The frozen part of the model is not in the checkpoint: its spec must be the same."""
     trainer = make_trainer(base)
-    trainer.save_checkpoint(tmp_path / "one")
+    trainer.snapshot().write(tmp_path / "one")
     spec = trainer.spec
     other = Trainer.create(replace(spec, model=replace(spec.model, seed=1)))
     with pytest.raises(RatoonError) as caught:
@@ -309,9 +314,9 @@ def test_save_appears_whole_or_not_at_all(
     base: FolderBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    trainer.save_checkpoint(tmp_path / "one")
+    trainer.snapshot().write(tmp_path / "one")
     with pytest.raises(FileExistsError):
-        trainer.save_checkpoint(tmp_path / "one")
+        trainer.snapshot().write(tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]
 
     def full_disk(folder: Path) -> None:
@@ -319,5 +324,5 @@ def test_save_appears_whole_or_not_at_all(
 
     monkeypatch.setattr("ratoon.train.checkpoint.fsync_tree", full_disk)
     with pytest.raises(OSError, match="No space"):
-        trainer.save_checkpoint(tmp_path / "two")
+        trainer.snapshot().write(tmp_path / "two")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]

@@ -22,8 +22,7 @@ from ratoon.train.config import (
     OldLogprobsKind,
     ReferenceKind,
 )
-from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.terms import TermColumns
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
 from tests.train.loss_cases import make_loss, summed
 from tests.train.trainer_runs import make_batch, make_step, make_trainer
 from tests.train.trainer_runs import make_loss as resolved_loss
@@ -154,7 +153,7 @@ def test_bad_rollout_is_told_and_ends_no_policy(
         loss = resolved_loss(batch, kind, **changes)
         # The clip of grpo holds every term of one of these batches, which are near no policy.
         step = make_step(trainer, loss, learning_rate=1e-4, step_on_zero_gradient=True)
-        report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+        report = trainer.update(trainer.prepare(batch, loss), step)
         assert (report.skipped, report.skip_reason) == (False, None)
         assert report.loss is not None
         assert math.isfinite(report.loss)
@@ -176,7 +175,7 @@ def test_gradient_of_the_others_is_that_without_the_bad_rollout(base: FolderBase
         trainer = make_trainer(base)
         batch = _far(0, "sampler_logprobs", value)
         loss = resolved_loss(batch, LossKind.IMPORTANCE_SAMPLING, old_logprobs=_SAMPLER)
-        trainer.forward_backward(batch, loss, trainer.prepare(batch, loss).plan)
+        trainer.forward_backward(trainer.prepare(batch, loss))
         named = trainer.model.named_trainable().items()
         grads.append({name: p.grad.clone() for name, p in named if p.grad is not None})
     for name, grad in grads[0].items():

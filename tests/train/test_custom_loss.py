@@ -12,9 +12,9 @@ from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.loss import loss_request
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train import prepare
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
+from ratoon.train.prepare import prepare
 from ratoon_client import Group, by_autograd, group, rollout
 from ratoon_client.custom_loss import WEIGHTED, weighted
 from ratoon_client.wire.encode import group_message, loss_message
@@ -66,18 +66,19 @@ def test_the_gradient_is_that_of_autograd_through_the_model(
     pair: Pair, micro_batch_tokens: int
 ) -> None:
     trainer, groups = pair.trainer, sampled_groups()
-    planner = cpu_planner(micro_batch_tokens)
     batch = as_batch(groups)
-    plan = trainer.plan_forward(batch)
-    forward = trainer.forward(batch, plan, with_entropy=False, use_reference=False)
+    forward = trainer.forward(
+        trainer.prepare_forward(batch), with_entropy=False, use_reference=False
+    )
     logprobs = np.split(forward.logprobs.astype(np.float32), batch.response_offsets[1:-1])
     loss, sent = weighted(groups, logprobs, by_autograd(preference_loss, torch.from_numpy))
     weighted_batch = as_batch(sent)
     complete = resolve_loss(
         loss_request(loss_message(WEIGHTED)), weighted_batch, has_frozen_reference=False
     )
-    prepared = prepare.prepare(weighted_batch, complete, version=trainer.version, planner=planner)
-    report = trainer.forward_backward(weighted_batch, complete, prepared.plan)
+    planner = cpu_planner(micro_batch_tokens)
+    prepared = prepare(weighted_batch, complete, version=trainer.version, plan=planner)
+    report = trainer.forward_backward(prepared)
     assert report.trained_tokens == batch.loss_mask.sum()
 
     paths = paths_of(batch)

@@ -164,7 +164,7 @@ def test_trainers_digest_follows_its_steps(base: FolderBase) -> None:
     def run(trainer: Trainer) -> list[str]:
         seen = [trainer.state_digest()]
         loss = make_loss(batch)
-        trainer.forward_backward(batch, loss, trainer.prepare(batch, loss).plan)
+        trainer.forward_backward(trainer.prepare(batch, loss))
         seen.append(trainer.state_digest())
         trainer.optim_step(make_step(trainer, loss))
         return [*seen, trainer.state_digest()]

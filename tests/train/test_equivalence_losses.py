@@ -226,8 +226,9 @@ def test_tokens_of_most_entropy(
 ) -> None:
     """The quantile is over all micro-batches, and takes no part in KL and counters."""
     batch = _batch(pair, 37, kinds=("flat", "tree"))
-    plan = pair.trainer.plan_forward(batch)
-    old = pair.trainer.forward(batch, plan, with_entropy=True, use_reference=False)
+    old = pair.trainer.forward(
+        pair.trainer.prepare_forward(batch), with_entropy=True, use_reference=False
+    )
     assert old.entropy is not None
     request = LossRequest(
         kind=kind,

@@ -143,7 +143,7 @@ def test_mutation_turns_the_comparison_red(
     pair.trainer.discard_gradients()
     mutate(monkeypatch)
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    prepared = prepare.prepare(batch, loss, version=0, planner=cpu_planner(40))
+    prepared = prepare.prepare(batch, loss, version=0, plan=cpu_planner(40))
     assert len(prepared.plan.micro_batches) > 1
-    pair.trainer.forward_backward(batch, loss, prepared.plan)
+    pair.trainer.forward_backward(prepared)
     assert max(pair.gradient_errors().values()) > 1e-2

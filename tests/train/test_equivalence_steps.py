@@ -161,7 +161,7 @@ def test_groups_cut_into_calls_do_not_matter(
         whole = validate_groups(groups, limits(vocab_size=VOCAB_SIZE))
         for batch in rollouts_of(groups, parts=parts):
             loss = resolve_loss(request, batch, has_frozen_reference=True)
-            pair.trainer.forward_backward(batch, loss, pair.trainer.prepare(batch, loss).plan)
+            pair.trainer.forward_backward(pair.trainer.prepare(batch, loss))
         frozen = hf.all_logprobs(pair.initial, paths_of(whole))
         paths = [
             replace(path, reference=logprob.numpy())
@@ -206,9 +206,7 @@ def test_four_updates_reuse_one_forward(
     pair = _pair(tmp_path, tuning=tuning)
     trainer, oracle = pair.trainer, pair.oracle
     batch = random_batch_near(pair, 40, outcome="reward")
-    old = trainer.forward(
-        batch, trainer.plan_forward(batch), with_entropy=True, use_reference=False
-    )
+    old = trainer.forward(trainer.prepare_forward(batch), with_entropy=True, use_reference=False)
     assert old.entropy is not None
     own = hf.all_logprobs(oracle.model, paths_of(batch))
     mask = torch.as_tensor(batch.loss_mask)
@@ -232,9 +230,8 @@ def test_four_updates_reuse_one_forward(
     optim = OptimRequest(learning_rate=2e-2, max_grad_norm=1.0)
     ratios: list[float] = []
     for _ in range(4):
-        plan = trainer.prepare(batch, loss).plan
         step = resolve_optim(optim, loss.normalisation, ADAMW)
-        report = trainer.update(batch, loss, step, plan, old_logprobs_J=old.logprobs)
+        report = trainer.update(trainer.prepare(batch, loss, old_logprobs_J=old.logprobs), step)
         sums = oracle.forward_backward(paths, oracle_loss(request, batch))
         divide_by = oracle_loss(request, batch).divide_by
         divisor = oracle.divisor(divide_by)
@@ -248,9 +245,7 @@ def test_four_updates_reuse_one_forward(
         assert_close(weight_errors(pair), pair.tolerance)
         assert report.ratio_max is not None
         ratios.append(report.ratio_max)
-    frozen = trainer.forward(
-        batch, trainer.plan_forward(batch), with_entropy=False, use_reference=True
-    )
+    frozen = trainer.forward(trainer.prepare_forward(batch), with_entropy=False, use_reference=True)
     initial = torch.cat([logprob for logprob, _ in own]) * mask
     assert relative_error(torch.as_tensor(frozen.logprobs), initial) <= pair.tolerance
     assert ratios[0] == pytest.approx(1.0, abs=1e-12)
@@ -263,7 +258,7 @@ def test_steps_go_on_after_a_checkpoint(tmp_path: Path) -> None:
     forward_backward(pair, random_batch_near(pair, 0), GRPO)
     check_step(pair, STEPS[0], divide_by="sequences")
     (tmp_path / "checkpoints").mkdir()
-    pair.trainer.save_checkpoint(tmp_path / "checkpoints" / "1")
+    pair.trainer.snapshot().write(tmp_path / "checkpoints" / "1")
     resumed = replace(pair, trainer=Trainer.create(pair.trainer.spec))
     assert max(weight_errors(resumed).values()) > pair.tolerance
     resumed.trainer.load_checkpoint(tmp_path / "checkpoints" / "1")

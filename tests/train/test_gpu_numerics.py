@@ -45,11 +45,10 @@ def test_the_self_check_is_quiet_and_leaves_the_bits(pairs: list[Pair], forest: 
     batch = validate_groups(forest(np.random.default_rng(7)), builders.limits())
     for trainer in (pairs[0].low_precision, pairs[0].wide):
         loss = make_loss(batch, LossKind.GRPO)
-        plan = trainer.prepare(batch, loss).plan
         plain_spec, sums = trainer.spec, []
         for every in (0, 1):
             trainer.spec = replace(plain_spec, self_check_every=every)
-            report = trainer.forward_backward(batch, loss, plan)
+            report = trainer.forward_backward(trainer.prepare(batch, loss))
             sums.append({name: x.clone() for name, x in trainer.ranks.own.gradients.sums().items()})
             trainer.discard_gradients()
         trainer.spec = plain_spec

@@ -70,7 +70,7 @@ def test_what_two_ranks_run_together_repeats_its_bits(spec: TrainerSpec) -> None
         with ranked(together, 2, 1 << 18) as (two, _):
             plan = two.prepare(batch, loss).plan
             assert plan.sequence_ranks == 2
-            report = two.update(batch, loss, make_step(two, loss), plan)
+            report = two.update(two.prepare(batch, loss, plan), make_step(two, loss))
             assert report.grad_norm == pytest.approx(expected, rel=0.05)
             digests.append(two.state_digest())
     assert digests[0] == digests[1]

@@ -15,11 +15,10 @@ import torch
 from ratoon.model.offload import HostOffload
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.model.stage_plan import least_plan
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import AdamWConfig, LossKind
 from ratoon.train.spec import TrainerSpec
@@ -97,9 +96,11 @@ def test_a_pass_waits_once_for_its_sums(
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                trainer.forward_backward(batch, loss, plan)
+                trainer.forward_backward(trainer.prepare(batch, loss, plan))
                 trainer.discard_gradients()
-                trainer.forward(batch, plan, with_entropy=False, use_reference=False)
+                trainer.forward(
+                    trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
+                )
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         texts = [str(w.message) for w in caught]
@@ -122,9 +123,7 @@ def test_the_host_is_one_micro_batch_ahead(trainer: Trainer) -> None:
         return False
 
     trainer.forward_backward(
-        batch,
-        loss,
-        plan,
+        trainer.prepare(batch, loss, plan),
         on_progress=lambda done, _planned, _tokens: steps.append(f"{done} done"),
         is_cancelled=is_cancelled,
     )

@@ -11,9 +11,8 @@ import torch
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import LossKind, LossRequest, OldLogprobs, OldLogprobsKind
-from ratoon.train.loss.compute import LossOutput, compute_loss
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.terms import TermColumns
 from ratoon.train.loss.warnings import sum_warnings
 from tests import builders
 from tests.train.loss_cases import make_loss, summed

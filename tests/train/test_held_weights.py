@@ -25,7 +25,7 @@ def _import(trainer: Trainer, folder: Path) -> None:
 def _load(trainer: Trainer, folder: Path) -> None:
     other = Trainer.create(trainer.spec)
     update(other, 2)
-    other.save_checkpoint(folder)
+    other.snapshot().write(folder)
     trainer.load_checkpoint(folder)
 
 

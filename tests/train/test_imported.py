@@ -52,7 +52,7 @@ def update(trainer: Trainer, seed: int) -> None:
     batch = make_batch(seed)
     loss = make_loss(batch)
     step = make_step(trainer, loss)
-    assert not trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan).skipped
+    assert not trainer.update(trainer.prepare(batch, loss), step).skipped
 
 
 def export(trainer: Trainer, folder: Path) -> Path:
@@ -69,8 +69,9 @@ def take(trainer: Trainer, folder: Path, *, adds: bool = False, resets: bool = F
 
 def logprobs_of(trainer: Trainer) -> bytes:
     batch = make_batch(99)
-    plan = trainer.plan_forward(batch)
-    return trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs.tobytes()
+    return trainer.forward(
+        trainer.prepare_forward(batch), with_entropy=False, use_reference=False
+    ).logprobs.tobytes()
 
 
 @pytest.mark.parametrize("kind", [*OptimizerStates, None])
@@ -210,8 +211,9 @@ def test_the_frozen_reference_stays(base: FolderBase, tmp_path: Path) -> None:
     batch = make_batch(7)
 
     def reference() -> bytes:
-        plan = trainer.plan_forward(batch)
-        arrays = trainer.forward(batch, plan, with_entropy=False, use_reference=True)
+        arrays = trainer.forward(
+            trainer.prepare_forward(batch), with_entropy=False, use_reference=True
+        )
         return arrays.logprobs.tobytes()
 
     before = reference()

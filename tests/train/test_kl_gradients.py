@@ -20,9 +20,8 @@ from ratoon.train.config import (
     OldLogprobsKind,
     ReferenceKind,
 )
-from ratoon.train.loss.compute import compute_loss
+from ratoon.train.loss.compute import TermColumns, compute_loss
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.terms import TermColumns
 from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from tests import builders
@@ -134,7 +133,7 @@ def _resolve(kind: LossKind, kl: KlConfig, **changes: Any) -> tuple[str, ...]:
     )
     batch = validate_groups([builders.group([5], [rollout, rollout])], builders.limits())
     loss = resolve_loss(LossRequest(kind=kind, kl=kl, **changes), batch, has_frozen_reference=False)
-    return prepare(batch, loss, version=0, planner=cpu_planner(100)).warnings
+    return prepare(batch, loss, version=0, plan=cpu_planner(100)).warnings
 
 
 def test_k1_as_a_loss_warns() -> None:

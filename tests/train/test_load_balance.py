@@ -95,7 +95,9 @@ def test_loss_and_gradients_are_those_of_each_rollout_alone(
     request, batch = REQUESTS[name], random_batch_near(expert_pair, 1)
     plan = plan_of(batch, budget, costs)
     assert (costs is EAGER) == any(part.stages for part in plan.micro_batches)
-    report = expert_pair.trainer.forward_backward(batch, _loss(request, batch), plan)
+    report = expert_pair.trainer.forward_backward(
+        expert_pair.trainer.prepare(batch, _loss(request, batch), plan)
+    )
     assert report.unshared_tokens > report.packed_tokens
     sums = expert_pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
     weight_S = _weights(request, batch)
@@ -116,7 +118,9 @@ def test_with_recorded_routes_it_counts_those(
 ) -> None:
     request, batch = REQUESTS["of_tokens"], routed(random_batch_near(expert_pair, 1))
     plan = plan_of(batch, budget, costs)
-    report = expert_pair.trainer.forward_backward(batch, _loss(request, batch), plan)
+    report = expert_pair.trainer.forward_backward(
+        expert_pair.trainer.prepare(batch, _loss(request, batch), plan)
+    )
     assert report.route_mismatch
     expert_pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
     weight_S = _weights(request, batch)
@@ -137,7 +141,9 @@ def test_the_gradient_without_it_is_another(expert_pair: Pair) -> None:
 def _gradients(expert_pair: Pair, batch: RolloutBatch, coefficient: float) -> dict[str, Tensor]:
     request = replace(REQUESTS["of_tokens"], router_aux_loss_coefficient=coefficient)
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    report = expert_pair.trainer.forward_backward(batch, loss, plan_of(batch, WHOLE))
+    report = expert_pair.trainer.forward_backward(
+        expert_pair.trainer.prepare(batch, loss, plan_of(batch, WHOLE))
+    )
     assert (report.router_aux_loss is None) == (coefficient == 0)
     found = {name: grad.clone() for name, grad in expert_pair.gradients().items()}
     expert_pair.discard()
@@ -149,7 +155,9 @@ def test_an_adapter_gets_its_gradient(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "base", "qwen3_moe")
     pair = make_pair(folder, scratch=tmp_path / "adapter", tuning=tuning)
     request, batch = REQUESTS["of_tokens"], random_batch_near(pair, 2)
-    pair.trainer.forward_backward(batch, _loss(request, batch), plan_of(batch, 16, EAGER))
+    pair.trainer.forward_backward(
+        pair.trainer.prepare(batch, _loss(request, batch), plan_of(batch, 16, EAGER))
+    )
     pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
     _balance_alone(pair.oracle.model, batch, _weights(request, batch))
     assert_close(pair.gradient_errors(), pair.tolerance)
@@ -161,7 +169,7 @@ def test_rollouts_without_an_advantage_are_run(expert_pair: Pair) -> None:
     loss = _loss(REQUESTS["of_tokens"], batch)
     prepared = expert_pair.trainer.prepare(batch, loss)
     assert not prepared.not_run_S.any()
-    report = expert_pair.trainer.forward_backward(batch, loss, prepared.plan)
+    report = expert_pair.trainer.forward_backward(prepared)
     total = _balance_alone(expert_pair.oracle.model, batch, _weights(REQUESTS["of_tokens"], batch))
     assert report.policy_gradient_loss == 0
     assert report.loss is not None
@@ -188,8 +196,8 @@ def test_ranks_balance_as_one(tmp_path: Path, is_joint: bool, budget: int) -> No
     many_plan = together(plan, 2) if is_joint else plan_of(batch, budget, costs, num_ranks=2)
     step = make_step(alone, loss)
     with ranked(alone.spec, 2) as (many, _):
-        found = many.update(batch, loss, step, many_plan)
-    one = alone.update(batch, loss, step, plan)
+        found = many.update(many.prepare(batch, loss, many_plan), step)
+    one = alone.update(alone.prepare(batch, loss, plan), step)
     assert found.router_aux_loss == pytest.approx(one.router_aux_loss, rel=1e-10)
     assert found.loss == pytest.approx(one.loss, rel=1e-10)
     assert found.grad_norm == pytest.approx(one.grad_norm, rel=1e-10)

@@ -20,10 +20,10 @@ from ratoon.train.config import (
     RolloutCorrection,
     TokenWeight,
 )
-from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.spec import LOSS_DEFAULTS, CispoObjective, ClipObjective, IpoObjective, Loss
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
+from ratoon.train.loss.kinds import LOSSES, CispoObjective, ClipObjective, IpoObjective
+from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.loss.terms import TermColumns
 from tests.oracle.advantages import Counted
 from tests.oracle.losses import path_loss
 from tests.oracle.losses_numpy import path_value
@@ -174,7 +174,7 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
     """Value against plain floats and gradient against autograd, one path at a time, in float64."""
     rng = np.random.default_rng([correction, list(LossKind).index(kind)])
     for seed in range(8):
-        has_dual = LOSS_DEFAULTS[kind].has_dual_clip and seed % 2 == 1
+        has_dual = "dual_clip" in LOSSES[kind].options and seed % 2 == 1
         loss = make_loss(
             kind,
             objective=make_objective(kind, dual_clip=1.3 if has_dual else math.inf),

@@ -18,9 +18,8 @@ from ratoon.train.config import (
     ReferenceKind,
     RolloutCorrection,
 )
-from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.spec import CispoObjective, ClipObjective, IpoObjective, SapoObjective
-from ratoon.train.loss.terms import TermColumns
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
+from ratoon.train.loss.kinds import CispoObjective, ClipObjective, IpoObjective, SapoObjective
 from tests.train.loss_cases import make_loss, summed
 
 

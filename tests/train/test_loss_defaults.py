@@ -21,12 +21,13 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
-from ratoon.train.loss.spec import (
+from ratoon.train.loss.kinds import (
     CispoObjective,
     ClipObjective,
     IpoObjective,
-    LinearObjective,
+    LogprobObjective,
     Objective,
+    RatioObjective,
     SapoObjective,
     SequenceClipObjective,
 )
@@ -94,21 +95,21 @@ from tests.train.loss_cases import GIVEN_OLD, MASK, resolve, small_batch
         ),
         (
             LossKind.IMPORTANCE_SAMPLING,
-            LinearObjective(),
+            RatioObjective(),
             TokenWeight.PER_TOKEN,
             DivideBy.NONE,
             AdvantageKind.GROUP_MEAN_STD,
         ),
         (
             LossKind.REINFORCE,
-            LinearObjective(),
+            LogprobObjective(),
             TokenWeight.PER_TOKEN,
             DivideBy.NONE,
             AdvantageKind.GROUP_MEAN_STD,
         ),
         (
             LossKind.CROSS_ENTROPY,
-            LinearObjective(),
+            LogprobObjective(),
             TokenWeight.PER_TOKEN,
             DivideBy.NONE,
             None,

@@ -31,18 +31,23 @@ from ratoon.train.config import (
 )
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
-from ratoon.train.prepare import Prepared, keep_top_entropy, prepare, prepare_planned
+from ratoon.train.prepare import Prepared, prepare
 from tests import builders
 
 _ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
 
 
 def _prepare(
-    batch: RolloutBatch, *, version: int = 0, tokens: int = 64, **changes: Any
+    batch: RolloutBatch,
+    entropy_J: NDArray[np.floating] | None = None,
+    *,
+    version: int = 0,
+    tokens: int = 64,
+    **changes: Any,
 ) -> Prepared:
     fields: dict[str, Any] = {"kind": LossKind.PPO_CLIP, "old_logprobs": _ON_POLICY}
     loss = resolve_loss(LossRequest(**(fields | changes)), batch, has_frozen_reference=True)
-    return prepare(batch, loss, version=version, planner=cpu_planner(tokens))
+    return prepare(batch, loss, version=version, plan=cpu_planner(tokens), entropy_J=entropy_J)
 
 
 def _sequence_values(batch: RolloutBatch, column_J: NDArray[Any]) -> list[list[float]]:
@@ -183,7 +188,7 @@ def test_columns_do_not_depend_on_the_cut() -> None:
 def test_planned_preparation_is_the_first_one_again() -> None:
     batch = builders.random_batch(np.random.default_rng(4))
     first = _prepare(batch, tokens=20)
-    again = prepare_planned(batch, first.loss, first.plan, version=0)
+    again = prepare(batch, first.loss, version=0, plan=first.plan)
     assert again.plan == first.plan
     assert again.counters == first.counters
     np.testing.assert_array_equal(again.columns.advantage_J, first.columns.advantage_J)
@@ -300,14 +305,17 @@ def test_only_tokens_of_most_entropy_have_an_advantage() -> None:
     prepared = _prepare(batch, old_logprobs=FORWARD, top_entropy_share=0.4)
     # The second is not trained, whatever its entropy.
     entropy = np.array([0.5, 9.0, 3.0, 0.1, 1.0, 1.0], np.float32)
-    kept = keep_top_entropy(prepared, entropy)
+    kept = _prepare(batch, entropy, old_logprobs=FORWARD, top_entropy_share=0.4)
+    assert kept.plan == prepared.plan
     assert kept.columns.advantage_J.tolist() == [0.0, 0.0, 2.0, 0.0, -1.0, -1.0]
     assert kept.counters == prepared.counters
     np.testing.assert_array_equal(kept.columns.weight_J, prepared.columns.weight_J)
     everything = _prepare(batch, old_logprobs=FORWARD, top_entropy_share=1.0)
     trained_J = everything.columns.trained_J
     np.testing.assert_array_equal(
-        keep_top_entropy(everything, entropy).columns.advantage_J[trained_J],
+        _prepare(batch, entropy, old_logprobs=FORWARD, top_entropy_share=1.0).columns.advantage_J[
+            trained_J
+        ],
         everything.columns.advantage_J[trained_J],
     )
 
@@ -316,6 +324,6 @@ def test_the_share_of_entropy_is_rounded_up_in_decimal() -> None:
     """0.1 of 30 tokens are 3, though 0.1 * 30 is more than 3."""
     rollout = builders.rollout([1] * 30, advantages=np.ones(30, np.float32))
     batch = validate_groups([builders.group([9], [rollout])], builders.limits())
-    prepared = _prepare(batch, old_logprobs=FORWARD, top_entropy_share=0.1)
-    kept = keep_top_entropy(prepared, np.arange(30, dtype=np.float32))
+    entropy = np.arange(30, dtype=np.float32)
+    kept = _prepare(batch, entropy, old_logprobs=FORWARD, top_entropy_share=0.1)
     assert np.flatnonzero(kept.columns.advantage_J).tolist() == [27, 28, 29]

@@ -33,7 +33,7 @@ def test_a_plan_of_another_batch_is_an_error_and_not_a_wrong_gradient(base: Fold
     longer = replace(first, packed_tokens=first.packed_tokens + 1)
     for foreign in (replace(plan, micro_batches=(longer, *others)), _with_stages(plan)):
         with pytest.raises(RatoonError, match="micro-batch 0 of the plan") as caught:
-            trainer.forward_backward(batch, loss, foreign)
+            trainer.forward_backward(trainer.prepare(batch, loss, foreign))
         assert caught.value.code is ErrorCode.INTERNAL
         assert trainer.window_state is WindowState.TORN
         trainer.discard_gradients()

@@ -43,7 +43,7 @@ def large() -> Trainer:
 def small(large: Trainer, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """On a device that holds `_BATCH` at once, but not beside gradient sums."""
     trainer = Trainer.create(_SPEC)
-    _lend(trainer, large.plan_forward(_BATCH).packed_tokens, monkeypatch)
+    _lend(trainer, large.prepare_forward(_BATCH).plan.packed_tokens, monkeypatch)
     return trainer
 
 
@@ -68,9 +68,7 @@ def _run(trainer: Trainer, batch: RolloutBatch) -> list[int | None]:
     """A forward-backward; the most tokens that activations have room for while it runs."""
     room: list[int | None] = []
     trainer.forward_backward(
-        batch,
-        make_loss(batch),
-        _plan(trainer, batch),
+        trainer.prepare(batch, make_loss(batch), _plan(trainer, batch)),
         on_progress=lambda *_: room.append(trainer.model.max_tokens()),
     )
     return room
@@ -82,11 +80,11 @@ def test_it_runs_whole_and_what_follows_in_its_window_is_cut(small: Trainer) -> 
     assert room < tokens
     for _ in range(2):
         assert _plan(small).is_one_backward
-        assert small.plan_forward(_BATCH) == _plan(small)
+        assert small.prepare_forward(_BATCH).plan == _plan(small)
         assert min(n for n in _run(small, _BATCH) if n is not None) >= tokens
         assert small.model.max_tokens() == room
         assert not _plan(small).is_one_backward
-        assert small.plan_forward(_BATCH) == _plan(small)
+        assert small.prepare_forward(_BATCH).plan == _plan(small)
         assert set(_run(small, _BATCH)) == {room}
         small.discard_gradients()
 
@@ -134,7 +132,9 @@ def test_a_step_tells_what_its_forwards_were_planned_to_hold(
     sums."""
     monkeypatch.setattr(rank, "allocated_bytes", lambda _device: 1 << 40)
     plan = _plan(small)
-    report = small.update(_BATCH, make_loss(_BATCH), make_step(small, make_loss(_BATCH)), plan)
+    report = small.update(
+        small.prepare(_BATCH, make_loss(_BATCH), plan), make_step(small, make_loss(_BATCH))
+    )
     assert plan.is_one_backward
     assert report.planned_memory_bytes == (1 << 40) + small.model.planned_bytes
     assert small.model.planned_bytes > 0
@@ -142,6 +142,6 @@ def test_a_step_tells_what_its_forwards_were_planned_to_hold(
 
 def test_a_cpu_has_no_plan_of_its_memory(large: Trainer) -> None:
     report = large.update(
-        _BATCH, make_loss(_BATCH), make_step(large, make_loss(_BATCH)), _plan(large)
+        large.prepare(_BATCH, make_loss(_BATCH), _plan(large)), make_step(large, make_loss(_BATCH))
     )
     assert report.planned_memory_bytes is None

@@ -61,7 +61,7 @@ def _update(trainer: Trainer, seed: int, learning_rate: float | None = None) -> 
     step = make_step(trainer, loss)
     if learning_rate is not None:
         step = replace(step, learning_rate=learning_rate)
-    report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+    report = trainer.update(trainer.prepare(batch, loss), step)
     assert not report.skipped
     return report
 
@@ -75,7 +75,7 @@ def test_continued_run_has_the_bits_of_an_uninterrupted_one(
     start = weights_of(straight)
     for seed in range(2):
         _update(straight, seed)
-    straight.save_checkpoint(tmp_path / "checkpoint")
+    straight.snapshot().write(tmp_path / "checkpoint")
     resumed = _trainer(base, kind, tuning=tuning)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert resumed.version == 2
@@ -133,7 +133,7 @@ def test_checkpoint_of_another_kind_is_refused_by_name(
 ) -> None:
     saving = _trainer(base, kind)
     _update(saving, 0)
-    saving.save_checkpoint(tmp_path / "one")
+    saving.snapshot().write(tmp_path / "one")
     trainer = _trainer(base, other)
     before = weights_of(trainer)
     with pytest.raises(RatoonError) as caught:

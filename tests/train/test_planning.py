@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,10 @@ from ratoon.model.device_costs import H100_RATES, H200_RATES
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, SequenceSizes, measure
-from ratoon.rollout.limits import NO_LIMITS
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import plan_from_dict, plan_to_dict
+from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
-from ratoon.rollout.sharing import planned_prefixes
+from ratoon.rollout.sharing import share_as_planned
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
 from ratoon.train.config import LossKind, ParallelLayout, SharedTokens
@@ -32,6 +30,7 @@ from ratoon.train.planning import (
 )
 from tests.builders import group, limits, rollout
 from tests.model.test_activation_plan import QWEN3_8B
+from tests.plans import journaled
 from tests.train.trainer_runs import (
     FROZEN,
     assert_close,
@@ -58,16 +57,18 @@ def test_unshared_prefixes_change_nothing(
     loss = make_loss(batch, kind, shared_tokens=shared, kl=FROZEN)
     found: list[tuple[UpdatePlan, Any, Any]] = []
     for costs in (SHARES, GATED):
-        planner = Planner(candidates=(tokens,), costs=costs, limits=NO_LIMITS)
-        prepared = prepare.prepare(batch, loss, version=0, planner=planner)
-        plan = plan_from_dict(json.loads(json.dumps(plan_to_dict(prepared.plan))))
+        planner = Planner(devices=(Devices(candidates=(tokens,), costs=costs),))
+        prepared = prepare.prepare(batch, loss, version=0, plan=planner)
+        plan = journaled(prepared.plan)
         assert plan == prepared.plan
-        again = prepare.prepare_planned(batch, loss, plan, version=0)
+        again = prepare.prepare(batch, loss, version=0, plan=plan)
         np.testing.assert_array_equal(again.prefixes.lcp, prepared.prefixes.lcp)
         np.testing.assert_array_equal(again.columns.counted_J, prepared.columns.counted_J)
         assert again.counters == prepared.counters
-        forward = trainer.forward(batch, plan, with_entropy=False, use_reference=False)
-        report = trainer.forward_backward(batch, loss, plan)
+        forward = trainer.forward(
+            trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
+        )
+        report = trainer.forward_backward(trainer.prepare(batch, loss, plan))
         found.append((plan, forward.logprobs, (report, gradients_of(trainer))))
         trainer.discard_gradients()
     (whole, logprobs, (report, gradients)), (gated, others, (other, gated_gradients)) = found
@@ -82,10 +83,12 @@ def test_unshared_prefixes_change_nothing(
 def test_a_plan_of_more_sequences_is_an_error(base: FolderBase) -> None:
     trainer, batch = make_trainer(base), make_batch(3, num_groups=2)
     other = make_batch(3, num_groups=6)
-    plan, loss = trainer.plan_forward(other), make_loss(batch)
+    plan, loss = trainer.prepare_forward(other).plan, make_loss(batch)
     for run in (
-        lambda: trainer.forward(batch, plan, with_entropy=False, use_reference=False),
-        lambda: trainer.forward_backward(batch, loss, plan),
+        lambda: trainer.forward(
+            trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
+        ),
+        lambda: trainer.forward_backward(trainer.prepare(batch, loss, plan)),
     ):
         with pytest.raises(RatoonError) as caught:
             run()
@@ -93,8 +96,18 @@ def test_a_plan_of_more_sequences_is_an_error(base: FolderBase) -> None:
 
 
 def test_a_cpu_has_its_tokens_unless_others_are_asked_for() -> None:
-    assert cpu_planner(None).candidates == (CPU_TOKENS,) == (16_384,)
-    assert cpu_planner(77).candidates == (77,)
+    assert _of_one(cpu_planner(None)).candidates == (CPU_TOKENS,) == (16_384,)
+    assert _of_one(cpu_planner(77)).candidates == (77,)
+
+
+def _of_one(planner: Planner) -> Devices:
+    """What one device alone holds and costs."""
+    return planner.devices[0]
+
+
+def _with(planner: Planner, tokens: int) -> Planner:
+    """The same of micro-batches of so many tokens."""
+    return replace(planner, devices=(replace(_of_one(planner), candidates=(tokens,)),))
 
 
 def _device(tokens: int | None, gib: int) -> Planner:
@@ -115,12 +128,12 @@ def _groups(num_groups: int, prompt: int, count: int, length: int) -> RolloutBat
 
 
 def _seconds(plan: UpdatePlan, planner: Planner, batch: RolloutBatch) -> float:
-    prefixes: SortedPrefixes = planned_prefixes(sort_sequences(batch), plan)
+    prefixes: SortedPrefixes = share_as_planned(sort_sequences(batch), plan.unshared)
     sizes: SequenceSizes = measure(batch, prefixes)
     total = 0.0
     for part in plan.micro_batches:
         work = sizes.work(np.sort(prefixes.rank[list(part.sequences)]))
-        costs = planner.costs
+        costs = _of_one(planner).costs
         total += costs.streamed(work, part.stages) if part.stages else costs.packed(work)
     return total
 
@@ -133,15 +146,15 @@ def test_an_automatic_plan_is_the_cheapest(shape: tuple[int, int, int, int], gib
     planner, batch = _device(None, gib), _groups(*shape)
     kept_S = np.ones(batch.num_sequences, np.bool_)
     plan = planner.plan(batch, sort_sequences(batch), kept_S)
-    assert len(planner.candidates) > 2
-    assert plan.micro_batch_tokens in planner.candidates
+    assert len(_of_one(planner).candidates) > 2
+    assert plan.micro_batch_tokens in _of_one(planner).candidates
     seconds = [
         _seconds(
-            replace(planner, candidates=(tokens,)).plan(batch, sort_sequences(batch), kept_S),
+            _with(planner, tokens).plan(batch, sort_sequences(batch), kept_S),
             planner,
             batch,
         )
-        for tokens in planner.candidates
+        for tokens in _of_one(planner).candidates
     ]
     assert _seconds(plan, planner, batch) == min(seconds) < max(seconds)
 
@@ -155,10 +168,10 @@ def test_no_budget_between_the_candidates_is_much_cheaper(
     planner = device_planner(None, QWEN3_8B, *sizes, rates=H100_RATES, layers_are_trained=True)
     batch = _groups(*shape)
     prefixes, kept_S = sort_sequences(batch), np.ones(batch.num_sequences, np.bool_)
-    steps = np.geomspace(planner.candidates[0], planner.candidates[-1], 20)
+    steps = np.geomspace(_of_one(planner).candidates[0], _of_one(planner).candidates[-1], 20)
     least = min(
         _seconds(
-            replace(planner, candidates=(int(tokens),)).plan(batch, prefixes, kept_S),
+            _with(planner, int(tokens)).plan(batch, prefixes, kept_S),
             planner,
             batch,
         )
@@ -212,8 +225,8 @@ def _plan_of(planner: Planner, batch: RolloutBatch) -> UpdatePlan:
 
 
 def test_ranks_are_put_together_where_a_path_fits_none_of_them_alone() -> None:
-    most = _joint_planner(1, 10).limits.at_once
-    wider = {each.sequence_ranks: each.limits.at_once for each in _joint_planner(8, 10).wider}
+    most = _of_one(_joint_planner(1, 10)).limits.at_once
+    wider = {each.sequence_ranks: each.limits.at_once for each in _joint_planner(8, 10).devices[1:]}
     assert wider == {2: 2 * most, 4: 4 * most, 8: 8 * most}
     # Other ranks have work enough, so that nothing but its size speaks for it.
     rng = np.random.default_rng(0)
@@ -228,12 +241,12 @@ def test_ranks_are_put_together_where_a_path_fits_none_of_them_alone() -> None:
 def test_ranks_are_put_together_for_fewer_groups_than_ranks() -> None:
     long, many = _groups(1, 30_000, 1, 100), _groups(16, 1000, 8, 700)
     planner = _joint_planner(4, 60)
-    assert [each.sequence_ranks for each in (planner, *planner.wider)] == [1, 2, 4]
+    assert [each.sequence_ranks for each in planner.devices] == [1, 2, 4]
     assert _plan_of(planner, long).sequence_ranks == 4
     assert _plan_of(planner, many).sequence_ranks == 1
     costs = [
-        each._draft(long, sort_sequences(long), np.ones(1, np.bool_)).cost
-        for each in (planner, *planner.wider)
+        draft_plan(long, sort_sequences(long), np.ones(1, np.bool_), each, num_ranks=4).cost
+        for each in planner.devices
     ]
     # What is exchanged costs less than it saves, but not nothing.
     assert costs[0] / 4 < costs[2] < costs[1] < costs[0] < 4.5 * costs[2]
@@ -246,9 +259,7 @@ def test_ranks_that_run_a_group_together_have_the_room_of_sums_that_they_do_not_
     assert (cut.sequence_ranks, cut.is_one_backward) == (2, False)
     assert (whole.sequence_ranks, whole.is_one_backward) == (2, True)
     assert whole == _plan_of(large, batch)
-    kept_S = np.ones(batch.num_sequences, np.bool_)
-    later = small.with_only(large).plan(batch, sort_sequences(batch), kept_S, is_first=False)
-    assert later == cut
+    assert _plan_of(small.with_only(large).beside_sums(), batch) == cut
 
 
 def test_ranks_that_are_to_run_together_always_do() -> None:
@@ -263,18 +274,7 @@ def test_ranks_that_are_to_run_together_always_do() -> None:
         others = [part.sequences for part in plan.of_rank(rank ^ 1).micro_batches]
         assert own == others
         assert 0 < len(own) < len(sequences)
-    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
-
-
-def test_a_plan_whose_groups_of_ranks_overlap_is_refused() -> None:
-    plan = _plan_of(
-        _joint_planner(2, 60, ParallelLayout(num_workers=2, sequence_ranks=2)),
-        _groups(1, 100, 2, 30),
-    )
-    data: dict[str, Any] = plan_to_dict(plan)
-    data["micro_batches"][0]["rank"] = 1
-    with pytest.raises(RatoonError, match="sequence_ranks"):
-        plan_from_dict(data)
+    assert journaled(plan) == plan
 
 
 def test_groups_of_ranks_divide_the_ranks_and_the_heads() -> None:
@@ -290,12 +290,12 @@ def _cpu_plan(batch: RolloutBatch) -> UpdatePlan:
 
 
 def test_what_is_asked_for_is_taken_as_far_as_it_fits() -> None:
-    automatic = _device(None, 60)
+    automatic = _of_one(_device(None, 60))
     assert automatic.candidates[1] == most_tokens(QWEN3_8B, 60 * GIB, Kept.PRODUCTS)
     assert automatic.candidates[-1] == automatic.limits.at_once
-    assert _device(5000, 60).candidates == (5000,)
-    assert _device(10**9, 60).candidates == (automatic.limits.at_once,)
-    assert _device(10**9, 0).candidates == (1,)
+    assert _of_one(_device(5000, 60)).candidates == (5000,)
+    assert _of_one(_device(10**9, 60)).candidates == (automatic.limits.at_once,)
+    assert _of_one(_device(10**9, 0)).candidates == (1,)
 
 
 def test_short_prompts_of_long_responses_are_run_alone_on_a_device() -> None:

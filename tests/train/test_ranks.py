@@ -16,7 +16,6 @@ from ratoon.model.export import export_weights
 from ratoon.model.layer_shards import RING, LayerShards
 from ratoon.model.parts import Part, parts_of, shared_out
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
-from ratoon.rollout.plan import make_plan
 from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, ParallelLayout, Shard
@@ -25,6 +24,7 @@ from ratoon.train.layout import load
 from ratoon.train.numerics import device_model
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
+from tests.plans import make_plan
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
 from tests.train.rank_runs import (
@@ -120,7 +120,7 @@ def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
             loss = make_loss(batch)
             for one in (alone, trainer):
                 plan = one.prepare(batch, loss).plan
-                report = one.update(batch, loss, make_step(one, loss), plan)
+                report = one.update(one.prepare(batch, loss, plan), make_step(one, loss))
             assert {part.rank for part in plan.micro_batches} == {0, 1, 2}
             assert report.rank_gap == plan.rank_gap
             assert min(report.rank_seconds) > 0
@@ -139,7 +139,7 @@ def test_every_loss_in_a_window_of_two_calls(
             batch = make_batch(seed, **fields)
             loss = make_loss(batch, kind)
             plan = spread_over(trainer.prepare(batch, loss).plan, ranks)
-            trainer.forward_backward(batch, loss, plan)
+            trainer.forward_backward(trainer.prepare(batch, loss, plan))
         names = list(trainer.model.named_trainable())
         trainer.write_gradients(tmp_path / str(len(ranks)), names[:3])
         divisor = {"divide_constant": 8.0} if kind is LossKind.DR_GRPO else {}
@@ -200,13 +200,13 @@ def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_pat
     digests: list[str] = []
     with ranked(spec, 4, shard=Shard.GRADIENTS) as (trainer, _):
         update_over(trainer, 0, (0, 1, 2, 3))
-        trainer.save_checkpoint(tmp_path / "four")
+        trainer.snapshot().write(tmp_path / "four")
         assert len(list((tmp_path / "four").glob("states-*-of-00004.safetensors"))) == 4
         update_over(trainer, 1, (3,))
         digests.append(trainer.state_digest())
     with ranked(spec, 2, shard=Shard.WEIGHTS) as (trainer, _):
         trainer.load_checkpoint(tmp_path / "four")
-        trainer.save_checkpoint(tmp_path / "two")
+        trainer.snapshot().write(tmp_path / "two")
         update_over(trainer, 1, (1,))
         digests.append(trainer.state_digest())
         # A file of the other rank is damaged: it says so, and nothing changes anywhere.
@@ -225,10 +225,14 @@ def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_pat
 def test_a_forward_is_that_of_one_rank(pair: tuple[Trainer, Trainer]) -> None:
     alone, two = pair
     batch = make_batch(9)
-    plan = spread_over(alone.plan_forward(batch), (0, 1))
+    plan = spread_over(alone.prepare_forward(batch).plan, (0, 1))
     mine, one = (
-        two.forward(batch, plan, with_entropy=True, use_reference=True),
-        alone.forward(batch, spread_over(plan, (0,)), with_entropy=True, use_reference=True),
+        two.forward(two.prepare_forward(batch, plan), with_entropy=True, use_reference=True),
+        alone.forward(
+            alone.prepare_forward(batch, spread_over(plan, (0,))),
+            with_entropy=True,
+            use_reference=True,
+        ),
     )
     assert mine.entropy is not None
     assert one.entropy is not None
@@ -300,10 +304,10 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_none(
     with ranked(spec, 1, 100) as (alone, _):
         part = shared_out(parts_of(alone.model.named_trainable(), 100), 2)[owner][-1]
         alone.ranks.own.optimizer.state().exp_avg[part.name].fill_(3e38)
-        alone.save_checkpoint(tmp_path / "far")
+        alone.snapshot().write(tmp_path / "far")
     with ranked(spec, 2, 100, shard) as (two, _):
         assert not update_over(two, 1, (0, 1)).skipped
-        two.save_checkpoint(tmp_path / "sound")
+        two.snapshot().write(tmp_path / "sound")
         two.load_checkpoint(tmp_path / "far")
         before, weights = two.state_digest(), weights_of(two)
         report = update_over(two, 0, (0, 1), learning_rate=10.0)
@@ -326,7 +330,9 @@ def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
         assert any(part.stages for part in cuts.micro_batches)
         for trainer, ranks in zip(pair, ((0,), (1, 0, 0, 0)), strict=True):
             step = make_step(trainer, loss)
-            assert not trainer.update(batch, loss, step, spread_over(cuts, ranks)).skipped
+            assert not trainer.update(
+                trainer.prepare(batch, loss, spread_over(cuts, ranks)), step
+            ).skipped
     assert_close(weights_of(pair[1]), weights_of(pair[0]))
 
 

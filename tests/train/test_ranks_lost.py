@@ -49,10 +49,10 @@ def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
     parts[last] = replace(parts[last], packed_tokens=parts[last].packed_tokens + 1)
     damaged = replace(plan, micro_batches=tuple(parts))
     with pytest.raises(RatoonError, match="of another batch"):
-        two.update(batch, loss, make_step(two, loss), damaged)
+        two.update(two.prepare(batch, loss, damaged), make_step(two, loss))
     assert two.window_state is WindowState.EMPTY
     assert two.state_digest() == before
-    report = two.update(batch, loss, make_step(two, loss), plan)
+    report = two.update(two.prepare(batch, loss, plan), make_step(two, loss))
     assert not report.skipped
 
 
@@ -68,9 +68,7 @@ def test_a_pass_that_fails_on_one_rank_is_not_run_to_its_end_by_another(base: Fo
         done: list[int] = []
         with pytest.raises(RatoonError, match="of another batch"):
             two.forward_backward(
-                batch,
-                loss,
-                replace(plan, micro_batches=tuple(parts)),
+                two.prepare(batch, loss, replace(plan, micro_batches=tuple(parts))),
                 on_progress=lambda number, _planned, _tokens: done.append(number),
             )
         assert len(parts) // 2 > 10
@@ -89,10 +87,10 @@ def test_a_cancelled_update_leaves_every_rank_as_it_was(pair: tuple[Trainer, Tra
         return len(calls) > 1
 
     with pytest.raises(RatoonError) as caught:
-        two.update(batch, loss, make_step(two, loss), plan, is_cancelled=is_cancelled)
+        two.update(two.prepare(batch, loss, plan), make_step(two, loss), is_cancelled=is_cancelled)
     assert caught.value.code is ErrorCode.CANCELLED
     assert two.state_digest() == before
-    assert not two.update(batch, loss, make_step(two, loss), plan).skipped
+    assert not two.update(two.prepare(batch, loss, plan), make_step(two, loss)).skipped
 
 
 def test_a_rank_that_is_gone_is_an_error_and_no_wait(base: FolderBase) -> None:
@@ -132,7 +130,7 @@ def test_a_rank_that_dies_in_the_pass_is_waited_for_by_none(
                 peers[-1].kill()
 
         with pytest.raises((RuntimeError, OSError, CopyFailedError)):
-            trainer.forward_backward(batch, loss, plan, on_progress=kill)
+            trainer.forward_backward(trainer.prepare(batch, loss, plan), on_progress=kill)
 
 
 def test_a_rank_that_hangs_in_a_pass_that_is_cancelled_ends_the_exchange(
@@ -151,9 +149,6 @@ def test_a_rank_that_hangs_in_a_pass_that_is_cancelled_ends_the_exchange(
         started = time.monotonic()
         with pytest.raises(CopyFailedError, match="have not ended"):
             two.forward_backward(
-                batch,
-                loss,
-                two.prepare(batch, loss).plan,
-                is_cancelled=lambda: time.monotonic() > started + 1.0,
+                two.prepare(batch, loss), is_cancelled=lambda: time.monotonic() > started + 1.0
             )
         end.join()

@@ -137,8 +137,9 @@ def _logprobs(pair: Pair, paths: Sequence[Path]) -> list[NDArray[np.float64]]:
 def _run(pair: Pair, batch: RolloutBatch, request: LossRequest, tokens: int = WHOLE) -> StepReport:
     """One forward-backward in micro-batches of so many packed tokens."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    plan = prepare.prepare(batch, loss, version=0, planner=cpu_planner(tokens)).plan
-    return pair.trainer.forward_backward(batch, loss, plan)
+    trainer, plan = pair.trainer, cpu_planner(tokens)
+    prepared = prepare.prepare(batch, loss, version=trainer.version, plan=plan)
+    return trainer.forward_backward(prepared)
 
 
 def _expected(
@@ -257,7 +258,7 @@ def test_mask_that_leaves_no_token_warns(pair: Pair, level: CorrectionLevel) -> 
     assert report.correction_weight_mean
     assert not [text for text in report.warnings if "masks" in text]
     loss = resolve_loss(request, far, has_frozen_reference=True)
-    updated = pair.trainer.update(far, loss, step, pair.trainer.prepare(far, loss).plan)
+    updated = pair.trainer.update(pair.trainer.prepare(far, loss), step)
     assert len([text for text in updated.warnings if "leave none of" in text]) == 1
 
 
@@ -357,7 +358,6 @@ def test_forward_has_no_loss_and_without_trained_tokens_no_entropy(pair: Pair) -
         (np.zeros_like(batch.loss_mask), losses | {*_OF_WHAT_WAS_RUN}),
     ):
         masked = replace(batch, loss_mask=mask_J)
-        plan = pair.trainer.plan_forward(masked)
-        run = pair.trainer.forward
-        arrays = run(masked, plan, with_entropy=True, use_reference=False)
+        forward = pair.trainer.prepare_forward(masked)
+        arrays = pair.trainer.forward(forward, with_entropy=True, use_reference=False)
         assert _absent(arrays.report) == absent

@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_those_of_each_rollout_alone(
     loss = resolve_loss(REQUEST, batch, has_frozen_reference=True)
     plan = plan_of(batch, budget, costs)
     assert (costs is EAGER) == any(part.stages for part in plan.micro_batches)
-    report = expert_pair.trainer.forward_backward(batch, loss, plan)
+    report = expert_pair.trainer.forward_backward(expert_pair.trainer.prepare(batch, loss, plan))
     paths = paths_of(batch)
     frozen = hf.all_logprobs(expert_pair.initial, [replace(path, routes=None) for path in paths])
     with_reference = [
@@ -147,7 +147,7 @@ def test_routes_change_the_gradient(expert_pair: Pair) -> None:
 def test_a_forward_is_of_the_routes_and_a_reference_of_its_own(expert_pair: Pair) -> None:
     batch = routed(random_batch_near(expert_pair, 6))
     paths, trainer = paths_of(batch), expert_pair.trainer
-    run = partial(trainer.forward, batch, trainer.plan_forward(batch), with_entropy=False)
+    run = partial(trainer.forward, trainer.prepare_forward(batch), with_entropy=False)
     for use_reference in (False, True):
         got = run(use_reference=use_reference)
         seen = [replace(path, routes=None) for path in paths] if use_reference else paths
@@ -182,9 +182,9 @@ def test_ranks_replay_as_one_device(tmp_path: Path, is_joint: bool) -> None:
         else:
             plan = plan_of(batch, 40, num_ranks=2)
             assert {part.rank for part in plan.micro_batches} == {0, 1}
-        report = many.forward_backward(batch, loss, plan)
+        report = many.forward_backward(many.prepare(batch, loss, plan))
         sums = [*many.ranks.all("sums_of", [*many.model.named_trainable()])]
-    one = alone.forward_backward(batch, loss, plan_of(batch, WHOLE))
+    one = alone.forward_backward(alone.prepare(batch, loss, plan_of(batch, WHOLE)))
     assert (report.route_mismatch, report.route_conflicts) == (
         one.route_mismatch,
         one.route_conflicts,

@@ -66,7 +66,7 @@ def _run(
 ) -> StepReport:
     plan = plan_of(batch, budget, costs)
     assert (costs is EAGER) == any(part.stages for part in plan.micro_batches)
-    return trainer.forward_backward(batch, _loss(batch), plan)
+    return trainer.forward_backward(trainer.prepare(batch, _loss(batch), plan))
 
 
 def _assert_routers(report: StepReport, expected: Sequence[RouterReport]) -> None:
@@ -113,7 +113,9 @@ def test_a_pass_that_stops_half_way_leaves_no_counts(expert_pair: Pair) -> None:
             raise OSError("stopped")
 
     with pytest.raises(OSError, match="stopped"):
-        expert_pair.trainer.forward_backward(batch, _loss(batch), plan, on_progress=fail)
+        expert_pair.trainer.forward_backward(
+            expert_pair.trainer.prepare(batch, _loss(batch), plan), on_progress=fail
+        )
     expert_pair.discard()
     _assert_routers(_run(expert_pair.trainer, batch), _expected(expert_pair.oracle.model, [batch]))
 
@@ -130,7 +132,7 @@ def test_routers_of_ranks_add_up(tmp_path: Path, is_joint: bool) -> None:
         else:
             plan = plan_of(batch, 40, num_ranks=2)
             assert {part.rank for part in plan.micro_batches} == {0, 1}
-        report = many.forward_backward(batch, _loss(batch), plan)
+        report = many.forward_backward(many.prepare(batch, _loss(batch), plan))
     _assert_routers(report, _run(alone, batch).routers)
 
 

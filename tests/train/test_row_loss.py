@@ -14,7 +14,6 @@ from torch import Tensor
 from ratoon.model.spec import FolderBase, LoraTuning
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import passes, prepare
 from ratoon.train.config import (
@@ -34,6 +33,7 @@ from ratoon.train.loss.spec import Loss
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.trainer import Trainer
 from ratoon_kernels.token_logprobs import reference
+from tests.plans import make_plan
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
 from tests.train.trainer_runs import gradients_of, make_batch, make_loss, make_trainer
@@ -74,7 +74,7 @@ def _run(
     trainer: Trainer, batch: RolloutBatch, loss: Loss, budget: int
 ) -> tuple[dict[str, Tensor], StepReport]:
     trainer.discard_gradients()
-    report = trainer.forward_backward(batch, loss, _plan(batch, loss, budget))
+    report = trainer.forward_backward(trainer.prepare(batch, loss, _plan(batch, loss, budget)))
     return gradients_of(trainer), report
 
 

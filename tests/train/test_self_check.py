@@ -16,9 +16,8 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model import layers
 from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, PresetBase
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.waves import cut_into_stages
 from ratoon.train import passes, self_check
 from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind, SharedTokens
@@ -57,7 +56,7 @@ def watched(base: Any, *, every: int = 1, **options: Any) -> Trainer:
 def run(trainer: Trainer, batch: RolloutBatch, kind: LossKind, **changes: Any) -> StepReport:
     """One forward-backward whose gradients are let go."""
     loss = make_loss(batch, kind, **changes)
-    report = trainer.forward_backward(batch, loss, trainer.prepare(batch, loss).plan)
+    report = trainer.forward_backward(trainer.prepare(batch, loss))
     trainer.discard_gradients()
     return report
 
@@ -171,7 +170,7 @@ def test_the_gradient_is_that_of_the_rollout_alone(base: FolderBase) -> None:
     batch = make_batch(8)
     loss = make_loss(batch, LossKind.REINFORCE)
     prepared = trainer.prepare(batch, loss)
-    sequence = sample_rollout(prepared, trainer.spec.model.seed, 0)
+    sequence = sample_rollout(prepared, trainer.spec.model.seed)
     assert sequence is not None
     assert batch.advantages is not None
     norms: list[float] = []
@@ -186,7 +185,7 @@ def test_the_gradient_is_that_of_the_rollout_alone(base: FolderBase) -> None:
     only = np.zeros_like(batch.advantages)
     only[start:stop] = batch.advantages[start:stop]
     alone = replace(batch, advantages=only)
-    trainer.forward_backward(alone, loss, prepared.plan)
+    trainer.forward_backward(trainer.prepare(alone, loss, prepared.plan))
     expected = float(np.linalg.norm([float(g.norm()) for g in gradients_of(trainer).values()]))
     trainer.discard_gradients()
     trainer.spec = replace(trainer.spec, self_check_every=1)
@@ -205,10 +204,9 @@ def _three_updates(base: FolderBase, every: int, **options: Any) -> tuple[Traine
     for seed in range(3):
         batch = make_batch(seed)
         loss = make_loss(batch)
-        plan = trainer.prepare(batch, loss).plan
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002
-        report = trainer.forward_backward(batch, loss, plan)
+        report = trainer.forward_backward(trainer.prepare(batch, loss))
         window = (trainer.window_state, trainer._window.totals)
         sums = {name: tensor.clone() for name, tensor in trainer.ranks.own.gradients.sums().items()}
         drawn = (torch.rand(3), np.random.rand(3).tolist())  # noqa: NPY002
@@ -267,7 +265,7 @@ def test_nothing_is_compiled_for_it(
 
 def _checkpoint(trainer: Trainer, folder: Path) -> dict[str, bytes]:
     """Weights, moments and version, as they are written."""
-    trainer.save_checkpoint(folder)
+    trainer.snapshot().write(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -275,14 +273,14 @@ def test_it_comes_every_k_versions_and_once_a_window(base: FolderBase) -> None:
     trainer = watched(base, every=3)
     batch = make_batch(1)
     loss = make_loss(batch)
-    plan = trainer.prepare(batch, loss).plan
     seen = [
-        trainer.update(batch, loss, make_step(trainer, loss), plan).self_check for _ in range(7)
+        trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss)).self_check
+        for _ in range(7)
     ]
     assert [one is not None for one in seen] == [True, False, False, True, False, False, True]
     trainer.version = 9
-    first = trainer.forward_backward(batch, loss, plan)
-    second = trainer.forward_backward(batch, loss, plan)
+    first = trainer.forward_backward(trainer.prepare(batch, loss))
+    second = trainer.forward_backward(trainer.prepare(batch, loss))
     assert first.self_check is not None
     assert second.self_check is None
 
@@ -291,9 +289,13 @@ def test_the_same_version_samples_the_same_rollout(base: FolderBase) -> None:
     trainer = watched(base, every=0)
     batch = make_batch(2)
     prepared = trainer.prepare(batch, make_loss(batch))
-    drawn = [sample_rollout(prepared, 7, version) for version in range(40)]
-    assert drawn == [sample_rollout(prepared, 7, version) for version in range(40)]
-    assert drawn != [sample_rollout(prepared, 8, version) for version in range(40)]
+
+    def draw(seed: int) -> list[int | None]:
+        return [sample_rollout(replace(prepared, version=each), seed) for each in range(40)]
+
+    drawn = draw(7)
+    assert drawn == draw(7)
+    assert drawn != draw(8)
     counted = prepared.columns.counted_J
     offsets = batch.response_offsets
     for sequence in set(drawn):
@@ -360,7 +362,9 @@ def test_a_streamed_micro_batch_is_compared_as_it_is_run(
         found: list[SelfCheckReport] = []
         for version in range(8):
             trainer.version = version
-            found.append(self_check_of(trainer.forward_backward(batch, loss, plan)))
+            found.append(
+                self_check_of(trainer.forward_backward(trainer.prepare(batch, loss, plan)))
+            )
             trainer.discard_gradients()
         return found
 
@@ -393,12 +397,11 @@ def test_too_little_memory_is_a_warning(
     monkeypatch.setattr(self_check, "forward_backward_pass", starved)
     batch = make_batch(5)
     loss = make_loss(batch)
-    plan = trainer.prepare(batch, loss).plan
-    report = trainer.forward_backward(batch, loss, plan)
+    report = trainer.forward_backward(trainer.prepare(batch, loss))
     assert report.self_check is None
     assert "the self-check of version 0 did not run: out of device memory" in report.warnings
     assert len(calls) == 2
-    plain.forward_backward(batch, loss, plan)
+    plain.forward_backward(plain.prepare(batch, loss))
     assert_equal(gradients_of(trainer), gradients_of(plain))
 
 
@@ -406,9 +409,8 @@ def test_a_cancel_during_it_leaves_the_window_empty(base: FolderBase) -> None:
     trainer = watched(base)
     batch = make_batch(5)
     loss = make_loss(batch)
-    plan = trainer.prepare(batch, loss).plan
     with pytest.raises(RatoonError, match="cancelled after 0 of 1"):
-        trainer.forward_backward(batch, loss, plan, is_cancelled=lambda: True)
+        trainer.forward_backward(trainer.prepare(batch, loss), is_cancelled=lambda: True)
     assert trainer.window_state is WindowState.EMPTY
     assert all(p.grad is None for p in trainer.model.named_trainable().values())
 

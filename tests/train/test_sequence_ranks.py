@@ -18,7 +18,6 @@ from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan, plan_from_dict, plan_to_dict
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
 from ratoon.train.config import (
@@ -34,6 +33,7 @@ from ratoon.train.loss.spec import Loss
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.trainer import Trainer
+from tests.plans import journaled, make_plan
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
 from tests.train.rank_runs import PipePeer, ranked, together, weights_of
@@ -61,7 +61,9 @@ def _update(
     trainer: Trainer, batch: RolloutBatch, loss: Loss, plan: UpdatePlan, **options: Any
 ) -> StepReport:
     divisor = {"divide_constant": 8.0} if loss.kind is LossKind.DR_GRPO else {}
-    return trainer.update(batch, loss, make_step(trainer, loss, **divisor), plan, **options)
+    return trainer.update(
+        trainer.prepare(batch, loss, plan), make_step(trainer, loss, **divisor), **options
+    )
 
 
 def _assert_same_updates(
@@ -177,8 +179,8 @@ def test_a_forward_is_that_of_one_device(base: FolderBase) -> None:
             plan = _plan(batch, make_loss(batch), budget, costs)
             for use_reference in (False, True):
                 options: dict[str, Any] = {"with_entropy": True, "use_reference": use_reference}
-                one = alone.forward(batch, plan, **options)
-                mine = two.forward(batch, together(plan, 2), **options)
+                one = alone.forward(alone.prepare_forward(batch, plan), **options)
+                mine = two.forward(two.prepare_forward(batch, together(plan, 2)), **options)
                 assert mine.entropy is not None
                 assert one.entropy is not None
                 assert np.allclose(mine.logprobs, one.logprobs, rtol=1e-12, atol=1e-12)
@@ -208,7 +210,7 @@ def test_its_own_plan_puts_ranks_together_for_one_group(base: FolderBase) -> Non
         loss = make_loss(batch)
         plan = two.prepare(batch, loss).plan
         assert (plan.sequence_ranks, len(plan.micro_batches)) == (2, 1)
-        assert plan_from_dict(plan_to_dict(plan)) == plan
+        assert journaled(plan) == plan
         _update(two, batch, loss, plan)
         _update(alone, batch, loss, alone.prepare(batch, loss).plan)
         assert_close(weights_of(two), weights_of(alone))

@@ -143,7 +143,7 @@ def test_update_is_guarded_too(base: FolderBase) -> None:
     loss = make_loss(batch)
     digest = trainer.state_digest()
     step = make_step(trainer, loss, max_grad_norm=1e-12)
-    report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+    report = trainer.update(trainer.prepare(batch, loss), step)
     _assert_skipped(trainer, report, SkipReason.GRADIENT_NORM, digest)
     assert report.grad_norm is not None
     assert report.grad_norm > 1e-9
@@ -214,7 +214,7 @@ def _step_of(trainer: Trainer, advantage: float, **step: Any) -> StepReport:
     batch = replace(batch, advantages=(batch.advantages * advantage).astype(np.float32))
     loss = make_loss(batch)
     asked = make_step(trainer, loss, max_grad_norm=0.0, **step)
-    return trainer.update(batch, loss, asked, trainer.prepare(batch, loss).plan)
+    return trainer.update(trainer.prepare(batch, loss), asked)
 
 
 @pytest.mark.parametrize("tuning", [FullTuning(), LoraTuning(rank=2, alpha=4.0)])
@@ -261,7 +261,7 @@ def test_step_after_weights_came_from_elsewhere_is_judged_by_those(
     """Their first moments came with them: by what was known before, the step would be finite."""
     far, trainer = (make_trainer(base, dtype=ModelDtype.FLOAT32) for _ in range(2))
     assert not _step_of(far, 1e9, learning_rate=0.0).skipped
-    far.save_checkpoint(tmp_path / "far")
+    far.snapshot().write(tmp_path / "far")
     assert not _step_of(trainer, 1.0, learning_rate=1e-3).skipped
     if change == "checkpoint":
         trainer.load_checkpoint(tmp_path / "far")
@@ -289,12 +289,11 @@ def test_window_without_a_gradient_is_stepped_on_only_where_asked(
     batch = replace(batch, advantages=np.zeros_like(batch.advantages))
     loss = make_loss(batch, kind)
     digest, before = trainer.state_digest(), weights_of(trainer)
-    plan = trainer.prepare(batch, loss).plan
-    report = trainer.update(batch, loss, make_step(trainer, loss), plan)
+    report = trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
     _assert_skipped(trainer, report, SkipReason.ZERO_GRADIENT, digest)
     assert (report.grad_norm, trainer.version) == (0.0, 1)
     step = make_step(trainer, loss, step_on_zero_gradient=True)
-    report = trainer.update(batch, loss, step, plan)
+    report = trainer.update(trainer.prepare(batch, loss), step)
     assert (report.skipped, report.grad_norm, trainer.version) == (False, 0.0, 2)
     assert not any("was skipped" in warning for warning in report.warnings)
     assert any(not torch.equal(now, before[name]) for name, now in weights_of(trainer).items())

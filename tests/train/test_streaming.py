@@ -17,7 +17,6 @@ from ratoon.model.spec import LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
 from ratoon.train.config import (
@@ -38,6 +37,7 @@ from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
 from tests.equivalence import assert_close, paths_of
 from tests.oracle import hf
+from tests.plans import make_plan
 from tests.rollout.stages import num_ancestors
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (
@@ -91,7 +91,7 @@ def _check(
     loss = resolve_loss(request, batch, has_frozen_reference=True)
     plan = _plan(batch, loss, budget, costs)
     assert _depth(plan) > 0, "nothing is streamed"
-    report = pair.trainer.forward_backward(batch, loss, plan)
+    report = pair.trainer.forward_backward(pair.trainer.prepare(batch, loss, plan))
     paths = paths_of(batch)
     if request.kl is not None and request.kl.reference is ReferenceKind.FROZEN:
         frozen = hf.all_logprobs(pair.initial, paths)
@@ -200,7 +200,11 @@ def test_streamed_forward_gives_the_packed_logprobs(pair: Pair) -> None:
     assert _depth(streamed) > 1
     for use_reference in (False, True):
         got, expected = (
-            pair.trainer.forward(batch, plan, with_entropy=True, use_reference=use_reference)
+            pair.trainer.forward(
+                pair.trainer.prepare_forward(batch, plan),
+                with_entropy=True,
+                use_reference=use_reference,
+            )
             for plan in (streamed, make_plan(batch, prefixes, is_run_S, WHOLE))
         )
         assert np.abs(expected.logprobs).max() > 1

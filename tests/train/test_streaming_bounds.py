@@ -32,7 +32,6 @@ from ratoon.model.streamed_attention import LayerStage
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.rollout.waves import peak_tokens
@@ -43,6 +42,7 @@ from ratoon.train.trainer import Trainer
 from tests.builders import group, limits, rollout
 from tests.equivalence import relative_errors
 from tests.model.compiled import eager_graphs
+from tests.plans import make_plan
 from tests.rollout.stages import held_tokens, num_ancestors
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_loss, make_step, make_trainer
@@ -76,7 +76,7 @@ def _plan(batch: RolloutBatch, budget: int) -> UpdatePlan:
 
 
 def _gradients(trainer: Trainer, batch: RolloutBatch, budget: int) -> dict[str, Tensor]:
-    trainer.forward_backward(batch, make_loss(batch), _plan(batch, budget))
+    trainer.forward_backward(trainer.prepare(batch, make_loss(batch), _plan(batch, budget)))
     grads = {
         name: p.grad.clone()
         for name, p in trainer.model.named_trainable().items()
@@ -172,7 +172,7 @@ def test_each_packed_token_is_computed_once(
         *((60, 0, True), *[(40, 60, False)] * 4),
     ]
     counts.clear()
-    trainer.forward(batch, plan, with_entropy=False, use_reference=False)
+    trainer.forward(trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False)
     assert sum(counts) == plan.packed_tokens == 220
 
 
@@ -186,7 +186,9 @@ def test_a_cancel_ends_a_streamed_group_between_stages(trainer: Trainer) -> None
 
     loss = make_loss(batch)
     with pytest.raises(RatoonError) as caught:
-        trainer.forward_backward(batch, loss, _plan(batch, 100), is_cancelled=is_cancelled)
+        trainer.forward_backward(
+            trainer.prepare(batch, loss, _plan(batch, 100)), is_cancelled=is_cancelled
+        )
     assert caught.value.code is ErrorCode.CANCELLED
     # Once before the micro-batch, and before the third of its five stages.
     assert len(asked) == 4
@@ -209,7 +211,7 @@ def test_stacks_go_with_the_stages_and_wait_for_no_collector(
     gc.collect()
     gc.disable()
     try:
-        trainer.forward_backward(batch, make_loss(batch), _plan(batch, 100))
+        trainer.forward_backward(trainer.prepare(batch, make_loss(batch), _plan(batch, 100)))
         assert made
         assert all(stacks() is None for stacks in made)
     finally:
@@ -308,7 +310,8 @@ def test_what_an_abandoned_stream_left_on_the_host_is_let_go(trainer: Trainer) -
 
         with pytest.raises(RatoonError):
             trainer.forward_backward(
-                batch, make_loss(batch), _plan(batch, 92), is_cancelled=is_cancelled
+                trainer.prepare(batch, make_loss(batch), _plan(batch, 92)),
+                is_cancelled=is_cancelled,
             )
         assert max(asked) > 0
         trainer.discard_gradients()
@@ -325,7 +328,7 @@ def test_streamed_updates_repeat_their_bits(tmp_path: Path) -> None:
     for _ in range(2):
         trainer = make_trainer(folder)
         loss = make_loss(batch, LossKind.GRPO)
-        trainer.update(batch, loss, make_step(trainer, loss), _plan(batch, 92))
+        trainer.update(trainer.prepare(batch, loss, _plan(batch, 92)), make_step(trainer, loss))
         states.append({name: p.clone() for name, p in trainer.model.named_trainable().items()})
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 

@@ -63,7 +63,7 @@ def test_a_window_of_two_calls_is_the_call_of_both(
     together, apart = make_trainer(base), make_trainer(base)
     loss = make_loss(whole, LossKind.PPO_CLIP, token_weight=token_weight)
     step = make_step(together, loss, divide_by=divide_by)
-    expected = together.update(whole, loss, step, together.prepare(whole, loss).plan)
+    expected = together.update(together.prepare(whole, loss), step)
     for part in _split(groups, 2):
         forward_backward(apart, part, make_loss(part, LossKind.PPO_CLIP, token_weight=token_weight))
     report = apart.optim_step(step)
@@ -89,7 +89,7 @@ def test_a_group_in_two_calls_is_one_group(base: FolderBase) -> None:
     together, apart = make_trainer(base), make_trainer(base)
     loss = make_loss(whole)
     step = make_step(together, loss, divide_by=DivideBy.GROUPS)
-    expected = together.update(whole, loss, step, together.prepare(whole, loss).plan)
+    expected = together.update(together.prepare(whole, loss), step)
     for part in parts:
         batch = validate_groups([part], builders.limits(vocab_size=64))
         forward_backward(apart, batch, make_loss(batch))
@@ -101,10 +101,10 @@ def test_token_weights_of_a_window_may_not_mix(base: FolderBase) -> None:
     forward_backward(trainer, batch, make_loss(batch, LossKind.PPO_CLIP))
     before = gradients_of(trainer)
     other = make_loss(batch, LossKind.GRPO)
-    plan = trainer.plan_forward(batch)
+    plan = trainer.prepare_forward(batch).plan
     for call in (
         lambda: trainer.prepare(batch, other),
-        lambda: trainer.forward_backward(batch, other, plan),
+        lambda: trainer.forward_backward(trainer.prepare(batch, other, plan)),
     ):
         with pytest.raises(RatoonError) as caught:
             call()
@@ -132,15 +132,15 @@ def test_empty_and_open_windows_are_told_apart(base: FolderBase) -> None:
         with pytest.raises(RatoonError) as caught:
             call()
         assert caught.value.code is ErrorCode.WINDOW_EMPTY
-    trainer.forward_backward(batch, loss, plan)
+    trainer.forward_backward(trainer.prepare(batch, loss, plan))
     before = gradients_of(trainer)
     with pytest.raises(RatoonError) as caught:
-        trainer.update(batch, loss, step, plan)
+        trainer.update(trainer.prepare(batch, loss, plan), step)
     assert caught.value.code is ErrorCode.WINDOW_OPEN
     assert_equal(gradients_of(trainer), before)
     trainer.discard_gradients()
     assert trainer.window_state is WindowState.EMPTY
-    assert not trainer.update(batch, loss, step, plan).skipped
+    assert not trainer.update(trainer.prepare(batch, loss, plan), step).skipped
 
 
 def test_discarded_gradients_leave_no_trace(base: FolderBase) -> None:
@@ -149,7 +149,7 @@ def test_discarded_gradients_leave_no_trace(base: FolderBase) -> None:
     forward_backward(one, other, make_loss(other, entropy_coefficient=1.0))
     one.discard_gradients()
     for trainer in (one, two):
-        trainer.update(batch, loss, make_step(trainer, loss), trainer.prepare(batch, loss).plan)
+        trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
     assert_equal(weights_of(one), weights_of(two))
 
 
@@ -195,10 +195,8 @@ def test_cancelled_update_leaves_everything_as_it_was(base: FolderBase, after: i
     limit = min(after, len(plan.micro_batches))
     with pytest.raises(RatoonError) as caught:
         trainer.update(
-            batch,
-            loss,
+            trainer.prepare(batch, loss, plan),
             make_step(trainer, loss),
-            plan,
             on_progress=lambda *now: seen.append(now),
             is_cancelled=lambda: seen[-1][0] >= limit,
         )
@@ -226,9 +224,7 @@ def test_non_finite_numbers_skip_the_step(base: FolderBase) -> None:
     batch = validate_groups([builders.group([1], [rollout])], builders.limits(vocab_size=64))
     loss = make_loss(batch, LossKind.REINFORCE)
     before = weights_of(trainer)
-    report = trainer.update(
-        batch, loss, make_step(trainer, loss), trainer.prepare(batch, loss).plan
-    )
+    report = trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
     assert report.skipped
     assert report.skip_reason is SkipReason.NON_FINITE_LOSS
     assert any("not finite" in warning for warning in report.warnings)
@@ -237,7 +233,7 @@ def test_non_finite_numbers_skip_the_step(base: FolderBase) -> None:
     assert_equal(weights_of(trainer), before)
     good = make_batch(1)
     fine = make_loss(good)
-    after = trainer.update(good, fine, make_step(trainer, fine), trainer.prepare(good, fine).plan)
+    after = trainer.update(trainer.prepare(good, fine), make_step(trainer, fine))
     assert not after.skipped
     assert trainer.version == 1
 
@@ -258,7 +254,9 @@ def test_an_update_of_which_nothing_remains_is_a_skipped_step(
     before = weights_of(trainer)
     plan = trainer.prepare(batch, loss).plan
     assert plan.micro_batches == ()
-    report = trainer.update(batch, loss, make_step(trainer, loss, divide_constant=constant), plan)
+    report = trainer.update(
+        trainer.prepare(batch, loss, plan), make_step(trainer, loss, divide_constant=constant)
+    )
     assert report.skipped
     assert report.skip_reason is SkipReason.NO_TOKENS
     assert report.grad_norm is None
@@ -285,8 +283,7 @@ def test_report_counts_what_was_done(base: FolderBase) -> None:
     loss = make_loss(
         batch, staleness=Staleness(max_versions=2, action=StalenessAction.DROP), kl=FROZEN
     )
-    plan = trainer.prepare(batch, loss).plan
-    report = trainer.update(batch, loss, make_step(trainer, loss), plan)
+    report = trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
     assert trainer.version == 4
     assert report.dropped_stale == 1
     assert (report.num_groups, report.num_sequences, report.trained_tokens) == (1, 2, 6)
@@ -314,12 +311,8 @@ def test_report_losses_are_divided_as_the_gradient(base: FolderBase) -> None:
     """On policy r is 1, so grpo's loss is minus the mean over sequences of the mean advantage."""
     trainer, batch = make_trainer(base), make_batch(12)
     loss = make_loss(batch, entropy_coefficient=0.1)
-    arrays = trainer.forward(
-        batch, trainer.plan_forward(batch), with_entropy=True, use_reference=False
-    )
-    report = trainer.update(
-        batch, loss, make_step(trainer, loss), trainer.prepare(batch, loss).plan
-    )
+    arrays = trainer.forward(trainer.prepare_forward(batch), with_entropy=True, use_reference=False)
+    report = trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
     assert batch.advantages is not None
     assert arrays.entropy is not None
     means, entropies = [], []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ratoon.model.spec import FolderBase, LoraTuning
-from ratoon.train.report import flops
+from ratoon.train.report import usage as flops
 from tests.train.trainer_runs import make_batch, make_trainer
 
 # Response lengths of a recorded group of 32 with a prompt of 5,059 tokens.
@@ -78,7 +78,7 @@ def test_geometry_is_read_off_the_model(base: FolderBase) -> None:
 
 def test_logical_work_is_replicated_and_not_causal(base: FolderBase) -> None:
     trainer, batch = make_trainer(base, tokens=30), make_batch(0)
-    plan = trainer.plan_forward(batch)
+    plan = trainer.prepare_forward(batch).plan
     work = flops.logical_work(batch, plan)
     lengths = [len(batch.sequence_tokens(s)) for part in plan.micro_batches for s in part.sequences]
     assert work.tokens == sum(lengths) == plan.unshared_tokens

@@ -13,7 +13,6 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import plan_from_dict, plan_to_dict
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.config import (
     AdvantageKind,
@@ -31,6 +30,7 @@ from ratoon.train.config import (
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.trainer import Trainer
 from tests import builders
+from tests.plans import journaled
 from tests.train.trainer_runs import (
     FROM_FORWARD,
     FROZEN,
@@ -89,7 +89,7 @@ def test_each_step_has_its_own_learning_rate(base: FolderBase) -> None:
         loss = make_loss(batch)
         before = weights_of(trainer)
         step = make_step(trainer, loss, learning_rate=rate, weight_decay=0.0)
-        trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+        trainer.update(trainer.prepare(batch, loss), step)
         after = weights_of(trainer)
         moves.append(max(float((after[n] - before[n]).abs().max()) for n in before))
     assert moves[0] == pytest.approx(1e-3, rel=1e-3)
@@ -104,16 +104,20 @@ def test_first_ratio_is_exactly_one_from_forward(
 ) -> None:
     """Traps 2 and 4: old and new log-probs take one path through one plan, and stay float32."""
     trainer, batch = make_trainer(base, dtype=dtype, tokens=48), make_batch(9, num_groups=6)
-    plan = trainer.plan_forward(batch)
+    plan = trainer.prepare_forward(batch).plan
     assert len(plan.micro_batches) > 1
-    old = trainer.forward(batch, plan, with_entropy=True, use_reference=False)
+    old = trainer.forward(
+        trainer.prepare_forward(batch, plan), with_entropy=True, use_reference=False
+    )
     assert old.logprobs.dtype == np.float32
     assert (old.logprobs[~batch.loss_mask] == 0).all()
     assert (old.logprobs[batch.loss_mask] < 0).all()
     loss = make_loss(batch, kind, old_logprobs=FROM_FORWARD)
-    recorded = plan_from_dict(plan_to_dict(plan))
-    assert recorded == trainer.prepare(batch, loss).plan
-    report = trainer.forward_backward(batch, loss, recorded, old_logprobs_J=old.logprobs)
+    recorded = journaled(plan)
+    assert recorded == trainer.prepare(batch, loss, old_logprobs_J=old.logprobs).plan
+    report = trainer.forward_backward(
+        trainer.prepare(batch, loss, recorded, old_logprobs_J=old.logprobs)
+    )
     assert report.ratio_max == 1.0
     assert report.clip_fraction_low == report.clip_fraction_high == 0.0
     by_ratio = _ratio_spread(trainer, batch, old.logprobs)
@@ -122,7 +126,7 @@ def test_first_ratio_is_exactly_one_from_forward(
     if dtype is ModelDtype.FLOAT32:
         gradients = gradients_of(trainer)
         trainer.discard_gradients()
-        trainer.forward_backward(batch, make_loss(batch, kind), recorded)
+        trainer.forward_backward(trainer.prepare(batch, make_loss(batch, kind), recorded))
         assert_equal(gradients_of(trainer), gradients)
 
 
@@ -136,11 +140,13 @@ def test_an_update_on_policy_is_one_from_a_forward(
     for old in (FROM_FORWARD, ON_POLICY):
         trainer = make_trainer(base, dtype=ModelDtype.BFLOAT16, tokens=48)
         loss = make_loss(batch, old_logprobs=old, correction=correction)
-        plan, arrays = trainer.prepare(batch, loss).plan, None
+        forward, arrays = trainer.prepare_forward(batch), None
         if old is FROM_FORWARD:
-            arrays = trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
+            arrays = trainer.forward(forward, with_entropy=False, use_reference=False).logprobs
         step = make_step(trainer, loss)
-        report = trainer.update(batch, loss, step, plan, old_logprobs_J=arrays)
+        report = trainer.update(
+            trainer.prepare(batch, loss, forward.plan, old_logprobs_J=arrays), step
+        )
         assert report.ratio_min == report.ratio_max == 1.0
         assert report.correction_weight_mean != 1.0
         digests.append(trainer.state_digest())
@@ -149,9 +155,7 @@ def test_an_update_on_policy_is_one_from_a_forward(
 
 def _ratio_spread(trainer: Trainer, batch: RolloutBatch, old_J: NDArray[np.floating]) -> float:
     """max |log r| of a second Forward against the first."""
-    again = trainer.forward(
-        batch, trainer.plan_forward(batch), with_entropy=False, use_reference=False
-    )
+    again = trainer.forward(trainer.prepare_forward(batch), with_entropy=False, use_reference=False)
     assert again.entropy is None
     return float(np.abs(again.logprobs - old_J).max())
 
@@ -161,7 +165,7 @@ def test_ratio_is_near_one_under_another_plan(base: FolderBase) -> None:
     batch = make_batch(9, num_groups=6)
     coarse, fine = (make_trainer(base, dtype=ModelDtype.FLOAT32, tokens=t) for t in (10_000, 8))
     one, two = (
-        t.forward(batch, t.plan_forward(batch), with_entropy=False, use_reference=False).logprobs
+        t.forward(t.prepare_forward(batch), with_entropy=False, use_reference=False).logprobs
         for t in (coarse, fine)
     )
     assert np.abs(np.expm1(one.astype(np.float64) - two)).max() <= 1e-5
@@ -186,12 +190,18 @@ def test_frozen_reference_stays_what_the_policy_was(
     trainer, batch = make_trainer(base, tuning=tuning), make_batch(10)
     loss = make_loss(batch, kl=FROZEN)
     plan = trainer.prepare(batch, loss).plan
-    start = trainer.forward(batch, plan, with_entropy=False, use_reference=True).logprobs
-    first = trainer.update(batch, loss, make_step(trainer, loss, learning_rate=5e-2), plan)
+    start = trainer.forward(
+        trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=True
+    ).logprobs
+    first = trainer.update(
+        trainer.prepare(batch, loss, plan), make_step(trainer, loss, learning_rate=5e-2)
+    )
     assert first.kl == pytest.approx(0.0, abs=1e-14)
-    again = trainer.forward(batch, plan, with_entropy=False, use_reference=True).logprobs
+    again = trainer.forward(
+        trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=True
+    ).logprobs
     np.testing.assert_array_equal(again, start)
-    frozen = trainer.forward_backward(batch, loss, plan)
+    frozen = trainer.forward_backward(trainer.prepare(batch, loss, plan))
     assert frozen.kl is not None
     assert frozen.kl > 1e-6
     gradients = gradients_of(trainer)
@@ -199,7 +209,7 @@ def test_frozen_reference_stays_what_the_policy_was(
     # The batch carries float32: given and computed reference agree to its rounding.
     given_batch = replace(batch, reference_logprobs=start.astype(np.float32))
     given = make_loss(given_batch, kl=replace(FROZEN, reference=ReferenceKind.GIVEN))
-    report = trainer.forward_backward(given_batch, given, plan)
+    report = trainer.forward_backward(trainer.prepare(given_batch, given, plan))
     assert report.kl == pytest.approx(frozen.kl, rel=1e-4)
     for name, gradient in gradients_of(trainer).items():
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5)
@@ -209,7 +219,7 @@ def test_forward_needs_a_reference_to_use_one(base: FolderBase) -> None:
     spec = replace(make_trainer(base).spec, keep_reference=False)
     trainer, batch = Trainer.create(spec), make_batch(10)
     with pytest.raises(RatoonError) as caught:
-        trainer.forward(batch, trainer.plan_forward(batch), with_entropy=False, use_reference=True)
+        trainer.forward(trainer.prepare_forward(batch), with_entropy=False, use_reference=True)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
 
 
@@ -221,7 +231,7 @@ def test_repeated_updates_give_the_same_bits(base: FolderBase) -> None:
         for _ in range(2):
             loss = make_loss(batch, kl=FROZEN, entropy_coefficient=0.01)
             step = make_step(trainer, loss)
-            trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
+            trainer.update(trainer.prepare(batch, loss), step)
         runs.append(weights_of(trainer))
     assert_equal(runs[0], runs[1])
 
@@ -239,8 +249,7 @@ def test_every_loss_trains_in_bfloat16(base: FolderBase, kind: LossKind) -> None
     by = DivideBy.TOKENS if constant is None else DivideBy.CONSTANT
     step = make_step(low_precision, loss, divide_by=by, divide_constant=constant)
     reports = [
-        trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
-        for trainer in (low_precision, wide)
+        trainer.update(trainer.prepare(batch, loss), step) for trainer in (low_precision, wide)
     ]
     assert low_precision.version == 1
     assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=0.1)
@@ -266,11 +275,13 @@ def test_rewards_of_a_group_train_towards_the_better_rollout(base: FolderBase) -
     plan: UpdatePlan = trainer.prepare(batch, loss).plan
 
     def logprobs() -> NDArray[np.floating]:
-        return trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
+        return trainer.forward(
+            trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
+        ).logprobs
 
     before = logprobs()
     for _ in range(5):
-        trainer.update(batch, loss, make_step(trainer, loss), plan)
+        trainer.update(trainer.prepare(batch, loss, plan), make_step(trainer, loss))
     after = logprobs()
     assert after[:2].sum() > before[:2].sum() + 0.1
     assert after[2:].sum() < before[2:].sum() - 0.1

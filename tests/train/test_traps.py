@@ -70,14 +70,15 @@ def _ones(count: int) -> np.ndarray[Any, Any]:
 
 
 def _forward(trainer: Trainer, batch: RolloutBatch) -> np.ndarray[Any, Any]:
-    plan = trainer.plan_forward(batch)
-    return trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
+    return trainer.forward(
+        trainer.prepare_forward(batch), with_entropy=False, use_reference=False
+    ).logprobs
 
 
 def _gradients(pair: Pair, batch: RolloutBatch, request: LossRequest) -> dict[str, Tensor]:
     """Gradient sums of one forward-backward, copied; the window is empty again."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    pair.trainer.forward_backward(batch, loss, pair.trainer.prepare(batch, loss).plan)
+    pair.trainer.forward_backward(pair.trainer.prepare(batch, loss))
     copied = {name: grad.clone() for name, grad in pair.gradients().items()}
     pair.trainer.discard_gradients()
     return copied
@@ -147,7 +148,7 @@ def test_groups_keep_their_identity(pair: Pair) -> None:
     groups = [replace(g, group_id=f"g{n}") for n, g in enumerate(groups)]
     batch = _validated(groups)
     loss = resolve_loss(LossRequest(kind=LossKind.REINFORCE), batch, has_frozen_reference=False)
-    prepared = prepare.prepare(batch, loss, version=0, planner=cpu_planner(WHOLE))
+    prepared = prepare.prepare(batch, loss, version=0, plan=cpu_planner(WHOLE))
     advantage_S = prepared.columns.advantage_J[batch.response_offsets[:-1]]
     half = np.sqrt(0.5)
     assert advantage_S == pytest.approx([-half, half] * 3, rel=1e-5)
@@ -175,13 +176,16 @@ def test_ratio_is_one_at_the_first_step(tmp_path: Path, dtype: ModelDtype) -> No
         batch,
         has_frozen_reference=True,
     )
-    plan = pair.trainer.plan_forward(batch)
+    plan = pair.trainer.prepare_forward(batch).plan
     assert len(plan.micro_batches) > 1
-    assert pair.trainer.prepare(batch, loss).plan == plan
-    old = pair.trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
-    report = pair.trainer.forward_backward(batch, loss, plan, old_logprobs_J=old)
+    old = pair.trainer.forward(
+        pair.trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
+    ).logprobs
+    prepared = pair.trainer.prepare(batch, loss, old_logprobs_J=old)
+    assert prepared.plan == plan
+    report = pair.trainer.forward_backward(prepared)
     assert batch.advantages is not None
-    counted = prepare.prepare_planned(batch, loss, plan, version=0).columns.counted_J
+    counted = prepared.columns.counted_J
     assert report.ratio_max == 1.0
     # With all ratios 1 the loss is minus the sum of the advantages.
     expected = -batch.advantages[counted].astype(np.float64).sum()
@@ -196,8 +200,10 @@ def test_ratio_is_near_one_under_other_cuts(tmp_path: Path) -> None:
     whole = _forward(pair.trainer, batch)
     request = LossRequest(kind=LossKind.IMPORTANCE_SAMPLING, old_logprobs=FROM_FORWARD)
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    plan = prepare.prepare(batch, loss, version=0, planner=cpu_planner(1)).plan
-    cut = pair.trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
+    plan = prepare.prepare(batch, loss, version=0, plan=cpu_planner(1)).plan
+    cut = pair.trainer.forward(
+        pair.trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
+    ).logprobs
     assert np.abs(np.exp(cut.astype(np.float64) - whole) - 1).max() <= 1e-5
 
 
@@ -283,10 +289,10 @@ def test_moments_survive_a_resume(tmp_path: Path) -> None:
     def step(trainer: Trainer, batch: RolloutBatch) -> None:
         loss = resolve_loss(REINFORCE, batch, has_frozen_reference=True)
         optim = resolve_optim(OptimRequest(learning_rate=1e-2), loss.normalisation, ADAMW)
-        trainer.update(batch, loss, optim, trainer.prepare(batch, loss).plan)
+        trainer.update(trainer.prepare(batch, loss), optim)
 
     step(trainer, batches[0])
-    trainer.save_checkpoint(tmp_path / "checkpoint")
+    trainer.snapshot().write(tmp_path / "checkpoint")
     resumed = Trainer.create(trainer.spec)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     forgetful = Trainer.create(trainer.spec)

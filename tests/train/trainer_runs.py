@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, ModelSpec, PresetBase
@@ -82,10 +83,14 @@ def make_step(trainer: Trainer, loss: Loss, **changes: Any) -> OptimStep:
 
 
 def forward_backward(
-    trainer: Trainer, batch: RolloutBatch, loss: Loss, **options: Any
+    trainer: Trainer,
+    batch: RolloutBatch,
+    loss: Loss,
+    old_logprobs_J: NDArray[np.floating] | None = None,
+    **hooks: Any,
 ) -> StepReport:
-    plan = trainer.prepare(batch, loss).plan
-    return trainer.forward_backward(batch, loss, plan, **options)
+    prepared = trainer.prepare(batch, loss, old_logprobs_J=old_logprobs_J)
+    return trainer.forward_backward(prepared, **hooks)
 
 
 def gradients_of(trainer: Trainer) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from ratoon.train.config import LossKind, LossRequest, OldLogprobs, OldLogprobsK
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.prepare import Prepared
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
@@ -128,24 +129,19 @@ class Oracle:
             return self._failed("WINDOW_OPEN")
         batch = batch_of(call, self._seed)
         loss = _loss(call, self._operations, batch)
+        prepared = self._prepared(call, batch, loss)
+        return self._stepped(self.trainer.update(prepared, _step(self.trainer, loss)))
+
+    def _prepared(self, call: Call, batch: RolloutBatch, loss: Loss) -> Prepared:
+        old = self._old_logprobs(call, batch)
+        prepared = self.trainer.prepare(batch, loss, old_logprobs_J=old)
         warnings = self._needless_forward(call)
-        report = self.trainer.update(
-            batch,
-            loss,
-            _step(self.trainer, loss),
-            self.trainer.prepare(batch, loss).plan,
-            old_logprobs_J=self._old_logprobs(call, batch),
-        )
-        return self._stepped(replace(report, warnings=(*report.warnings, *warnings)))
+        return replace(prepared, warnings=(*prepared.warnings, *warnings))
 
     def _forward_backward(self, call: Call) -> StepReport:
         batch = batch_of(call, self._seed)
         loss = _loss(call, self._operations, batch)
-        plan = self.trainer.prepare(batch, loss).plan
-        old = self._old_logprobs(call, batch)
-        report = self.trainer.forward_backward(batch, loss, plan, old_logprobs_J=old)
-        warnings = self._needless_forward(call)
-        return replace(report, warnings=(*report.warnings, *warnings))
+        return self.trainer.forward_backward(self._prepared(call, batch, loss))
 
     def _optim_step(self, call: Call) -> Expected:
         applied = [part for part in self._window if not part.has_failed]
@@ -177,8 +173,9 @@ class Oracle:
 
     def _forward(self, entry: Entry) -> Expected:
         batch = batch_of(entry.call, self._seed)
-        plan = self.trainer.plan_forward(batch)
-        arrays = self.trainer.forward(batch, plan, with_entropy=True, use_reference=False)
+        arrays = self.trainer.forward(
+            self.trainer.prepare_forward(batch), with_entropy=True, use_reference=False
+        )
         results = self._folder / "results"
         results.mkdir(exist_ok=True)
         digest, size_bytes = write_forward_output(
@@ -202,7 +199,7 @@ class Oracle:
 
     def _save(self, entry: Entry) -> Expected:
         call, seq = entry.call, entry.record.seq
-        self.trainer.save_checkpoint(self.checkpoint(call.checkpoint_id))
+        self.trainer.snapshot().write(self.checkpoint(call.checkpoint_id))
         replay_from_seq = self._window[0].seq if self._window else seq + 1
         facts = {
             "checkpoint_id": call.checkpoint_id,

@@ -27,7 +27,8 @@ DLOGIT_BYTES = 1280 * 2**20
 # Offloaded layers whose activations are resident on the device while one runs backward.
 _LAYERS_UNDER_WAY = 2
 # FLOP/s of the layers' products on a Hopper GPU, and bytes a second copied to the host meanwhile:
-# per GPU, and per host, as measured on machines of one to four GPUs.
+# per GPU, and per host, as measured on machines of one to four GPUs. They are constants on every
+# GPU: they decide what is kept, and so bits, and rates measured anew would be other numbers.
 _OPERATIONS = 653e12
 _LINK_BYTES = 51e9
 _HOST_BYTES = 120e9

@@ -12,7 +12,7 @@ from ratoon.model.activation_plan import (
     most_tokens,
     streamed_tokens,
 )
-from ratoon.rollout.limits import TokenLimits
+from ratoon.rollout.costs import TokenLimits
 
 # Number of steps from keeping everything to keeping the least.
 _NUM_STEPS = 4

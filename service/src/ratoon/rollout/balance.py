@@ -38,12 +38,12 @@ class RankLoads:
 
     @property
     def gap(self) -> float:
-        """Of the longest rank over the mean of all, less 1; 0 where nothing is run."""
+        """Cost of the longest rank over the mean of all ranks, less 1; 0 if nothing is run."""
         return max(0.0, self.longest / self.mean - 1.0) if self.mean > 0 else 0.0
 
 
 def loads_of(filled: Sequence[Sequence[Filled]]) -> RankLoads:
-    """Those of at least one rank."""
+    """Loads of at least one rank, by rank."""
     return RankLoads(
         filled=tuple(tuple(parts) for parts in filled),
         costs=tuple(_cost(parts) for parts in filled),
@@ -51,7 +51,7 @@ def loads_of(filled: Sequence[Sequence[Filled]]) -> RankLoads:
 
 
 class Balancer:
-    """Which atom is on which rank; owns what changes of it."""
+    """Owns the assignment of atoms to ranks, and improves it."""
 
     def __init__(
         self, atoms: Atoms, rank_A: NDArray[np.int64], num_ranks: int, filler: Filler
@@ -132,7 +132,7 @@ class Balancer:
         arriving = atoms.trunk * (count_GR[atoms.group, longest] == 0)
         is_absent = count_GR[atoms.group[own]][:, to] == 0
         arriving_there = atoms.trunk[own, None] * is_absent
-        # Of two of one group that are swapped, each finds the other's trunk.
+        # Two swapped atoms of one group each find the trunk that the other leaves.
         is_same = (atoms.group[own, None] == atoms.group[back]) & (back >= 0)
         out = (atoms.cost + leaving)[own, None]
         out_back = np.where(back >= 0, (atoms.cost + leaving)[back], 0.0)
@@ -152,7 +152,7 @@ class Balancer:
 
 
 def _sampled(atoms: NDArray[np.int64], cost_A: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Of too many, those evenly spaced in the order of their costs; ascending."""
+    """A sample of the atoms, evenly spaced by cost, if there are too many; ascending."""
     if len(atoms) <= _MAX_ATOMS:
         return atoms
     order = np.argsort(cost_A[atoms], kind="stable")

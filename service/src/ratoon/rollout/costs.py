@@ -1,6 +1,7 @@
-"""What running packed sequences costs, by a model whose constants are the device's.
+"""What devices hold, and what running packed sequences there costs: a model with their constants.
 
-Counts are exact, except for rows where one path trains what another only reads.
+Counts are exact, except for rows where one path trains what another only reads. The model's own
+plan of bytes accepts whatever is within the limits here.
 """
 
 from __future__ import annotations
@@ -13,11 +14,31 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, offsets_of, prompt_lengths, sequence_lengths
 from ratoon.rollout.packed import Stage
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
-from ratoon.rollout.ragged import offsets_of, prompt_lengths, sequence_lengths
 from ratoon.rollout.waves import peak_tokens, resident_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """Most packed tokens held at a time of a forward and backward, those of prefixes among them."""
+
+    # Limit of a micro-batch that is run at once.
+    at_once: int
+    # Limit of one in stages: besides its activations, on the device or the host, each token needs
+    # room in stacks of keys, values and the gradients of these.
+    streamed: int
+
+    def at_most(self, tokens: int | None) -> TokenLimits:
+        """These limits, and no more than `tokens`; None: just these."""
+        if tokens is None:
+            return self
+        return TokenLimits(at_once=min(self.at_once, tokens), streamed=min(self.streamed, tokens))
+
+
+# Limits of a CPU, whose memory nothing counts.
+NO_LIMITS = TokenLimits(at_once=2**62, streamed=2**62)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """What it costs a token to run again what is not kept, by how many are held at a time.
+    """Cost for each token of running again what is not kept, by how many tokens are held at a time.
 
     Linear between the tokens of `held`, ascending, and as the nearest beyond them.
     """
@@ -44,11 +65,11 @@ class Recompute:
     host_tokens: int
 
     def of(self, tokens: int, *, is_streamed: bool) -> float:
-        """Of each token, while so many are held."""
+        """Cost for each token while so many are held."""
         return self._beside(tokens, stack_tokens=tokens * is_streamed)
 
     def of_stages(self, stages: Sequence[Stage]) -> float:
-        """Of each token, on average, that is run in `stages`.
+        """Mean cost for each token that is run in `stages`.
 
         Where not everything can be kept, those that wait on the host keep the least, and the
         largest of the others has the memory to itself.
@@ -75,7 +96,7 @@ class Recompute:
         return self.cost[above - 1] + share * (self.cost[above] - self.cost[above - 1])
 
 
-# Where everything is kept, or nothing ever is.
+# Everything is kept, or nothing ever is.
 NOTHING_AGAIN = Recompute(held=(0,), cost=(0.0,), stack_share=0.0, host_tokens=0)
 
 
@@ -85,9 +106,9 @@ class CostModel:
 
     pair: float
     row: float
-    # Of one forward and backward beside what is in it: launches, gradients of the weights.
+    # One forward and backward besides its tokens: launches, gradients of the weights.
     call: float
-    # Of a token of a prefix, for each stage that runs against it: its keys and their gradients.
+    # A prefix token, for each stage that runs against it: its keys and their gradients.
     resident: float
     token: float = 1.0
     # Pairs that a token attends in vain for each prefix above its own: a tile of keys has more than
@@ -96,7 +117,7 @@ class CostModel:
     recompute: Recompute = NOTHING_AGAIN
 
     def over(self, num_ranks: int, exchange: float) -> CostModel:
-        """Where so many ranks run a micro-batch together; they exchange a token for `exchange`."""
+        """Costs if so many ranks run a micro-batch together and exchange a token for `exchange`."""
         return replace(
             self,
             token=self.token / num_ranks + exchange,
@@ -125,10 +146,10 @@ class CostModel:
         return self.call + of_token * work.tokens + self.pair * work.pairs + self.row * work.rows
 
 
-# Where no device's rates are known: from FLOPs and bytes of an 8B decoder of 36 layers with 32:8
+# Used if no device's rates are known: from FLOPs and bytes of an 8B decoder of 36 layers with 32:8
 # heads of 128 and 152K tokens.
 DEFAULT_COSTS = CostModel(pair=6e-5, row=0.09, call=256.0, resident=0.002)
-# Of a token, where several ranks have a share of it each.
+# Exchange of one token between ranks that each have a share of it.
 DEFAULT_EXCHANGE = 0.1
 
 
@@ -136,7 +157,8 @@ DEFAULT_EXCHANGE = 0.1
 class RunSums:
     """What running neighbours among n sequences takes, whichever of them begin and end a run."""
 
-    # n + 1 each: of those before, each beside the one before it. n each: of what that shares.
+    # n + 1 each: sums of the sequences before, each beside the one before it. n each: what that
+    # shares.
     tokens: list[int]
     pairs: list[int]
     rows: list[int]
@@ -144,7 +166,7 @@ class RunSums:
     shared_rows: list[int]
 
     def work(self, start: int, stop: int) -> Work:
-        """Of the sequences [start, stop), packed."""
+        """Work of the sequences [start, stop), packed."""
         shared = self.shared[start]
         return Work(
             tokens=self.tokens[stop] - self.tokens[start] + shared,
@@ -188,7 +210,7 @@ class SequenceSizes:
         )
 
     def run_sums(self, places: NDArray[np.int64]) -> RunSums:
-        """Of the sequences at `places`, ascending."""
+        """Sums of the sequences at `places`, ascending."""
         lengths, shared = self.lengths[places], shared_with_previous(self.lcp, places)
         shared_rows = self.rows_within(places, shared)
         pairs = (lengths * (lengths + 1) - shared * (shared + 1)) // 2
@@ -213,7 +235,7 @@ def measure(batch: RolloutBatch, prefixes: SortedPrefixes) -> SequenceSizes:
     """Sizes of all sequences of `batch`."""
     trained_before = np.zeros(len(batch.loss_mask) + 1, np.int64)
     trained_before[1:] = batch.loss_mask
-    # Of one type, which is several times as fast.
+    # Input and output have one type, which is several times as fast.
     np.cumsum(trained_before, out=trained_before)
     return SequenceSizes(
         lcp=prefixes.lcp,

@@ -46,7 +46,7 @@ class _Open:
     def around(self, first: int, last: int) -> NDArray[np.int64]:
         """Places in [first, last], and the nearest on either side, ascending."""
         added = [part.places for part in self.parts[self._num_sorted :]]
-        # Of two ascending runs, mostly, which a stable sort merges.
+        # Mostly two ascending runs, which a stable sort merges.
         self._sorted = np.sort(np.concatenate([self._sorted, *added]), kind="stable")
         self._num_sorted = len(self.parts)
         start, stop = np.searchsorted(self._sorted, [first, last])

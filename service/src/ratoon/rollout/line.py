@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.rollout.batch import offsets_of
 from ratoon.rollout.costs import SequenceSizes
 from ratoon.rollout.fill import Filler
 from ratoon.rollout.prefixes import shared_with_previous
-from ratoon.rollout.ragged import offsets_of
 
 _BISECTIONS = 40
-# Of the cost of a run, where bisection ends.
+# Share of a run's cost at which bisection ends.
 _PRECISION = 1e-4
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.forest import predecessors, response_tokens
 from ratoon.rollout.packed import Forest, PackedBatch
-from ratoon.rollout.paths import predecessors, response_tokens
 from ratoon.rollout.routes import packed_routes
 
 

@@ -81,7 +81,7 @@ class UpdatePlan:
 
     micro_batches: tuple[MicroBatch, ...]
     micro_batch_tokens: int
-    # Of the whole plan: tokens and causal (query, key) pairs, each rollout alone against packed.
+    # Totals of the plan: tokens and causal (query, key) pairs, each rollout alone against packed.
     unshared_tokens: int
     packed_tokens: int
     replicated_pairs: int
@@ -102,7 +102,7 @@ class UpdatePlan:
         return len({*ranks}) == len(ranks) and not any(part.stages for part in self.micro_batches)
 
     def of_rank(self, rank: int) -> UpdatePlan:
-        """The plan with the micro-batches of `rank` alone, of which there may be none.
+        """The plan with only the micro-batches of `rank`, if there are any.
 
         Counts of tokens and pairs stay those of the whole plan, and so does `unshared`, which the
         prefixes of every rank are made from.

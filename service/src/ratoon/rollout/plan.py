@@ -6,26 +6,27 @@ A group that fits the budget is never cut apart or streamed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.errors import invalid
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.rollout.balance import RankLoads
+from ratoon.rollout.batch import RolloutBatch, group_of_sequence, sequence_lengths
 from ratoon.rollout.costs import (
     DEFAULT_COSTS,
+    NO_LIMITS,
     CostModel,
+    TokenLimits,
     measure,
     num_pairs,
 )
 from ratoon.rollout.fill import Filled, Filler
-from ratoon.rollout.limits import NO_LIMITS, TokenLimits
-from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
+from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
-from ratoon.rollout.ragged import group_of_sequence, sequence_lengths
 from ratoon.rollout.sharing import share_as_planned, unshared_places
 from ratoon.rollout.split import GroupSplitter, KnownWork
 from ratoon.rollout.spread import spread
@@ -38,8 +39,23 @@ _COUNTS = (
     "replicated_pairs",
     "packed_pairs",
 )
-# Start, stop, parent.
-_STAGE_FIELDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """`sequence_ranks` devices that run each micro-batch together.
+
+    Attributes:
+        candidates: Packed tokens of a micro-batch; a plan has the cheapest of them. Ascending.
+        costs: What running costs on these devices together.
+        limits: Packed tokens that these devices hold together.
+        sequence_ranks: How many ranks, each with one device, share a micro-batch.
+    """
+
+    candidates: tuple[int, ...]
+    costs: CostModel = DEFAULT_COSTS
+    limits: TokenLimits = NO_LIMITS
+    sequence_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,94 +67,52 @@ class DraftedPlan:
     cost: float
 
 
-def make_plan(
-    batch: RolloutBatch,
-    prefixes: SortedPrefixes,
-    kept_S: NDArray[np.bool_],
-    micro_batch_tokens: int,
-    costs: CostModel = DEFAULT_COSTS,
-    limits: TokenLimits = NO_LIMITS,
-    *,
-    num_ranks: int = 1,
-) -> UpdatePlan:
-    """Fill micro-batches with groups in sorted order, so that those that share prefixes meet.
-
-    A group that alone exceeds `micro_batch_tokens` is streamed, or cut into several micro-batches,
-    subtree by subtree whichever `costs` says is cheaper; a path that alone exceeds it runs alone.
-    What the device cannot hold is cut in another way, where there is any. Prefixes that `costs`
-    says are not worth it are not shared: forests of the plan are of `share_as_planned`. Sequences
-    that are empty or not in `kept_S` (bool [S]) are left out.
-
-    With `num_ranks` above 1 groups are spread over ranks first; each fills micro-batches of its
-    own, and runs for itself what it shares with another rank's.
-    """
-    return cheapest_plan(
-        batch, prefixes, kept_S, (micro_batch_tokens,), costs, limits, num_ranks=num_ranks
-    )
-
-
-def cheapest_plan(
-    batch: RolloutBatch,
-    prefixes: SortedPrefixes,
-    kept_S: NDArray[np.bool_],
-    candidates: Sequence[int],
-    costs: CostModel,
-    limits: TokenLimits,
-    *,
-    num_ranks: int = 1,
-) -> UpdatePlan:
-    """The cheapest of `make_plan`'s for each of `candidates`, tokens of a micro-batch, ascending.
-
-    The cheapest is that whose longest rank costs least; of equally cheap ones that with the fewest
-    tokens at a time.
-    """
-    draft = draft_plan(batch, prefixes, kept_S, candidates, costs, limits, num_ranks=num_ranks)
-    return draft.plan
-
-
 def draft_plan(
     batch: RolloutBatch,
     prefixes: SortedPrefixes,
-    kept_S: NDArray[np.bool_],
-    candidates: Sequence[int],
-    costs: CostModel,
-    limits: TokenLimits,
+    is_run_S: NDArray[np.bool_],
+    devices: Devices,
     *,
     num_ranks: int = 1,
-    sequence_ranks: int = 1,
 ) -> DraftedPlan:
-    """`cheapest_plan`, where every `sequence_ranks` of the ranks run their micro-batches together.
+    """Fill micro-batches with groups in sorted order, so that those that share prefixes meet.
 
-    Candidates, costs and limits are of so many.
+    A group that alone exceeds a micro-batch's tokens is streamed, or cut into several micro-batches
+    subtree by subtree, whichever is modelled as cheaper; a path that alone exceeds them runs alone.
+    A group that the devices cannot hold is cut in another way, if there is one. Prefixes whose
+    sharing would cost more than it saves are not shared (`share_as_planned`).
+
+    Groups are spread over the ranks first. Each set of `devices.sequence_ranks` ranks fills
+    micro-batches of its own, and runs for itself what it shares with another set's.
+
+    Args:
+        batch: S sequences.
+        prefixes: Its sorted prefixes.
+        is_run_S: bool [S]; the other sequences, and empty ones, are left out.
+        devices: The devices that run a micro-batch together.
+        num_ranks: Ranks that share the update; a multiple of `devices.sequence_ranks`.
+
+    Returns:
+        The candidate whose longest rank costs least; among equally cheap ones that with the fewest
+        tokens at a time.
     """
     sizes = measure(batch, prefixes)
-    is_run = (kept_S & (sequence_lengths(batch) > 0))[prefixes.order]
+    is_run = (is_run_S & (sequence_lengths(batch) > 0))[prefixes.order]
     places = np.flatnonzero(is_run)
+    costs, limits = devices.costs, devices.limits
     unshared = np.sort(prefixes.order[unshared_places(sizes, places, costs)]).tolist()
     prefixes = share_as_planned(prefixes, unshared)
     sizes = replace(sizes, lcp=prefixes.lcp)
     groups = _by_group(group_of_sequence(batch)[prefixes.order[places]], places)
-    most = sizes.packed_tokens(places)
-    # From the first that holds everything on they are all alike.
-    enough = [tokens for tokens in candidates if tokens >= most][:1]
     known = KnownWork(batch, prefixes, sizes)
     fillers = [
         Filler(GroupSplitter(known, tokens=tokens, costs=costs, limits=limits), tokens)
-        for tokens in [*(tokens for tokens in candidates if tokens < most), *enough]
+        for tokens in _different(devices.candidates, sizes.packed_tokens(places))
     ]
-    filler, loads = spread(groups, num_ranks // sequence_ranks, fillers, sizes)
+    filler, loads = spread(groups, num_ranks // devices.sequence_ranks, fillers, sizes)
     works = [part.work for filled in loads.filled for part in filled]
     plan = UpdatePlan(
-        micro_batches=tuple(
-            MicroBatch(
-                sequences=tuple(np.sort(prefixes.order[part.places]).tolist()),
-                packed_tokens=part.work.tokens,
-                stages=part.stages,
-                rank=group * sequence_ranks,
-            )
-            for group, filled in enumerate(loads.filled)
-            for part in filled
-        ),
+        micro_batches=_micro_batches(loads, prefixes, devices.sequence_ranks),
         micro_batch_tokens=filler.micro_batch_tokens,
         unshared_tokens=int(sizes.lengths[places].sum()),
         packed_tokens=sum(work.tokens for work in works),
@@ -146,10 +120,82 @@ def draft_plan(
         packed_pairs=sum(work.pairs for work in works),
         unshared=tuple(unshared),
         rank_gap=loads.gap,
-        sequence_ranks=sequence_ranks,
+        sequence_ranks=devices.sequence_ranks,
     )
     fits = all(_fits(part, limits) for filled in loads.filled for part in filled)
     return DraftedPlan(plan=plan, fits=fits, cost=loads.longest)
+
+
+def check_plan(plan: UpdatePlan, num_sequences: int, num_ranks: int) -> None:
+    """Check that a journaled plan can be run on a batch of so many sequences, by so many ranks.
+
+    Whether its micro-batches are those of this very batch shows when they are packed.
+
+    Raises:
+        RatoonError: INTERNAL, if a number is none, sequences are not of the batch or come twice,
+            ranks do not exist or do not meet, or stages are no partition of their micro-batch.
+    """
+    sequences = [index for part in plan.micro_batches for index in part.sequences]
+    for indexes in (sequences, plan.unshared):
+        if not all(_is_below(index, num_sequences) for index in indexes):
+            raise _foreign(f"its sequences are not of a batch of {num_sequences}")
+        if len({*indexes}) != len(indexes):
+            raise _foreign("a sequence comes twice")
+    if not all(_is_below(getattr(plan, name), math.inf) for name in _COUNTS):
+        raise _foreign(f"not all of {', '.join(_COUNTS)} are counts")
+    if not _is_finite(plan.rank_gap):
+        raise _foreign(f"the gap between ranks is {plan.rank_gap!r}")
+    together = plan.sequence_ranks
+    if not (_is_below(together, num_ranks + 1) and together):
+        raise _foreign(f"{together!r} of {num_ranks} ranks run a micro-batch together")
+    for index, part in enumerate(plan.micro_batches):
+        if not _is_below(part.rank, num_ranks - together + 1) or part.rank % together:
+            raise _foreign(f"micro-batch {index} is of rank {part.rank!r} of {num_ranks}")
+        _check_stages(part, index)
+
+
+def _check_stages(part: MicroBatch, index: int) -> None:
+    parents = [stage.parent for stage in part.stages if stage.parent != -1]
+    bounds = [bound for stage in part.stages for bound in (stage.start, stage.stop)]
+    if not all(_is_below(number, math.inf) for number in (part.packed_tokens, *parents, *bounds)):
+        raise _foreign(f"not all numbers of micro-batch {index} are counts")
+    misplaced = first_misplaced(part.stages, part.packed_tokens)
+    if misplaced is not None:
+        raise _foreign(f"stage {misplaced} of micro-batch {index} is out of place")
+
+
+def _is_finite(number: object) -> bool:
+    return type(number) in (int, float) and 0 <= cast("float", number) < math.inf
+
+
+def _is_below(number: object, stop: float) -> bool:
+    return type(number) is int and 0 <= number < stop
+
+
+def _foreign(reason: str) -> RatoonError:
+    return RatoonError(ErrorCode.INTERNAL, f"the plan is of another batch: {reason}")
+
+
+def _micro_batches(
+    loads: RankLoads, prefixes: SortedPrefixes, sequence_ranks: int
+) -> tuple[MicroBatch, ...]:
+    return tuple(
+        MicroBatch(
+            sequences=tuple(np.sort(prefixes.order[part.places]).tolist()),
+            packed_tokens=part.work.tokens,
+            stages=part.stages,
+            rank=index * sequence_ranks,
+        )
+        for index, filled in enumerate(loads.filled)
+        for part in filled
+    )
+
+
+def _different(candidates: Sequence[int], packed_tokens: int) -> list[int]:
+    """The candidates that make different plans: from the first that holds everything on, all do
+    the same."""
+    enough = [tokens for tokens in candidates if tokens >= packed_tokens][:1]
+    return [*(tokens for tokens in candidates if tokens < packed_tokens), *enough]
 
 
 def _fits(part: Filled, limits: TokenLimits) -> bool:
@@ -164,108 +210,3 @@ def _by_group(group: NDArray[np.int64], places: NDArray[np.int64]) -> list[NDArr
     bounds = np.flatnonzero(np.diff(group[by_group])) + 1
     parts = np.split(places[by_group], bounds) if len(places) else []
     return sorted(parts, key=lambda part: int(part[0]))
-
-
-def plan_to_dict(plan: UpdatePlan) -> dict[str, object]:
-    """JSON values of a plan."""
-    data: dict[str, object] = {
-        "micro_batches": [_micro_batch_to_dict(part) for part in plan.micro_batches],
-        **{name: getattr(plan, name) for name in _COUNTS},
-    }
-    if plan.unshared:
-        data["unshared"] = list(plan.unshared)
-    if plan.rank_gap:
-        data["rank_gap"] = plan.rank_gap
-    if plan.sequence_ranks > 1:
-        data["sequence_ranks"] = plan.sequence_ranks
-    return data
-
-
-def _micro_batch_to_dict(part: MicroBatch) -> dict[str, object]:
-    data: dict[str, object] = {
-        "sequences": list(part.sequences),
-        "packed_tokens": part.packed_tokens,
-    }
-    if part.stages:
-        data["stages"] = [[each.start, each.stop, each.parent] for each in part.stages]
-    if part.rank:
-        data["rank"] = part.rank
-    return data
-
-
-def plan_from_dict(data: Mapping[str, object]) -> UpdatePlan:
-    """Inverse of `plan_to_dict`; raises `RatoonError` INVALID_ARGUMENT on anything else."""
-    counts = {name: _count(data, name, "plan") for name in _COUNTS}
-    parts = data.get("micro_batches")
-    if not isinstance(parts, list):
-        raise invalid("plan.micro_batches", type(parts).__name__, "a list")
-    together = _count(data, "sequence_ranks", "plan") if "sequence_ranks" in data else 1
-    micro_batches = tuple(
-        _micro_batch(part, f"plan.micro_batches[{i}]")
-        for i, part in enumerate(cast("list[object]", parts))
-    )
-    if together < 1 or any(part.rank % together for part in micro_batches):
-        raise invalid("plan.sequence_ranks", together, "a divisor of every rank")
-    return UpdatePlan(
-        micro_batches=micro_batches,
-        # All shared, in all older plans.
-        unshared=_indexes(data.get("unshared", []), "plan.unshared"),
-        rank_gap=_gap(data.get("rank_gap", 0.0), "plan.rank_gap"),
-        sequence_ranks=together,
-        **counts,
-    )
-
-
-def _micro_batch(part: object, path: str) -> MicroBatch:
-    if not isinstance(part, Mapping):
-        raise invalid(path, type(part).__name__, "an object")
-    fields = cast("Mapping[str, object]", part)
-    packed_tokens = _count(fields, "packed_tokens", path)
-    return MicroBatch(
-        sequences=_indexes(fields.get("sequences"), f"{path}.sequences"),
-        packed_tokens=packed_tokens,
-        stages=_stages(fields.get("stages", []), packed_tokens, f"{path}.stages"),
-        rank=_index(fields.get("rank", 0), f"{path}.rank"),
-    )
-
-
-def _stages(value: object, packed_tokens: int, path: str) -> tuple[Stage, ...]:
-    """Stages of a streamed micro-batch; none where it is run at once, as in all older plans."""
-    if not isinstance(value, list):
-        raise invalid(path, type(value).__name__, "a list")
-    items = cast("list[object]", value)
-    stages: list[Stage] = []
-    for index, item in enumerate(items):
-        fields = cast("list[object]", item) if isinstance(item, list) else []
-        numbers = [field for field in fields if type(field) is int]
-        if not len(fields) == len(numbers) == _STAGE_FIELDS or numbers[2] < -1:
-            raise invalid(f"{path}[{index}]", repr(fields), "start, stop and parent")
-        start, stop, parent = numbers
-        stages.append(Stage(start=start, stop=stop, parent=parent))
-    misplaced = first_misplaced(stages, packed_tokens)
-    if misplaced is not None:
-        raise invalid(f"{path}[{misplaced}]", repr(items), f"a partition of {packed_tokens} tokens")
-    return tuple(stages)
-
-
-def _count(data: Mapping[str, object], name: str, path: str) -> int:
-    return _index(data.get(name), f"{path}.{name}")
-
-
-def _indexes(value: object, path: str) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise invalid(path, type(value).__name__, "a list")
-    items = cast("list[object]", value)
-    return tuple(_index(index, f"{path}[{i}]") for i, index in enumerate(items))
-
-
-def _index(value: object, path: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise invalid(path, repr(value), "an integer >= 0")
-    return value
-
-
-def _gap(value: object, path: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise invalid(path, repr(value), "a finite number >= 0")
-    return float(value)

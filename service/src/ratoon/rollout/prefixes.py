@@ -28,7 +28,7 @@ class SortedPrefixes:
     rank: NDArray[np.int64]
     # int64 [S]: tokens that order[i] shares with order[i - 1]; 0 for the first of a temperature.
     lcp: NDArray[np.int64]
-    # Where there are routes: the same by tokens alone.
+    # The prefixes by tokens only, if the batch has routes.
     by_tokens: SortedPrefixes | None = None
 
 

@@ -38,7 +38,7 @@ def split_by_routes(
 
 
 def _regrown(routes: _Rows, sequences: list[int], lcp: NDArray[np.int64]) -> _Shared:
-    """Of one tree."""
+    """Order and shared tokens of the sequences of one tree."""
     order: list[int] = []
     shared: list[int] = []
     # Places that agree up to a depth, and what the first of them shares with what comes before.
@@ -49,7 +49,7 @@ def _regrown(routes: _Rows, sequences: list[int], lcp: NDArray[np.int64]) -> _Sh
             order.append(sequences[places[0]])
             shared.append(before)
             continue
-        # Of each and the next.
+        # Tokens that each place has in common with the next.
         common = np.minimum.reduceat(lcp[: places[-1] + 1], np.array(places[:-1]) + 1)
         stop = int(common.min())
         left = _leavers(routes, sequences, places, depth, stop)

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import invalid
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, offsets_of
 from ratoon.rollout.fields import RequestFields, first_true
 from ratoon.rollout.packed import Forest
-from ratoon.rollout.ragged import offsets_of
 from ratoon.rollout.raw import RawRollout
 
 NAME = "routed_experts"
@@ -27,7 +26,7 @@ NAME = "routed_experts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSizes:
-    """Of a policy: layers with experts, experts of each, experts of a token; 0: it is dense."""
+    """A policy's layers with experts, experts of each, and experts of a token; 0: it is dense."""
 
     layers: int = 0
     num_experts: int = 0

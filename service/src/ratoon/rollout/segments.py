@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import RatoonError, invalid
+from ratoon.rollout.batch import offsets_of
 from ratoon.rollout.fields import RequestFields, first_true, sequence_field
-from ratoon.rollout.ragged import offsets_of
 from ratoon.rollout.raw import RawRollout, RawSegment
 
 

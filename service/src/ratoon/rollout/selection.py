@@ -4,6 +4,7 @@ counters.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +12,10 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.advantages import zero_variance_groups
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, group_of_sequence
 from ratoon.rollout.fields import sequence_field
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.paths import response_tokens
+from ratoon.rollout.forest import build_forest, response_tokens
 from ratoon.rollout.prefixes import SortedPrefixes
-from ratoon.rollout.ragged import group_of_sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +128,7 @@ def first_owner_mask(
     is_trained = batch.loss_mask[response.column]
     column, packed = response.column[is_trained], response.packed[is_trained]
     owner = np.empty(forest.num_tokens, np.int64)
-    # Of several values for one place the last one assigned stays: the first in request order.
+    # The last of several assignments to one place stays: the first in request order.
     owner[packed[::-1]] = column[::-1]
     mask = np.zeros(len(batch.loss_mask), np.bool_)
     mask[column] = owner[packed] == column
@@ -157,3 +156,16 @@ def counters(mask_J: NDArray[np.bool_], batch: RolloutBatch, kept_S: NDArray[np.
         sequences=int(np.count_nonzero(lengths)),
         groups=int(np.count_nonzero(per_group)),
     )
+
+
+def group_keys(batch: RolloutBatch, counted_J: NDArray[np.bool_]) -> frozenset[bytes]:
+    """Digests of id and prompt of the groups that have a counted token."""
+    lengths_S = trained_lengths(batch, counted_J)
+    per_group = np.add.reduceat(lengths_S, batch.group_offsets[:-1])
+    keys: set[bytes] = set()
+    for group in np.flatnonzero(per_group).tolist():
+        prompt = batch.prompt_tokens[batch.prompt_offsets[group] : batch.prompt_offsets[group + 1]]
+        digest = hashlib.sha256(batch.group_ids[group].encode() + b"\0")
+        digest.update(prompt.astype("<i4").tobytes())
+        keys.add(digest.digest())
+    return frozenset(keys)

@@ -51,7 +51,7 @@ _ARRAYS: Mapping[str, tuple[str, str]] = {
     "top_p": ("<f4", "S"),
     "top_k": ("<i4", "S"),
     "token_version": ("<i8", "J"),
-    # Of three axes, and "<u2" where experts are above 255.
+    # Three axes; "<u2" if an expert is above 255.
     "routed_experts": ("|u1", "N"),
     "route_first": ("<i8", "S"),
     "route_offsets": ("<i8", "S+1"),

@@ -12,17 +12,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.costs import CostModel, SequenceSizes
-from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
 
 
 def unshared_places(
     sizes: SequenceSizes, places: NDArray[np.int64], costs: CostModel
 ) -> NDArray[np.int64]:
-    """Those of `places` (of what is run, int64, ascending) that had better share nothing with the
-    ones before, ascending.
+    """The `places` (int64, ascending, all that is run) that should share nothing with those before.
 
     The sequence before is right behind the prefix in either case: only the later ones pay.
     """
@@ -34,7 +31,7 @@ def unshared_places(
     saved = costs.token * shared + costs.pair * pairs + costs.row * rows
     price = costs.pair * costs.fork * (lengths - shared)
     unshared: list[int] = []
-    # Where the prefixes above the place end.
+    # Ends of the prefixes above the place.
     forks: list[int] = []
     for i, depth in enumerate(shared.tolist()):
         while forks and forks[-1] > depth:
@@ -48,19 +45,6 @@ def unshared_places(
         elif is_new:
             forks.append(depth)
     return np.array(unshared, np.int64)
-
-
-def planned_prefixes(prefixes: SortedPrefixes, plan: UpdatePlan) -> SortedPrefixes:
-    """The prefixes that `plan` was made of, from all that the batch has.
-
-    Raises `RatoonError` INTERNAL where it cannot be a plan of that batch.
-    """
-    run = np.array([s for part in plan.micro_batches for s in part.sequences], np.int64)
-    for index in (run, np.array(plan.unshared, np.int64)):
-        is_of_batch = (index >= 0) & (index < len(prefixes.rank))
-        if not is_of_batch.all() or len(np.unique(index)) != len(index):
-            raise RatoonError(ErrorCode.INTERNAL, "the plan's sequences are of another batch")
-    return share_as_planned(prefixes, plan.unshared)
 
 
 def share_as_planned(prefixes: SortedPrefixes, unshared: Sequence[int]) -> SortedPrefixes:

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel, RunSums, SequenceSizes, Work, num_pairs
+from ratoon.rollout.costs import CostModel, RunSums, SequenceSizes, TokenLimits, Work, num_pairs
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.limits import TokenLimits
 from ratoon.rollout.packed import Forest, Stage
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.rollout.waves import cut_into_stages, peak_tokens
@@ -61,7 +60,7 @@ class KnownWork:
         return found
 
     def shared(self, last: int, first: int) -> Work:
-        """Of what the place `first` shares with `last`, which is before it."""
+        """Work of what the place `first` shares with `last`, which is before it."""
         found = self._shared.get((last, first))
         if found is None:
             depth = self.sizes.lcp[last + 1 : first + 1].min(keepdims=True)
@@ -105,7 +104,7 @@ class GroupSplitter:
         return stop - start == 1 or sums.num_tokens(start, stop) <= self.budget
 
     def _cheapest(self, places: NDArray[np.int64], depth: int) -> _Choice:
-        """Of three: cut wherever the budget ends; streamed; each subtree below the root apart."""
+        """The cheapest of three ways: cut where the budget ends; streamed; each subtree apart."""
         if self._fits(places):
             return self._at_once(places, [0, len(places)])
         choices = [self._at_once(places, self._cuts(places)), self._streamed(places)]

@@ -13,8 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.ragged import group_of_sequence
+from ratoon.rollout.batch import RolloutBatch, group_of_sequence
 
 _TOKEN_BYTES = 4
 _FIRST_WINDOW = 16

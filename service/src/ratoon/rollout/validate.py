@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, offsets_of
 from ratoon.rollout.columns import check_logprobs, outcomes, sampling_settings, token_column
 from ratoon.rollout.fields import RequestFields, first_true
-from ratoon.rollout.ragged import offsets_of
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.routes import DENSE, RouteSizes, recorded_routes
 from ratoon.rollout.segments import (

@@ -19,9 +19,9 @@ _MOST = np.iinfo(np.int64).max
 def sampled_versions(
     rollouts: Sequence[RawRollout], fields: RequestFields
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Of each rollout, its oldest, int64 [S], -1 where it says none; of each token, int64 [J].
+    """The oldest version of each rollout, int64 [S], -1 if it names none; of each token, int64 [J].
 
-    None of tokens where no rollout has spans. Raises INVALID_ARGUMENT naming span or version.
+    The second is None if no rollout has spans. Raises INVALID_ARGUMENT naming span or version.
     """
     length_S = np.diff(fields.response_offsets)
     version_S = np.array(

@@ -56,6 +56,16 @@ def merges_of(cls: type[Merged]) -> dict[str, np.ufunc]:
     }
 
 
+def mean(total: float, count: float) -> float | None:
+    """The mean of `count` values; None: there are none."""
+    return total / count if count else None
+
+
+def scaled(total: float, weight: float) -> float | None:
+    """A weighted mean, rounded as a step's guard rounds it; None: there is no weight."""
+    return total * (1.0 / weight) if weight else None
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """How many values fell into each bin of a fixed histogram; `()`: none was looked at."""
@@ -89,7 +99,7 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Of the values themselves (divided by their number), not of what they are drawn from."""
+        """Standard deviation of the values themselves: divided by their number."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
     def __add__(self, other: Moments) -> Moments:

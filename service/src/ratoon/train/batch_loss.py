@@ -15,8 +15,7 @@ from torch import Tensor
 from ratoon.rollout.packed import PackedBatch
 from ratoon.train.config import OldLogprobsKind
 from ratoon.train.device_batch import put, put_index
-from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.terms import TermColumns
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
 from ratoon.train.prepare import Prepared
 
 # Response tokens [L], and their log-probs [L] on the device.
@@ -24,7 +23,7 @@ OnLogprobs = Callable[[NDArray[np.int64], Tensor], None]
 
 
 def not_kept(_tokens: NDArray[np.int64], _logprobs: Tensor) -> None:
-    """Log-probs that nobody asks for."""
+    """Takes log-probs that nobody asks for."""
 
 
 class BatchLoss:
@@ -34,7 +33,6 @@ class BatchLoss:
         self,
         prepared: Prepared,
         packed: PackedBatch,
-        forward_logprobs_J: NDArray[np.floating] | None,
         reference_L: Tensor | None,
         on_logprobs: OnLogprobs,
         like: Tensor,
@@ -45,16 +43,16 @@ class BatchLoss:
         self._token_L = packed.term_token
         self._is_counted_L = prepared.columns.counted_J[packed.term_token]
         self._on_logprobs = on_logprobs
-        self._columns = _columns(prepared, packed, forward_logprobs_J, reference_L, like)
+        self._columns = _columns(prepared, packed, reference_L, like)
 
     def of(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
-        """Of terms with these log-probs and entropies."""
+        """The loss of terms with these log-probs and entropies."""
         counted = put_index(np.flatnonzero(self._is_counted_L[terms]), self._device)
         columns = self._columns.at(put_index(terms, self._device), counted)
         return compute_loss(self._loss, columns, logprob_L, entropy_L)
 
     def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> Tensor:
-        """What the same adds to the report, as `LossOutput.sums`. Asked once for each term."""
+        """Sums of these terms for the report, as `LossOutput.sums`; asked once for each term."""
         self._on_logprobs(self._token_L[terms], logprob_L)
         return self.of(terms, logprob_L, entropy_L).sums()
 
@@ -62,17 +60,16 @@ class BatchLoss:
 def _columns(
     prepared: Prepared,
     packed: PackedBatch,
-    forward_logprobs_J: NDArray[np.floating] | None,
     reference_L: Tensor | None,
     like: Tensor,
 ) -> TermColumns:
-    """Of all terms, floats in the dtype of `like`; all of them count."""
+    """Columns of all terms, floats in the dtype of `like`; all of them count."""
     batch, columns = prepared.batch, prepared.columns
 
     def take(column_J: NDArray[np.floating]) -> Tensor:
         return put(column_J[packed.term_token], like.device).to(like.dtype)
 
-    old_J, sampler_J = _old_logprobs(prepared, forward_logprobs_J), batch.sampler_logprobs
+    old_J, sampler_J = _old_logprobs(prepared), batch.sampler_logprobs
     is_usable_S = ~batch.sampler_is_raw[packed.forest.sequences]
     if sampler_J is None:
         is_usable_S = np.zeros_like(is_usable_S)
@@ -89,9 +86,7 @@ def _columns(
     )
 
 
-def _old_logprobs(
-    prepared: Prepared, forward_logprobs_J: NDArray[np.floating] | None
-) -> NDArray[np.floating] | None:
+def _old_logprobs(prepared: Prepared) -> NDArray[np.floating] | None:
     """Old log-probs [J]; None: there are none, or they are the current ones."""
     old = prepared.loss.old_logprobs
     if old is None or old.kind is OldLogprobsKind.ON_POLICY:
@@ -100,4 +95,4 @@ def _old_logprobs(
         return prepared.batch.sampler_logprobs
     if old.kind is OldLogprobsKind.GIVEN:
         return prepared.batch.old_logprobs
-    return forward_logprobs_J
+    return prepared.old_logprobs_J

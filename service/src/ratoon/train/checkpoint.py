@@ -118,7 +118,7 @@ class Snapshot:
 
 
 def states_name(rank: int, num_ranks: int) -> str:
-    """Of one rank's file."""
+    """Name of one rank's file."""
     return f"states-{rank + 1:05}-of-{num_ranks:05}.safetensors"
 
 

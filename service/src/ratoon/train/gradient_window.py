@@ -11,8 +11,9 @@ from ratoon.rollout.selection import Counters
 from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss.spec import CounterDivisor, Loss, NoDivisor, Normalisation
 from ratoon.train.loss.sums import LossSums
+from ratoon.train.passes import PassTotals
 from ratoon.train.prepare import Prepared
-from ratoon.train.report.batch_sums import BatchSums
+from ratoon.train.report.batch_sums import BatchSums, of_prepared
 
 
 class WindowState(StrEnum):
@@ -32,6 +33,17 @@ class Totals:
     routes: RouteSums
     batch: BatchSums
     has_kl: bool
+
+    @classmethod
+    def of_pass(cls, prepared: Prepared, done: PassTotals) -> Totals:
+        """Totals of one forward-backward."""
+        return cls(
+            counters=prepared.counters,
+            sums=done.sums,
+            routes=done.routes,
+            batch=of_prepared(prepared),
+            has_kl=prepared.loss.kl is not None,
+        )
 
 
 class GradientWindow:

@@ -28,7 +28,7 @@ from ratoon.model.stored_weights import (
 from ratoon.stream.files import digest_bytes, digest_stream
 
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
-# Of all files' headers together.
+# Bound of all files' headers together.
 _MAX_HEADER_BYTES = 2**27
 
 

@@ -34,7 +34,7 @@ from ratoon_kernels import Span
 def load_balance(
     model: PolicyModel, prepared: Prepared, packed: PackedBatch, group: SequenceGroup
 ) -> LoadBalance | None:
-    """Of a micro-batch that `group` runs; None: the loss has none."""
+    """The balance loss of a micro-batch that `group` runs; None: the loss has none."""
     coefficient, columns = prepared.loss.router_aux_loss_coefficient, prepared.columns
     if not coefficient:
         return None
@@ -75,14 +75,14 @@ class LoadBalance:
         scale_S /= np.square(forest.sequence_length[is_held_S].astype(np.float64))
         ends = forest.sequence_node[is_held_S]
         scale_M = np.bincount(ends, weights=scale_S, minlength=num_nodes)
-        # Of each node: one past its subtree, and how many nodes, in order of these, are over by it.
+        # One past the subtree of each node; how many nodes, in this order, are over by then.
         self._stop_M = put(stop_M, self.device)
         self._by_stop_M = put(by_stop_M, self.device)
         self._ended_M = put(ended_M, self.device)
         self._scale_M1 = put(scale_M[:, None], self.device)
 
     def tokens(self, span: Span, own: Span) -> BalancedTokens:
-        """Of a forward of the packed tokens `own`, while the group's ranks run those of `span`."""
+        """Hooks for a forward of the tokens `own`, while the group's ranks run those of `span`."""
         return BalancedTokens(self, self._forest, span, own)
 
     def add(self, nodes: slice, choices_LmE: Tensor) -> None:
@@ -90,13 +90,15 @@ class LoadBalance:
         self._choices_LME[:, nodes] += choices_LmE
 
     def gradient(self, row: int) -> Tensor:
-        """Of the loss sum over `coefficient`, float64 [M, E], in the probabilities of any token of
-        each node, at the row-th layer with experts."""
+        """Gradient of the loss sum over `coefficient` at the row-th layer with experts.
+
+        float64 [M, E]: with respect to the probabilities of any token of each node.
+        """
         choices_ME = self._choices_LME[row].double()
-        # Of a node's path: what began before the node's end, but for what is over.
+        # Choices on a node's path: what began before the node's end, less what is over.
         over_ME = _running_sums(choices_ME[self._by_stop_M])[self._ended_M]
         path_ME = _running_sums(choices_ME)[1:] - over_ME
-        # And of all sequences that end in its subtree.
+        # And the sums over all sequences that end in its subtree.
         sums_ME = _running_sums(path_ME * self._scale_M1)
         return sums_ME[self._stop_M] - sums_ME[:-1]
 

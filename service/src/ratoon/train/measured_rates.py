@@ -26,7 +26,7 @@ from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.device_costs import H200_RATES, PAIR_FLOPS, DeviceRates
 from ratoon_kernels import build_layout, token_logprobs_forward_backward, tree_attention
 
-# Of the FLOP/s of products alone, what those of whole steps reach: on an H200 653 of 803 TFLOP/s.
+# Share of the FLOP/s of products alone that whole steps reach: on an H200 653 of 803 TFLOP/s.
 _STEP_SHARE = 0.81
 _NUM_SAMPLES = 5
 
@@ -76,7 +76,7 @@ class Attention:
     deterministic: bool
 
     def of_path(self, device: torch.device, num_tokens: int) -> Callable[..., Tensor]:
-        """Of q_TNH, k_TKH and v_TKH of one path: out_TNH."""
+        """Attention of one path: q_TNH, k_TKH and v_TKH to out_TNH."""
         layout = build_layout(
             node_start=np.array([0]),
             node_stop=np.array([num_tokens]),
@@ -123,7 +123,7 @@ def measure_rates(
 
 
 def _median_s(device: torch.device, clock: Callable[[], float], run: Callable[[], object]) -> float:
-    """Of samples after a first run, which may compile."""
+    """Median of the samples after a first run, which may compile."""
     run()
     samples: list[float] = []
     for _ in range(_NUM_SAMPLES):

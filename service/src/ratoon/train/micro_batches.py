@@ -16,13 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.pack import pack
-from ratoon.rollout.packed import Forest, MicroBatch, PackedBatch, Stage, UpdatePlan
-from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.rollout.packed import Forest, MicroBatch, PackedBatch, Stage
 from ratoon.rollout.waves import fits_forest
-from ratoon.train.prepare import Prepared
+from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.report.clock import Moment
 
 
@@ -51,18 +49,9 @@ class PackedMicroBatch:
     check: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassInputs:
-    """What a pass that only runs the model packs from."""
-
-    batch: RolloutBatch
-    prefixes: SortedPrefixes
-    plan: UpdatePlan
-
-
 def packed_micro_batches(
     device: torch.device,
-    run: Prepared | PassInputs,
+    run: Prepared | PreparedForward,
     term_mask_J: NDArray[np.bool_],
     hooks: PassHooks,
 ) -> Iterator[PackedMicroBatch]:

@@ -23,6 +23,7 @@ class NamedGradients:
 
     def __init__(self, model: PolicyModel) -> None:
         self._model = model
+        self.num_elements = sum(each.numel() for each in model.named_trainable().values())
 
     def size_bytes(self, names: Sequence[str]) -> int:
         """Size of these tensors' sums. Raises INVALID_ARGUMENT for a name that there is not."""
@@ -37,7 +38,7 @@ class NamedGradients:
         )
 
     def parameters(self, names: Sequence[str]) -> list[str]:
-        """Those that these tensors are, or are of."""
+        """Parameters that these tensors are, or are parts of."""
         return list(dict.fromkeys(self._tensors[name].parameter for name in names))
 
     def write(self, path: Path, names: Sequence[str], sums: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 
 from ratoon.train.spec import TrainerSpec
 
-# Of a device, for its context, kernels' workspaces and fragments of the allocator.
+# Share of a device kept for its context, kernels' workspaces and fragments of the allocator.
 _UNPLANNED_SHARE = 0.04
 _BUDGET_STEP = 256 * 2**20
 
@@ -78,20 +78,20 @@ def gpus_reach_each_other(device: torch.device) -> bool:
 
 
 def free_bytes(total: int, allocated: int) -> int:
-    """Of a GPU of `total` bytes, beside what is allocated; below zero: that does not fit.
+    """Bytes of a GPU to plan with, beside what is allocated; below zero: that does not fit.
 
-    Not what happens to be free: what is kept by it decides bits, which a replay must find again.
+    What happens to be free does not enter: plans decide bits, which a replay must find again.
     """
     return math.floor(total * (1 - _UNPLANNED_SHARE)) - allocated
 
 
 def plannable_bytes(total: int, allocated: int) -> int:
-    """What activations are planned within, once all else is allocated."""
+    """Bytes that activations are planned within, once all else is allocated."""
     return max(0, free_bytes(total, allocated) // _BUDGET_STEP * _BUDGET_STEP)
 
 
 def activation_bytes(device: torch.device, passing_bytes: int = 0) -> int | None:
-    """The same of a GPU as it is, less what passes beside them; None for a CPU: no limit."""
+    """`plannable_bytes` of a GPU as it is, less `passing_bytes`; None for a CPU: no limit."""
     total = total_bytes(device)
     if total is None:
         return None
@@ -99,7 +99,7 @@ def activation_bytes(device: torch.device, passing_bytes: int = 0) -> int | None
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """What tensors have of a GPU; None for a CPU."""
+    """Bytes of a GPU that tensors occupy; None for a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 

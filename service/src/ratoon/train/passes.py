@@ -18,9 +18,7 @@ from torch import Tensor
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.route_counts import RouteSums
 from ratoon.model.sequence_group import ALONE, SequenceGroup
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.packed import PackedBatch, UpdatePlan
-from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.rollout.packed import PackedBatch
 from ratoon.train.batch_loss import BatchLoss, OnLogprobs, not_kept
 from ratoon.train.config import ReferenceKind
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device
@@ -31,10 +29,9 @@ from ratoon.train.loss.sums import LossSums
 from ratoon.train.micro_batches import (
     PackedMicroBatch,
     PassHooks,
-    PassInputs,
     packed_micro_batches,
 )
-from ratoon.train.prepare import Prepared
+from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.report.clock import DeviceClock
 from ratoon.train.streamed.heads import add_up
 from ratoon.train.streamed.passes import StagedBatch
@@ -54,12 +51,12 @@ class PassTotals:
     rows: int
     forward_s: float
     backward_s: float
-    # Of each of several ranks.
+    # Seconds of each of several ranks.
     rank_seconds: tuple[float, ...] = ()
 
     @classmethod
     def over(cls, ranks: Sequence[PassTotals]) -> PassTotals:
-        """Of all ranks, which ran at the same time: the times are those of the longest."""
+        """Totals over all ranks, which ran at the same time: the times are those of the longest."""
         if len(ranks) == 1:
             return ranks[0]
         longest = max(ranks, key=lambda done: done.forward_s + done.backward_s)
@@ -76,7 +73,6 @@ class PassTotals:
 def forward_backward_pass(
     model: PolicyModel,
     prepared: Prepared,
-    forward_logprobs_J: NDArray[np.floating] | None,
     hooks: PassHooks,
     group: SequenceGroup = ALONE,
     on_logprobs: OnLogprobs = not_kept,
@@ -84,15 +80,15 @@ def forward_backward_pass(
     """Add the gradient of the loss sum of every micro-batch to the parameters' gradients.
 
     Of several ranks in `group` each adds what its own tokens make of it, and none what others do.
-    `forward_logprobs_J` [J]: old log-probs of `from_forward`, else None. `on_logprobs` is told
-    those of this pass, each once. Raises `RatoonError` CANCELLED between micro-batches, with part
-    of the gradients added, and INTERNAL where the plan is of another batch.
+    `on_logprobs` is told the log-probs of this pass, each once. Raises `RatoonError` CANCELLED
+    between micro-batches, with part of the gradients added, and INTERNAL where the plan is of
+    another batch.
     """
     sums: list[Tensor] = []
     rows, clock = 0, DeviceClock(model.device)
     model.routes.clear()
     for item in packed_micro_batches(model.device, prepared, prepared.columns.trained_J, hooks):
-        sums += _train(model, prepared, item, forward_logprobs_J, clock, group, on_logprobs)
+        sums += _train(model, prepared, item, clock, group, on_logprobs)
         rows += _counted_rows(item, group)
     seconds = clock.seconds()
     balance, total = model.routes.balance_loss(), LossSums.total(sums)
@@ -110,7 +106,6 @@ def _train(
     model: PolicyModel,
     prepared: Prepared,
     item: PackedMicroBatch,
-    forward_logprobs_J: NDArray[np.floating] | None,
     clock: DeviceClock,
     group: SequenceGroup,
     on_logprobs: OnLogprobs,
@@ -122,7 +117,7 @@ def _train(
     reference_L = _reference(model, prepared, item, batch, group)
 
     like = torch.empty(0, dtype=accumulation_dtype(model.lm_head_VD.dtype), device=device)
-    loss = BatchLoss(prepared, packed, forward_logprobs_J, reference_L, on_logprobs, like)
+    loss = BatchLoss(prepared, packed, reference_L, on_logprobs, like)
     is_of_rows = is_of_single_tokens(prepared.loss)
     if item.stages or group.size > 1:
         staged = StagedBatch(model, packed, batch, item.stages, item.check, group, balance)
@@ -162,7 +157,7 @@ def _train_in_two_phases(
     loss: LossOfTerms,
     clock: DeviceClock,
 ) -> Tensor:
-    """The same of any loss: all log-probs first. Returns the sums of the loss."""
+    """Add the gradient of any loss, from all log-probs at once; returns the sums of the loss."""
     outputs = run_model(model, batch)
     logprob_L = outputs.logprob_M.detach()[batch.term_target_L]
     entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
@@ -191,7 +186,7 @@ class ForwardColumns:
 
     @classmethod
     def over(cls, ranks: Sequence[ForwardColumns]) -> ForwardColumns:
-        """Of all ranks, of which one alone ran the row of a token; the time of the longest."""
+        """Columns over all ranks, one of which ran the row of a token; the time of the longest."""
         if len(ranks) == 1:
             return ranks[0]
         return cls(
@@ -205,9 +200,7 @@ class ForwardColumns:
 
 def forward_pass(
     model: PolicyModel,
-    batch: RolloutBatch,
-    prefixes: SortedPrefixes,
-    plan: UpdatePlan,
+    prepared: PreparedForward,
     hooks: PassHooks,
     group: SequenceGroup = ALONE,
 ) -> ForwardColumns:
@@ -216,9 +209,9 @@ def forward_pass(
     tokens: list[NDArray[np.int64]] = []
     results: list[Tensor] = []
     rows, clock = 0, DeviceClock(model.device)
-    run = PassInputs(batch=batch, prefixes=prefixes, plan=plan)
+    mask_J = prepared.batch.loss_mask
     with torch.inference_mode():
-        for item in packed_micro_batches(model.device, run, batch.loss_mask, hooks):
+        for item in packed_micro_batches(model.device, prepared, mask_J, hooks):
             device_batch = to_device(item.packed, model.device)
             outputs = _outputs(model, item, device_batch, group)
             logprob_L = outputs.logprob_M[device_batch.term_target_L]
@@ -227,7 +220,7 @@ def forward_pass(
             tokens.append(item.packed.term_token)
             rows += _counted_rows(item, group)
     clock.lap("forward")
-    logprob_J, entropy_J = _at_tokens(tokens, results, model, len(batch.loss_mask))
+    logprob_J, entropy_J = _at_tokens(tokens, results, model, len(mask_J))
     return ForwardColumns(
         logprob_J=logprob_J,
         entropy_J=entropy_J,
@@ -248,7 +241,7 @@ def _at_tokens(
 
 
 def _counted_rows(item: PackedMicroBatch, group: SequenceGroup) -> int:
-    """Those of all ranks, counted on the first of them."""
+    """Rows of all ranks that run the micro-batch, counted on the first of them."""
     return len(item.packed.row_index) if group.index == 0 else 0
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,94 +18,71 @@ from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.device_costs import DeviceRates, device_costs, with_recompute
 from ratoon.model.token_limits import candidate_tokens, token_limits
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, DEFAULT_EXCHANGE, CostModel
-from ratoon.rollout.limits import NO_LIMITS, TokenLimits
+from ratoon.rollout.costs import DEFAULT_COSTS, DEFAULT_EXCHANGE
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import DraftedPlan, draft_plan
+from ratoon.rollout.plan import Devices, DraftedPlan, draft_plan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.config import ParallelLayout
 
 # Packed tokens of a micro-batch on a CPU, unless others are asked for.
 CPU_TOKENS = 16_384
-
-
-# Ranks are put together only where otherwise the longest is above their mean by this share of it.
+# More ranks run a micro-batch together only if the longest rank is above the mean by this share.
 _IDLE = 0.02
-# What is modelled as dearer by less is run whole where it can be: costs are no more exact, and what
-# was measured of the recorded group speaks for it.
+# One whole micro-batch is preferred if its modelled cost is at most this share higher: the model is
+# no more exact than that.
 _WHOLE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """`candidates`: tokens of a micro-batch, packed, ascending; a plan has the cheapest of them.
+    """Makes the plans of one policy's updates.
 
-    `num_ranks`: ranks, each with a device like the others', that share an update. Every
-    `sequence_ranks` of them run their micro-batches together; candidates, costs and limits are of
-    so many. `wider`: the same of more of them, fewest first, tried where a plan does not fit or
-    leaves ranks idle. `only`: of what a device has where it runs one backward, the window's first,
-    and has no sums beside it; None: as much.
+    Attributes:
+        num_ranks: Ranks that share an update, each with a device like the others'.
+        devices: What the devices hold and cost, by how many ranks run a micro-batch together,
+            fewest first. Later ones are tried where a plan does not fit or leaves ranks idle.
+        only: The same for a window's single backward, when no gradient sums occupy memory; empty:
+            as `devices`.
     """
 
-    candidates: tuple[int, ...]
-    costs: CostModel
-    limits: TokenLimits
+    devices: tuple[Devices, ...]
     num_ranks: int = 1
-    sequence_ranks: int = 1
-    wider: tuple[Planner, ...] = ()
-    only: Planner | None = None
-
-    def plan(
-        self,
-        batch: RolloutBatch,
-        prefixes: SortedPrefixes,
-        is_run_S: NDArray[np.bool_],
-        *,
-        is_first: bool = True,
-    ) -> UpdatePlan:
-        """Cuts of the sequences `is_run_S`, bool [S]. `is_first`: the window has no gradients."""
-        best = self._best(batch, prefixes, is_run_S, is_first=is_first)
-        for wider in self.wider:
-            if best.fits and best.plan.rank_gap <= _IDLE:
-                break
-            other = wider._best(batch, prefixes, is_run_S, is_first=is_first)
-            best = min(best, other, key=lambda draft: (not draft.fits, draft.cost))
-        return best.plan
+    only: tuple[Devices, ...] = ()
 
     def with_only(self, only: Planner) -> Planner:
-        """With the planners of a window's only backward, of as many ranks together as these."""
-        wider = zip(self.wider, only.wider, strict=True)
-        return replace(self, only=only, wider=tuple(w.with_only(o) for w, o in wider))
+        """This planner, with the devices of `only` for a window's single backward."""
+        assert len(only.devices) == len(self.devices)
+        return replace(self, only=only.devices)
 
-    def _best(
-        self,
-        batch: RolloutBatch,
-        prefixes: SortedPrefixes,
-        is_run_S: NDArray[np.bool_],
-        *,
-        is_first: bool,
-    ) -> DraftedPlan:
-        best = self._draft(batch, prefixes, is_run_S)
-        if self.only is not None and is_first:
-            only = self.only._draft(batch, prefixes, is_run_S)
-            is_good = not best.fits or only.cost <= (1 + _WHOLE) * best.cost
-            if only.fits and only.plan.is_one_backward and is_good:
-                return only
-        return best
+    def beside_sums(self) -> Planner:
+        """This planner, for a window that holds gradient sums already."""
+        return replace(self, only=())
 
-    def _draft(
+    def plan(
         self, batch: RolloutBatch, prefixes: SortedPrefixes, is_run_S: NDArray[np.bool_]
-    ) -> DraftedPlan:
-        return draft_plan(
-            batch,
-            prefixes,
-            is_run_S,
-            self.candidates,
-            self.costs,
-            self.limits,
-            num_ranks=self.num_ranks,
-            sequence_ranks=self.sequence_ranks,
-        )
+    ) -> UpdatePlan:
+        """Choose how the sequences `is_run_S`, bool [S], are cut into micro-batches."""
+        draft = partial(draft_plan, batch, prefixes, is_run_S, num_ranks=self.num_ranks)
+        best: DraftedPlan | None = None
+        for devices, only in zip_longest(self.devices, self.only):
+            found = _better(draft(devices), None if only is None else draft(only))
+            best = found if best is None else min(best, found, key=_badness)
+            if best.fits and best.plan.rank_gap <= _IDLE:
+                break
+        assert best is not None
+        return best.plan
+
+
+def _badness(draft: DraftedPlan) -> tuple[bool, float]:
+    return not draft.fits, draft.cost
+
+
+def _better(draft: DraftedPlan, only: DraftedPlan | None) -> DraftedPlan:
+    """The plan of a single backward, if it is one that fits and costs hardly more."""
+    if only is None or not (only.fits and only.plan.is_one_backward):
+        return draft
+    is_good = not draft.fits or only.cost <= (1 + _WHOLE) * draft.cost
+    return only if is_good else draft
 
 
 def group_sizes(parallel: ParallelLayout, num_heads: int) -> tuple[int, ...]:
@@ -125,19 +104,17 @@ def group_sizes(parallel: ParallelLayout, num_heads: int) -> tuple[int, ...]:
 def cpu_planner(
     micro_batch_tokens: int | None, *, num_ranks: int = 1, group_sizes: Sequence[int] = (1,)
 ) -> Planner:
-    """Of a device whose memory nothing counts; `micro_batch_tokens` None: chosen here."""
+    """Planner without a memory limit; `micro_batch_tokens` None: chosen here."""
     tokens = CPU_TOKENS if micro_batch_tokens is None else micro_batch_tokens
-    planners = [
-        Planner(
+    devices = tuple(
+        Devices(
             candidates=(tokens * size,),
             costs=DEFAULT_COSTS if size == 1 else DEFAULT_COSTS.over(size, DEFAULT_EXCHANGE),
-            limits=NO_LIMITS,
-            num_ranks=num_ranks,
             sequence_ranks=size,
         )
         for size in group_sizes
-    ]
-    return replace(planners[0], wider=tuple(planners[1:]))
+    )
+    return Planner(devices=devices, num_ranks=num_ranks)
 
 
 def device_planner(
@@ -153,16 +130,23 @@ def device_planner(
     max_tokens: int | None = None,
     is_only: bool = False,
 ) -> Planner:
-    """Of a device of these `rates` that lends so many bytes to activations, and of its host.
+    """Planner within what GPUs lend to activations.
 
-    `max_tokens`: that attention serves at a time; None: any number. `is_only`: of plans of one
-    micro-batch (`Planner.only`).
-
-    `micro_batch_tokens`, of each device; None: each plan has the cheapest, between keeping all and
-    keeping the least that fits.
+    Args:
+        micro_batch_tokens: Packed tokens for each device; None: each plan has the cheapest, between
+            keeping all activations and keeping the least that fits.
+        sizes: The model's, on one device.
+        device_bytes: Bytes that each device lends to activations.
+        host_bytes: Bytes that each device's host lends to them.
+        rates: Speeds of one device.
+        layers_are_trained: Whether layers have gradients of their own weights.
+        num_ranks: Ranks that share an update.
+        group_sizes: How many of them may run a micro-batch together, fewest first.
+        max_tokens: Tokens that attention serves at a time; None: any number.
+        is_only: Whether it is for a window's single backward (`Planner.only`).
     """
 
-    def of(sizes: DecoderSizes) -> Planner:
+    def of(sizes: DecoderSizes) -> Devices:
         limits = token_limits(sizes, device_bytes, host_bytes).at_most(max_tokens)
         costs = device_costs(
             sizes, rates, layers_are_trained=layers_are_trained, adds_up=not is_only
@@ -176,13 +160,11 @@ def device_planner(
             candidates = candidates[-1:]
         if max_tokens is not None:
             candidates = tuple(sorted({min(tokens, max_tokens) for tokens in candidates}))
-        return Planner(
+        return Devices(
             candidates=candidates,
             costs=with_recompute(costs, sizes, rates, device_bytes, host_bytes),
             limits=limits,
-            num_ranks=num_ranks,
             sequence_ranks=sizes.num_ranks,
         )
 
-    planners = [of(sizes.over(size)) for size in group_sizes]
-    return replace(planners[0], wider=tuple(planners[1:]))
+    return Planner(devices=tuple(of(sizes.over(size)) for size in group_sizes), num_ranks=num_ranks)

@@ -1,4 +1,4 @@
-"""Everything that is decided from a batch and a loss before the model runs. numpy only.
+"""Decides everything about a batch and a loss before the model runs, once. numpy only.
 
 The order: advantages over each group as received, then drops, then counters over what remains; then
 the plan, on which none of them depends.
@@ -6,8 +6,8 @@ the plan, on which none of them depends.
 
 from __future__ import annotations
 
-import hashlib
 import math
+import time
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -23,11 +23,12 @@ from ratoon.rollout.selection import (
     Selection,
     counters,
     first_owner_mask,
+    group_keys,
     select_sequences,
     trained_lengths,
     trained_mask,
 )
-from ratoon.rollout.sharing import planned_prefixes
+from ratoon.rollout.sharing import share_as_planned
 from ratoon.train.config import (
     AdvantageKind,
     OverlongFilter,
@@ -63,24 +64,53 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedForward:
+    """A Forward, sorted and planned.
+
+    Attributes:
+        prefixes: The prefixes that `plan` shares.
+        seconds: Time that sorting and planning took.
+    """
+
+    batch: RolloutBatch
+    prefixes: SortedPrefixes
+    plan: UpdatePlan
+    seconds: float
+
+    def of_rank(self, rank: int) -> PreparedForward:
+        """What one rank runs of it."""
+        return replace(self, plan=self.plan.of_rank(rank))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """One forward-backward, decided; `plan` is what the journal keeps of it."""
+    """A forward-backward with every decision made; the journal keeps `plan` of it.
+
+    Attributes:
+        version: The policy's version that it was prepared for.
+        old_logprobs_J: Old log-probs [J] of a `from_forward` loss; None for any other.
+        prefixes: The prefixes that `plan` shares.
+        group_keys: Keys of the groups, if they may come in parts in several calls; else empty.
+        not_run_S: bool [S], sequences that count but are in no micro-batch, having no gradient.
+        route_conflicts: Tokens that sequences of the plan do not share only because their recorded
+            routes differ.
+        seconds: Time that sorting, selecting, counting and planning took.
+    """
 
     batch: RolloutBatch
     loss: Loss
-    # Those that `plan` shares.
+    version: int
+    old_logprobs_J: NDArray[np.floating] | None
     prefixes: SortedPrefixes
     selection: Selection
     columns: Columns
     counters: Counters
-    # Of groups that may come in parts, in several calls: told apart by these. Else empty.
     group_keys: frozenset[bytes]
-    # bool [S]: sequences that count, and are in no micro-batch as they have no gradient.
     not_run_S: NDArray[np.bool_]
     plan: UpdatePlan
     warnings: tuple[str, ...]
-    # Tokens that those run do not share because of their recorded routes alone.
-    route_conflicts: int = 0
+    route_conflicts: int
+    seconds: float
 
     def of_rank(self, rank: int) -> Prepared:
         """What one rank runs of it."""
@@ -88,49 +118,93 @@ class Prepared:
 
 
 def prepare(
-    batch: RolloutBatch, loss: Loss, *, version: int, planner: Planner, is_first: bool = True
+    batch: RolloutBatch,
+    loss: Loss,
+    *,
+    version: int,
+    plan: UpdatePlan | Planner,
+    old_logprobs_J: NDArray[np.floating] | None = None,
+    entropy_J: NDArray[np.floating] | None = None,
 ) -> Prepared:
-    """Decide all, cuts included. `is_first`: the window has no gradients yet.
+    """Make every decision of a forward-backward before the model runs.
 
-    Raises STALE_ROLLOUTS where the loss refuses stale rollouts.
+    Args:
+        batch: S sequences of J response tokens.
+        loss: The loss, resolved against `batch`.
+        version: The policy's version.
+        plan: The plan to run, made earlier from the same batch, loss and version, or what makes it.
+        old_logprobs_J: Log-probs [J] of the Forward that a `from_forward` loss names.
+        entropy_J: Entropies [J] of that Forward, for a loss with `top_entropy_share`.
+
+    Raises:
+        RatoonError: STALE_ROLLOUTS if the loss refuses stale rollouts.
     """
-    prefixes = sort_sequences(batch)
+    started = time.perf_counter()
+    shared = sort_sequences(batch)
     selection = select(batch, loss, version)
-    columns = _columns(batch, loss, prefixes, selection)
-    is_run_S = _has_gradient(batch, loss, columns)
-    plan = planner.plan(batch, prefixes, is_run_S, is_first=is_first)
-    return _assemble(batch, loss, prefixes, selection, columns, plan, version)
+    columns = _columns(batch, loss, shared, selection)
+    if isinstance(plan, Planner):
+        plan = plan.plan(batch, shared, _has_gradient(batch, loss, columns))
+    counted = counters(columns.counted_J, batch, selection.kept_S)
+    comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
+    warnings = batch_warnings(batch, loss, kept_S=selection.kept_S, version=version)
+    run = _run_sequences(plan)
+    return Prepared(
+        batch=batch,
+        loss=loss,
+        version=version,
+        old_logprobs_J=old_logprobs_J,
+        prefixes=share_as_planned(shared, plan.unshared),
+        selection=selection,
+        columns=_keep_top_entropy(columns, loss, entropy_J),
+        counters=counted,
+        group_keys=frozenset() if comes_whole else group_keys(batch, columns.counted_J),
+        not_run_S=_not_run(batch, columns, run),
+        plan=plan,
+        warnings=(*warnings, *_warnings(counted, plan)),
+        route_conflicts=route_conflicts(shared, run),
+        seconds=time.perf_counter() - started,
+    )
 
 
-def prepare_planned(batch: RolloutBatch, loss: Loss, plan: UpdatePlan, *, version: int) -> Prepared:
-    """The same with the cuts of `plan`, made before from the same batch, loss and version.
+def prepare_forward(batch: RolloutBatch, plan: UpdatePlan | Planner) -> PreparedForward:
+    """Sort and plan the sequences of a Forward: those of an update that drops nothing.
 
-    Raises `RatoonError` INTERNAL where the plan is of another batch.
+    Args:
+        batch: The rollouts to run.
+        plan: The plan to run, made earlier from the same batch, or what makes it.
     """
-    prefixes = sort_sequences(batch)
-    selection = select(batch, loss, version)
-    columns = _columns(batch, loss, prefixes, selection)
-    return _assemble(batch, loss, prefixes, selection, columns, plan, version)
+    started = time.perf_counter()
+    shared = sort_sequences(batch)
+    if isinstance(plan, Planner):
+        plan = plan.plan(batch, shared, has_trained_tokens(batch))
+    return PreparedForward(
+        batch=batch,
+        prefixes=share_as_planned(shared, plan.unshared),
+        plan=plan,
+        seconds=time.perf_counter() - started,
+    )
 
 
-def keep_top_entropy(prepared: Prepared, entropy_J: NDArray[np.floating]) -> Prepared:
-    """`prepared` without the advantages of tokens below the loss's share of most entropy.
+def _keep_top_entropy(
+    columns: Columns, loss: Loss, entropy_J: NDArray[np.floating] | None
+) -> Columns:
+    """`columns` without the advantages of tokens below the loss's share of most entropy.
 
-    `entropy_J` [J]: of the loss's Forward. The threshold is the entropy of the last token of that
-    share, rounded up, among all counted tokens of the operation; what ties with it stays. Those
-    below keep their place in counters, KL and entropy bonus, as in "Beyond the 80/20 rule" (arXiv
-    2506.01939, its objective for forking tokens: an indicator within the mean over all tokens).
+    The threshold is the entropy of the last token of that share, rounded up, among all counted
+    tokens of the operation; tokens that tie with it stay. Tokens below it keep their place in
+    counters, KL and entropy bonus, as in "Beyond the 80/20 rule" (arXiv 2506.01939, its objective
+    for forking tokens: an indicator within the mean over all tokens).
     """
-    share, columns = prepared.loss.top_entropy_share, prepared.columns
+    share = loss.top_entropy_share
+    if share is None or entropy_J is None or not columns.counted_J.any():
+        return columns
     counted = entropy_J[columns.counted_J]
-    if share is None or len(counted) == 0:
-        return prepared
-    # In decimal, as it was written: 0.1 of 30 are 3.
+    # The share in decimal, as it was written: 0.1 of 30 are 3.
     num_kept = math.ceil(Fraction(repr(share)) * len(counted))
     least = np.partition(counted, len(counted) - num_kept)[len(counted) - num_kept]
     is_kept_J = columns.trained_J & (entropy_J >= least)
-    advantage_J = np.where(is_kept_J, columns.advantage_J, 0.0)
-    return replace(prepared, columns=replace(columns, advantage_J=advantage_J))
+    return replace(columns, advantage_J=np.where(is_kept_J, columns.advantage_J, 0.0))
 
 
 def select(batch: RolloutBatch, loss: Loss, version: int) -> Selection:
@@ -164,37 +238,14 @@ def _has_gradient(batch: RolloutBatch, loss: Loss, columns: Columns) -> NDArray[
     return trained_lengths(batch, has_gradient_J) > 0
 
 
-def _assemble(
-    batch: RolloutBatch,
-    loss: Loss,
-    prefixes: SortedPrefixes,
-    selection: Selection,
-    columns: Columns,
-    plan: UpdatePlan,
-    version: int,
-) -> Prepared:
-    planned = planned_prefixes(prefixes, plan)
-    counted = counters(columns.counted_J, batch, selection.kept_S)
+def _run_sequences(plan: UpdatePlan) -> NDArray[np.int64]:
+    return np.array([s for part in plan.micro_batches for s in part.sequences], np.int64)
+
+
+def _not_run(batch: RolloutBatch, columns: Columns, run: NDArray[np.int64]) -> NDArray[np.bool_]:
     not_run_S = trained_lengths(batch, columns.counted_J) > 0
-    run = [s for part in plan.micro_batches for s in part.sequences]
     not_run_S[run] = False
-    comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
-    return Prepared(
-        batch=batch,
-        loss=loss,
-        prefixes=planned,
-        selection=selection,
-        columns=columns,
-        counters=counted,
-        group_keys=frozenset() if comes_whole else _group_keys(batch, columns.counted_J),
-        not_run_S=not_run_S,
-        plan=plan,
-        warnings=(
-            *batch_warnings(batch, loss, kept_S=selection.kept_S, version=version),
-            *_warnings(counted, plan),
-        ),
-        route_conflicts=route_conflicts(prefixes, np.array(run, np.int64)),
-    )
+    return not_run_S
 
 
 def _columns(
@@ -238,19 +289,6 @@ def _advantages(batch: RolloutBatch, loss: Loss) -> NDArray[np.float64]:
         )
     advantage_S = _ADVANTAGES[loss.advantage](rewards_S, batch.group_offsets)
     return np.repeat(advantage_S, lengths_S)
-
-
-def _group_keys(batch: RolloutBatch, counted_J: NDArray[np.bool_]) -> frozenset[bytes]:
-    """Digests of id and prompt of the groups that have a counted token."""
-    lengths_S = trained_lengths(batch, counted_J)
-    per_group = np.add.reduceat(lengths_S, batch.group_offsets[:-1])
-    keys: set[bytes] = set()
-    for group in np.flatnonzero(per_group).tolist():
-        prompt = batch.prompt_tokens[batch.prompt_offsets[group] : batch.prompt_offsets[group + 1]]
-        digest = hashlib.sha256(batch.group_ids[group].encode() + b"\0")
-        digest.update(prompt.astype("<i4").tobytes())
-        keys.add(digest.digest())
-    return frozenset(keys)
 
 
 def _warnings(counted: Counters, plan: UpdatePlan) -> tuple[str, ...]:

@@ -13,8 +13,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.garbage import frozen_graphs
@@ -23,9 +21,7 @@ from ratoon.model.parts import parts_of
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.sequence_group import SequenceGroup
 from ratoon.model.shared_memory import Handle
-from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
 from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
@@ -52,7 +48,7 @@ from ratoon.train.passes import (
     forward_backward_pass,
     forward_pass,
 )
-from ratoon.train.prepare import Prepared
+from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.sequence_link import SequenceGroups
 from ratoon.train.spec import TrainerSpec
 
@@ -159,13 +155,7 @@ class Rank:
         self.model.limit_activations(device_bytes, host_bytes=host_bytes)
         self._lent, self._only = (device_bytes, host_bytes), only
 
-    def forward_backward(
-        self,
-        prepared: Prepared,
-        forward_logprobs_J: NDArray[np.floating] | None,
-        *,
-        is_only: bool = False,
-    ) -> PassTotals:
+    def forward_backward(self, prepared: Prepared, *, is_only: bool = False) -> PassTotals:
         """Add the gradient of this rank's micro-batches to its sums. `is_only`: there are none
         yet, and no parameter gets more than one gradient."""
         own = prepared.of_rank(self.copies.rank)
@@ -178,21 +168,14 @@ class Rank:
             self.gradients.of_pass(prepared.plan, self.hooks.is_cancelled),
             self._together(own.plan) as (group, hooks),
         ):
-            return forward_backward_pass(self.model, own, forward_logprobs_J, hooks, group)
+            return forward_backward_pass(self.model, own, hooks, group)
 
-    def forward(
-        self,
-        batch: RolloutBatch,
-        prefixes: SortedPrefixes,
-        plan: UpdatePlan,
-        *,
-        use_reference: bool,
-    ) -> ForwardColumns:
+    def forward(self, prepared: PreparedForward, *, use_reference: bool) -> ForwardColumns:
         """Log-probs and entropies of this rank's micro-batches; 0 for the others'."""
-        own = plan.of_rank(self.copies.rank)
+        own = prepared.of_rank(self.copies.rank)
         reference = self.model.reference() if use_reference else nullcontext()
-        with frozen_graphs(), self.reading(), reference, self._together(own) as (group, hooks):
-            return forward_pass(self.model, batch, prefixes, own, hooks, group)
+        with frozen_graphs(), self.reading(), reference, self._together(own.plan) as (group, hooks):
+            return forward_pass(self.model, own, hooks, group)
 
     def clear(self) -> None:
         """Forget the gradient sums."""

@@ -33,7 +33,7 @@ from ratoon.train import measured_rates
 from ratoon.train.numerics import device_model
 from ratoon.train.spec import TrainerSpec
 
-# Of how rates are measured: another number, other files.
+# Format of the measurement: another number, other files.
 _FORMAT = 1
 # A process that imports torch, compiles a few kernels and runs them.
 _PATIENCE_S = 180.0
@@ -41,7 +41,7 @@ _LOG = get_logger("rates")
 
 
 def rates_of(spec: TrainerSpec, folder: Path | None) -> DeviceRates | None:
-    """Of the spec's GPU, which has to be free of all else; None for a CPU.
+    """Rates of the spec's GPU, which has to be free of all else; None for a CPU.
 
     A GPU that is not known is measured, once where there is a `folder` to keep its rates in. If
     that fails, an H200's are used.
@@ -70,7 +70,7 @@ def rates_of(spec: TrainerSpec, folder: Path | None) -> DeviceRates | None:
 def kept_rates(
     folder: Path | None, key: Mapping[str, str], measure: Callable[[], DeviceRates]
 ) -> DeviceRates:
-    """Those of `key` in the folder; where there are none, or no whole ones, what is measured.
+    """The rates of `key` in the folder; measured if there are none, or no whole ones.
 
     Raises what `measure` does. Rates that cannot be kept are used all the same.
     """

@@ -30,11 +30,11 @@ from ratoon.model.parts import origin_of
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
-from ratoon.rollout.plan import make_plan
 from ratoon.rollout.selection import trained_lengths
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.passes import forward_backward_pass
+from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import Prepared
 from ratoon.train.report.step_report import SelfCheckReport
 
@@ -94,24 +94,22 @@ def run_self_check(
     model: PolicyModel,
     gradients: GradientSums,
     prepared: Prepared,
-    forward_logprobs_J: NDArray[np.floating] | None,
     *,
-    version: int,
     is_cancelled: Callable[[], bool],
 ) -> SelfCheckOutcome:
     """Compare one rollout of `prepared`, packed against alone. `gradients` must be empty.
 
-    `forward_logprobs_J` as for `forward_backward_pass`. It takes the time of a forward and backward
-    of the micro-batch and of the rollout; no memory beyond what the micro-batch takes anyway.
-    Raises `RatoonError` CANCELLED; whatever it raises, `gradients` is empty again.
+    The check takes the time of a forward and backward of the micro-batch and of the rollout, and no
+    memory beyond what the micro-batch takes anyway. Raises `RatoonError` CANCELLED; whatever it
+    raises, `gradients` is empty again.
     """
     started = time.perf_counter()
-    sequence = sample_rollout(prepared, model.spec.seed, version)
+    sequence = sample_rollout(prepared, model.spec.seed)
     if sequence is None:
         return SelfCheckOutcome(report=None, warnings=())
     runs = _runs(prepared, sequence)
     hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
-    run = partial(_run, model, forward_logprobs_J, hooks)
+    run = partial(_run, model, hooks)
     try:
         with model.run_as(runs.tokens):
             report = _compared(run, runs, gradients, sequence)
@@ -119,7 +117,7 @@ def run_self_check(
         if isinstance(err, RatoonError) and err.code is not ErrorCode.RESOURCE_EXHAUSTED:
             raise
         # Several ranks may have room for what one has not.
-        text = f"the self-check of version {version} did not run: out of device memory"
+        text = f"the self-check of version {prepared.version} did not run: out of device memory"
         return SelfCheckOutcome(report=None, warnings=(text,))
     finally:
         gradients.clear()
@@ -129,7 +127,7 @@ def run_self_check(
     return SelfCheckOutcome(report=report, warnings=warnings)
 
 
-def sample_rollout(prepared: Prepared, seed: int, version: int) -> int | None:
+def sample_rollout(prepared: Prepared, seed: int) -> int | None:
     """A rollout that counts and is packed with others; None where there is none.
 
     One whose advantage is not zero, if any is such: without it most losses have no gradient.
@@ -141,7 +139,7 @@ def sample_rollout(prepared: Prepared, seed: int, version: int) -> int | None:
     for mask_J in (columns.counted_J & (columns.advantage_J != 0), columns.counted_J):
         candidates = np.flatnonzero(is_shared_S & (trained_lengths(batch, mask_J) > 0))
         if len(candidates):
-            draw = xxhash.xxh3_64_intdigest(f"{seed}/self_check/{version}".encode())
+            draw = xxhash.xxh3_64_intdigest(f"{seed}/self_check/{prepared.version}".encode())
             return int(candidates[draw % len(candidates)])
     return None
 
@@ -158,7 +156,7 @@ def _runs(prepared: Prepared, sequence: int) -> _Runs:
     )
     micro_batch = _micro_batch_of(plan, sequence)
     packed = replace(plan, micro_batches=(micro_batch,))
-    alone = make_plan(batch, prepared.prefixes, is_it_S, plan.micro_batch_tokens)
+    alone = cpu_planner(plan.micro_batch_tokens).plan(batch, prepared.prefixes, is_it_S)
     return _Runs(
         packed=replace(of_it, plan=packed),
         alone=replace(of_it, plan=alone),
@@ -173,7 +171,6 @@ def _micro_batch_of(plan: UpdatePlan, sequence: int) -> MicroBatch:
 
 def _run(
     model: PolicyModel,
-    forward_logprobs_J: NDArray[np.floating] | None,
     hooks: PassHooks,
     prepared: Prepared,
 ) -> NDArray[np.float64]:
@@ -185,7 +182,7 @@ def _run(
         tokens.append(tokens_L)
         logprobs.append(logprob_L.detach())
 
-    forward_backward_pass(model, prepared, forward_logprobs_J, hooks, on_logprobs=keep)
+    forward_backward_pass(model, prepared, hooks, on_logprobs=keep)
     # A token that did not run is no number, and so is its difference.
     logprob_J = np.full(len(prepared.columns.trained_J), np.nan)
     logprob_J[np.concatenate(tokens)] = torch.cat(logprobs).double().cpu().numpy()

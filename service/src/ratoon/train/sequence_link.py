@@ -63,7 +63,7 @@ class SequenceLink:
                 self._tell(_Word.FAILED)
 
     def _tell(self, word: _Word) -> list[int]:
-        """What each rank says."""
+        """Tell all ranks `word`; returns the word of each."""
         own = torch.tensor([word], dtype=torch.uint8)
         words = [own if rank == self._own else torch.empty_like(own) for rank in self._ranks]
         self._copy([[own]] * len(words), [[each] for each in words])
@@ -77,7 +77,7 @@ class SequenceLink:
                 Copy(tensor, rank)
                 for rank, tensors in zip(self._ranks, each, strict=True)
                 for tensor in tensors
-                # What is empty has no counterpart to wait for.
+                # An empty tensor has no counterpart to wait for.
                 if rank != self._own and tensor.numel()
             ]
             for each in (sends, receives)

@@ -48,7 +48,7 @@ class TrainerSpec:
 
     @property
     def shard(self) -> Shard:
-        """Of a spec that says it, or of one device, which shards nothing."""
+        """The layout's shard, which the spec names by now; a single device shards nothing."""
         if self.num_workers == 1:
             return Shard.STATES
         assert self.parallel.shard is not None
@@ -56,6 +56,6 @@ class TrainerSpec:
 
     @property
     def kept_states(self) -> OptimizerStates:
-        """Of a spec whose states are chosen."""
+        """The kind of optimizer states, once it is chosen."""
         assert self.optimizer_states is not None
         return self.optimizer_states

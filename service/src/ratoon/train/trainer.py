@@ -1,21 +1,20 @@
-"""The trainer of one policy: what a worker runs operations on, on one device or on several.
+"""The trainer of one policy, which a worker runs operations on.
 
-It decides, and has the ranks of its group run what it decided: the rank of its own device, and
-those of other processes.
+An update is `prepare`, then `forward_backward` over the plan's micro-batches, then an optimizer
+step. The trainer decides; the ranks of its group, its own device's and those of other processes,
+run what it decided.
 
-Weights, moments and version change in `optim_step`, `update`, `load_checkpoint` and
-`import_weights` alone, each whole or not at all.
+Only `optim_step`, `update`, `load_checkpoint` and `import_weights` change weights, moments and
+version, each wholly or not at all.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -30,10 +29,8 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.plan import check_plan
 from ratoon.rollout.selection import Counters
-from ratoon.rollout.sharing import planned_prefixes
-from ratoon.train import prepare
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
 from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
@@ -45,31 +42,18 @@ from ratoon.train.lending import lend_activations
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import NamedGradients
-from ratoon.train.numerics import (
-    numerics_fingerprint,
-    peak_memory_bytes,
-)
-from ratoon.train.optim.adamw import norm_of_blocks
-from ratoon.train.optim.choice import rounding_warning
+from ratoon.train.numerics import numerics_fingerprint
 from ratoon.train.optim.digest import digest_of_sums
-from ratoon.train.optim.step_bounds import StateBounds
-from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
-from ratoon.train.optim.tensor_norms import tensor_norms
+from ratoon.train.optimizer_step import run_optimizer_step
 from ratoon.train.passes import ForwardColumns, PassTotals
-from ratoon.train.planning import cpu_planner, group_sizes
-from ratoon.train.prepare import Prepared
+from ratoon.train.planning import Planner, cpu_planner, group_sizes
+from ratoon.train.prepare import Prepared, PreparedForward, prepare, prepare_forward
 from ratoon.train.rank import Rank
 from ratoon.train.rank_group import HeldWeights, Peer, RankGroup
 from ratoon.train.rates import rates_of
-from ratoon.train.report import batch_sums
-from ratoon.train.report import build as report_builder
+from ratoon.train.report.build import forward_backward_report, forward_report, step_report
 from ratoon.train.report.clock import DeviceClock
-from ratoon.train.report.step_report import (
-    PhaseSeconds,
-    SkipReason,
-    StepReport,
-    TensorGradNorm,
-)
+from ratoon.train.report.step_report import StepReport
 from ratoon.train.report.usage import UsageMeter
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
@@ -78,8 +62,8 @@ from ratoon.train.spec import TrainerSpec
 class Trainer:
     """Owns a policy's model, gradient window and optimizer state.
 
-    States: those of `GradientWindow`. `version` counts optimizer steps; the engine may rename it
-    where a number was retired. Not thread-safe: one call at a time.
+    It has the states of `GradientWindow`. `version` counts optimizer steps; the engine renames it
+    after a number was retired. Not thread-safe: one call at a time.
     """
 
     def __init__(
@@ -90,10 +74,17 @@ class Trainer:
         peers: Sequence[Peer] = (),
         rates: DeviceRates | None = None,
     ) -> None:
-        """`peers`: ranks 1 and above, whose tensors `copies` brings; none for one device alone.
-        `rates`: of a GPU, before `limit_activations`.
+        """Put the model and its optimizer states on the ranks.
 
-        Raises what `group_sizes` raises.
+        Args:
+            spec: The policy.
+            model: Its model, on this process's device.
+            copies: What brings the tensors of other ranks; None: there are none.
+            peers: Ranks 1 and above.
+            rates: Speeds of a GPU, before `limit_activations`.
+
+        Raises:
+            RatoonError: What `group_sizes` raises.
         """
         assert spec.num_workers == 1 + len(peers)
         self._group_sizes = group_sizes(spec.parallel, model.sizes.num_heads)
@@ -105,7 +96,6 @@ class Trainer:
         if spec.shard is Shard.WEIGHTS:
             self.ranks.all("open_memory", self.ranks.all("handles"))
         self._named = NamedGradients(model)
-        self._num_trained = sum(p.numel() for p in model.named_trainable().values())
         self._rates = rates
         self._planner = cpu_planner(
             spec.micro_batch_tokens, num_ranks=self.ranks.size, group_sizes=self._group_sizes
@@ -113,20 +103,24 @@ class Trainer:
         self._window = GradientWindow()
         self._meter = UsageMeter(model, self.ranks.size)
         self._snapshot_numbers = count()
-        # Those that somebody has, whose states the ranks hold until they are written.
+        # Snapshots that somebody has; the ranks hold their states until they are written.
         self._snapshots = WeakValueDictionary[int, Snapshot]()
 
     @classmethod
     def create(
         cls, spec: TrainerSpec, peers: Sequence[Peer] = (), rates_folder: Path | None = None
     ) -> Trainer:
-        """Configure torch for this process and load the model, as the `peers` have done theirs.
+        """Configure torch for this process and load the model; the `peers` have loaded theirs.
 
-        With peers, all ranks are processes that have joined. In `rates_folder` are the rates of
-        GPUs that were measured. Raises what `load` raises, and UNSUPPORTED where ranks have
-        different devices.
+        Args:
+            spec: The policy.
+            peers: Ranks 1 and above, whose processes have joined this one.
+            rates_folder: Where measured rates of GPUs are kept.
+
+        Raises:
+            RatoonError: What `load` raises; UNSUPPORTED if ranks have different devices.
         """
-        # Of a GPU that nothing is on yet.
+        # Measured before anything is on the GPU.
         rates = rates_of(spec, rates_folder)
         spec, model = load(spec)
         trainer = cls(spec, model, Copies.joined(), peers, rates)
@@ -136,26 +130,178 @@ class Trainer:
         return trainer
 
     def limit_activations(self) -> None:
-        """Lend a GPU's memory to activations (`lend_activations`); plans are within it from now on.
+        """Lend the GPU's free memory to activations; later plans stay within it.
 
-        To be called once all that stays is there.
+        Call it once everything that stays on the device is there.
         """
         self._planner = lend_activations(
             self.spec, self.model, self.ranks, self._group_sizes, self._rates
         )
 
-    def info(self) -> ModelInfo:
-        kept = {"optimizer_states": self.spec.kept_states.value, "shard": self.spec.shard.value}
-        return replace(self.model.info(), **kept)
+    def prepare(
+        self,
+        batch: RolloutBatch,
+        loss: Loss,
+        plan: UpdatePlan | None = None,
+        *,
+        old_logprobs_J: NDArray[np.floating] | None = None,
+        entropy_J: NDArray[np.floating] | None = None,
+    ) -> Prepared:
+        """Decide drops, advantages, counters and cuts of a forward-backward; touches no state.
 
-    def fingerprint(self) -> dict[str, str]:
-        """What the bits depend on outside of model, batch and plan."""
-        return numerics_fingerprint(self.spec, self.info().attention_backend)
+        Args:
+            batch: The rollouts, J response tokens in all.
+            loss: The loss, resolved against `batch`.
+            plan: The plan that the journal kept of an earlier run; None: choose one.
+            old_logprobs_J: `ForwardArrays.logprobs` of the operation that a `from_forward` loss
+                names, else None.
+            entropy_J: The entropies of that operation, for a loss with `top_entropy_share`.
 
-    def state_digest(self) -> str:
-        """Of weights, moments and the number of steps, 32 hexadecimal digits; not of the window."""
-        sums = self.ranks.all("digest_sums")
-        return digest_of_sums(sums, self.ranks.own.optimizer.state().num_steps)
+        Raises:
+            RatoonError: STALE_ROLLOUTS; INVALID_ARGUMENT if the loss cannot join the open window,
+                balances experts that the model has not, or names a Forward of another batch;
+                WINDOW_POISONED; INTERNAL if `plan` is of another batch.
+        """
+        self._window.check(loss)
+        coefficient = loss.router_aux_loss_coefficient
+        if coefficient and not self.model.routes.num_layers:
+            raise invalid("loss.router_aux_loss_coefficient", coefficient, "0: there is no router")
+        check_forward_logprobs(batch, loss, old_logprobs_J, entropy_J)
+        return prepare(
+            batch,
+            loss,
+            version=self.version,
+            plan=self._checked(plan, batch),
+            old_logprobs_J=old_logprobs_J,
+            entropy_J=entropy_J,
+        )
+
+    def forward_backward(
+        self,
+        prepared: Prepared,
+        *,
+        on_progress: Callable[[int, int, int], None] = no_progress,
+        is_cancelled: Callable[[], bool] = never_cancelled,
+    ) -> StepReport:
+        """Add the gradient sum of the batch's loss to the window, cut as the plan says.
+
+        Whatever raises once the first micro-batch has begun leaves the window TORN: the caller must
+        call `discard_gradients` (and run the window's earlier forward-backwards again, if it wants
+        them back).
+
+        Args:
+            prepared: What `prepare` made on this version.
+            on_progress: Called between micro-batches with (done, planned, replicated tokens done).
+            is_cancelled: Asked between micro-batches.
+
+        Raises:
+            RatoonError: CANCELLED, and what `GradientWindow.check` raises.
+        """
+        assert prepared.version == self.version, "prepared on another version"
+        self_check = self._self_check(prepared, is_cancelled)
+        is_only = self.is_window_empty and prepared.plan.is_one_backward
+        self._window.begin(prepared.loss)
+        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
+        ranks = self.ranks.run(hooks, "forward_backward", prepared, is_only=is_only)
+        done = PassTotals.over(ranks)
+        totals = Totals.of_pass(prepared, done)
+        self._window.complete(prepared, totals)
+        usage = self._meter.training(prepared.batch, prepared.plan, done)
+        return forward_backward_report(prepared, totals, done, usage, self_check)
+
+    def optim_step(self, step: OptimStep) -> StepReport:
+        """Divide the window's gradient, clip it and step; the window is empty afterwards.
+
+        The step is skipped, so that weights and version stay, if no token counts, the gradient is
+        zero, a number is not finite or would not be after the step, or a limit of the spec's guard
+        is exceeded. The report's means are over the window.
+
+        Raises:
+            RatoonError: WINDOW_EMPTY or WINDOW_POISONED.
+        """
+        return self._optimizer_step(step, StepReport())
+
+    def update(
+        self,
+        prepared: Prepared,
+        step: OptimStep,
+        *,
+        on_progress: Callable[[int, int, int], None] = no_progress,
+        is_cancelled: Callable[[], bool] = never_cancelled,
+    ) -> StepReport:
+        """Run one forward-backward and its optimizer step, in one report.
+
+        Whatever it raises, CANCELLED too, leaves the trainer as it was.
+
+        Args:
+            prepared: What `prepare` made on this version.
+            step: The optimizer step.
+            on_progress: As for `forward_backward`.
+            is_cancelled: As for `forward_backward`.
+
+        Raises:
+            RatoonError: CANCELLED; WINDOW_OPEN if there are gradients already.
+        """
+        self._check_closed()
+        try:
+            report = self.forward_backward(
+                prepared, on_progress=on_progress, is_cancelled=is_cancelled
+            )
+        except BaseException:
+            self.discard_gradients()
+            raise
+        return self._optimizer_step(step, report)
+
+    def discard_gradients(self) -> None:
+        """Empty the window, TORN or not."""
+        self.ranks.all("clear")
+        self._window.clear()
+
+    def prepare_forward(
+        self, batch: RolloutBatch, plan: UpdatePlan | None = None
+    ) -> PreparedForward:
+        """Sort and cut the rollouts of a Forward, as those of an update that drops nothing.
+
+        Args:
+            batch: The rollouts.
+            plan: The plan that the journal kept of an earlier run; None: choose one.
+
+        Raises:
+            RatoonError: INTERNAL if `plan` is of another batch.
+        """
+        return prepare_forward(batch, self._checked(plan, batch))
+
+    def forward(
+        self,
+        prepared: PreparedForward,
+        *,
+        with_entropy: bool,
+        use_reference: bool,
+        on_progress: Callable[[int, int, int], None] = no_progress,
+        is_cancelled: Callable[[], bool] = never_cancelled,
+    ) -> ForwardArrays:
+        """Compute log-probs of the batch's trained tokens; changes nothing.
+
+        Args:
+            prepared: What `prepare_forward` made.
+            with_entropy: Whether to return entropies as well.
+            use_reference: Whether the frozen reference computes them, not the policy.
+            on_progress: As for `forward_backward`.
+            is_cancelled: As for `forward_backward`.
+
+        Raises:
+            RatoonError: CANCELLED; INVALID_ARGUMENT without a reference; INTERNAL if the plan is of
+                another batch.
+        """
+        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
+        ranks = self.ranks.run(hooks, "forward", prepared, use_reference=use_reference)
+        columns = ForwardColumns.over(ranks)
+        usage = self._meter.forward(prepared.batch, prepared.plan, columns)
+        return ForwardArrays(
+            logprobs=columns.logprob_J,
+            entropy=columns.entropy_J if with_entropy else None,
+            report=forward_report(prepared, columns, usage),
+        )
 
     @property
     def window_state(self) -> WindowState:
@@ -167,223 +313,22 @@ class Trainer:
 
     @property
     def normalisation(self) -> Normalisation:
-        """Of the open window, for `resolve_optim`. Raises WINDOW_EMPTY or WINDOW_POISONED."""
+        """How the open window's sums were weighted, for `resolve_optim`.
+
+        Raises:
+            RatoonError: WINDOW_EMPTY or WINDOW_POISONED.
+        """
         return self._window.normalisation
 
     @property
     def window_counters(self) -> Counters:
-        """Of the open window: what divides its sums. Raises WINDOW_EMPTY or WINDOW_POISONED."""
+        """Counters of the open window, which divide its sums.
+
+        Raises:
+            RatoonError: WINDOW_EMPTY or WINDOW_POISONED.
+        """
         self._window.require_open()
         return self._window.counters
-
-    def prepare(self, batch: RolloutBatch, loss: Loss) -> Prepared:
-        """Decide drops, advantages, counters and cuts; touches no state.
-
-        Raises `RatoonError` STALE_ROLLOUTS, and where the loss cannot join the open window or
-        balances experts that the model has not.
-        """
-        self._window.check(loss)
-        coefficient = loss.router_aux_loss_coefficient
-        if coefficient and not self.model.routes.num_layers:
-            raise invalid("loss.router_aux_loss_coefficient", coefficient, "0: there is no router")
-        run = partial(prepare.prepare, version=self.version, planner=self._planner)
-        return run(batch, loss, is_first=self.is_window_empty)
-
-    def plan_forward(self, batch: RolloutBatch) -> UpdatePlan:
-        """Cuts of a Forward: the same as of an update that drops nothing."""
-        is_run_S = prepare.has_trained_tokens(batch)
-        is_first = self.is_window_empty
-        return self._planner.plan(batch, sort_sequences(batch), is_run_S, is_first=is_first)
-
-    def forward_backward(
-        self,
-        batch: RolloutBatch,
-        loss: Loss,
-        plan: UpdatePlan,
-        *,
-        old_logprobs_J: NDArray[np.floating] | None = None,
-        entropy_J: NDArray[np.floating] | None = None,
-        on_progress: Callable[[int, int, int], None] = no_progress,
-        is_cancelled: Callable[[], bool] = never_cancelled,
-    ) -> StepReport:
-        """Add the gradient sum of the batch's loss to the window, cut as `plan` says.
-
-        `old_logprobs_J`: `ForwardArrays.logprobs` of the operation that a `from_forward` loss
-        names, else None; `entropy_J`: its entropies, for a loss with `top_entropy_share`.
-        `on_progress(done, planned, tokens)` and `is_cancelled` are called between micro-batches;
-        tokens are replicated ones.
-
-        Raises `RatoonError` CANCELLED: whatever raises once the first micro-batch has begun leaves
-        the window TORN, and the caller must call `discard_gradients` (and run the window's earlier
-        forward-backwards again, if it wants them back).
-        """
-        started = time.perf_counter()
-        check_forward_logprobs(batch, loss, old_logprobs_J, entropy_J)
-        prepared = prepare.prepare_planned(batch, loss, plan, version=self.version)
-        if entropy_J is not None:
-            prepared = prepare.keep_top_entropy(prepared, entropy_J)
-        plan_s = time.perf_counter() - started
-        self_check = self._self_check(prepared, old_logprobs_J, is_cancelled)
-        is_only = self.is_window_empty and plan.is_one_backward
-        self._window.begin(loss)
-        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        run = partial(self.ranks.run, hooks, "forward_backward")
-        ranks = run(prepared, old_logprobs_J, is_only=is_only)
-        done = PassTotals.over(ranks)
-        totals = Totals(
-            counters=prepared.counters,
-            sums=done.sums,
-            routes=done.routes,
-            batch=batch_sums.of_prepared(prepared, self.version),
-            has_kl=loss.kl is not None,
-        )
-        self._window.complete(prepared, totals)
-        report = report_builder.forward_backward_report(
-            prepared,
-            totals,
-            PhaseSeconds(plan=plan_s, forward=done.forward_s, backward=done.backward_s),
-            self._meter.training(batch, plan, done),
-        )
-        report = report_builder.with_ranks(report, plan, done.rank_seconds)
-        return report_builder.with_self_check(report, self_check)
-
-    def optim_step(self, step: OptimStep) -> StepReport:
-        """Divide the window's gradient, clip, step; the window is empty afterwards.
-
-        The report's means are over the window. Where no token counts, the gradient is zero, a
-        number is not finite or would not be after the step, or one of the spec's guard is above its
-        limit, the step is skipped: the window is discarded, weights and version stay. Raises
-        `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
-        """
-        return self._step(step, StepReport())
-
-    def update(
-        self,
-        batch: RolloutBatch,
-        loss: Loss,
-        step: OptimStep,
-        plan: UpdatePlan,
-        *,
-        old_logprobs_J: NDArray[np.floating] | None = None,
-        entropy_J: NDArray[np.floating] | None = None,
-        on_progress: Callable[[int, int, int], None] = no_progress,
-        is_cancelled: Callable[[], bool] = never_cancelled,
-    ) -> StepReport:
-        """One forward-backward and its optimizer step, in one report.
-
-        Whatever it raises, CANCELLED too, leaves the trainer as it was. Raises `RatoonError`
-        WINDOW_OPEN where there are gradients already.
-        """
-        self._check_closed()
-        try:
-            report = self.forward_backward(
-                batch,
-                loss,
-                plan,
-                old_logprobs_J=old_logprobs_J,
-                entropy_J=entropy_J,
-                on_progress=on_progress,
-                is_cancelled=is_cancelled,
-            )
-        except BaseException:
-            self.discard_gradients()
-            raise
-        return self._step(step, report)
-
-    def discard_gradients(self) -> None:
-        """Empty the window, TORN or not."""
-        self.ranks.all("clear")
-        self._window.clear()
-
-    def forward(
-        self,
-        batch: RolloutBatch,
-        plan: UpdatePlan,
-        *,
-        with_entropy: bool,
-        use_reference: bool,
-        on_progress: Callable[[int, int, int], None] = no_progress,
-        is_cancelled: Callable[[], bool] = never_cancelled,
-    ) -> ForwardArrays:
-        """Log-probs of the batch's trained tokens, by the policy or its frozen reference.
-
-        Changes nothing. Raises `RatoonError` CANCELLED, INVALID_ARGUMENT without a reference,
-        INTERNAL where the plan is of another batch.
-        """
-        started = time.perf_counter()
-        prefixes = planned_prefixes(sort_sequences(batch), plan)
-        plan_s = time.perf_counter() - started
-        hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        run = partial(self.ranks.run, hooks, "forward", batch, prefixes, plan)
-        columns = ForwardColumns.over(run(use_reference=use_reference))
-        seconds = PhaseSeconds(plan=plan_s, forward=columns.forward_s)
-        usage = self._meter.forward(batch, plan, columns)
-        report = report_builder.forward_report(batch, plan, columns, seconds, usage)
-        return ForwardArrays(
-            logprobs=columns.logprob_J,
-            entropy=columns.entropy_J if with_entropy else None,
-            report=report_builder.with_ranks(report, plan, columns.rank_seconds),
-        )
-
-    def snapshot(self) -> Snapshot:
-        """A copy on the host, which any thread may write; gradients are not in it."""
-        digest, number = self.state_digest(), next(self._snapshot_numbers)
-        self.ranks.all("hold_states", number, [*self._snapshots])
-        self._snapshots[number] = snapshot = Snapshot(
-            write_files=lambda folder: self.ranks.all("write_states", number, str(folder)),
-            kind=self.spec.kept_states,
-            num_steps=self.ranks.own.optimizer.state().num_steps,
-            model=self.spec.model,
-            version=self.version,
-            digest=digest,
-        )
-        return snapshot
-
-    def save_checkpoint(self, folder: Path) -> int:
-        """Write a snapshot of now. Returns the size in bytes. Raises `FileExistsError`."""
-        return self.snapshot().write(folder)
-
-    def load_checkpoint(self, folder: Path) -> None:
-        """Become the state of a checkpoint, version included, and empty the window.
-
-        The frozen reference stays. Nothing is touched where the folder is not whole: raises what
-        `read_manifest` and `read_states` raise, INTERNAL where the digest is another.
-        """
-        manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
-        with self._let_go_of():
-            sums = self.ranks.all("read_states", str(folder), manifest)
-            check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))
-        self.discard_gradients()
-        self.ranks.all("take_states")
-        self.version = manifest.version
-
-    def read_weights(self, folder: Path, digest: str) -> ImportedWeights:
-        """A folder's weights, for `import_weights`; changes nothing.
-
-        Raises what `ModelFolder.of` and `imported.read_weights` raise.
-        """
-        return read_weights(self.model, ModelFolder.of(folder, self.spec.models_root), digest)
-
-    def import_weights(
-        self, weights: ImportedWeights, *, adds: bool, resets_optimizer: bool
-    ) -> None:
-        """Replace the weights, or add to them, as the next version.
-
-        The frozen reference stays; so do moments and step count, unless the optimizer is reset.
-        Raises `RatoonError` WINDOW_OPEN, and INVALID_ARGUMENT where a sum is not finite; nothing
-        has changed then.
-        """
-        self._check_closed()
-        with self._let_go_of():
-            self.ranks.lead(weights.values, "take_values", adds=adds)
-        key = f"import {self.version + 1}"
-        self.ranks.all("set_values", key, adds=adds, resets_optimizer=resets_optimizer)
-        self.version += 1
-
-    def copy_weights(self) -> HeldWeights:
-        """The weights of now on the hosts, which any thread may write until the next call."""
-        self.ranks.all("hold_weights")
-        return HeldWeights(self.ranks)
 
     def gradient_bytes(self, names: Sequence[str]) -> int:
         """Size of the gradient sums of these tensors, named as in exported weights.
@@ -404,14 +349,97 @@ class Trainer:
         sums = [reduce(operator.add, each) for each in zip(*ranks, strict=True)]
         self._named.write(path, names, dict(zip(parameters, sums, strict=True)))
 
-    @contextmanager
-    def _let_go_of(self) -> Iterator[None]:
-        """On no rank stays what was read or taken, if one of them refuses it."""
-        try:
-            yield
-        except Exception:
-            self.ranks.all("let_go")
-            raise
+    def snapshot(self) -> Snapshot:
+        """Copy weights and moments to the host; any thread may write the copy. No gradients."""
+        digest, number = self.state_digest(), next(self._snapshot_numbers)
+        self.ranks.all("hold_states", number, [*self._snapshots])
+        self._snapshots[number] = snapshot = Snapshot(
+            write_files=lambda folder: self.ranks.all("write_states", number, str(folder)),
+            kind=self.spec.kept_states,
+            num_steps=self.ranks.own.optimizer.state().num_steps,
+            model=self.spec.model,
+            version=self.version,
+            digest=digest,
+        )
+        return snapshot
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Take over the state of a checkpoint, version included, and empty the window.
+
+        The frozen reference stays. Nothing has changed if this raises.
+
+        Raises:
+            RatoonError: What `read_manifest` and `read_states` raise; INTERNAL if the digest of
+                what was read is another than the checkpoint's.
+        """
+        manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
+        with self._let_go_of():
+            sums = self.ranks.all("read_states", str(folder), manifest)
+            check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))
+        self.discard_gradients()
+        self.ranks.all("take_states")
+        self.version = manifest.version
+
+    def copy_weights(self) -> HeldWeights:
+        """Copy the weights to the hosts; any thread may write the copy until the next call."""
+        self.ranks.all("hold_weights")
+        return HeldWeights(self.ranks)
+
+    def read_weights(self, folder: Path, digest: str) -> ImportedWeights:
+        """Read a folder's weights, for `import_weights`; changes nothing.
+
+        Raises:
+            RatoonError: What `ModelFolder.of` and `imported.read_weights` raise.
+        """
+        return read_weights(self.model, ModelFolder.of(folder, self.spec.models_root), digest)
+
+    def import_weights(
+        self, weights: ImportedWeights, *, adds: bool, resets_optimizer: bool
+    ) -> None:
+        """Replace the weights, or add to them, as the next version.
+
+        The frozen reference stays; so do moments and step count, unless the optimizer is reset.
+        Nothing has changed if this raises.
+
+        Raises:
+            RatoonError: WINDOW_OPEN; INVALID_ARGUMENT if a sum is not finite.
+        """
+        self._check_closed()
+        with self._let_go_of():
+            self.ranks.lead(weights.values, "take_values", adds=adds)
+        key = f"import {self.version + 1}"
+        self.ranks.all("set_values", key, adds=adds, resets_optimizer=resets_optimizer)
+        self.version += 1
+
+    def info(self) -> ModelInfo:
+        """Describe the model and how its states are kept."""
+        kept = {"optimizer_states": self.spec.kept_states.value, "shard": self.spec.shard.value}
+        return replace(self.model.info(), **kept)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Everything besides model, batch and plan that the bits depend on, by name."""
+        return numerics_fingerprint(self.spec, self.info().attention_backend)
+
+    def state_digest(self) -> str:
+        """Digest of weights, moments and step count, 32 hexadecimal digits; not of the window."""
+        sums = self.ranks.all("digest_sums")
+        return digest_of_sums(sums, self.ranks.own.optimizer.state().num_steps)
+
+    def _checked(self, plan: UpdatePlan | None, batch: RolloutBatch) -> UpdatePlan | Planner:
+        """A journaled plan, once it is known to be of this batch; else this window's planner."""
+        if plan is None:
+            return self._planner if self.is_window_empty else self._planner.beside_sums()
+        check_plan(plan, batch.num_sequences, self.ranks.size)
+        return plan
+
+    def _self_check(self, prepared: Prepared, is_cancelled: Callable[[], bool]) -> SelfCheckOutcome:
+        """Run the self-check of a due version's first forward-backward, in the empty sums."""
+        if not (self.is_window_empty and is_due(self.version, self.spec.self_check_every)):
+            return SelfCheckOutcome(report=None, warnings=())
+        with self.ranks.own.reading():
+            return run_self_check(
+                self.model, self.ranks.own.gradients, prepared, is_cancelled=is_cancelled
+            )
 
     def _check_closed(self) -> None:
         if not self.is_window_empty:
@@ -419,78 +447,21 @@ class Trainer:
                 ErrorCode.WINDOW_OPEN, "ForwardBackwards of the window are not stepped or discarded"
             )
 
-    def _self_check(
-        self,
-        prepared: Prepared,
-        old_logprobs_J: NDArray[np.floating] | None,
-        is_cancelled: Callable[[], bool],
-    ) -> SelfCheckOutcome:
-        """That of a due version's first forward-backward: it borrows the empty gradient sums."""
-        if not (self.is_window_empty and is_due(self.version, self.spec.self_check_every)):
-            return SelfCheckOutcome(report=None, warnings=())
-        gradients = self.ranks.own.gradients
-        run = partial(run_self_check, self.model, gradients, prepared, old_logprobs_J)
-        with self.ranks.own.reading():
-            return run(version=self.version, is_cancelled=is_cancelled)
-
-    def _step(self, step: OptimStep, base: StepReport) -> StepReport:
+    def _optimizer_step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock = DeviceClock(self.model.device)
         divisor, totals = self._window.divisor(step.divisor), self._window.totals
-        reason, grad_norm = self._judge(step, divisor)
-        norms = self._tensor_norms(divisor) if step.tensor_grad_norms and divisor else ()
-        warnings, changed = base.warnings, None
-        peaks = [peak_memory_bytes(self.model.device)]
-        planned = [self.ranks.own.planned_memory_bytes]
-        if reason is None:
-            stepped = self.ranks.all("step", grad_norm, divisor, step)
-            peaks = [each.peak_memory_bytes for each in stepped]
-            planned = [each.planned_memory_bytes for each in stepped]
-            if step.changed_share and all(each.changed is not None for each in stepped):
-                changed = sum(each.changed for each in stepped) / self._num_trained
+        outcome = run_optimizer_step(self.ranks, self._named, self.spec, step, totals.sums, divisor)
+        if outcome.skip_reason is None:
             self.version += 1
-            warnings += rounding_warning(self.spec.kept_states, step.learning_rate)
-        else:
-            warnings += (f"{WARNINGS[reason]}: the step was skipped",)
         self.discard_gradients()
         clock.lap("optimizer")
-        base = replace(
-            base,
-            grad_norm=grad_norm,
-            tensor_grad_norms=norms,
-            changed_share=changed,
-            skipped=reason is not None,
-            skip_reason=reason,
-            warnings=warnings,
-            peak_memory_bytes=max(peaks),
-            planned_memory_bytes=max((each for each in planned if each is not None), default=None),
-        )
-        return report_builder.step_report(base, totals, divisor, seconds=clock.seconds())
+        return step_report(base, outcome, totals, divisor, clock.seconds()["optimizer"])
 
-    def _judge(self, step: OptimStep, divisor: float) -> tuple[SkipReason | None, float | None]:
-        """Why the window is not stepped on, and its gradient's norm after division, if it was
-        measured. Nothing of the state is written before it is known on all ranks."""
-        reason = reason_in_sums(self._window.totals.sums, divisor, self.spec.guard)
-        if not divisor:
-            return reason, None
-        bounds = StateBounds.over(self.ranks.all("add_up"))
-        if reason is not None:
-            return reason, None
-        norm = self._grad_norm(divisor)
-        reason = reason_in_norm(norm, step, self.spec.guard)
-        optimizer = self.ranks.own.optimizer
-        if reason is None and optimizer.bounds_after(bounds, norm, step) is None:
-            is_finite = all(self.ranks.all("stays_finite", norm, divisor, step))
-            reason = None if is_finite else SkipReason.NON_FINITE_STEP
-        return reason, norm
-
-    def _tensor_norms(self, divisor: float) -> tuple[TensorGradNorm, ...]:
-        parts = self.ranks.own.shares.in_order(self.ranks.all("part_norms"))
-        return tensor_norms(parts, self._named.by_parameter(), divisor)
-
-    def _grad_norm(self, divisor: float) -> float:
-        """Of the sums that were added up, after division; infinite where the sums' dtype holds no
-        such number."""
-        in_order = self.ranks.own.shares.in_order
-        norm = norm_of_blocks(lambda exactly: in_order(self.ranks.all("norms", exactly)))
-        norm /= divisor
-        return math.inf if norm > self.ranks.own.optimizer.max_norm else norm
+    @contextmanager
+    def _let_go_of(self) -> Iterator[None]:
+        """If any rank fails, every rank discards what it staged."""
+        try:
+            yield
+        except Exception:
+            self.ranks.all("let_go")
+            raise

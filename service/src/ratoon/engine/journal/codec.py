@@ -46,6 +46,7 @@ from ratoon.model.spec import (
     ModelSpec,
     PresetBase,
 )
+from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.train.config import (
     AdamWConfig,
     CorrectionMask,
@@ -93,6 +94,9 @@ TAGS: dict[str, type] = {
     "command.load_checkpoint": LoadCheckpointCommand,
     "command.import_weights": ImportWeightsCommand,
     "choices": Choices,
+    "plan": UpdatePlan,
+    "micro_batch": MicroBatch,
+    "stage": Stage,
     "loss": LossRequest,
     "optim": OptimRequest,
     "old_logprobs": OldLogprobs,

@@ -1,14 +1,17 @@
 """Turns tasks into calls of a trainer: reads bodies, resolves losses, cuts batches, builds results.
 
-`plan` makes every refusal that can be made without touching state.
+`plan` makes every refusal that can be made without touching state. The trainer comes in as an
+argument, so no torch is imported here.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,28 +44,30 @@ from ratoon.engine.types import (
     UpdateCommand,
 )
 from ratoon.engine.worker.tasks import NO_FORWARD, GradientFile, GradientRequest, Task
-from ratoon.engine.worker.trainer_port import (
-    ImportedWeightsPort,
-    IsCancelled,
-    OnProgress,
-    SnapshotPort,
-    TrainerPort,
-)
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import LoraTuning
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import plan_from_dict, plan_to_dict
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon.stream.files import remove_folder
 from ratoon.stream.manifest import WeightKind
-from ratoon.train.config import OptimRequest
+from ratoon.train.config import LossRequest, OptimRequest
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
+from ratoon.train.loss.spec import Normalisation, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
+
+if TYPE_CHECKING:
+    from ratoon.train.checkpoint import Snapshot
+    from ratoon.train.imported import ImportedWeights
+    from ratoon.train.prepare import Prepared, PreparedForward
+    from ratoon.train.trainer import Trainer
+
+# Called with (micro-batches done, planned, replicated tokens done).
+OnProgress = Callable[[int, int, int], None]
+IsCancelled = Callable[[], bool]
 
 NEEDLESS_FORWARD = (
     "the Forward that loss.old_logprobs names is of the version trained here, and of these "
@@ -71,31 +76,26 @@ NEEDLESS_FORWARD = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Inputs:
-    """A batch command's files, read, and the plan of its micro-batches. A Forward has no loss."""
-
-    batch: RolloutBatch
-    plan: UpdatePlan
-    loss: Loss | None
-    old_logprobs_J: NDArray[np.floating] | None
-    entropy_J: NDArray[np.floating] | None
-    # Of where the old log-probs are from.
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTask:
-    """A task with every choice made. `inputs`: for commands with a batch; `weights`: to import."""
+    """A task with every choice made, and what was read and prepared for its command.
+
+    Attributes:
+        task: The task, with the worker's own choices.
+        prepared: For an Update or a ForwardBackward.
+        forward: For a Forward.
+        weights: For an ImportWeights.
+    """
 
     task: Task
-    inputs: _Inputs | None = None
-    weights: ImportedWeightsPort | None = None
+    prepared: Prepared | None = None
+    forward: PreparedForward | None = None
+    weights: ImportedWeights | None = None
 
 
 class TaskRunner:
     """Owns a trainer for as long as its state is known."""
 
-    def __init__(self, spec: TrainerSpec, trainer: TrainerPort) -> None:
+    def __init__(self, spec: TrainerSpec, trainer: Trainer) -> None:
         self.trainer = trainer
         self._spec = spec
 
@@ -109,53 +109,48 @@ class TaskRunner:
         return WeightKind.ADAPTER if is_adapter else WeightKind.FULL
 
     def plan(self, task: Task) -> PlannedTask:
-        """Read the batch, and plan it unless the task has a plan. Raises `RatoonError`."""
+        """Read and prepare what the task needs; its plan is that of its choices, if they have one.
+
+        Raises:
+            RatoonError: Every refusal that can be made without touching the trainer's state.
+        """
         match task.command:
             case UpdateCommand(loss=request) | ForwardBackwardCommand(loss=request):
-                batch = _read_batch(task)
-                loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
-                old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
-                warnings = self._forward_warnings(task, batch) if entropy is None else ()
+                return self._plan_loss(task, request)
             case ForwardCommand():
-                batch, loss, old, entropy, warnings = _read_batch(task), None, None, None, ()
+                forward = self.trainer.prepare_forward(_read_batch(task), task.choices.plan)
+                return PlannedTask(task=_with_plan(task, forward.plan), forward=forward)
             case ImportWeightsCommand() as command:
                 return self._plan_import(task, command)
             case _:
                 return PlannedTask(task=task)
-        if task.choices.plan is not None:
-            plan = plan_from_dict(task.choices.plan)
-        else:
-            trainer = self.trainer
-            plan = trainer.prepare(batch, loss).plan if loss else trainer.plan_forward(batch)
-        choices = replace(task.choices, plan=task.choices.plan or plan_to_dict(plan))
-        inputs = _Inputs(
-            batch=batch,
-            plan=plan,
-            loss=loss,
-            old_logprobs_J=old,
-            entropy_J=entropy,
-            warnings=warnings,
-        )
-        return PlannedTask(task=replace(task, choices=choices), inputs=inputs)
 
     def run(
         self, planned: PlannedTask, on_progress: OnProgress, is_cancelled: IsCancelled
     ) -> OperationResult:
-        task, choices = planned.task, planned.task.choices
+        task, trainer = planned.task, self.trainer
         match task.command:
             case UpdateCommand(optim=optim):
-                report = self._update(planned, optim, on_progress, is_cancelled)
-                return self._stepped(report, choices.next_version)
+                prepared = planned.prepared
+                assert prepared is not None
+                step = self._step(optim, prepared.loss.normalisation)
+                report = trainer.update(
+                    prepared, step, on_progress=on_progress, is_cancelled=is_cancelled
+                )
+                return self._stepped(report, task.choices.next_version)
             case ForwardBackwardCommand():
-                report = self._forward_backward(planned, on_progress, is_cancelled)
+                assert planned.prepared is not None
+                report = trainer.forward_backward(
+                    planned.prepared, on_progress=on_progress, is_cancelled=is_cancelled
+                )
                 return StepResult(version=self.version, report=report)
             case ForwardCommand() as command:
                 return self._forward(planned, command, on_progress, is_cancelled)
             case OptimStepCommand(optim=optim):
-                step = self._step(optim, self.trainer.normalisation)
-                return self._stepped(self.trainer.optim_step(step), choices.next_version)
+                step = self._step(optim, trainer.normalisation)
+                return self._stepped(trainer.optim_step(step), task.choices.next_version)
             case DiscardGradientsCommand():
-                self.trainer.discard_gradients()
+                trainer.discard_gradients()
                 return EmptyResult()
             case SaveCheckpointCommand():
                 return self._save(task)
@@ -170,51 +165,25 @@ class TaskRunner:
         """Make the window hold exactly the gradients of `tasks`."""
         self.trainer.discard_gradients()
         for task in tasks:
-            self._forward_backward(self.plan(task), _no_progress, _never)
+            self.run(self.plan(task), _no_progress, _never)
 
-    def _update(
-        self,
-        planned: PlannedTask,
-        optim: OptimRequest,
-        on_progress: OnProgress,
-        is_cancelled: IsCancelled,
-    ) -> StepReport:
-        inputs, loss = _with_loss(planned)
-        report = self.trainer.update(
-            inputs.batch,
-            loss,
-            self._step(optim, loss.normalisation),
-            inputs.plan,
-            old_logprobs_J=inputs.old_logprobs_J,
-            entropy_J=inputs.entropy_J,
-            on_progress=on_progress,
-            is_cancelled=is_cancelled,
+    def _plan_loss(self, task: Task, request: LossRequest) -> PlannedTask:
+        batch = _read_batch(task)
+        loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
+        old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
+        prepared = self.trainer.prepare(
+            batch, loss, task.choices.plan, old_logprobs_J=old, entropy_J=entropy
         )
-        return replace(report, warnings=(*report.warnings, *inputs.warnings))
+        if entropy is None and self._forward_was_needless(task, batch):
+            prepared = replace(prepared, warnings=(*prepared.warnings, NEEDLESS_FORWARD))
+        return PlannedTask(task=_with_plan(task, prepared.plan), prepared=prepared)
 
-    def _forward_backward(
-        self, planned: PlannedTask, on_progress: OnProgress, is_cancelled: IsCancelled
-    ) -> StepReport:
-        inputs, loss = _with_loss(planned)
-        report = self.trainer.forward_backward(
-            inputs.batch,
-            loss,
-            inputs.plan,
-            old_logprobs_J=inputs.old_logprobs_J,
-            entropy_J=inputs.entropy_J,
-            on_progress=on_progress,
-            is_cancelled=is_cancelled,
-        )
-        return replace(report, warnings=(*report.warnings, *inputs.warnings))
-
-    def _forward_warnings(self, task: Task, batch: RolloutBatch) -> tuple[str, ...]:
-        """Of a Forward of this very version that no part of the batch but this one has."""
+    def _forward_was_needless(self, task: Task, batch: RolloutBatch) -> bool:
+        """Whether the loss names a Forward of this version and of this batch's rollouts alone."""
         choices = task.choices
         if choices.old_version != self.version:
-            return ()
-        if num_rollouts(task.paths.results / choices.old_logprobs) > batch.num_sequences:
-            return ()
-        return (NEEDLESS_FORWARD,)
+            return False
+        return num_rollouts(task.paths.results / choices.old_logprobs) <= batch.num_sequences
 
     def _forward(
         self,
@@ -223,11 +192,10 @@ class TaskRunner:
         on_progress: OnProgress,
         is_cancelled: IsCancelled,
     ) -> OperationResult:
-        task, inputs = planned.task, planned.inputs
-        assert inputs is not None
+        task, forward = planned.task, planned.forward
+        assert forward is not None
         arrays = self.trainer.forward(
-            inputs.batch,
-            inputs.plan,
+            forward,
             with_entropy=command.with_entropy,
             use_reference=command.use_reference,
             on_progress=on_progress,
@@ -236,7 +204,7 @@ class TaskRunner:
         digest, size_bytes = write_forward_output(
             task.paths.results,
             task.operation_id,
-            inputs.batch,
+            forward.batch,
             arrays.logprobs,
             arrays.entropy,
             is_reference=command.use_reference,
@@ -291,7 +259,7 @@ class TaskRunner:
         return resolve_optim(request, normalisation, self._spec.optimizer)
 
 
-def write_checkpoint(snapshot: SnapshotPort, folder: Path, as_of: AsOf) -> int:
+def write_checkpoint(snapshot: Snapshot, folder: Path, as_of: AsOf) -> int:
     """Write a new folder and read it back; returns its size in bytes.
 
     Raises RESOURCE_EXHAUSTED where the disk is full, UNAVAILABLE for its other faults, INTERNAL for
@@ -309,7 +277,7 @@ def write_checkpoint(snapshot: SnapshotPort, folder: Path, as_of: AsOf) -> int:
     return size_bytes
 
 
-def write_gradients(trainer: TrainerPort, request: GradientRequest) -> GradientFile:
+def write_gradients(trainer: Trainer, request: GradientRequest) -> GradientFile:
     """Write sums of the open window as a result file.
 
     Raises what the trainer raises, INVALID_ARGUMENT for too many bytes, RESOURCE_EXHAUSTED where
@@ -331,10 +299,8 @@ def write_gradients(trainer: TrainerPort, request: GradientRequest) -> GradientF
     return GradientFile(digest=digest, size_bytes=size_bytes, counters=counters)
 
 
-def _with_loss(planned: PlannedTask) -> tuple[_Inputs, Loss]:
-    assert planned.inputs is not None
-    assert planned.inputs.loss is not None
-    return planned.inputs, planned.inputs.loss
+def _with_plan(task: Task, plan: UpdatePlan) -> Task:
+    return replace(task, choices=replace(task.choices, plan=plan))
 
 
 def _read_batch(task: Task) -> RolloutBatch:

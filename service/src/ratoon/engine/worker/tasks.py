@@ -20,6 +20,7 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelInfo
+from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import Counters
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.saved_state import AsOf
@@ -48,17 +49,17 @@ class Choices:
     made anew.
     """
 
-    # The batch's cut into micro-batches; None: the worker decides, or there is no batch.
-    plan: dict[str, object] | None = None
+    # How the batch is cut into micro-batches; None: the worker decides, or there is no batch.
+    plan: UpdatePlan | None = None
     # The results file that maps old log-probs to rollouts (`files.results`).
     old_logprobs: str = NO_FORWARD
-    # Version of the weights that those are of; None: there are none, or it is not known.
+    # Version of the weights that computed them; None: there are none, or it is not known.
     old_version: int | None = None
     # Version of the weights if they change; 0: they do not.
     next_version: int = 0
     # The checkpoint to load, or to save; size and time of the latter are not known yet.
     checkpoint: CheckpointInfo | None = None
-    # Of the imported folder's files; "": nothing is imported, or they are not read yet.
+    # Digest of the imported folder's files; "": nothing is imported, or they are not read yet.
     folder_digest: str = ""
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ratoon.engine.crash_points import CrashPoint, Reach
 from ratoon.engine.refusals import disk_fault, unexpected
@@ -46,18 +46,18 @@ from ratoon.engine.worker.tasks import (
     WorkerLostError,
     WorkerStatus,
 )
-from ratoon.engine.worker.trainer_port import (
-    CreateTrainer,
-    SnapshotPort,
-    TrainerPort,
-    WeightsCopyPort,
-)
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError, without_folders
 from ratoon.garbage import collect_all
 from ratoon.log import get_logger
 from ratoon.stream.manifest import MadeBy, WeightKind, WeightManifest
 from ratoon.stream.versions import publish_version
 from ratoon.train.saved_state import AsOf
+from ratoon.train.spec import TrainerSpec
+
+if TYPE_CHECKING:
+    from ratoon.train.checkpoint import Snapshot
+    from ratoon.train.rank_group import HeldWeights
+    from ratoon.train.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class _HeldWeights:
 
     version: int
     kind: WeightKind
-    copy: WeightsCopyPort
+    copy: HeldWeights
     seq: int
     digest: str
 
@@ -91,7 +91,7 @@ class WorkerCore:
     `publish` and `write_snapshot` have a thread of their own each.
     """
 
-    def __init__(self, create_trainer: CreateTrainer, reach: Reach) -> None:
+    def __init__(self, create_trainer: Callable[[TrainerSpec], Trainer], reach: Reach) -> None:
         self._create_trainer = create_trainer
         self._reach = reach
         self._runner: TaskRunner | None = None
@@ -104,7 +104,7 @@ class WorkerCore:
         self._takes_digests = False
         self._digest = ""
         # To be written by `write_snapshot`.
-        self._snapshot: SnapshotPort | None = None
+        self._snapshot: Snapshot | None = None
         # Written by `publish`, which has the lock meanwhile, and what it gave.
         self._held: _HeldWeights | None = None
         self._published: WeightManifest | None = None
@@ -413,7 +413,7 @@ class WorkerCore:
             raise WorkerOrderError(f"seq {seq} after {self._last_seq}")
 
 
-def _may_have_stepped(task: Task, trainer: TrainerPort, version: int) -> bool:
+def _may_have_stepped(task: Task, trainer: Trainer, version: int) -> bool:
     """Whether a task that failed unexpectedly may have changed weights or moments.
 
     An Update that fails before its step leaves the window empty and the version, `version`.
@@ -423,7 +423,7 @@ def _may_have_stepped(task: Task, trainer: TrainerPort, version: int) -> bool:
     return isinstance(task.command, _CHANGING)
 
 
-def _load_checkpoint(trainer: TrainerPort, source: CheckpointWeights) -> None:
+def _load_checkpoint(trainer: Trainer, source: CheckpointWeights) -> None:
     """Raises `UnusableCheckpointError` naming the folder."""
     name = Path(source.folder).name
     try:

@@ -1,8 +1,10 @@
 """One micro-batch's loss: from log-probs to gradients with respect to them, in two phases.
 
 First what depends on a whole path (sequence ratio, sequence weight), over all its trained tokens;
-then the terms that count. Nothing is divided by a counter, so no cut of the batch changes the
-result.
+then the terms that count, one per (sequence path, trained token). Nothing is divided by a counter,
+so no cut of the batch changes the result.
+
+Shape letters of this package: L terms, C terms that count, S sequences of the micro-batch.
 """
 
 from __future__ import annotations
@@ -13,25 +15,62 @@ import torch
 from torch import Tensor
 
 from ratoon.train.config import CorrectionLevel
-from ratoon.train.loss.clamp import clamp_gap
 from ratoon.train.loss.correction import CorrectionTerms, Mismatch, correction_terms
+from ratoon.train.loss.kinds import LOSSES
 from ratoon.train.loss.kl import kl_terms
-from ratoon.train.loss.ratio import token_log_ratio
-from ratoon.train.loss.registry import LOSS_FUNCTIONS
-from ratoon.train.loss.spec import (
-    LOSS_DEFAULTS,
-    CispoObjective,
-    LinearObjective,
-    Loss,
-    SapoObjective,
-)
-from ratoon.train.loss.term_sums import CountedTerms, sum_terms
-from ratoon.train.loss.terms import PolicyInputs, RatioInputs, TermColumns
+from ratoon.train.loss.objectives import PolicyInputs, policy_terms
+from ratoon.train.loss.ratios import clamp_gap, sequence_log_ratio
+from ratoon.train.loss.spec import Loss
+from ratoon.train.loss.sums import CountedTerms, sum_terms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermColumns:
+    """What is known of each term before the model runs. None: the loss does not use it.
+
+    Terms that do not count (`shared_tokens: once`, paid by an earlier path) are here all the same:
+    sequence ratios and sequence weights are over all of a path's trained tokens.
+    """
+
+    # int64 [L], ascending: index of the term's sequence in 0 .. num_sequences - 1.
+    sequence_L: Tensor
+    num_sequences: int
+    # int64 [C]: indexes of the terms that count, ascending, or the range of them.
+    counted_C: Tensor | slice
+    # [L]: 1 or 1 / (the path's counted tokens); unused where the term does not count.
+    weight_L: Tensor
+    # [L]: advantage, or the signed token weight of cross_entropy.
+    advantage_L: Tensor
+    # [L]; None: the loss has no old log-probs, or they are the current ones (on_policy).
+    old_L: Tensor | None
+    # [L]; bool [L]: false where the sampler's log-probs are not at the sampling temperature.
+    sampler_L: Tensor | None
+    sampler_usable_L: Tensor
+    # [L]; None: no KL term.
+    reference_L: Tensor | None
+
+    def at(self, terms: Tensor | slice, counted_C: Tensor | slice) -> TermColumns:
+        """Columns of some terms, of which `counted_C` count."""
+
+        def pick(column_L: Tensor | None) -> Tensor | None:
+            return None if column_L is None else column_L[terms]
+
+        return TermColumns(
+            sequence_L=self.sequence_L[terms],
+            num_sequences=self.num_sequences,
+            counted_C=counted_C,
+            weight_L=self.weight_L[terms],
+            advantage_L=self.advantage_L[terms],
+            old_L=pick(self.old_L),
+            sampler_L=pick(self.sampler_L),
+            sampler_usable_L=self.sampler_usable_L[terms],
+            reference_L=pick(self.reference_L),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossGradients:
-    """Of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus."""
+    """Gradients of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus."""
 
     grad_logprob_L: Tensor
     grad_entropy_L: Tensor | None
@@ -52,7 +91,7 @@ def is_of_single_tokens(loss: Loss) -> bool:
     """Whether a term's gradient depends on no other term: no sequence ratio, no such weight."""
     rules = (loss.correction, loss.correction_mask)
     is_by_token = all(rule is None or rule.level is CorrectionLevel.TOKEN for rule in rules)
-    return LOSS_FUNCTIONS[loss.kind].ratio is token_log_ratio and is_by_token
+    return is_by_token and not loss.objective.ratio_is_of_sequence
 
 
 def compute_loss(
@@ -66,14 +105,10 @@ def compute_loss(
     logprob_L = logprob_L.detach().requires_grad_()
     entropy_L = entropy_L.detach().requires_grad_()
     old_L = logprob_L.detach() if columns.old_L is None else columns.old_L
-    functions = LOSS_FUNCTIONS[loss.kind]
-    log_ratio_L = functions.ratio(
-        RatioInputs(
-            logprob_L=logprob_L,
-            old_L=old_L,
-            sequence_L=columns.sequence_L,
-            num_sequences=columns.num_sequences,
-        )
+    log_ratio_L = (
+        sequence_log_ratio(logprob_L, old_L, columns.sequence_L, columns.num_sequences)
+        if loss.objective.ratio_is_of_sequence
+        else logprob_L - old_L
     )
 
     # Only counted terms go on: an overflow in another path's term times 0 would still be NaN.
@@ -83,14 +118,14 @@ def compute_loss(
     # Clamped here, whatever the loss makes of it: e^99 in one term is an infinite loss.
     free_log_ratio_C = log_ratio_L[counted_C]
     log_ratio_C = clamp_gap(free_log_ratio_C)
-    policy = functions.terms(
+    policy = policy_terms(
+        loss.objective,
         PolicyInputs(
-            objective=loss.objective,
             logprob_L=logprob_C,
             old_L=old_L[counted_C],
             log_ratio_L=log_ratio_C,
             advantage_L=columns.advantage_L[counted_C],
-        )
+        ),
     )
     gradient_term_C = policy.loss_L
     correction = _correction(loss, columns, old_L)
@@ -106,8 +141,7 @@ def compute_loss(
         term_C = term_C - loss.entropy_coefficient * entropy_C
 
     grad_logprob_L, grad_entropy_L = _gradients((weight_C * term_C).sum(), logprob_L, entropy_L)
-    has_ratio = LOSS_DEFAULTS[loss.kind].has_ratio
-    has_no_clip = isinstance(loss.objective, LinearObjective | SapoObjective)
+    has_ratio, has_clip = LOSSES[loss.kind].has_ratio, loss.objective.has_clip
     return LossOutput(
         grad_logprob_L=grad_logprob_L,
         grad_entropy_L=grad_entropy_L if loss.entropy_coefficient != 0 else None,
@@ -119,12 +153,12 @@ def compute_loss(
             entropy_C=entropy_C,
             logprob_C=logprob_C,
             log_ratio_C=free_log_ratio_C if has_ratio else None,
-            advantage_C=None if has_no_clip else columns.advantage_L[counted_C],
+            advantage_C=columns.advantage_L[counted_C] if has_clip else None,
             old_C=None if loss.old_logprobs is None else old_L[counted_C],
             sampler_C=None if columns.sampler_L is None else columns.sampler_L[counted_C],
             sampler_usable_C=columns.sampler_usable_L[counted_C],
             policy=policy,
-            clip_keeps_gradient=isinstance(loss.objective, CispoObjective),
+            clip_keeps_gradient=loss.objective.clip_keeps_gradient,
             correction=correction,
         ),
     )

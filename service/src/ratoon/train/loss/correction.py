@@ -16,7 +16,7 @@ from ratoon.train.config import (
     CorrectionMode,
     RolloutCorrection,
 )
-from ratoon.train.loss.ratio import sequence_sum
+from ratoon.train.loss.ratios import sequence_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def quantile(counts: Counts, share: float) -> float:
 
 
 def _middle(place: int) -> float:
-    """Of a bin of positive numbers."""
+    """Middle of a bin of positive numbers."""
     if place == 0:
         return 0.0
     if place == _NUM_SIDE:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ratoon.train.config import KlConfig, KlKind
-from ratoon.train.loss.clamp import clamp_gap, clamp_k3, is_beyond
+from ratoon.train.loss.ratios import clamp_gap, clamp_k3, is_beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,9 @@ def kl_terms(kl: KlConfig, logprob_L: Tensor, reference_L: Tensor, old_L: Tensor
 
 
 def _estimate(kind: KlKind, gap_L: Tensor) -> KlTerms:
-    """Of log p - log q. k1: itself; k2: half its square; k3: q / p - log(q / p) - 1; all clamped.
+    """Estimates from log p - log q, all of them clamped.
+
+    k1: the gap itself; k2: half its square; k3: q / p - log(q / p) - 1.
 
     k1_plus and k3_plus: the value of k1 and k3 with the gradient of k2, whose expectation on policy
     is that of KL(p || q); those of k1 and k3 are 0 and that of KL(q || p).

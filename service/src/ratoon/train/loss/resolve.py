@@ -5,8 +5,6 @@ An option that would not be used is refused, never ignored.
 
 from __future__ import annotations
 
-import math
-
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.fields import sequence_field
@@ -20,30 +18,18 @@ from ratoon.train.config import (
     Staleness,
 )
 from ratoon.train.loss.checks import require, require_finite, require_not_negative
+from ratoon.train.loss.kinds import LOSSES, LossDefinition, resolve_objective
 from ratoon.train.loss.resolve_logprobs import (
     resolve_correction,
     resolve_correction_mask,
     resolve_kl,
     resolve_old_logprobs,
 )
-from ratoon.train.loss.spec import (
-    LOSS_DEFAULTS,
-    CispoObjective,
-    ClipObjective,
-    IpoObjective,
-    LinearObjective,
-    Loss,
-    LossDefaults,
-    Objective,
-    SapoObjective,
-    SequenceClipObjective,
-)
+from ratoon.train.loss.spec import Loss
 from ratoon.train.optim.resolve import check_optim, resolve_optim
 
 __all__ = ["check_optim", "resolve_loss", "resolve_optim"]
 
-# The gate's slope times a clamped ratio, and 4 over the slope, are far within float32.
-_MOST_TAU = 1e6
 _REWARD_ADVANTAGES = (
     AdvantageKind.GROUP_MEAN_STD,
     AdvantageKind.GROUP_MEAN,
@@ -59,84 +45,34 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
     `has_frozen_reference`: the policy keeps its initial weights. Raises `RatoonError`
     (INVALID_ARGUMENT or UNSUPPORTED) naming the field.
     """
-    defaults = LOSS_DEFAULTS[request.kind]
+    definition = LOSSES[request.kind]
     require_not_negative("loss.router_aux_loss_coefficient", request.router_aux_loss_coefficient)
     require_finite("loss.entropy_coefficient", request.entropy_coefficient)
     _check_token_weights(request.kind, batch)
     return Loss(
         kind=request.kind,
-        objective=_resolve_objective(request, defaults),
-        advantage=_resolve_advantage(request, defaults, batch),
+        objective=resolve_objective(request),
+        advantage=_resolve_advantage(request, definition, batch),
         old_logprobs=resolve_old_logprobs(request, batch),
         kl=resolve_kl(request, batch, has_frozen_reference=has_frozen_reference),
         entropy_coefficient=request.entropy_coefficient,
         correction=resolve_correction(request, batch),
         correction_mask=resolve_correction_mask(request, batch),
         top_entropy_share=_resolve_top_entropy(request),
-        token_weight=request.token_weight or defaults.token_weight,
-        default_divide_by=defaults.divide_by,
+        token_weight=request.token_weight or definition.token_weight,
+        default_divide_by=definition.divide_by,
         shared_tokens=request.shared_tokens,
         overlong=_resolve_overlong(request, batch),
-        drop_zero_variance_groups=_resolve_zero_variance(request, defaults, batch),
+        drop_zero_variance_groups=_resolve_zero_variance(request, definition, batch),
         staleness=_resolve_staleness(request, batch),
         router_aux_loss_coefficient=request.router_aux_loss_coefficient,
     )
 
 
-def _resolve_objective(request: LossRequest, defaults: LossDefaults) -> Objective:
-    if request.kind is not LossKind.SAPO:
-        for name in ("tau_positive", "tau_negative"):
-            expected = f"absent: {request.kind} has no gate"
-            _refuse_given(f"loss.{name}", getattr(request, name), expected)
-    if defaults.clip is None:
-        for name in ("clip_low", "clip_high", "dual_clip"):
-            _refuse_given(
-                f"loss.{name}", getattr(request, name), f"absent: {request.kind} has no clip"
-            )
-        return _resolve_gate(request) if request.kind is LossKind.SAPO else LinearObjective()
-    low = defaults.clip[0] if request.clip_low is None else request.clip_low
-    high = defaults.clip[1] if request.clip_high is None else request.clip_high
-    require_not_negative("loss.clip_low", low)
-    require_not_negative("loss.clip_high", high)
-    if not defaults.has_dual_clip:
-        _refuse_given(
-            "loss.dual_clip", request.dual_clip, f"absent: {request.kind} has no dual clip"
-        )
-    if request.kind is LossKind.CISPO:
-        # They are the bounds of the ratio: one that leaves out 1 would hold what is on policy.
-        require("loss.clip_low", low, low <= 1, "at most 1, the ratio on policy")
-        require("loss.clip_high", high, high > 1, "above 1, the ratio on policy")
-        return CispoObjective(ratio_low=low, ratio_high=high)
-    if request.kind is LossKind.IPO:
-        require("loss.clip_low", low, low <= 1, "at most 1, of a probability")
-        require("loss.clip_high", high, high <= 1, "at most 1, of a probability")
-        return IpoObjective(most_down=low, most_up=high)
-    require("loss.clip_low", low, low <= 1, "at most 1: a ratio is never negative")
-    if request.kind is LossKind.GSPO:
-        return SequenceClipObjective(clip_low=low, clip_high=high)
-    dual_clip = request.dual_clip
-    if dual_clip is not None:
-        expected = f"a finite float32 above {1 + high:g}, the clip"
-        require("loss.dual_clip", dual_clip, dual_clip > 1 + high, expected)
-    return ClipObjective(
-        clip_low=low, clip_high=high, dual_clip=math.inf if dual_clip is None else dual_clip
-    )
-
-
-def _resolve_gate(request: LossRequest) -> SapoObjective:
-    """Defaults are those of the paper's experiments: negative advantages are gated harder."""
-    positive = 1.0 if request.tau_positive is None else request.tau_positive
-    negative = 1.05 if request.tau_negative is None else request.tau_negative
-    for name, tau in (("tau_positive", positive), ("tau_negative", negative)):
-        is_usable = 1 / _MOST_TAU <= tau <= _MOST_TAU
-        require(f"loss.{name}", tau, is_usable, f"a number from {1 / _MOST_TAU:g} to {_MOST_TAU:g}")
-    return SapoObjective(tau_positive=positive, tau_negative=negative)
-
-
 def _resolve_advantage(
-    request: LossRequest, defaults: LossDefaults, batch: RolloutBatch
+    request: LossRequest, definition: LossDefinition, batch: RolloutBatch
 ) -> AdvantageKind | None:
-    if defaults.advantage is None:
+    if definition.advantage is None:
         _refuse_given(
             "loss.advantage", request.advantage, f"absent: {request.kind} takes token_weights"
         )
@@ -147,7 +83,7 @@ def _resolve_advantage(
                 f"none: {request.kind} takes token_weights",
             )
         return None
-    default = AdvantageKind.GIVEN if batch.advantages is not None else defaults.advantage
+    default = AdvantageKind.GIVEN if batch.advantages is not None else definition.advantage
     kind = request.advantage or default
     if kind is AdvantageKind.GIVEN and batch.advantages is None:
         raise invalid("loss.advantage", kind, "rollouts that carry advantages; they carry none")
@@ -168,7 +104,7 @@ def _resolve_overlong(
     overlong = request.overlong
     if not isinstance(overlong, OverlongPenalty):
         return overlong
-    if LOSS_DEFAULTS[request.kind].advantage is None:
+    if LOSSES[request.kind].advantage is None:
         raise invalid("loss.overlong_penalty", "one", f"absent: {request.kind} has no advantages")
     if batch.rewards is None:
         raise invalid("loss.overlong_penalty", "no rewards", "rollouts that carry rewards")
@@ -185,7 +121,7 @@ def _resolve_overlong(
 
 
 def _resolve_top_entropy(request: LossRequest) -> float | None:
-    """Whose entropies they are: those of a Forward before the update, known before any backward."""
+    """Entropies are those of a Forward before the update, known before any backward."""
     share, old = request.top_entropy_share, request.old_logprobs
     if share is None:
         return None
@@ -198,11 +134,11 @@ def _resolve_top_entropy(request: LossRequest) -> float | None:
 
 
 def _resolve_zero_variance(
-    request: LossRequest, defaults: LossDefaults, batch: RolloutBatch
+    request: LossRequest, definition: LossDefinition, batch: RolloutBatch
 ) -> bool:
     """Variance is of rewards: with ready-made advantages there is none to look at."""
     if request.drop_zero_variance_groups is None:
-        return defaults.drop_zero_variance_groups and batch.rewards is not None
+        return definition.drop_zero_variance_groups and batch.rewards is not None
     if request.drop_zero_variance_groups and batch.rewards is None:
         raise invalid("loss.drop_zero_variance_groups", "true", "rollouts that carry rewards")
     return request.drop_zero_variance_groups
@@ -225,7 +161,7 @@ def _resolve_staleness(request: LossRequest, batch: RolloutBatch) -> Staleness |
 
 
 def _check_token_weights(kind: LossKind, batch: RolloutBatch) -> None:
-    if batch.token_weights is not None and kind is not LossKind.CROSS_ENTROPY:
+    if batch.token_weights is not None and LOSSES[kind].advantage is not None:
         raise invalid(
             "groups[0].rollouts[0].token_weights", "weights", f"none: {kind} takes advantages"
         )

@@ -14,7 +14,6 @@ from ratoon.train.config import (
     CorrectionMode,
     KlConfig,
     KlKind,
-    LossKind,
     LossRequest,
     OldLogprobs,
     OldLogprobsKind,
@@ -22,14 +21,14 @@ from ratoon.train.config import (
     RolloutCorrection,
 )
 from ratoon.train.loss.checks import require, require_finite
-from ratoon.train.loss.spec import LOSS_DEFAULTS
+from ratoon.train.loss.kinds import LOSSES
 
 
 def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogprobs | None:
     """Old log-probs enter the ratio and the correction; a loss with neither has none."""
-    defaults = LOSS_DEFAULTS[request.kind]
+    definition = LOSSES[request.kind]
     is_corrected = request.correction is not None or request.correction_mask is not None
-    if not defaults.has_ratio and not is_corrected:
+    if not definition.has_ratio and not is_corrected:
         if request.old_logprobs is not None:
             raise invalid(
                 "loss.old_logprobs",
@@ -37,7 +36,7 @@ def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogpro
                 f"absent: {request.kind} has no ratio, and no correction was asked for",
             )
         return None
-    if request.old_logprobs is None and defaults.needs_old_logprobs:
+    if request.old_logprobs is None and definition.needs_old_logprobs:
         raise invalid(
             "loss.old_logprobs",
             "none",
@@ -46,7 +45,7 @@ def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogpro
             "from_forward, with a correction for that difference; sampler and given are taken as "
             "they are",
         )
-    default = OldLogprobsKind.SAMPLER if defaults.has_ratio else OldLogprobsKind.ON_POLICY
+    default = OldLogprobsKind.SAMPLER if definition.has_ratio else OldLogprobsKind.ON_POLICY
     old = request.old_logprobs or OldLogprobs(kind=default)
     from_forward = old.kind is OldLogprobsKind.FROM_FORWARD
     if from_forward != bool(old.forward_operation_id):
@@ -86,7 +85,7 @@ def resolve_kl(
 
 def _has_old_logprobs(request: LossRequest) -> bool:
     is_corrected = request.correction is not None or request.correction_mask is not None
-    return LOSS_DEFAULTS[request.kind].has_ratio or is_corrected
+    return LOSSES[request.kind].has_ratio or is_corrected
 
 
 def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorrection | None:
@@ -102,7 +101,7 @@ def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorr
 
 
 def resolve_correction_mask(request: LossRequest, batch: RolloutBatch) -> CorrectionMask | None:
-    """The same of a mask; None: no mask."""
+    """Old and sampler log-probs are there, and differ; None: no mask."""
     mask = request.correction_mask
     if mask is None:
         return None
@@ -113,10 +112,10 @@ def resolve_correction_mask(request: LossRequest, batch: RolloutBatch) -> Correc
 
 def _require_mismatch(field: str, got: object, request: LossRequest, batch: RolloutBatch) -> None:
     """There are old and sampler log-probs, and they differ."""
-    if request.kind is LossKind.CROSS_ENTROPY:
-        raise invalid(field, got, "absent: cross_entropy has no sampler")
+    if LOSSES[request.kind].advantage is None:
+        raise invalid(field, got, f"absent: {request.kind} has no sampler")
     old = request.old_logprobs
-    sampler_is_default = old is None and LOSS_DEFAULTS[request.kind].has_ratio
+    sampler_is_default = old is None and LOSSES[request.kind].has_ratio
     if sampler_is_default or (old is not None and old.kind is OldLogprobsKind.SAMPLER):
         raise invalid(
             field,

@@ -32,7 +32,7 @@ class LossOfTerms(Protocol):
         ...
 
     def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor, /) -> Tensor:
-        """What it adds to the report, as `LossOutput.sums`; asked once for each term."""
+        """Sums of the terms for the report, as `LossOutput.sums`; asked once for each term."""
         ...
 
 
@@ -52,7 +52,7 @@ class RowLoss:
 
     outputs: TokenOutputs
     dhidden_RD: Tensor
-    # As of `LossOutput`, where the part has a term.
+    # As `LossOutput.sums`, if the part has a term.
     sums: list[Tensor]
 
 
@@ -142,7 +142,7 @@ class _Seeds:
         return self._dlogprob_M, self._dentropy_R
 
     def sums(self, outputs: TokenOutputs) -> list[Tensor]:
-        """Of all terms at once, which takes fewer operations than of each run of rows."""
+        """Sums of all terms at once, which takes fewer operations than for each run of rows."""
         terms = self._terms.of(self._part.rows.start, self._part.rows.stop)
         if not len(terms):
             return []
@@ -152,7 +152,7 @@ class _Seeds:
     def _places(
         self, terms: NDArray[np.int64], device: torch.device
     ) -> tuple[slice | Tensor, slice | Tensor]:
-        """Where their log-probs and entropies are among the part's."""
+        """Places of the terms' log-probs and entropies among the part's."""
         target = np.searchsorted(self._part.targets, self._terms.target(terms))
         row = self._terms.row(terms) - self._part.rows.start
         return put_index(target, device), put_index(row, device)

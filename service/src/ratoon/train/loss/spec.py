@@ -22,68 +22,10 @@ from ratoon.train.config import (
     Staleness,
     TokenWeight,
 )
+from ratoon.train.loss.kinds import Objective
 
 # Added to a norm that divides: the same guard as torch's clip_grad_norm_.
 _CLIP_EPSILON = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipObjective:
-    """grpo, ppo_clip, dapo, dr_grpo: the ratio is held in [1 - clip_low, 1 + clip_high].
-
-    `dual_clip` bounds the ratio of negative advantages; infinity: off.
-    """
-
-    clip_low: float
-    clip_high: float
-    dual_clip: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceClipObjective:
-    """gspo: the sequence's ratio is held in [1 - clip_low, 1 + clip_high]."""
-
-    clip_low: float
-    clip_high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CispoObjective:
-    """cispo: the detached ratio is held in [ratio_low, ratio_high]."""
-
-    ratio_low: float
-    ratio_high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SapoObjective:
-    """sapo: temperatures of the gate on the ratio, for positive advantages and for the others."""
-
-    tau_positive: float
-    tau_negative: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IpoObjective:
-    """ipo: how far a token's probability may have fallen and risen."""
-
-    most_down: float
-    most_up: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearObjective:
-    """importance_sampling, reinforce, cross_entropy: nothing is clipped."""
-
-
-Objective = (
-    ClipObjective
-    | SequenceClipObjective
-    | CispoObjective
-    | SapoObjective
-    | IpoObjective
-    | LinearObjective
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +53,7 @@ class Loss:
     entropy_coefficient: float
     correction: RolloutCorrection | None
     correction_mask: CorrectionMask | None
-    # Of the counted tokens, those of most entropy by the loss's Forward; None: all.
+    # Share of counted tokens, those of most entropy by the loss's Forward; None: all.
     top_entropy_share: float | None
     token_weight: TokenWeight
     default_divide_by: DivideBy
@@ -160,7 +102,7 @@ class OptimStep:
     divisor: CounterDivisor | NoDivisor
     tensor_grad_norms: bool = False
     changed_share: bool = False
-    # Of this step's AdamW; None: the policy's.
+    # AdamW of this step; None: the policy's.
     beta1: float | None = None
     beta2: float | None = None
     eps: float | None = None
@@ -178,108 +120,3 @@ class OptimStep:
             eps=policy.eps if self.eps is None else self.eps,
             weight_decay=self.weight_decay,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossDefaults:
-    """One row of the table of losses. None: the loss has no clip."""
-
-    clip: tuple[float, float] | None
-    token_weight: TokenWeight
-    divide_by: DivideBy
-    advantage: AdvantageKind | None
-    has_ratio: bool
-    has_dual_clip: bool = False
-    # No default source of old log-probs, where a ratio has one.
-    needs_old_logprobs: bool = False
-    drop_zero_variance_groups: bool = False
-
-
-_PER_TOKEN, _PER_SEQUENCE = TokenWeight.PER_TOKEN, TokenWeight.PER_SEQUENCE
-_MEAN_STD = AdvantageKind.GROUP_MEAN_STD
-
-LOSS_DEFAULTS: dict[LossKind, LossDefaults] = {
-    LossKind.GRPO: LossDefaults(
-        clip=(0.2, 0.2),
-        token_weight=_PER_SEQUENCE,
-        divide_by=DivideBy.SEQUENCES,
-        advantage=_MEAN_STD,
-        has_ratio=True,
-        has_dual_clip=True,
-    ),
-    LossKind.PPO_CLIP: LossDefaults(
-        clip=(0.2, 0.2),
-        token_weight=_PER_TOKEN,
-        divide_by=DivideBy.TOKENS,
-        advantage=_MEAN_STD,
-        has_ratio=True,
-        has_dual_clip=True,
-    ),
-    LossKind.DAPO: LossDefaults(
-        clip=(0.2, 0.28),
-        token_weight=_PER_TOKEN,
-        divide_by=DivideBy.TOKENS,
-        advantage=_MEAN_STD,
-        has_ratio=True,
-        has_dual_clip=True,
-        drop_zero_variance_groups=True,
-    ),
-    LossKind.DR_GRPO: LossDefaults(
-        clip=(0.2, 0.2),
-        token_weight=_PER_TOKEN,
-        divide_by=DivideBy.CONSTANT,
-        advantage=AdvantageKind.GROUP_MEAN,
-        has_ratio=True,
-        has_dual_clip=True,
-    ),
-    LossKind.GSPO: LossDefaults(
-        clip=(3e-4, 4e-4),
-        token_weight=_PER_SEQUENCE,
-        divide_by=DivideBy.SEQUENCES,
-        advantage=_MEAN_STD,
-        has_ratio=True,
-        needs_old_logprobs=True,
-    ),
-    LossKind.CISPO: LossDefaults(
-        clip=(0.0, 5.0),
-        token_weight=_PER_TOKEN,
-        divide_by=DivideBy.TOKENS,
-        advantage=_MEAN_STD,
-        has_ratio=True,
-    ),
-    LossKind.SAPO: LossDefaults(
-        clip=None,
-        token_weight=_PER_SEQUENCE,
-        divide_by=DivideBy.SEQUENCES,
-        advantage=_MEAN_STD,
-        has_ratio=True,
-    ),
-    LossKind.IPO: LossDefaults(
-        clip=(0.3, 0.3),
-        token_weight=_PER_TOKEN,
-        divide_by=DivideBy.TOKENS,
-        advantage=AdvantageKind.GROUP_MEAN,
-        has_ratio=True,
-    ),
-    LossKind.IMPORTANCE_SAMPLING: LossDefaults(
-        clip=None,
-        token_weight=_PER_TOKEN,
-        divide_by=DivideBy.NONE,
-        advantage=_MEAN_STD,
-        has_ratio=True,
-    ),
-    LossKind.REINFORCE: LossDefaults(
-        clip=None,
-        token_weight=_PER_TOKEN,
-        divide_by=DivideBy.NONE,
-        advantage=_MEAN_STD,
-        has_ratio=False,
-    ),
-    LossKind.CROSS_ENTROPY: LossDefaults(
-        clip=None,
-        token_weight=_PER_TOKEN,
-        divide_by=DivideBy.NONE,
-        advantage=None,
-        has_ratio=False,
-    ),
-}

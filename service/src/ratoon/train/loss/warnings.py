@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.versions import newest_versions
 from ratoon.train.config import AdvantageKind, KlKind, OldLogprobsKind, ReferenceKind
-from ratoon.train.loss.clamp import MAX_GAP, MAX_K3
-from ratoon.train.loss.spec import ClipObjective, Loss, SequenceClipObjective
+from ratoon.train.loss.ratios import MAX_GAP, MAX_K3
+from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import LossSums
 
-# Of the terms of one sign: beyond it the clip decides more than the advantages.
+# Share of the terms of one sign; beyond it the clip decides more than the advantages.
 _MAX_CLIPPED = 0.5
 _GROUP_BASELINES = (
     AdvantageKind.GROUP_MEAN_STD,
@@ -132,8 +132,8 @@ def _clamp_warnings(sums: LossSums) -> list[str]:
 
 
 def _clip_warnings(loss: Loss, sums: LossSums) -> list[str]:
-    """Clips that hold most terms of a sign. One of cispo keeps the gradient."""
-    if not isinstance(loss.objective, ClipObjective | SequenceClipObjective):
+    """Clips that hold, and so silence, most terms of a sign."""
+    if not loss.objective.clip_is_by_sign:
         return []
     found: list[str] = []
     for sign, clipped, terms in (

@@ -29,7 +29,7 @@ def make_optimizer(
 
 
 def rounding_warning(kind: OptimizerStates, learning_rate: float) -> tuple[str, ...]:
-    """Of a step whose weights had no masters and hardly followed it; else none."""
+    """A warning if the weights have no masters and hardly follow a step; else none."""
     has_masters = kind not in (OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_8BIT)
     if has_masters or not 0.0 < learning_rate < _MIN_ROUNDED_RATE:
         return ()

@@ -9,13 +9,13 @@ import numpy as np
 from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.versions import versions_of_tokens
-from ratoon.train.additive import Merged, Moments, largest, total
+from ratoon.train.additive import Merged, Moments, largest, mean, total
 from ratoon.train.prepare import Prepared
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSums(Merged):
-    """Of all rollouts as they were sent, but for `advantages` and `staleness`."""
+    """Sums over all rollouts as they were sent, except `advantages` and `staleness`."""
 
     rollouts: float = total()
     truncated: float = total()
@@ -25,7 +25,7 @@ class BatchSums(Merged):
     # Groups with rewards, and those of them whose rewards are all equal.
     rewarded_groups: float = total()
     flat_groups: float = total()
-    # Of counted tokens.
+    # Over counted tokens.
     advantages: Moments = field(default_factory=Moments)
     dropped_stale: float = total()
     dropped_truncated: float = total()
@@ -36,10 +36,32 @@ class BatchSums(Merged):
     dated_rollouts: float = total()
     staleness: float = total()
     staleness_max: float = largest()
-    # The same by response token, each by the version that sampled it.
+    # Versions since sampling by response token, each by the version that sampled it.
     dated_tokens: float = total()
     token_staleness: float = total()
     route_conflicts: float = total()
+
+    def figures(self) -> dict[str, float | int | None]:
+        """Fields of a `StepReport`, by name. A mean over nothing is None."""
+        rewards, advantages = self.rewards, self.advantages
+        return {
+            "reward_mean": rewards.mean if rewards.count else None,
+            "reward_std": rewards.std if rewards.count else None,
+            "advantage_mean": advantages.mean if advantages.count else None,
+            "advantage_std": advantages.std if advantages.count else None,
+            "zero_variance_fraction": mean(self.flat_groups, self.rewarded_groups),
+            "truncated_fraction": mean(self.truncated, self.rollouts) or 0.0,
+            "response_length_mean": mean(self.response_tokens, self.rollouts) or 0.0,
+            "response_length_max": int(self.response_tokens_max),
+            "staleness_mean": mean(self.staleness, self.dated_rollouts),
+            "staleness_max": int(self.staleness_max) if self.dated_rollouts else None,
+            "token_staleness_mean": mean(self.token_staleness, self.dated_tokens),
+            "dropped_stale": int(self.dropped_stale),
+            "dropped_truncated": int(self.dropped_truncated),
+            "dropped_zero_variance": int(self.dropped_zero_variance),
+            "zero_advantage_sequences": int(self.not_run),
+            "route_conflicts": int(self.route_conflicts),
+        }
 
 
 def of_batch(batch: RolloutBatch) -> BatchSums:
@@ -61,8 +83,9 @@ def of_batch(batch: RolloutBatch) -> BatchSums:
     )
 
 
-def of_prepared(prepared: Prepared, version: int) -> BatchSums:
-    """The same, and what the loss makes of the batch at the policy's `version`."""
+def of_prepared(prepared: Prepared) -> BatchSums:
+    """Sums of the batch, and of what its loss makes of it at the policy's version."""
+    version = prepared.version
     batch, columns, selection = prepared.batch, prepared.columns, prepared.selection
     advantages = Moments()
     if prepared.loss.advantage is not None:

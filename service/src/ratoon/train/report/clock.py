@@ -19,13 +19,13 @@ class DeviceClock:
         self._moments: list[tuple[str, Moment]] = [("", Moment(device))]
 
     def lap(self, name: str) -> Moment:
-        """Ends a lap of `name` here, behind all that the device has been asked to do so far."""
+        """End a lap of `name` here, behind all that the device has been asked to do so far."""
         moment = Moment(self._device)
         self._moments.append((name, moment))
         return moment
 
     def seconds(self) -> defaultdict[str, float]:
-        """Of the laps of each name, 0 for any other; once the device is through with all of it."""
+        """Seconds of the laps by name, 0 for any other; waits until the device is through."""
         self._moments[-1][1].wait()
         total: defaultdict[str, float] = defaultdict(float)
         for (_, start), (name, stop) in zip(self._moments, self._moments[1:], strict=False):
@@ -46,7 +46,7 @@ class Moment:
             self._host_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Until the device is through with what came before; what came after goes on meanwhile."""
+        """Wait until the device is through with what came before; what came after goes on."""
         if self._event is not None:
             self._event.synchronize()
 

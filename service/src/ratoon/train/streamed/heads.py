@@ -142,7 +142,7 @@ class TwoPhaseHead:
         # Their gradients.
         self._seeds = _zeros(batch, lm_head_VD)
         self._has_entropy = False
-        # Of open stages, with their graphs.
+        # Outputs of open stages, with their graphs.
         self._outputs: dict[int, TokenOutputs] = {}
 
     def add(self, run: StageRun) -> None:
@@ -169,7 +169,7 @@ class TwoPhaseHead:
         self._clock.lap("backward")
 
     def _add_results(self, outputs: TokenOutputs, part: StagePart) -> None:
-        """Those of the whole stage."""
+        """Keep the results of the whole stage."""
         if self._group.size == 1:
             _store(outputs, part, self._results)
             return
@@ -180,7 +180,7 @@ class TwoPhaseHead:
         self._results.entropy_R.add_(found.entropy_R)
 
     def _add_loss(self, part: StagePart) -> None:
-        """Of whole sequences, all of whose log-probs are there."""
+        """Add the loss of whole sequences, all of whose log-probs are there."""
         results, seeds = self._results, self._seeds
         index_L = put(part.terms, self._lm_head_VD.device)
         target_L, row_L = self._batch.term_target_L[index_L], self._batch.term_row_L[index_L]
@@ -197,7 +197,7 @@ class TwoPhaseHead:
 
 
 def add_up(outputs: TokenOutputs, group: SequenceGroup) -> TokenOutputs:
-    """Those of all ranks, of which each has its own, and zeros elsewhere."""
+    """Outputs over all ranks, each of which has its own, and zeros elsewhere."""
     return TokenOutputs(
         logprob_M=group.add_up(outputs.logprob_M), entropy_R=group.add_up(outputs.entropy_R)
     )

@@ -30,7 +30,7 @@ class StagePart:
     tokens: Span
     # Its predicting rows and their targets.
     own: RowPart
-    # Those targets on the device.
+    # The targets, on the device.
     targets_M: Tensor
     # int64 [n] on the host: terms of the sequences that end in the stage, ascending.
     terms: NDArray[np.int64]

@@ -1,0 +1,299 @@
+"""The losses: what each one is by default, and how its own options become its objective. No torch.
+
+A new loss is a row of `LOSSES`. If no objective here is its own, it brings one, whose terms are
+computed in `objectives`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ratoon.errors import invalid
+from ratoon.train.config import AdvantageKind, DivideBy, LossKind, LossRequest, TokenWeight
+from ratoon.train.loss.checks import require, require_not_negative
+
+# The gate's slope times a clamped ratio, and 4 over the slope, are far within float32.
+_MOST_TAU = 1e6
+
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a loss makes of a term's ratio and advantage, and within which bounds.
+
+    Attributes:
+        has_clip: Whether reports count the terms that a clip holds by the sign of their advantage.
+        clip_keeps_gradient: Whether a term that the clip holds still has a gradient.
+        clip_is_by_sign: Whether each bound of the clip holds terms of one sign only.
+        ratio_is_of_sequence: Whether the ratio is the whole sequence's; else it is the token's.
+    """
+
+    has_clip: ClassVar[bool] = True
+    clip_keeps_gradient: ClassVar[bool] = False
+    clip_is_by_sign: ClassVar[bool] = False
+    ratio_is_of_sequence: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipObjective(Objective):
+    """The ratio is held in [1 - clip_low, 1 + clip_high].
+
+    `dual_clip` bounds the ratio of negative advantages; infinity: off.
+    """
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+
+    clip_is_by_sign: ClassVar[bool] = True
+
+    @classmethod
+    def resolve(cls, request: LossRequest, clip: Bounds) -> ClipObjective:
+        low, high = _ratio_bounds(request, clip)
+        dual = request.dual_clip
+        if dual is not None:
+            expected = f"a finite float32 above {1 + high:g}, the clip"
+            require("loss.dual_clip", dual, dual > 1 + high, expected)
+        return cls(clip_low=low, clip_high=high, dual_clip=math.inf if dual is None else dual)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceClipObjective(Objective):
+    """The sequence's ratio is held in [1 - clip_low, 1 + clip_high]."""
+
+    clip_low: float
+    clip_high: float
+
+    clip_is_by_sign: ClassVar[bool] = True
+    ratio_is_of_sequence: ClassVar[bool] = True
+
+    @classmethod
+    def resolve(cls, request: LossRequest, clip: Bounds) -> SequenceClipObjective:
+        low, high = _ratio_bounds(request, clip)
+        return cls(clip_low=low, clip_high=high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CispoObjective(Objective):
+    """The detached ratio is held in [ratio_low, ratio_high]."""
+
+    ratio_low: float
+    ratio_high: float
+
+    clip_keeps_gradient: ClassVar[bool] = True
+
+    @classmethod
+    def resolve(cls, request: LossRequest, clip: Bounds) -> CispoObjective:
+        """The clip bounds the ratio itself: without 1 it would hold what is on policy."""
+        low, high = _bounds(request, clip)
+        require("loss.clip_low", low, low <= 1, "at most 1, the ratio on policy")
+        require("loss.clip_high", high, high > 1, "above 1, the ratio on policy")
+        return cls(ratio_low=low, ratio_high=high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpoObjective(Objective):
+    """How far a token's probability may have fallen and risen."""
+
+    most_down: float
+    most_up: float
+
+    @classmethod
+    def resolve(cls, request: LossRequest, clip: Bounds) -> IpoObjective:
+        low, high = _bounds(request, clip)
+        require("loss.clip_low", low, low <= 1, "at most 1, of a probability")
+        require("loss.clip_high", high, high <= 1, "at most 1, of a probability")
+        return cls(most_down=low, most_up=high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SapoObjective(Objective):
+    """Temperatures of the gate on the ratio, for positive advantages and for the others."""
+
+    tau_positive: float
+    tau_negative: float
+
+    has_clip: ClassVar[bool] = False
+
+    @classmethod
+    def resolve(cls, request: LossRequest, _clip: Bounds) -> SapoObjective:
+        """Defaults are those of the paper's experiments: negative advantages are gated harder."""
+        positive = 1.0 if request.tau_positive is None else request.tau_positive
+        negative = 1.05 if request.tau_negative is None else request.tau_negative
+        for name, tau in (("tau_positive", positive), ("tau_negative", negative)):
+            expected = f"a number from {1 / _MOST_TAU:g} to {_MOST_TAU:g}"
+            require(f"loss.{name}", tau, 1 / _MOST_TAU <= tau <= _MOST_TAU, expected)
+        return cls(tau_positive=positive, tau_negative=negative)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioObjective(Objective):
+    """The ratio as it is."""
+
+    has_clip: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobObjective(Objective):
+    """The log-prob in place of a ratio."""
+
+    has_clip: ClassVar[bool] = False
+
+
+# An option of one loss or several -> what a loss lacks that does not take it.
+_OPTIONS = {
+    "clip_low": "clip",
+    "clip_high": "clip",
+    "dual_clip": "dual clip",
+    "tau_positive": "gate",
+    "tau_negative": "gate",
+}
+_CLIP = ("clip_low", "clip_high")
+_DUAL_CLIP = (*_CLIP, "dual_clip")
+_GATE = ("tau_positive", "tau_negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossDefinition:
+    """One loss.
+
+    Attributes:
+        objective: Makes the objective of the request's options and the default clip.
+        options: Names of `_OPTIONS` that the loss takes.
+        clip: Default of `clip_low` and `clip_high`; None: the loss has no clip.
+        advantage: Default for rollouts with rewards; None: the loss takes signed token weights.
+        has_ratio: Whether old log-probs enter the terms.
+        needs_old_logprobs: Whether the caller must name their source.
+    """
+
+    objective: Callable[[LossRequest, Bounds], Objective]
+    token_weight: TokenWeight
+    divide_by: DivideBy
+    advantage: AdvantageKind | None
+    options: tuple[str, ...] = ()
+    clip: Bounds | None = None
+    has_ratio: bool = True
+    needs_old_logprobs: bool = False
+    drop_zero_variance_groups: bool = False
+
+
+def resolve_objective(request: LossRequest) -> Objective:
+    """The objective that the request's options make.
+
+    Raises:
+        RatoonError: INVALID_ARGUMENT naming an option that the loss does not have, or whose value
+            is out of bounds.
+    """
+    loss = LOSSES[request.kind]
+    for option, lacking in _OPTIONS.items():
+        value = getattr(request, option)
+        if value is not None and option not in loss.options:
+            raise invalid(f"loss.{option}", value, f"absent: {request.kind} has no {lacking}")
+    return loss.objective(request, loss.clip or (0.0, 0.0))
+
+
+def _bounds(request: LossRequest, clip: Bounds) -> Bounds:
+    low = clip[0] if request.clip_low is None else request.clip_low
+    high = clip[1] if request.clip_high is None else request.clip_high
+    require_not_negative("loss.clip_low", low)
+    require_not_negative("loss.clip_high", high)
+    return low, high
+
+
+def _ratio_bounds(request: LossRequest, clip: Bounds) -> Bounds:
+    low, high = _bounds(request, clip)
+    require("loss.clip_low", low, low <= 1, "at most 1: a ratio is never negative")
+    return low, high
+
+
+LOSSES: Mapping[LossKind, LossDefinition] = {
+    LossKind.GRPO: LossDefinition(
+        objective=ClipObjective.resolve,
+        options=_DUAL_CLIP,
+        clip=(0.2, 0.2),
+        token_weight=TokenWeight.PER_SEQUENCE,
+        divide_by=DivideBy.SEQUENCES,
+        advantage=AdvantageKind.GROUP_MEAN_STD,
+    ),
+    LossKind.PPO_CLIP: LossDefinition(
+        objective=ClipObjective.resolve,
+        options=_DUAL_CLIP,
+        clip=(0.2, 0.2),
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=AdvantageKind.GROUP_MEAN_STD,
+    ),
+    LossKind.DAPO: LossDefinition(
+        objective=ClipObjective.resolve,
+        options=_DUAL_CLIP,
+        clip=(0.2, 0.28),
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=AdvantageKind.GROUP_MEAN_STD,
+        drop_zero_variance_groups=True,
+    ),
+    LossKind.DR_GRPO: LossDefinition(
+        objective=ClipObjective.resolve,
+        options=_DUAL_CLIP,
+        clip=(0.2, 0.2),
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.CONSTANT,
+        advantage=AdvantageKind.GROUP_MEAN,
+    ),
+    LossKind.GSPO: LossDefinition(
+        objective=SequenceClipObjective.resolve,
+        options=_CLIP,
+        clip=(3e-4, 4e-4),
+        token_weight=TokenWeight.PER_SEQUENCE,
+        divide_by=DivideBy.SEQUENCES,
+        advantage=AdvantageKind.GROUP_MEAN_STD,
+        needs_old_logprobs=True,
+    ),
+    LossKind.CISPO: LossDefinition(
+        objective=CispoObjective.resolve,
+        options=_CLIP,
+        clip=(0.0, 5.0),
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=AdvantageKind.GROUP_MEAN_STD,
+    ),
+    LossKind.SAPO: LossDefinition(
+        objective=SapoObjective.resolve,
+        options=_GATE,
+        token_weight=TokenWeight.PER_SEQUENCE,
+        divide_by=DivideBy.SEQUENCES,
+        advantage=AdvantageKind.GROUP_MEAN_STD,
+    ),
+    LossKind.IPO: LossDefinition(
+        objective=IpoObjective.resolve,
+        options=_CLIP,
+        clip=(0.3, 0.3),
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=AdvantageKind.GROUP_MEAN,
+    ),
+    LossKind.IMPORTANCE_SAMPLING: LossDefinition(
+        objective=lambda _request, _clip: RatioObjective(),
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.NONE,
+        advantage=AdvantageKind.GROUP_MEAN_STD,
+    ),
+    LossKind.REINFORCE: LossDefinition(
+        objective=lambda _request, _clip: LogprobObjective(),
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.NONE,
+        advantage=AdvantageKind.GROUP_MEAN_STD,
+        has_ratio=False,
+    ),
+    LossKind.CROSS_ENTROPY: LossDefinition(
+        objective=lambda _request, _clip: LogprobObjective(),
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.NONE,
+        advantage=None,
+        has_ratio=False,
+    ),
+}

@@ -1,0 +1,125 @@
+"""One optimizer step of all ranks: judged on each of them before any writes state, then taken.
+
+A step that is not good on every rank is taken on none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ratoon.train.loss.spec import OptimStep
+from ratoon.train.loss.sums import LossSums
+from ratoon.train.named_gradients import NamedGradients
+from ratoon.train.numerics import peak_memory_bytes
+from ratoon.train.optim.adamw import norm_of_blocks
+from ratoon.train.optim.choice import rounding_warning
+from ratoon.train.optim.step_bounds import StateBounds
+from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
+from ratoon.train.optim.tensor_norms import tensor_norms
+from ratoon.train.rank import Stepped
+from ratoon.train.rank_group import RankGroup
+from ratoon.train.report.step_report import SkipReason, TensorGradNorm
+from ratoon.train.spec import TrainerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What became of a step; the fields are those of `StepReport`.
+
+    Attributes:
+        skip_reason: None if the step was taken.
+        grad_norm: Norm after division and before clipping; None if it was not measured.
+        tensor_grad_norms: The same of each tensor, if the step asks for it.
+        changed_share: Share of bfloat16 weights that the step changed, if it asks for it.
+        warnings: One text each.
+    """
+
+    skip_reason: SkipReason | None
+    grad_norm: float | None
+    tensor_grad_norms: tuple[TensorGradNorm, ...]
+    changed_share: float | None
+    peak_memory_bytes: int
+    planned_memory_bytes: int | None
+    warnings: tuple[str, ...]
+
+
+def run_optimizer_step(
+    ranks: RankGroup,
+    named: NamedGradients,
+    spec: TrainerSpec,
+    step: OptimStep,
+    sums: LossSums,
+    divisor: float,
+) -> StepOutcome:
+    """Divide the ranks' gradient sums, clip and step, or skip the step and say why.
+
+    Args:
+        ranks: All ranks, whose sums are of one window.
+        named: Names of the gradients.
+        spec: The policy.
+        step: The step.
+        sums: The window's loss sums.
+        divisor: What divides its gradients; 0 if no token counts.
+    """
+    reason, norm = _judge(ranks, spec, step, sums, divisor)
+    wants_norms = step.tensor_grad_norms and divisor
+    norms = _tensor_norms(ranks, named, divisor) if wants_norms else ()
+    own, stepped = ranks.own, list[Stepped]()
+    if reason is None:
+        stepped = ranks.all("step", norm, divisor, step)
+        warnings = rounding_warning(spec.kept_states, step.learning_rate)
+    else:
+        warnings = (f"{WARNINGS[reason]}: the step was skipped",)
+    planned = [each.planned_memory_bytes for each in stepped] or [own.planned_memory_bytes]
+    peaks = [each.peak_memory_bytes for each in stepped]
+    return StepOutcome(
+        skip_reason=reason,
+        grad_norm=norm,
+        tensor_grad_norms=norms,
+        changed_share=_changed_share(named, stepped) if step.changed_share else None,
+        peak_memory_bytes=max(peaks, default=peak_memory_bytes(own.model.device)),
+        planned_memory_bytes=max((each for each in planned if each is not None), default=None),
+        warnings=warnings,
+    )
+
+
+def _judge(
+    ranks: RankGroup, spec: TrainerSpec, step: OptimStep, sums: LossSums, divisor: float
+) -> tuple[SkipReason | None, float | None]:
+    """The reason to skip the step, and the norm of the divided gradient if it was measured."""
+    reason = reason_in_sums(sums, divisor, spec.guard)
+    if not divisor:
+        return reason, None
+    bounds = StateBounds.over(ranks.all("add_up"))
+    if reason is not None:
+        return reason, None
+    norm = _grad_norm(ranks, divisor)
+    reason = reason_in_norm(norm, step, spec.guard)
+    if reason is None and ranks.own.optimizer.bounds_after(bounds, norm, step) is None:
+        is_finite = all(ranks.all("stays_finite", norm, divisor, step))
+        reason = None if is_finite else SkipReason.NON_FINITE_STEP
+    return reason, norm
+
+
+def _grad_norm(ranks: RankGroup, divisor: float) -> float:
+    """Norm of the added up and divided sums; infinite if their dtype cannot hold it."""
+    in_order = ranks.own.shares.in_order
+    norm = norm_of_blocks(lambda exactly: in_order(ranks.all("norms", exactly)))
+    norm /= divisor
+    return math.inf if norm > ranks.own.optimizer.max_norm else norm
+
+
+def _tensor_norms(
+    ranks: RankGroup, named: NamedGradients, divisor: float
+) -> tuple[TensorGradNorm, ...]:
+    parts = ranks.own.shares.in_order(ranks.all("part_norms"))
+    return tensor_norms(parts, named.by_parameter(), divisor)
+
+
+def _changed_share(named: NamedGradients, stepped: list[Stepped]) -> float | None:
+    """The share over all ranks; None if the step was skipped or weights are not bfloat16."""
+    changed = [each.changed for each in stepped if each.changed is not None]
+    if not stepped or len(changed) < len(stepped):
+        return None
+    return sum(changed) / named.num_elements
