@@ -106,7 +106,7 @@ def _of_one(planner: Planner) -> Devices:
 
 
 def _with(planner: Planner, tokens: int) -> Planner:
-    """The same of micro-batches of so many tokens."""
+    """A planner of micro-batches of so many tokens."""
     return replace(planner, devices=(replace(_of_one(planner), candidates=(tokens,)),))
 
 
