@@ -206,7 +206,7 @@ class Machine:
                 policy_id=self.spec.policy_id,
                 key=_key(key),
                 command=command,
-                body=number_body(number) if hasattr(command, "body_digest") else b"",
+                body=number_body(number) if command.body_digest else b"",
             )
         )
 

@@ -55,7 +55,7 @@ def submission(
     """The command on `batch`, whose digest it gets."""
     body = b"" if batch is None else batch_to_bytes(batch)
     if batch is not None:
-        assert hasattr(command, "body_digest")
+        assert command.body_digest
         command = replace(command, body_digest=hashlib.sha256(body).hexdigest())
     key = NoKey() if seq is None else SeqKey(seq=seq)
     return Submission(policy_id=policy_id, key=key, command=command, body=body)

@@ -155,7 +155,7 @@ class Drive:
         """The next operation, to its end. `versions`: of its first rollout's tokens."""
         self.seq += 1
         body = b""
-        if hasattr(command, "body_digest"):
+        if command.body_digest:
             rng = np.random.default_rng(self.seq)
             groups = builders.random_groups(
                 rng,

@@ -107,7 +107,7 @@ class SmallPolicy:
 
     def run(self, submission: Submission, runner: TaskRunner | None = None) -> OperationResult:
         runner, command = runner or self._runner, submission.command
-        body = self.paths.bodies / getattr(command, "body_digest", "none")
+        body = self.paths.bodies / (command.body_digest or "none")
         body.write_bytes(submission.body)
         loss = getattr(command, "loss", None)
         old = getattr(loss, "old_logprobs", None)

@@ -16,7 +16,7 @@ from ratoon.engine.files.archive import ArchivedBodyFiles, open_archive
 from ratoon.engine.files.paths import BodyFiles
 from ratoon.engine.journal.checkpoints import Checkpoint
 from ratoon.engine.journal.journal import Journal, until_room
-from ratoon.engine.journal.records import LIFECYCLE_KINDS, JournalAwayError
+from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.lifecycle import Lifecycle
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.claims import Claims
@@ -150,7 +150,7 @@ class Engine:
             found = await self.get_operation(operation_id, 0.0)
             if found.state.is_final:
                 return found
-            if found.kind not in LIFECYCLE_KINDS:
+            if not found.kind.is_lifecycle:
                 raise
         raise RatoonError(ErrorCode.UNSUPPORTED, f"{found.kind} cannot be cancelled")
 

@@ -17,25 +17,18 @@ from functools import cache
 from typing import Any, cast
 
 from ratoon.engine.types import (
+    COMMANDS,
     CheckpointInfo,
     Command,
-    DiscardGradientsCommand,
     EmptyResult,
     FailedResult,
-    ForwardBackwardCommand,
-    ForwardCommand,
     ForwardResult,
     ImportResult,
-    ImportWeightsCommand,
-    LoadCheckpointCommand,
-    OptimStepCommand,
     Policy,
     PolicyResult,
     PolicySpec,
     PublishConfig,
-    SaveCheckpointCommand,
     StepResult,
-    UpdateCommand,
 )
 from ratoon.engine.worker.tasks import Choices
 from ratoon.model.spec import (
@@ -84,14 +77,7 @@ TAGS: dict[str, type] = {
     "tuning.lora": LoraTuning,
     "adamw": AdamWConfig,
     "numerics_guard": NumericsGuard,
-    "command.update": UpdateCommand,
-    "command.forward_backward": ForwardBackwardCommand,
-    "command.optim_step": OptimStepCommand,
-    "command.discard_gradients": DiscardGradientsCommand,
-    "command.forward": ForwardCommand,
-    "command.save_checkpoint": SaveCheckpointCommand,
-    "command.load_checkpoint": LoadCheckpointCommand,
-    "command.import_weights": ImportWeightsCommand,
+    **{f"command.{command.kind}": command for command in COMMANDS},
     "choices": Choices,
     "loss": LossRequest,
     "optim": OptimRequest,

@@ -25,7 +25,6 @@ from ratoon.engine.journal.checkpoints import (
 from ratoon.engine.journal.codec import to_text
 from ratoon.engine.journal.connections import timeline_of
 from ratoon.engine.journal.records import (
-    LIFECYCLE_KINDS,
     JournalAwayError,
     JournalState,
     OperationEnd,
@@ -252,7 +251,7 @@ class FencedStore:
         """
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
-            is_sequenced = OPERATIONS.c.kind.not_in(LIFECYCLE_KINDS)
+            is_sequenced = OPERATIONS.c.seq.is_not(None)
             is_concerned = or_(
                 OPERATIONS.c.state.not_in(_FINAL),
                 and_(

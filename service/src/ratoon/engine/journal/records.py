@@ -13,6 +13,7 @@ from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.journal.checkpoints import Checkpoint
 from ratoon.engine.types import (
     Command,
+    Effect,
     ForwardResult,
     Operation,
     OperationKind,
@@ -23,25 +24,11 @@ from ratoon.engine.types import (
     PolicyState,
     Progress,
     StepResult,
+    effect_of,
 )
 from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import Choices, Task
 from ratoon.model.spec import ModelInfo
-
-# Lifecycle operations create or delete a policy and are not sequenced.
-LIFECYCLE_KINDS = (OperationKind.CREATE_POLICY, OperationKind.DELETE_POLICY)
-
-# Operations that close a window when applied.
-CLOSING_KINDS = (
-    OperationKind.UPDATE,
-    OperationKind.OPTIM_STEP,
-    OperationKind.DISCARD_GRADIENTS,
-    OperationKind.LOAD_CHECKPOINT,
-    OperationKind.IMPORT_WEIGHTS,
-)
-
-# Operations that change weights or gradients; recovery skips all others.
-RUN_KINDS = (*CLOSING_KINDS, OperationKind.FORWARD_BACKWARD)
 
 
 class JournalAwayError(Exception):
@@ -111,6 +98,11 @@ class OperationRecord:
     created_at: float
     started_at: float | None
     finished_at: float | None
+
+    @property
+    def effect(self) -> Effect:
+        """The effect that the operation has once it is applied."""
+        return effect_of(self.kind)
 
     def to_operation(self, *, progress: Progress, blocked_by_seq: int) -> Operation:
         """The handle as callers see it."""

@@ -16,8 +16,6 @@ from sqlalchemy.exc import IntegrityError
 from ratoon.engine.journal.checkpoints import Checkpoint
 from ratoon.engine.journal.codec import to_text
 from ratoon.engine.journal.records import (
-    CLOSING_KINDS,
-    LIFECYCLE_KINDS,
     JournalState,
     OperationRecord,
     PolicyHistory,
@@ -47,10 +45,13 @@ from ratoon.engine.types import (
     PolicyState,
     RequestKey,
     SeqKey,
+    effect_of,
 )
 from ratoon.errors import ErrorCode, RatoonError
 
 _FINAL = tuple(state for state in JournalState if state.is_final)
+_LIFECYCLE = tuple(kind for kind in OperationKind if kind.is_lifecycle)
+_CLOSING = tuple(kind for kind in OperationKind if effect_of(kind).closes_window)
 
 
 class SqlStore:
@@ -147,7 +148,7 @@ class SqlStore:
         with self._engine.begin() as connection:
             connection.execute(
                 delete(OPERATIONS).where(
-                    OPERATIONS.c.kind.in_(LIFECYCLE_KINDS),
+                    OPERATIONS.c.kind.in_(_LIFECYCLE),
                     OPERATIONS.c.finished_at < before,
                     OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
                 )
@@ -157,7 +158,7 @@ class SqlStore:
         """Records since the last closed window, and the checkpoints, in seq order."""
         with self._engine.begin() as connection:
             policy = require_policy(connection, policy_id)
-            is_closing = OPERATIONS.c.kind.in_(CLOSING_KINDS)
+            is_closing = OPERATIONS.c.kind.in_(_CLOSING)
             closes = or_(
                 and_(is_closing, OPERATIONS.c.state == JournalState.APPLIED),
                 and_(OPERATIONS.c.version.is_not(None), OPERATIONS.c.state == JournalState.LOST),
@@ -231,7 +232,7 @@ class SqlStore:
         with self._engine.begin() as connection:
             rows = connection.execute(
                 select(OPERATIONS).where(
-                    OPERATIONS.c.kind.in_(LIFECYCLE_KINDS),
+                    OPERATIONS.c.kind.in_(_LIFECYCLE),
                     OPERATIONS.c.state.not_in(_FINAL),
                     OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
                 )

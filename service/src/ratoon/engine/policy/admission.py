@@ -7,7 +7,6 @@ and leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -23,42 +22,20 @@ from ratoon.engine.journal.records import (
 )
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.policy.sequencer import Known, check_key, check_reuse
-from ratoon.engine.refusals import overtaken
+from ratoon.engine.policy.sequencer import Known, check_reuse
+from ratoon.engine.refusals import policy_replaced, superseded
 from ratoon.engine.types import (
-    Command,
-    DiscardGradientsCommand,
-    ForwardBackwardCommand,
     ForwardCommand,
     ImportWeightsCommand,
-    LoadCheckpointCommand,
     NoKey,
     OperationKey,
-    OperationKind,
-    OptimStepCommand,
     PolicyState,
     RequestKey,
-    SaveCheckpointCommand,
     SeqKey,
     Submission,
-    UpdateCommand,
 )
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import RatoonError, invalid
-
-KINDS: dict[type[Command], OperationKind] = {
-    UpdateCommand: OperationKind.UPDATE,
-    ForwardBackwardCommand: OperationKind.FORWARD_BACKWARD,
-    OptimStepCommand: OperationKind.OPTIM_STEP,
-    DiscardGradientsCommand: OperationKind.DISCARD_GRADIENTS,
-    ForwardCommand: OperationKind.FORWARD,
-    SaveCheckpointCommand: OperationKind.SAVE_CHECKPOINT,
-    LoadCheckpointCommand: OperationKind.LOAD_CHECKPOINT,
-    ImportWeightsCommand: OperationKind.IMPORT_WEIGHTS,
-}
-
-# Hashed sooner than a thread is woken.
-_SMALL_BYTES = 2**16
 
 
 class JournalUnknownError(Exception):
@@ -76,21 +53,15 @@ class Admission:
     def __init__(self, run: PolicyRun) -> None:
         self._run = run
 
-    async def check(self, submission: Submission) -> None:
-        """Check what needs no state. Raises INVALID_ARGUMENT."""
-        command, key = submission.command, submission.key
+    def check(self, submission: Submission) -> None:
+        """Check what needs no queue. Raises INVALID_ARGUMENT, and as `policy_replaced`."""
+        run, command, key = self._run, submission.command, submission.key
+        if submission.policy_created_at not in (None, run.created_at):
+            raise policy_replaced(run.policy_id, run.created_at)
         if not (isinstance(key, NoKey) and isinstance(command, ForwardCommand)):
-            check_key(key, self._run.spec.sequencing)
-        match command:
-            case SaveCheckpointCommand(checkpoint_id=""):
-                pass  # Named by seq and version when it runs.
-            case SaveCheckpointCommand() | LoadCheckpointCommand():
-                check_own_id(safe_name("checkpoint_id", command.checkpoint_id))
-            case _:
-                pass
-        digest = body_digest(command)
-        if digest and await _sha256(submission.body) != digest:
-            raise invalid("body_digest", digest, "the SHA-256 of the body")
+            key.check(run.spec.sequencing)
+        if command.own_checkpoint_id is not None:
+            check_own_id(safe_name("checkpoint_id", command.own_checkpoint_id))
 
     async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
         """Make the body durable, for the operation that the submission may become.
@@ -108,13 +79,13 @@ class Admission:
             refusal = await self.disk_refusal(len(submission.body))
             if refusal is not None:
                 return refusal
-        digest = body_digest(submission.command)
+        digest = submission.command.body_digest
         if digest:
             try:
                 await self._run.bodies.hold(operation_id, digest, submission.body)
             except FileNotFoundError as err:
                 # A newly started controller has removed the temporary file as a leftover.
-                raise overtaken() from err
+                raise superseded() from err
             except OSError as err:
                 refusal = disk_full(err)
                 if refusal is None:
@@ -133,7 +104,7 @@ class Admission:
         self, operation_id: str, submission: Submission, first: OperationRecord | None
     ) -> None:
         """Release the body: the submission is not accepted, or it is a retry of `first`."""
-        digest = body_digest(submission.command)
+        digest = submission.command.body_digest
         if not digest:
             return
         # A record keeps its command for as long as its body is needed. If this controller was
@@ -244,12 +215,12 @@ class Admission:
         return OperationRecord(
             operation_id=operation_id,
             policy_id=run.policy_id,
-            kind=KINDS[type(command)],
+            kind=command.kind,
             seq=seq,
             request_id=key.request_id if isinstance(key, RequestKey) else "",
             payload_hash=payload,
             command=command,
-            body_digest=body_digest(command),
+            body_digest=command.body_digest,
             body_bytes=len(submission.body),
             key_id=submission.holder.key_id,
             state=JournalState.ACCEPTED,
@@ -262,30 +233,3 @@ class Admission:
             started_at=None,
             finished_at=None,
         )
-
-
-def body_digest(command: Command) -> str:
-    """SHA-256 of the command's body; "": it has none."""
-    match command:
-        case (
-            UpdateCommand(body_digest=digest)
-            | ForwardBackwardCommand(body_digest=digest)
-            | ForwardCommand(body_digest=digest)
-        ):
-            return digest
-        case _:
-            return ""
-
-
-def named_forward(command: Command | None) -> str:
-    """Id of the Forward whose log-probs the command uses; "": none."""
-    if not isinstance(command, UpdateCommand | ForwardBackwardCommand):
-        return ""
-    old = command.loss.old_logprobs
-    return old.forward_operation_id if old is not None else ""
-
-
-async def _sha256(body: bytes) -> str:
-    if len(body) < _SMALL_BYTES:
-        return hashlib.sha256(body).hexdigest()
-    return (await asyncio.to_thread(hashlib.sha256, body)).hexdigest()

@@ -16,16 +16,8 @@ from ratoon.engine.journal.records import JournalState, OperationEnd, OperationR
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import policy_not_ready
-from ratoon.engine.types import (
-    CheckpointInfo,
-    FailedResult,
-    ImportResult,
-    OperationKind,
-    PolicyState,
-    StepResult,
-)
+from ratoon.engine.types import FailedResult, PolicyState, StepResult
 
-_STEPS = (OperationKind.UPDATE, OperationKind.OPTIM_STEP)
 # Records read first from the end of the journal; doubled until the count is known.
 _FIRST_SPAN = 64
 
@@ -76,16 +68,10 @@ def skipped_after(count: int, record: OperationRecord) -> int:
 
 
 def ends_run(record: OperationRecord) -> bool:
-    """Whether it changed the weights, which resets the count. Pure."""
-    if record.state is not JournalState.APPLIED:
+    """Whether the operation changed the weights, which resets the count. Pure."""
+    if record.state is not JournalState.APPLIED or not record.effect.changes_weights:
         return False
-    if record.kind is OperationKind.LOAD_CHECKPOINT:
-        return isinstance(record.result, CheckpointInfo)
-    if record.kind is OperationKind.IMPORT_WEIGHTS:
-        return isinstance(record.result, ImportResult)
-    if record.kind not in _STEPS or not isinstance(record.result, StepResult):
-        return False
-    return not record.result.report.skipped
+    return not (isinstance(record.result, StepResult) and record.result.report.skipped)
 
 
 def is_run_too_long(run: PolicyRun, count: int) -> bool:
@@ -108,7 +94,7 @@ async def _give_up(run: PolicyRun, count: int) -> None:
     if history.closed is not None and isinstance(history.closed.result, StepResult):
         last = history.closed.result.report.skip_reason
         reason += f", the last at seq {history.closed.seq}: {last}"
-    run.state, run.failure = PolicyState.FAILED, reason
+    run.enter(PolicyState.FAILED, reason)
     error = policy_not_ready(run.policy_id, run.state, reason)
     result = FailedResult(error=error.to_dict())
     for record in history.records:

@@ -10,11 +10,9 @@ from dataclasses import replace
 
 from ratoon.engine.files.paths import drop_checkpoint_folder
 from ratoon.engine.journal.records import JournalState, OperationRecord
-from ratoon.engine.policy.admission import named_forward
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import (
     CheckpointInfo,
-    Command,
     DiscardGradientsCommand,
     ForwardBackwardCommand,
     ForwardCommand,
@@ -42,7 +40,7 @@ class TaskBuilder:
         """
         command, run = record.command, self._run
         assert command is not None, "an open record keeps its command"
-        self._check_version(command)
+        command.check_version(run.version)
         match command:
             case UpdateCommand():
                 run.window.check_closed()
@@ -100,31 +98,9 @@ class TaskBuilder:
             expected="a checkpoint of this policy",
         )
 
-    def _check_version(self, command: Command) -> None:
-        match command:
-            case (
-                UpdateCommand(expected_version=expected)
-                | ForwardBackwardCommand(expected_version=expected)
-                | OptimStepCommand(expected_version=expected)
-                | ForwardCommand(expected_version=expected)
-                | ImportWeightsCommand(expected_version=expected)
-            ):
-                if expected is None or expected == self._run.version:
-                    return
-                raise RatoonError(
-                    ErrorCode.VERSION_MISMATCH,
-                    f"expected_version: got {expected}, the policy is at {self._run.version}",
-                    field="expected_version",
-                    got=str(expected),
-                    expected=str(self._run.version),
-                    details={"version": str(self._run.version)},
-                )
-            case DiscardGradientsCommand() | SaveCheckpointCommand() | LoadCheckpointCommand():
-                return
-
     async def _of_forward(self, command: UpdateCommand | ForwardBackwardCommand) -> Choices:
         """Which old log-probs the command uses, and of which version, where that is known."""
-        operation_id = named_forward(command)
+        operation_id = command.forward_id
         if not operation_id:
             return Choices()
         run = self._run

@@ -20,11 +20,7 @@ from ratoon.config import CheckpointConfig
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_checkpoint_folder, names_in
 from ratoon.engine.journal.checkpoints import Checkpoint, Covered, automatic_id
-from ratoon.engine.journal.records import (
-    RUN_KINDS,
-    JournalState,
-    OperationRecord,
-)
+from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import CheckpointInfo, OperationKind
 from ratoon.engine.worker.tasks import FencedError
@@ -99,7 +95,7 @@ class Checkpointer:
         run, since = self._run, self._since
         if not run.replays:
             return
-        if record.state is JournalState.APPLIED and record.kind in RUN_KINDS:
+        if record.state is JournalState.APPLIED and record.effect.is_replayed:
             since.num_operations += 1
             since.has_import |= record.kind is OperationKind.IMPORT_WEIGHTS
         if record.body_digest:

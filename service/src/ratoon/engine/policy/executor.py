@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.checkpoints import Checkpoint
-from ratoon.engine.journal.records import CLOSING_KINDS, JournalState, OperationEnd, OperationRecord
+from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.builder import TaskBuilder
 from ratoon.engine.policy.checkpointer import Checkpointer
@@ -152,7 +152,7 @@ class Executor:
         record = replace(live.record, choices=choices, started_at=started_at)
         live.set_record(record)
         done = state is JournalState.APPLIED
-        closes = done and record.kind in CLOSING_KINDS
+        closes = done and record.effect.closes_window
         version = _version_after(result, run.version) if done else run.version
         stepped = version != run.version
         if stepped:
@@ -201,16 +201,14 @@ class Executor:
         run, record = self._run, live.record
         if record.kind is OperationKind.FORWARD_BACKWARD:
             if state is JournalState.APPLIED:
-                run.window = run.window.with_applied(record.seq)
-                run.window_records[record.seq] = record
+                run.window = run.window.with_applied(record)
                 return
             if state is JournalState.FAILED:
                 run.window = run.window.with_failed(record.seq)
         doomed = [record] if record.body_digest else []
         if closes:
-            doomed += run.window_records.values()
+            doomed += run.window.records.values()
             run.window = Window()
-            run.window_records.clear()
         if run.replays and state is not JournalState.CANCELLED:
             return
         for ended in doomed:
@@ -223,7 +221,8 @@ class Executor:
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         run = self._run
-        tasks = tuple(run.window_records[seq].to_task(run.paths) for seq in seqs)
+        records = run.window.records
+        tasks = tuple(records[seq].to_task(run.paths) for seq in seqs)
         await run.ports.worker.restore(run.token, tasks)
 
     def _settle(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ratoon.engine.types import NoKey, OperationKey, RequestKey, SeqKey, Sequencing
-from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.engine.types import NoKey, OperationKey, RequestKey, SeqKey
+from ratoon.errors import ErrorCode, RatoonError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,23 +29,6 @@ class Turn:
     seq: int
     operation_id: str
     is_consumed: bool
-
-
-def check_key(key: OperationKey, sequencing: Sequencing) -> None:
-    """Raises INVALID_ARGUMENT for a key of the other kind of sequencing."""
-    match key, sequencing:
-        case SeqKey(seq=seq), Sequencing.CLIENT:
-            if seq < 1:
-                raise invalid("key.seq", seq, "at least 1")
-        case RequestKey(request_id=request_id), Sequencing.SERVER:
-            if not request_id:
-                raise invalid("key.request_id", "nothing", "the caller's own id")
-        case NoKey(), _:
-            raise invalid("key", "none", f"one of {sequencing} sequencing")
-        case SeqKey(seq=seq), _:
-            raise invalid("key.seq", seq, "a request_id: this policy has server sequencing")
-        case RequestKey(request_id=request_id), _:
-            raise invalid("key.request_id", request_id, "a seq: this policy has client sequencing")
 
 
 def check_reuse(key: OperationKey, payload_hash: str, known: Known) -> None:

@@ -99,10 +99,10 @@ async def start_policy(
     if info is not None:
         info = replace(info, uses_gpu=run.trainer.device != "cpu")
     await journal.set_policy(run.token, run.policy_id, PolicyState.READY, info)
-    run.state, run.failure = PolicyState.READY, ""
+    run.enter(PolicyState.READY)
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
-    if standing.info is not None:
-        run.send(telemetry.model(run.policy_id, standing.info))
+    if info is not None:
+        run.send(telemetry.model(run.policy_id, info))
 
 
 async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
@@ -112,7 +112,7 @@ async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
     run.position = told or Position()
     run.token = await journal.acquire(run.policy_id, run.position.token)
     history = await journal.history(run.policy_id)
-    run.published = history.policy.published
+    run.created_at, run.published = history.policy.created_at, history.policy.published
     run.trainer = _with_chosen(run.trainer, history.policy.info)
     # Before anything is deleted, and before anything else can fail.
     decided = await find_loss(run, history)
@@ -251,7 +251,7 @@ async def _fail_past(run: PolicyRun, history: PolicyHistory, base: Base) -> None
         )
     kept = tuple(v for v in history.policy.published if v <= roll_back.version)
     if kept != history.policy.published:
-        await run.ports.journal.set_published(run.token, run.policy_id, kept)
+        await run.publish(kept)
 
 
 async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
@@ -259,5 +259,5 @@ async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
     if run.replays:
         return dict(await run.ports.journal.bodies_in_use(run.policy_id))
     records = [live.record for live in run.ledger.open_operations()]
-    records += run.window_records.values()
+    records += run.window.records.values()
     return {record.operation_id: record.body_digest for record in records if record.body_digest}

@@ -17,6 +17,7 @@ from ratoon.engine.types import (
     OperationResult,
     OperationState,
     StepResult,
+    effect_of,
 )
 from ratoon.metrics import Change, Gone, Metric
 from ratoon.model.spec import ModelInfo
@@ -74,9 +75,10 @@ def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list
     match result:
         case StepResult(report=report):
             changes = _seconds(report.seconds) + _figures(policy_id, report)
-            if kind in (OperationKind.UPDATE, OperationKind.FORWARD_BACKWARD):
+            effect = effect_of(kind)
+            if effect.computes_gradients:
                 changes += _batch(policy_id, report) + _self_check(policy_id, report.self_check)
-            if kind in (OperationKind.UPDATE, OperationKind.OPTIM_STEP):
+            if effect.takes_step:
                 changes += _step(policy_id, report)
             return changes
         case ForwardResult(report=report):

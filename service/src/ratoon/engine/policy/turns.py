@@ -56,7 +56,6 @@ class TurnLoop:
         self._run = run
         self._executor = executor
         self._publisher = publisher
-        publisher.on_stopped = self.restart
         self._checkpointer = checkpointer
         self._gradients = gradients
         self._lock = lock
@@ -190,7 +189,7 @@ class TurnLoop:
         await self._publisher.stop()
         # What is not deleted by now another controller may need.
         run.archive.abandon()
-        run.state, run.failure = PolicyState.FAILED, failure
+        run.enter(PolicyState.FAILED, failure)
         self._end_requests(policy_not_ready(run.policy_id, run.state, failure))
         self._publisher.wake()
         await self.fail(failure)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from ratoon.engine.journal.records import LIFECYCLE_KINDS, OperationRecord, ended_progress
+from ratoon.engine.journal.records import OperationRecord, ended_progress
 from ratoon.engine.policy.ledger import LiveOperation
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import draining, operation_not_found, seq_gap
@@ -91,7 +91,7 @@ class OperationViews:
         record = await self._run.ports.journal.find_operation(operation_id)
         if record is None or record.policy_id != self._run.policy_id:
             raise operation_not_found(operation_id)
-        if record.kind in LIFECYCLE_KINDS:
+        if record.kind.is_lifecycle:
             raise operation_not_found(operation_id)  # `lifecycle` answers these.
         return record
 

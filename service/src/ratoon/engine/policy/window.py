@@ -1,19 +1,23 @@
 """The open gradient accumulation window of a policy, and which operation may touch it. Pure.
 
-An entry is a ForwardBackward that was applied or that failed; a cancelled one leaves no trace.
+An entry is a ForwardBackward that was applied or that failed; a cancelled one leaves no trace. The
+record of an applied one is kept, because the worker may have to compute its gradients again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ratoon.engine.journal.records import OperationRecord
 from ratoon.errors import ErrorCode, RatoonError, invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowEntry:
+    """One ForwardBackward of the window. `record` None: it failed."""
+
     seq: int
-    has_failed: bool
+    record: OperationRecord | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +28,16 @@ class Window:
 
     @property
     def applied(self) -> tuple[int, ...]:
-        return tuple(entry.seq for entry in self.entries if not entry.has_failed)
+        return tuple(entry.seq for entry in self.entries if entry.record is not None)
 
     @property
     def failed(self) -> tuple[int, ...]:
-        return tuple(entry.seq for entry in self.entries if entry.has_failed)
+        return tuple(entry.seq for entry in self.entries if entry.record is None)
+
+    @property
+    def records(self) -> dict[int, OperationRecord]:
+        """The applied ForwardBackwards by seq."""
+        return {entry.seq: entry.record for entry in self.entries if entry.record is not None}
 
     @property
     def is_open(self) -> bool:
@@ -38,11 +47,11 @@ class Window:
         """The first seq to replay from a checkpoint taken at `seq`."""
         return self.entries[0].seq if self.entries else seq + 1
 
-    def with_applied(self, seq: int) -> Window:
-        return self._with(WindowEntry(seq=seq, has_failed=False))
+    def with_applied(self, record: OperationRecord) -> Window:
+        return self._with(WindowEntry(seq=record.seq, record=record))
 
     def with_failed(self, seq: int) -> Window:
-        return self._with(WindowEntry(seq=seq, has_failed=True))
+        return self._with(WindowEntry(seq=seq, record=None))
 
     def check_closed(self) -> None:
         """Raises WINDOW_OPEN: an Update brings its own gradients, an import other weights."""
