@@ -1,4 +1,4 @@
-"""One operation from its turn to its end: choose, apply, journal, publish.
+"""One operation from its turn to its end: execute, conclude, begin to publish.
 
 The worker stores a seq's outcome before the journal does. After a crash that outcome completes the
 record, with all choices made for it. Where the worker has none either, no caller has been told, and
@@ -35,9 +35,6 @@ from ratoon.engine.types import (
 )
 from ratoon.engine.worker.tasks import Choices, Outcome, Task
 from ratoon.errors import RatoonError
-from ratoon.log import get_logger
-
-_LOG = get_logger("executor")
 
 _JOURNAL_STATE = {
     OperationState.DONE: JournalState.APPLIED,
@@ -47,9 +44,10 @@ _JOURNAL_STATE = {
 
 
 class Executor:
-    """Used by one coroutine at a time. Propagates `WorkerLostError` and `FencedError`.
+    """Executes and concludes one operation at a time, for the turn loop alone.
 
-    An operation that too many workers in a row are lost to fails; the policy goes on.
+    Propagates `WorkerLostError` and `FencedError`. An operation that too many workers in a row are
+    lost to fails; the policy goes on.
     """
 
     def __init__(self, run: PolicyRun, publisher: Publisher, checkpointer: Checkpointer) -> None:
@@ -71,27 +69,13 @@ class Executor:
             outcome = await self._archived(outcome)
         await self._conclude(live, outcome)
 
-    async def _archived(self, outcome: Outcome) -> Outcome:
-        """Archive a saved checkpoint; where that fails, the save fails."""
-        if outcome.state is not OperationState.DONE:
-            return outcome
-        assert isinstance(outcome.result, CheckpointInfo)
-        try:
-            await self._run.archive.keep_checkpoint(outcome.result.checkpoint_id)
-        except RatoonError as error:
-            failed = FailedResult(error=error.to_dict())
-            state = OperationState.FAILED
-            return replace(outcome, state=state, result=failed, weights_digest="")
-        return outcome
-
     async def pass_over(self, record: OperationRecord) -> None:
         """Skip an operation that ended before its turn; the worker counts its seq."""
         run = self._run
         error = cancelled(record.operation_id)
         outcome = Outcome.unrun(record.operation_id, OperationState.CANCELLED, error)
         await run.ports.worker.skip(run.token, record.seq, outcome)
-        has_failed = record.state is JournalState.FAILED
-        if has_failed and record.kind is OperationKind.FORWARD_BACKWARD:
+        if record.state is JournalState.FAILED and record.effect.adds_to_window:
             run.window = run.window.with_failed(record.seq)
 
     async def run_forward(self, live: LiveOperation) -> None:
@@ -113,6 +97,7 @@ class Executor:
         await self._restore(self._run.window.applied)
 
     async def _apply(self, live: LiveOperation) -> Outcome:
+        """Have the worker run the operation, or skip it where it may not run or is cancelled."""
         run = self._run
         live.start(run.ports.now())
         run.send(telemetry.entered(live.record, JournalState.APPLYING))
@@ -132,7 +117,7 @@ class Executor:
         return await self._lost_workers.counted(live.operation_id, call)
 
     async def _task(self, live: LiveOperation) -> Task:
-        """Raises `RatoonError` where the operation may not run."""
+        """Make the operation's choices. Raises `RatoonError` where it may not run."""
         self._lost_workers.check(live.operation_id)
         choices = await self._builder.choose(live.record)
         live.set_record(replace(live.record, choices=choices))
@@ -141,72 +126,96 @@ class Executor:
     async def _skip(
         self, live: LiveOperation, state: OperationState, error: RatoonError
     ) -> Outcome:
+        """Have the worker count the operation's seq without running it."""
         outcome = Outcome.unrun(live.operation_id, state, error, live.record.started_at)
         await self._run.ports.worker.skip(self._run.token, live.record.seq, outcome)
         return outcome
 
+    async def _restore(self, seqs: tuple[int, ...]) -> None:
+        """Have the worker compute the gradients of these ForwardBackwards again."""
+        run, records = self._run, self._run.window.records
+        tasks = tuple(records[seq].to_task(run.paths) for seq in seqs)
+        await run.ports.worker.restore(run.token, tasks)
+
+    async def _archived(self, outcome: Outcome) -> Outcome:
+        """Archive a saved checkpoint; where that fails, the save fails."""
+        if outcome.state is not OperationState.DONE:
+            return outcome
+        assert isinstance(outcome.result, CheckpointInfo)
+        try:
+            await self._run.archive.keep_checkpoint(outcome.result.checkpoint_id)
+        except RatoonError as error:
+            failed = FailedResult(error=error.to_dict())
+            state = OperationState.FAILED
+            return replace(outcome, state=state, result=failed, weights_digest="")
+        return outcome
+
     async def _conclude(self, live: LiveOperation, outcome: Outcome) -> None:
-        """Journal how the operation ended, then act on it."""
-        run, state, result = self._run, _JOURNAL_STATE[outcome.state], outcome.result
-        choices, started_at = outcome.choices, outcome.started_at
-        record = replace(live.record, choices=choices, started_at=started_at)
-        live.set_record(record)
-        done = state is JournalState.APPLIED
-        closes = done and record.effect.closes_window
+        """Hold the new version, if any, journal how the operation ended, then act on it."""
+        run, state = self._run, _JOURNAL_STATE[outcome.state]
+        live.set_record(
+            replace(live.record, choices=outcome.choices, started_at=outcome.started_at)
+        )
+        record, result, done = live.record, outcome.result, state is JournalState.APPLIED
         version = _version_after(result, run.version) if done else run.version
         stepped = version != run.version
         if stepped:
             result = await self._publisher.hold(version, result)
+        end = self._end_of(record, replace(outcome, result=result), state, version)
+        run.reach(CrashPoint.ENGINE_BEFORE_END)
+        await run.end(end, record.seq)
+        run.reach(CrashPoint.ENGINE_AFTER_END)
+        run.version, run.max_version = version, max(run.max_version, version)
+        await self._follow_window(live, state)
+        if stepped:
+            self._publisher.begin()
+        self._checkpointer.note(replace(record, state=state))
+        if end.checkpoint is not None and run.replays:
+            await self._checkpointer.cover_saved()
+        self._settle(live, state, end.result, version=version if done else None)
+        if record.kind is OperationKind.SAVE_CHECKPOINT and not done:
+            await self._drop_unsaved(outcome.choices)
+        if outcome.must_restore or (not done and _has_subset(record)):
+            await self.restore_window()
+
+    def _end_of(
+        self, record: OperationRecord, outcome: Outcome, state: JournalState, version: int
+    ) -> OperationEnd:
+        """What the journal keeps of the operation's end. `version`: the policy's afterwards."""
+        run, result, done = self._run, outcome.result, state is JournalState.APPLIED
         saved = None
         if done and record.kind is OperationKind.SAVE_CHECKPOINT:
             assert isinstance(result, CheckpointInfo)
             result = replace(result, created_at=run.ports.now())
             saved = Checkpoint(info=result, weights_digest=outcome.weights_digest)
-        end = OperationEnd(
+        return OperationEnd(
             operation_id=record.operation_id,
             state=state,
             result=result,
             version=version,
-            started_at=started_at,
+            started_at=outcome.started_at,
             finished_at=run.ports.now(),
-            choices=choices if done else None,
+            choices=outcome.choices if done else None,
             weights_digest=outcome.weights_digest,
             numerics=run.numerics,
             checkpoint=saved,
-            frees_window=closes and not run.replays,
+            frees_window=done and record.effect.closes_window and not run.replays,
         )
-        run.reach(CrashPoint.ENGINE_BEFORE_END)
-        await run.end(end, record.seq)
-        run.reach(CrashPoint.ENGINE_AFTER_END)
-        run.version, run.max_version = version, max(run.max_version, version)
-        await self._follow_window(live, state, closes=closes)
-        if stepped:
-            self._publisher.begin()
-        self._checkpointer.note(replace(record, state=state))
-        if saved is not None and run.replays:
-            await self._checkpointer.cover_saved()
-        self._settle(live, state, result, version=version if done else None)
-        if record.kind is OperationKind.SAVE_CHECKPOINT and not done:
-            await self._drop_unsaved(choices)
-        if outcome.must_restore or (not done and _has_subset(record)):
-            await self.restore_window()
 
-    async def _follow_window(
-        self, live: LiveOperation, state: JournalState, *, closes: bool
-    ) -> None:
+    async def _follow_window(self, live: LiveOperation, state: JournalState) -> None:
         """Update the window, and release bodies, unless replay needs them until a checkpoint.
 
         A cancelled operation is never replayed.
         """
         run, record = self._run, live.record
-        if record.kind is OperationKind.FORWARD_BACKWARD:
+        if record.effect.adds_to_window:
             if state is JournalState.APPLIED:
                 run.window = run.window.with_applied(record)
                 return
             if state is JournalState.FAILED:
                 run.window = run.window.with_failed(record.seq)
         doomed = [record] if record.body_digest else []
-        if closes:
+        if state is JournalState.APPLIED and record.effect.closes_window:
             doomed += run.window.records.values()
             run.window = Window()
         if run.replays and state is not JournalState.CANCELLED:
@@ -218,12 +227,6 @@ class Executor:
         """Delete what a failed save left; one that did not run left nothing."""
         if choices is not None and choices.checkpoint is not None:
             await self._checkpointer.drop_unsaved(choices.checkpoint.checkpoint_id)
-
-    async def _restore(self, seqs: tuple[int, ...]) -> None:
-        run = self._run
-        records = run.window.records
-        tasks = tuple(records[seq].to_task(run.paths) for seq in seqs)
-        await run.ports.worker.restore(run.token, tasks)
 
     def _settle(
         self,

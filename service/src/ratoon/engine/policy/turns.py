@@ -1,7 +1,10 @@
 """The loop that runs a policy's operations, one at a time and in seq order.
 
-Only the loop touches the worker's weights. Forwards without a key, requested publications and
-reads of gradients run between turns, alternating with them so that neither starves.
+    own the policy -> [pick a turn or what runs between turns -> execute and conclude it] -> ...
+
+Only the loop touches the worker's weights. Forwards without a key, requested publications,
+checkpoints and reads of gradients run between turns, alternating with them so that neither starves.
+On any error the loop owns the policy again: it trusts only the journal and the worker.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class TurnLoop:
         self._lock = lock
         self._wake = asyncio.Event()
         self._must_restart = False
-        # How often others have asked for it.
+        # How often a restart was asked for.
         self._restarts = 0
         self._is_paused = False
         self._prefers_between = False
@@ -140,7 +143,25 @@ class TurnLoop:
         self.wake()
         await future
 
+    async def fail(self, failure: str) -> None:
+        """Journal why the policy failed, and end its worker, unless both are another controller's.
+
+        A later start tries again.
+        """
+        run = self._run
+        try:
+            await run.ports.journal.fail(run.token, run.policy_id, failure)
+        except FencedError:
+            return  # The worker belongs to the other controller.
+        except Exception as err:  # noqa: BLE001 - the journal does not answer
+            _LOG.warning("failure not journaled", policy_id=run.policy_id, reason=str(err))
+        try:
+            await run.ports.worker.release()
+        except Exception as err:  # noqa: BLE001 - Ray does not end it; deleting the policy does
+            _LOG.error("worker not released", policy_id=run.policy_id, reason=str(err))
+
     async def _loop(self) -> None:
+        """Take turns until the policy fails or another controller owns it."""
         failures, failure, last = 0, "", ""
         while failures < _MAX_FAILURES:
             try:
@@ -162,11 +183,11 @@ class TurnLoop:
                 self._must_restart = True
                 await asyncio.sleep(_AWAY_S)
             except (Exception, asyncio.CancelledError) as err:
-                # Whatever the error, restart from the journal and the worker.
+                # The loop restarts from the journal and the worker, whatever the error.
                 if is_cancelled():
                     raise
                 if is_waited_for(err):
-                    # The policy is fine: it continues once that is there.
+                    # The policy is fine: it continues once disk space or a GPU is free.
                     _LOG.error("waiting", policy_id=self._run.policy_id, reason=str(err))
                     self._must_restart = True
                     await asyncio.sleep(_WAITING_S)
@@ -178,39 +199,6 @@ class TurnLoop:
         in_a_row = f"its controller failed {failures} times in a row, the last time with {last}"
         await self._give_up(failure or in_a_row)
 
-    async def _give_up(self, failure: str) -> None:
-        """Fail the policy here and release its worker, until its controller is started again.
-
-        The journal and the checkpoints have all that recovery needs.
-        """
-        run = self._run
-        _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
-        await self._checkpointer.stop()
-        await self._publisher.stop()
-        # What is not deleted by now another controller may need.
-        run.archive.abandon()
-        run.enter(PolicyState.FAILED, failure)
-        self._end_requests(policy_not_ready(run.policy_id, run.state, failure))
-        self._publisher.wake()
-        await self.fail(failure)
-
-    async def fail(self, failure: str) -> None:
-        """Journal why the policy failed, and end its worker, unless both are another controller's.
-
-        A later start tries again.
-        """
-        run = self._run
-        try:
-            await run.ports.journal.fail(run.token, run.policy_id, failure)
-        except FencedError:
-            return  # The worker belongs to the other controller.
-        except Exception as err:  # noqa: BLE001 - the journal does not answer
-            _LOG.warning("failure not journaled", policy_id=run.policy_id, reason=str(err))
-        try:
-            await run.ports.worker.release()
-        except Exception as err:  # noqa: BLE001 - Ray does not end it; deleting the policy does
-            _LOG.error("worker not released", policy_id=run.policy_id, reason=str(err))
-
     async def _own(self) -> bool:
         """Start from journal and worker; returns whether that has ended a stopped publication."""
         async with self._lock:
@@ -219,7 +207,7 @@ class TurnLoop:
             was_stopped = self._publisher.is_stopped
             restarts = self._restarts
             await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
-            # What it has begun to publish may have stopped by now.
+            # The version that the start began to publish may have stopped by now.
             self._must_restart = self._restarts != restarts
             return was_stopped and not self._publisher.is_stopped
 
@@ -273,6 +261,7 @@ class TurnLoop:
         return None
 
     async def _run_sequenced(self, live: LiveOperation) -> None:
+        """Take the turn of a queued operation."""
         started = time.perf_counter()
         await self._executor.run_sequenced(live)
         operation_s = time.perf_counter() - started
@@ -282,6 +271,7 @@ class TurnLoop:
         await self._publisher.get_ahead(operation_s)
 
     async def _pass_over(self, operation_id: str) -> None:
+        """Take the turn of an operation that ended while it was queued."""
         record = await self._run.ports.journal.find_operation(operation_id)
         if record is None:
             raise operation_not_found(operation_id)
@@ -289,6 +279,7 @@ class TurnLoop:
         self._run.sequencer.advance()
 
     async def _publish(self) -> None:
+        """Publish the current version for all readers that wait for it."""
         waiting, self._publications = self._publications, []
         try:
             await self._publisher.publish()
@@ -302,12 +293,30 @@ class TurnLoop:
                 if not future.done():
                     future.set_result(None)
 
+    async def _give_up(self, failure: str) -> None:
+        """Fail the policy here and release its worker, until its controller is started again.
+
+        The journal and the checkpoints have all that recovery needs.
+        """
+        run = self._run
+        _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
+        await self._checkpointer.stop()
+        await self._publisher.stop()
+        # Another controller may need the files that are not deleted by now.
+        run.archive.abandon()
+        run.enter(PolicyState.FAILED, failure)
+        self._end_requests(policy_not_ready(run.policy_id, run.state, failure))
+        self._publisher.wake()
+        await self.fail(failure)
+
     def _end_requests(self, error: RatoonError) -> None:
+        """Fail all publications and reads of gradients that callers wait for."""
         _fail(self._publications, error)
         self._publications = []
         self._gradients.end(error)
 
     def _report(self) -> None:
+        """Send the numbers of queued and running operations to the metrics, if they changed."""
         num_running = sum(live.is_started for live in self._run.ledger.open_operations())
         counts = (self._run.ledger.num_open - num_running, num_running)
         if counts != self._reported:
