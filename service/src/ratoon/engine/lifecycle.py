@@ -318,7 +318,7 @@ class Lifecycle:
             await self._end(live, JournalState.APPLIED, EmptyResult())
 
     async def _forget_at_last(self, live: LiveOperation) -> None:
-        """The same, for as long as it takes: no caller can delete what is being created."""
+        """Retry `_forget` until it succeeds: nobody else can delete a policy that is created."""
         policy_id = live.record.policy_id
         while True:
             try:

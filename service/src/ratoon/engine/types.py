@@ -179,7 +179,7 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoKey:
-    """Not sequenced: a Forward that reads the newest version."""
+    """The key of a Forward that is not sequenced and reads the newest version."""
 
     def check(self, sequencing: Sequencing) -> None:
         """Raises INVALID_ARGUMENT: only a Forward may go without a key."""

@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 _LOG = get_logger("archive")
 # Per call to the store, with its retries.
 _TIMEOUT_S = 30.0
-# That wait, of a policy.
+# Maximum pending deletions per policy.
 _MAX_DELETIONS = 65_536
 
 
 class Archive(Protocol):
-    """Raises UNAVAILABLE where the store does not answer; drops and start leave it to the next."""
+    """Copies of a policy's files in an object store.
+
+    Methods raise UNAVAILABLE where the store does not answer, except `start` and the drops, whose
+    work the next start does.
+    """
 
     async def start(self) -> None:
         """Remove what interrupted writers left."""
@@ -41,7 +45,7 @@ class Archive(Protocol):
         ...
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Begin no more deletions."""
         ...
 
     async def keep_body(self, digest: str, body: bytes) -> None: ...
@@ -246,7 +250,7 @@ class _Deletions:
             pass
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Begin no more deletions."""
         self._waiting.clear()
 
     async def _run(self) -> None:

@@ -78,7 +78,7 @@ class JournalLoss:
 
     @property
     def text(self) -> str:
-        """What is known, for the policy's failure, the log and the operator."""
+        """The loss in words, for the policy's failure, the log and the operator."""
         left = self.journal
         known = [f"what is left has {_come_to(left)}"]
         if self.told == self.journal:
@@ -165,7 +165,7 @@ def write_decision(paths: PolicyPaths, choice: Choice) -> JournalLoss:
 
 
 def read_decision(paths: PolicyPaths, loss: JournalLoss) -> Choice | None:
-    """What was decided for a journal as it is now; None: nothing."""
+    """The decision for the journal as it is now; None: there is none."""
     try:
         document = unseal_document(paths.decision.read_bytes())
         decided = read_loss(paths)

@@ -37,7 +37,7 @@ class PolicyPaths:
 
     root: Path
     weights: Path
-    # What all policies may read, below which are the model folders that callers name.
+    # All policies may read it; the model folders that callers name are below it.
     models_root: Path
 
     @property
@@ -63,17 +63,17 @@ class PolicyPaths:
 
     @property
     def loss(self) -> Path:
-        """What the journal lost, while its policy is refused for that: see `files.losses`."""
+        """The journal's loss, while its policy is refused for it: see `files.losses`."""
         return self.root / "loss.json"
 
     @property
     def decision(self) -> Path:
-        """What the operator has decided about it."""
+        """The operator's decision about the loss."""
         return self.root / "decision.json"
 
     @property
     def set_aside(self) -> Path:
-        """What starts moved away instead of deleting it. Only operators remove it."""
+        """Files that starts moved away instead of deleting them. Only operators remove them."""
         return self.root / "set-aside"
 
     @property
@@ -123,7 +123,7 @@ def make_policy_folders(paths: PolicyPaths) -> None:
 
 
 def policy_leftovers(paths: PolicyPaths) -> list[Path]:
-    """What crashed writers left in the folders."""
+    """Temporary files that crashed writers left in the folders."""
     folders = (paths.root, *paths.folders)
     return [path for folder in folders for path in find_leftovers(folder)]
 

@@ -37,7 +37,7 @@ class Position:
 
 
 def read_position(path: Path) -> Position | None:
-    """None: no file, or one that a power cut or a disk has torn."""
+    """Read the file; None: there is none, or a power cut or a disk has torn it."""
     try:
         values = _FIELDS.unpack(unseal_bytes(path.read_bytes()))
     except FileNotFoundError:

@@ -30,7 +30,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covered:
-    """What a checkpoint made superfluous: bodies as (operation id, digest), checkpoints by id.
+    """Files that a checkpoint made superfluous: bodies (operation id, digest), checkpoints by id.
 
     `position`: the policy's, by which files are deleted that an earlier journal would still need.
     """

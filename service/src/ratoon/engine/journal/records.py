@@ -1,4 +1,4 @@
-"""The journal's nouns: what is durably known of a policy and of each of its operations.
+"""The journal's nouns: durable knowledge of a policy and of each of its operations.
 
 A record is written twice: accepted, then applied, failed or cancelled, and never back. Only applied
 ones changed weights. That an operation is running is known in memory only.
@@ -37,7 +37,7 @@ class JournalAwayError(Exception):
 
 class JournalState(StrEnum):
     ACCEPTED = "accepted"
-    # In memory only: the journal has such an operation as accepted.
+    # This state is in memory only: the journal has such an operation as accepted.
     APPLYING = "applying"
     APPLIED = "applied"
     FAILED = "failed"
@@ -78,20 +78,20 @@ class OperationRecord:
     seq: int
     request_id: str
     payload_hash: str
-    # None: lifecycle operations, and records that nothing will replay.
+    # It is None in lifecycle operations, and in records that nothing will replay.
     command: Command | None
     body_digest: str
     body_bytes: int
     # The API key that it counts against while open; "": none.
     key_id: str
     state: JournalState
-    # None: not applied, or nothing will replay it.
+    # They are None where the operation was not applied, or nothing will replay it.
     choices: Choices | None
     result: OperationResult | None
     # The policy's version once applied. Of a lost one: the version that the policy went on from
     # after it, with no window open; None: with one open, or from a later one.
     version: int | None
-    # Of weights, moments and counters, after the operation.
+    # Digest of weights, moments and counters after the operation.
     weights_digest: str
     # Digest of the `Numerics` that it ran under.
     numerics: str
@@ -207,7 +207,7 @@ class RollBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHistory:
-    """What a starting controller reads: the policy and its records since the last closed window.
+    """A starting controller reads this: the policy and its records since the last closed window.
 
     `closed`: the operation that closed it. Commands and choices are kept from `kept_from_seq` on.
     Checkpoints are in seq order.

@@ -262,7 +262,7 @@ def _life(policy_id: str, kind: OperationKind) -> ColumnElement[bool]:
     """Matches the policy's CreatePolicy, or its open DeletePolicy."""
     return and_(
         OPERATIONS.c.policy_id == policy_id,
-        OPERATIONS.c.seq.is_(None),  # For the index.
+        OPERATIONS.c.seq.is_(None),  # It makes the query use the index.
         OPERATIONS.c.kind == kind,
         or_(
             OPERATIONS.c.kind == OperationKind.CREATE_POLICY,

@@ -77,7 +77,7 @@ OPERATIONS = Table(
     Column("choices", Text),
     Column("result", Text),
     Column("version", _WIDE),
-    # Of weights, moments and counters, after the operation.
+    # Digest of weights, moments and counters after the operation.
     Column("weights_digest", String(64), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
@@ -88,7 +88,7 @@ OPERATIONS = Table(
     UniqueConstraint("policy_id", "seq"),
     UniqueConstraint("policy_id", "request_id"),
 )
-# Those that may run or be replayed: few, however many a policy has had.
+# Operations that may run or be replayed: few, however many a policy has had.
 _IS_KEPT = OPERATIONS.c.command.is_not(None)
 Index(
     "operations_kept",
@@ -121,7 +121,7 @@ TOKENS = Table(
     _digest(),
 )
 
-# What the bits of operations depend on besides journal and plan, by its digest.
+# Numerics, on which bits depend besides journal and plan, by their digest.
 NUMERICS = Table(
     "numerics",
     METADATA,

@@ -119,7 +119,7 @@ class Admission:
         """The operation that a retry repeats. Raises KEY_REUSED for another payload."""
         record = await self._run.ports.journal.find_key(self._run.policy_id, key)
         if record is None or record.state is JournalState.LOST:
-            return record  # What a lost one's payload was may be lost too.
+            return record  # The payload of a lost operation may be lost too.
         known = Known(operation_id=record.operation_id, payload_hash=record.payload_hash)
         check_reuse(key, payload, known)
         return record
@@ -204,7 +204,7 @@ class Admission:
         check_room(name, "queued_bytes", used, wanted, limits.max_queued_bytes)
         seq, free = self._seq(submission.key), run.sequencer.next_free
         if seq > free + limits.max_open_operations:
-            # More would have to come before it than may wait: a slip, which would wait for ever.
+            # The seqs before it are more than may wait: a caller's slip, which would wait for ever.
             most = free + limits.max_open_operations
             raise invalid("key.seq", seq, f"at most {most}, as {free} has not arrived")
 

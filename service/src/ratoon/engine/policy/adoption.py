@@ -1,4 +1,4 @@
-"""What a starting controller takes over from the journal: versions, window, queue.
+"""A starting controller takes over versions, window and queue from the journal.
 
 Operations below the current turn are past, the others are queued; afterwards memory and journal
 agree on what has ended.

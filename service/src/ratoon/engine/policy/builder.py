@@ -71,7 +71,7 @@ class TaskBuilder:
         for known in (checkpoint.info for checkpoint in checkpoints):
             if known.checkpoint_id == checkpoint_id:
                 raise _exists(known)
-        # Left by a failed save whose controller was killed before it could delete it.
+        # A failed save leaves a folder where its controller was killed before it deleted it.
         await run.check_newest()
         await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
         return CheckpointInfo(

@@ -35,9 +35,10 @@ _RETRY_S = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class _Since:
-    """What has ended since the newest checkpoint. `first_at`: seconds of the event loop's clock.
+    """Counts of what has ended since the newest checkpoint.
 
-    `has_import`: a replay would need a folder that anybody may change.
+    `first_at`: seconds of the event loop's clock. `has_import`: a replay would need a folder that
+    anybody may change.
     """
 
     num_operations: int = 0
@@ -86,7 +87,7 @@ class Checkpointer:
             await asyncio.wait([landing])  # Its cancel is not this task's.
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Cancel the checkpoint that is being written without waiting for its end."""
         if self._landing is not None:
             self._landing.cancel()
 
@@ -186,7 +187,7 @@ class Checkpointer:
         known = await run.ports.journal.checkpoints(run.policy_id)
         if info.checkpoint_id not in {earlier.info.checkpoint_id for earlier in known}:
             folder = run.paths.checkpoint(info.checkpoint_id)
-            # Left by an attempt that failed before it was journaled.
+            # An attempt that failed before it was journaled leaves a folder.
             await _drop(run, info.checkpoint_id)
             as_of = AsOf(seq=info.seq, replay_from_seq=info.replay_from_seq)
             size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder), as_of)

@@ -20,7 +20,7 @@ from ratoon.engine.types import Holder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What an open operation holds. `key_id` "": no API key."""
+    """An open operation's share of the limits. `key_id` "": no API key."""
 
     policy_id: str
     key_id: str

@@ -229,7 +229,7 @@ class Controller:
                     await self._publisher.landed()
             left_s: float | None = deadline - clock()
             if left_s <= 0 or self._publisher.is_published(version, known_version):
-                async with self._lock:  # Not during a rollback of versions, or a start.
+                async with self._lock:  # A start, or its rollback of versions, holds it.
                     # Lost with its worker, a publication is begun again by the start after it.
                     if run.failure or not self._publisher.state_of(version).is_begun:
                         manifest = await self._publisher.manifest(version)
@@ -247,7 +247,7 @@ class Controller:
         """See `Publisher.acknowledge`. Raises POLICY_NOT_READY too."""
         if not self._run.failure:
             self._check_ready()
-        async with self._lock:  # Not during a rollback of versions.
+        async with self._lock:  # A rollback of versions holds it.
             return await self._publisher.acknowledge(ack)
 
     async def read_gradients(self, names: tuple[str, ...]) -> GradientManifest:
@@ -330,7 +330,7 @@ class Controller:
         run = self._run
         records = [live.record for live in run.ledger.open_operations()]
         digests = set(await run.ports.journal.results_in_use(run.policy_id))
-        # Of operations that run, or whose end is not journaled yet.
+        # Choices of running operations, and of those whose end is not journaled yet.
         names = [r.choices.old_logprobs for r in records if r.choices is not None]
         digests.update(name.partition(".")[0] for name in names if name)
         forwards = {r.command.forward_id for r in records if r.command is not None}

@@ -181,7 +181,7 @@ class Executor:
     def _end_of(
         self, record: OperationRecord, outcome: Outcome, state: JournalState, version: int
     ) -> OperationEnd:
-        """What the journal keeps of the operation's end. `version`: the policy's afterwards."""
+        """The operation's end as it is journaled. `version`: the policy's afterwards."""
         run, result, done = self._run, outcome.result, state is JournalState.APPLIED
         saved = None
         if done and record.kind is OperationKind.SAVE_CHECKPOINT:

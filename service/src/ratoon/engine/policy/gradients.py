@@ -16,7 +16,7 @@ _FILE_NAME = "gradients.safetensors"
 
 
 class GradientReads:
-    """Those that wait, by names; the same names, such as a retry's, are read once."""
+    """Reads that wait, by the names they ask for; equal names, such as a retry's, are read once."""
 
     def __init__(self, run: PolicyRun) -> None:
         self._run = run

@@ -21,7 +21,7 @@ _MAX_ENDED = 128
 
 @dataclass(slots=True, kw_only=True)
 class Awaited:
-    """What callers wait for a change of."""
+    """Base of an object whose changes callers wait for."""
 
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -43,10 +43,10 @@ class LiveOperation(Awaited):
 
     record: OperationRecord
     progress: Progress = NO_PROGRESS
-    # Its turn has come: it can only be asked to stop.
+    # Its turn has come, so it can only be asked to stop.
     is_started: bool = False
     cancel_requested: bool = False
-    # A missing seq that it is waited for behind, and since when (the loop's time).
+    # The missing seq that blocks it, and the loop time since which a caller has waited behind it.
     _gap: tuple[int, float] = (0, 0.0)
 
     @property
@@ -58,7 +58,7 @@ class LiveOperation(Awaited):
         return self.record.state.is_final
 
     def waits_since(self, missing_seq: int, now: float) -> float:
-        """When it was first waited for behind this seq; `now`, where it was not."""
+        """Loop time since which callers have waited behind this seq; `now` for the first one."""
         if self._gap[0] != missing_seq:
             self._gap = (missing_seq, now)
         return self._gap[1]

@@ -115,7 +115,7 @@ async def _vouched_for(run: PolicyRun, history: PolicyHistory) -> tuple[Checkpoi
                 is_same = record is not None and record.weights_digest == checkpoint.weights_digest
                 vouched += [checkpoint] if is_same else []
                 break
-            seq -= 1  # What was not applied has changed no state.
+            seq -= 1  # An operation that was not applied has changed no state.
     return tuple(vouched)
 
 
@@ -187,7 +187,7 @@ def _move_folders(paths: PolicyPaths, name: str, versions: set[int], known: set[
 
 
 def _to_checkpoint(found: FoundCheckpoint, now: float) -> Checkpoint | None:
-    """As the journal would have it; None: its manifest cannot be read."""
+    """The checkpoint as the journal would have it; None: its manifest cannot be read."""
     saved = found.saved
     if saved is None:
         return None

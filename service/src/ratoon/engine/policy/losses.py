@@ -49,7 +49,7 @@ class JournalLostError(RecoveryStoppedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What is lost, and how to go on."""
+    """A loss, and the decision how to go on."""
 
     loss: JournalLoss
     choice: Choice
@@ -57,7 +57,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What lies beside the journal. `told` None: no position file."""
+    """Files beside the journal that name operations. `told` None: no position file."""
 
     told: Position | None
     versions: tuple[FoundVersion, ...]
@@ -74,7 +74,7 @@ def look(paths: PolicyPaths) -> Found:
 
 
 def judge(history: PolicyHistory, found: Found, sequencing: Sequencing) -> JournalLoss | None:
-    """What the journal has lost, None: nothing. Pure."""
+    """Find what the journal has lost; None: nothing. Pure."""
     policy, last_seq = history.policy, last_in_turn(history)
     told = found.told
     is_behind = told is not None and told.count > policy.position
@@ -137,7 +137,7 @@ async def find_loss(run: PolicyRun, history: PolicyHistory) -> Decided | None:
     if loss is None:
         await asyncio.to_thread(forget_loss, run.paths)
         return None
-    await run.check_newest()  # What a newer controller has made is ahead of this history.
+    await run.check_newest()  # A newer controller's files would be ahead of this history.
     token = run.position.token
     if token and is_promoted_since(token, run.token):
         choice = Choice.ACCEPT_LOSS
@@ -186,7 +186,7 @@ async def _fetch_archived(run: PolicyRun, history: PolicyHistory) -> None:
         for name in sorted(run.archived - here - known):
             await run.archive.restore_checkpoint(name)
     except RatoonError as error:
-        # What could not be looked at is not deleted: `run.archived` says what was.
+        # `run.archived` names what was looked at; nothing else is deleted.
         run.archived = frozenset()
         _LOG.warning("archive not looked at", policy_id=run.policy_id, error=error.message)
 

@@ -72,7 +72,7 @@ class Publisher(Awaited):
         self._run = run
         self._on_stopped = on_stopped
         self.receivers = Receivers(max_held=run.limits.max_held_versions)
-        # Held while versions leave the published ones.
+        # The lock is held while versions leave the published ones.
         self._listing = asyncio.Lock()
         # The version under way, its state, and the task that writes it.
         self._version: int | None = None
@@ -82,7 +82,7 @@ class Publisher(Awaited):
         self._refused: tuple[int, RatoonError] | None = None
         # The version whose writing failed, until a later attempt ends.
         self._stopped: int | None = None
-        # What is wrong with each damaged version, and the version that was damaged last.
+        # The fault of each damaged version, and the version that was damaged last.
         self._damaged: dict[int, RatoonError] = {}
         self._damaged_last: int | None = None
         self._lost_workers = LostWorkers()
@@ -383,7 +383,7 @@ class Publisher(Awaited):
         error = landing.exception()
         if error is None:
             self._landing = None
-        # Where there is a newer controller, which is fine, the next turn ends this one.
+        # A newer controller is no fault: the next turn ends this one.
         if isinstance(error, Exception) and not isinstance(error, FencedError):
             _LOG.error("publication stopped", reason=f"{type(error).__name__}: {error}")
             self._stopped = self._version

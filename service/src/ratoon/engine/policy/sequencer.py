@@ -87,7 +87,7 @@ class Sequencer:
             self._free += 1
 
     def next_free_after(self, seq: int) -> int:
-        """What `next_free` will be once `seq` is accepted."""
+        """The value of `next_free` once `seq` is accepted."""
         free = self._free
         while free in self._waiting or free == seq:
             free += 1

@@ -114,9 +114,9 @@ async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
     history = await journal.history(run.policy_id)
     run.created_at, run.published = history.policy.created_at, history.policy.published
     run.trainer = _with_chosen(run.trainer, history.policy.info)
-    # Before anything is deleted, and before anything else can fail.
+    # Losses are looked for before anything is deleted, and before anything else can fail.
     decided = await find_loss(run, history)
-    # Before the worker, so that a policy failed for its numbers gets none.
+    # The count is read before the worker is started: a policy failed for its numbers gets none.
     await read_run(run, history.policy.next_seq)
     status = await _fence(run)
     decided = decided or await find_worker_loss(run, history, status)
@@ -167,7 +167,7 @@ def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
 
 async def _fence(run: PolicyRun) -> WorkerStatus:
     worker = run.ports.worker
-    # By name, or chosen where all GPUs were of one node.
+    # The shard of weights is set by name, or was chosen where all GPUs were of one node.
     on_one_node = run.trainer.parallel.shard is Shard.WEIGHTS
     fence = partial(worker.fence, run.token, on_one_node=on_one_node)
     try:

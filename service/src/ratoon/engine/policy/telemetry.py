@@ -61,7 +61,7 @@ def receiver_lags(policy_id: str, lags: Mapping[str, int]) -> list[Change]:
 
 
 def receivers_gone(policy_id: str, receiver_ids: Iterable[str]) -> list[Change]:
-    """Their lag is no longer known."""
+    """The lag of these receivers is no longer known."""
     of_policy = {metrics.POLICY_LABEL: policy_id}
     return [Gone(labels={**of_policy, metrics.RECEIVER_LABEL: name}) for name in receiver_ids]
 
@@ -94,7 +94,7 @@ def _figures(policy_id: str, report: StepReport) -> list[Change]:
         for name, (metric, labels) in metrics.REPORT_GAUGES.items()
     ]
     routers = report.routers
-    # By layer they are in the report.
+    # The report has these figures for each layer.
     return figures + _gauges(
         policy_id,
         (metrics.ROUTER_MAX_LOAD, max((each.max_load for each in routers), default=None)),
