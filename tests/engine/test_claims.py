@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon.config import KeyLimits
-from ratoon.engine.policy import quotas
 from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.quotas import QuotaFiles
 from ratoon.engine.types import NOBODY, Holder, OperationState, SeqKey, Submission
@@ -281,7 +280,7 @@ async def test_a_quota_that_cannot_be_written_is_a_refusal(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as disk:
-        disk.setattr(quotas, "write_atomic", full)
+        disk.setattr("ratoon.engine.policy.quotas.write_atomic", full)
         with pytest.raises(RatoonError) as caught:
             await _update(machine, 1, mine)
     assert caught.value.details["resource"] == "disk"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import Reach
-from ratoon.engine.files.archive import Archive, NoArchive
+from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.engine.files.position import Position, write_position
 from ratoon.engine.journal.journal import Journal
@@ -52,7 +52,7 @@ class PolicyRun:
     # Shared by all policies.
     claims: Claims
     reach: Reach
-    archive: Archive = field(default_factory=NoArchive)
+    archive: Archive = field(default_factory=Archive)
 
     # Written by each start alone: when the policy was created, the fencing token, the worker's
     # numerics, and the checkpoints in the archive that the start has compared with the journal.
