@@ -182,7 +182,9 @@ def _names(cls: type) -> tuple[str, ...]:
 
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    """The types of a class's fields; its class attributes are not stored."""
+    hints = typing.get_type_hints(cls)
+    return {name: hints[name] for name in _names(cls)}
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
