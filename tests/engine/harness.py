@@ -17,7 +17,6 @@ from pathlib import Path
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.files.paths import BodyFiles, policy_paths
 from ratoon.engine.journal.records import (
-    JournalState,
     OperationRecord,
 )
 from ratoon.engine.policy.claims import Claims
@@ -104,26 +103,12 @@ def trainer_spec(spec: PolicySpec) -> TrainerSpec:
 def life_record(
     policy_id: str, operation_id: str, kind: OperationKind = OperationKind.CREATE_POLICY
 ) -> OperationRecord:
-    return OperationRecord(
+    return OperationRecord.accepted(
         operation_id=operation_id,
         policy_id=policy_id,
         kind=kind,
-        seq=0,
-        request_id="",
         payload_hash="",
-        command=None,
-        body_digest="",
-        body_bytes=0,
-        key_id="",
-        state=JournalState.ACCEPTED,
-        choices=None,
-        result=None,
-        version=None,
-        weights_digest="",
-        numerics="",
         created_at=1.0,
-        started_at=None,
-        finished_at=None,
     )
 
 

@@ -99,6 +99,39 @@ class OperationRecord:
     started_at: float | None
     finished_at: float | None
 
+    @classmethod
+    def accepted(
+        cls,
+        *,
+        operation_id: str,
+        policy_id: str,
+        kind: OperationKind,
+        payload_hash: str,
+        created_at: float,
+    ) -> OperationRecord:
+        """The record of a lifecycle operation that is accepted; all others have a command too."""
+        return cls(
+            operation_id=operation_id,
+            policy_id=policy_id,
+            kind=kind,
+            seq=0,
+            request_id="",
+            payload_hash=payload_hash,
+            command=None,
+            body_digest="",
+            body_bytes=0,
+            key_id="",
+            state=JournalState.ACCEPTED,
+            choices=None,
+            result=None,
+            version=None,
+            weights_digest="",
+            numerics="",
+            created_at=created_at,
+            started_at=None,
+            finished_at=None,
+        )
+
     @property
     def effect(self) -> Effect:
         """The effect that the operation has once it is applied."""

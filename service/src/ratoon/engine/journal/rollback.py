@@ -63,27 +63,14 @@ def lost_records(
 
 def _unknown(policy_id: str, seq: int, now: float) -> OperationRecord:
     """An operation of which the journal has lost everything, its kind too."""
-    return OperationRecord(
+    record = OperationRecord.accepted(
         operation_id=f"{policy_id}.{uuid.uuid4().hex}",
         policy_id=policy_id,
         kind=OperationKind.FORWARD_BACKWARD,
-        seq=seq,
-        request_id="",
         payload_hash="",
-        command=None,
-        body_digest="",
-        body_bytes=0,
-        key_id="",
-        state=JournalState.LOST,
-        choices=None,
-        result=None,
-        version=None,
-        weights_digest="",
-        numerics="",
         created_at=now,
-        started_at=None,
-        finished_at=now,
     )
+    return replace(record, seq=seq, state=JournalState.LOST, finished_at=now)
 
 
 def _unknown_end(seq: int, checkpoint: Checkpoint) -> RatoonError:

@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.disk import check_room, disk_full, disk_refusal, full_disk_refused
@@ -211,25 +212,20 @@ class Admission:
     def _record(
         self, operation_id: str, submission: Submission, seq: int, payload: str
     ) -> OperationRecord:
-        run, key, command = self._run, submission.key, submission.command
-        return OperationRecord(
+        key, command = submission.key, submission.command
+        record = OperationRecord.accepted(
             operation_id=operation_id,
-            policy_id=run.policy_id,
+            policy_id=self._run.policy_id,
             kind=command.kind,
+            payload_hash=payload,
+            created_at=self._run.ports.now(),
+        )
+        return replace(
+            record,
             seq=seq,
             request_id=key.request_id if isinstance(key, RequestKey) else "",
-            payload_hash=payload,
             command=command,
             body_digest=command.body_digest,
             body_bytes=len(submission.body),
             key_id=submission.holder.key_id,
-            state=JournalState.ACCEPTED,
-            choices=None,
-            result=None,
-            version=None,
-            weights_digest="",
-            numerics="",
-            created_at=run.ports.now(),
-            started_at=None,
-            finished_at=None,
         )
