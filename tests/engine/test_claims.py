@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.config import KeyLimits
@@ -125,6 +125,7 @@ async def test_what_is_open_is_what_the_journal_says(tmp_path: Path) -> None:
     await take(claims, 4, mine)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 async def test_the_counts_are_those_of_the_open_operations(data: st.DataObject) -> None:
     """Whatever is taken, undone, dropped (twice, too) or restored, in any order."""

@@ -64,7 +64,7 @@ async def carry_out(
         await journal.adopt(run.token, policy_id, adopted, closed_seq, above, now)
     else:
         await journal.accept_loss(run.token, policy_id, kept, above)
-    await run.publish((*history.policy.published, *staying))
+    await run.set_published((*history.policy.published, *staying))
     place = run.paths.set_aside / folder
     await asyncio.to_thread(forget_loss, run.paths, place)
     _LOG.error(

@@ -180,7 +180,7 @@ class Publisher(Awaited):
         is_lost = run.version in run.published and run.version not in there
         if there != run.published:
             _LOG.warning("versions lost", policy_id=run.policy_id, published=run.published)
-            await run.publish(there)
+            await run.set_published(there)
         if self.newest == run.version or not (is_lost or self._is_due(run.version)):
             self._leave()
             self.wake()
@@ -331,7 +331,7 @@ class Publisher(Awaited):
             there, held = (*others, version), self.receivers.held()
             kept = there[-run.spec.keep_versions :]
             published = tuple(one for one in there if one in kept or one in held)
-            await run.publish(published)
+            await run.set_published(published)
             self._leave()
             self._stopped = None
             self._damaged.pop(version, None)
@@ -354,7 +354,7 @@ class Publisher(Awaited):
                 return  # It was pruned meanwhile.
             published = tuple(other for other in run.published if other != version)
             try:
-                await run.publish(published)
+                await run.set_published(published)
             except FencedError as err:
                 raise superseded() from err  # The files are another controller's.
         kept = await asyncio.to_thread(set_aside, run.paths.weights, version, error.message)

@@ -43,6 +43,7 @@ class PolicyRun:
     """The state that the parts of one controller share; see the module."""
 
     spec: PolicySpec
+    # A start adds what the first load of the policy chose.
     trainer: TrainerSpec
     ports: Ports
     limits: LimitsConfig
@@ -73,7 +74,7 @@ class PolicyRun:
     window: Window = field(default_factory=Window)
     # The worker's last outcome, where the journal does not have it yet; the executor completes it.
     stored_outcome: Outcome | None = None
-    # Written by `publish`: versions that can be fetched, in publication order.
+    # Written by `set_published`: versions that can be fetched, in publication order.
     published: tuple[int, ...] = ()
     # Written by the breaker: optimizer steps skipped for their numbers since the last one taken.
     skipped_in_row: int = 0
@@ -96,7 +97,7 @@ class PolicyRun:
         """Change the policy's state. `failure`: why it failed; "": it has not."""
         self.state, self.failure = state, failure
 
-    async def publish(self, published: tuple[int, ...]) -> None:
+    async def set_published(self, published: tuple[int, ...]) -> None:
         """Change which versions can be fetched, in the journal first."""
         await self.ports.journal.set_published(self.token, self.policy_id, published)
         self.published = published

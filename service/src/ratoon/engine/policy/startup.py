@@ -251,7 +251,7 @@ async def _fail_past(run: PolicyRun, history: PolicyHistory, base: Base) -> None
         )
     kept = tuple(v for v in history.policy.published if v <= roll_back.version)
     if kept != history.policy.published:
-        await run.publish(kept)
+        await run.set_published(kept)
 
 
 async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
