@@ -14,18 +14,24 @@ from pathlib import Path
 
 import xxhash
 
+from ratoon.engine.commands import (
+    ForwardCommand,
+    Holder,
+    ImportWeightsCommand,
+    NoKey,
+    RequestKey,
+    SaveCheckpointCommand,
+    SeqKey,
+    Submission,
+)
 from ratoon.engine.journal.codec import payload_hash
 from ratoon.engine.refusals import policy_replaced
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
     EmptyResult,
-    ForwardCommand,
     ForwardResult,
-    Holder,
     ImportResult,
-    ImportWeightsCommand,
-    NoKey,
     Operation,
     OperationKind,
     OperationResult,
@@ -35,11 +41,7 @@ from ratoon.engine.types import (
     PolicySpec,
     PolicyState,
     Progress,
-    RequestKey,
-    SaveCheckpointCommand,
-    SeqKey,
     StepResult,
-    Submission,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change

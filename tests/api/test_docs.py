@@ -12,7 +12,7 @@ from ratoon.api.convert.enums import DEFAULTS
 from ratoon.api.http.files import CHUNK_DIGEST
 from ratoon.api.http.schema.models import body_of
 from ratoon.config import LimitsConfig
-from ratoon.engine.types import REQUEST_ID
+from ratoon.engine.commands import REQUEST_ID
 from ratoon.errors import ERROR_TABLE
 from ratoon.rollout.raw import SamplerLogprobsKind
 from ratoon.train.loss.spec import LOSS_DEFAULTS

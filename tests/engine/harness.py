@@ -15,40 +15,42 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.commands import (
+    Command,
+    DiscardGradientsCommand,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    ImportWeightsCommand,
+    LoadCheckpointCommand,
+    NoKey,
+    OperationKey,
+    OptimStepCommand,
+    RequestKey,
+    SaveCheckpointCommand,
+    SeqKey,
+    Submission,
+    UpdateCommand,
+)
 from ratoon.engine.files.paths import BodyFiles, policy_paths
 from ratoon.engine.journal.records import (
     OperationRecord,
 )
-from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.types import (
-    Command,
-    DiscardGradientsCommand,
     FailedResult,
-    ForwardBackwardCommand,
-    ForwardCommand,
     ImportMode,
-    ImportWeightsCommand,
-    LoadCheckpointCommand,
-    NoKey,
     OnChangedNumerics,
     Operation,
-    OperationKey,
     OperationKind,
     OperationState,
-    OptimStepCommand,
     PolicySpec,
     PublishConfig,
     PublishKind,
     Recovery,
     ReferencePolicy,
-    RequestKey,
-    SaveCheckpointCommand,
-    SeqKey,
     Sequencing,
-    Submission,
-    UpdateCommand,
 )
 from ratoon.metrics import Change
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase

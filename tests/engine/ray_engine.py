@@ -13,14 +13,8 @@ import numpy as np
 from ratoon.config import RatoonConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.remote import connect
-from ratoon.engine.types import (
-    Command,
-    NoKey,
-    Operation,
-    OperationState,
-    SeqKey,
-    Submission,
-)
+from ratoon.engine.commands import Command, NoKey, SeqKey, Submission
+from ratoon.engine.types import Operation, OperationState
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.serial import batch_to_bytes
 from tests import builders

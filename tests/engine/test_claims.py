@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.config import KeyLimits
-from ratoon.engine.policy.claims import Claims
-from ratoon.engine.policy.quotas import QuotaFiles
-from ratoon.engine.types import NOBODY, Holder, OperationState, SeqKey, Submission
+from ratoon.engine.commands import NOBODY, Holder, SeqKey, Submission
+from ratoon.engine.policy.limits import Claims, QuotaFiles
+from ratoon.engine.types import OperationState
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
@@ -281,7 +281,7 @@ async def test_a_quota_that_cannot_be_written_is_a_refusal(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as disk:
-        disk.setattr("ratoon.engine.policy.quotas.write_atomic", full)
+        disk.setattr("ratoon.engine.policy.limits.write_atomic", full)
         with pytest.raises(RatoonError) as caught:
             await _update(machine, 1, mine)
     assert caught.value.details["resource"] == "disk"

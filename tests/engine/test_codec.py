@@ -10,20 +10,18 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
+from ratoon.engine.commands import Command, OptimStepCommand, SeqKey
 from ratoon.engine.journal.codec import TAGS, from_text, payload_hash, to_text
 from ratoon.engine.types import (
     CheckpointInfo,
-    Command,
     EmptyResult,
     FailedResult,
     ForwardResult,
     ImportMode,
     ImportResult,
     OperationResult,
-    OptimStepCommand,
     PolicyResult,
     PolicySpec,
-    SeqKey,
     StepResult,
 )
 from ratoon.engine.worker.tasks import Choices

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ratoon.engine.commands import SeqKey, Submission
 from ratoon.engine.policy import controller
 from ratoon.engine.refusals import is_policy_replaced
 from ratoon.engine.types import (
@@ -19,10 +20,8 @@ from ratoon.engine.types import (
     OperationState,
     PublishConfig,
     PublishKind,
-    SeqKey,
     Sequencing,
     StepResult,
-    Submission,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import OPERATIONS, Sample

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ratoon.engine.policy.sequencer import Known, Sequencer, Turn, check_reuse
-from ratoon.engine.types import REQUEST_ID, NoKey, RequestKey, SeqKey, Sequencing
+from ratoon.engine.commands import REQUEST_ID, NoKey, RequestKey, SeqKey
+from ratoon.engine.policy.queue import Known, Sequencer, Turn, check_reuse
+from ratoon.engine.types import Sequencing
 from ratoon.errors import ErrorCode, RatoonError
 
 

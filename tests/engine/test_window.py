@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.engine.policy.window import Window
+from ratoon.engine.policy.queue import Window
 from ratoon.engine.types import OperationKind
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.harness import life_record

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import never
 from ratoon.engine.files.paths import policy_paths
-from ratoon.engine.types import Command, EmptyResult, FailedResult, OperationState, StepResult
+from ratoon.engine.types import EmptyResult, FailedResult, OperationState, StepResult
 from ratoon.engine.worker.tasks import (
     Choices,
     FencedError,

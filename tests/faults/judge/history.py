@@ -15,8 +15,7 @@ from sqlalchemy import create_engine, select
 
 from ratoon.engine.journal.codec import from_text
 from ratoon.engine.journal.records import JournalState, OperationRecord
-from ratoon.engine.journal.rows import to_record
-from ratoon.engine.journal.tables import OPERATIONS, POLICIES
+from ratoon.engine.journal.tables import OPERATIONS, POLICIES, to_record
 from ratoon.engine.types import PolicySpec
 from tests.faults.judge.calls import Call
 

@@ -28,8 +28,8 @@ from ratoon.engine.files.archive import Archive, ArchivedBodyFiles, BlobArchive
 from ratoon.engine.files.paths import BodyFiles, policy_paths
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import open_database
-from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import Acknowledgement, Policy, PolicySpec

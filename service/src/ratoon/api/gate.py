@@ -22,7 +22,7 @@ from ratoon.auth.audit import Audit, AuditEntry, AuditLog
 from ratoon.auth.rates import InFlight, Rates
 from ratoon.auth.scopes import CALL_SCOPES, is_changing
 from ratoon.config import RatoonConfig
-from ratoon.engine.types import NOBODY, Holder
+from ratoon.engine.commands import NOBODY, Holder
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2
 

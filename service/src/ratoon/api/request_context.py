@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from ratoon.engine.types import NOBODY, Holder
+from ratoon.engine.commands import NOBODY, Holder
 
 _HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 

@@ -38,8 +38,9 @@ from ratoon.api.ports import Engine
 from ratoon.api.request_context import current_holder
 from ratoon.api.watch import throttled
 from ratoon.config import LimitsConfig
+from ratoon.engine.commands import Submission
 from ratoon.engine.refusals import is_policy_replaced
-from ratoon.engine.types import Acknowledgement, ForwardResult, Operation, Policy, Submission
+from ratoon.engine.types import Acknowledgement, ForwardResult, Operation, Policy
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
 from ratoon.stream.manifest import WeightFile

@@ -16,25 +16,23 @@ from ratoon.api.convert.enums import from_wire
 from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.loss import loss_request, optim_request
 from ratoon.config import LimitsConfig
-from ratoon.engine.files.model_folders import plain_path
-from ratoon.engine.types import (
+from ratoon.engine.commands import (
     DiscardGradientsCommand,
     ForwardBackwardCommand,
     ForwardCommand,
-    ImportMode,
     ImportWeightsCommand,
     LoadCheckpointCommand,
     NoKey,
     OperationKey,
     OptimStepCommand,
-    Policy,
-    ReferencePolicy,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
     Submission,
     UpdateCommand,
 )
+from ratoon.engine.files.model_folders import plain_path
+from ratoon.engine.types import ImportMode, Policy, ReferencePolicy
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch

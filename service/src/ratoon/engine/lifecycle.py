@@ -26,7 +26,7 @@ from ratoon.engine.journal.records import (
 )
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.admission import new_operation_id
-from ratoon.engine.policy.ledger import Ledger, LiveOperation
+from ratoon.engine.policy.queue import Ledger, LiveOperation
 from ratoon.engine.policy.views import view_of
 from ratoon.engine.refusals import (
     draining,

@@ -58,7 +58,7 @@ class PolicyPaths:
 
     @property
     def position(self) -> Path:
-        """How far the journal had come: see `files.position`."""
+        """How far the journal had come: see `files.losses`."""
         return self.root / "position"
 
     @property

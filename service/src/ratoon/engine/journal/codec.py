@@ -16,10 +16,9 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, cast
 
+from ratoon.engine.commands import COMMANDS, Command
 from ratoon.engine.types import (
-    COMMANDS,
     CheckpointInfo,
-    Command,
     EmptyResult,
     FailedResult,
     ForwardResult,

@@ -10,8 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ratoon.engine.journal.checkpoints import Checkpoint
-from ratoon.engine.journal.records import JournalState, OperationRecord, RollBack
+from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, RollBack
 from ratoon.engine.types import FailedResult, OperationKind
 from ratoon.errors import ErrorCode, RatoonError
 

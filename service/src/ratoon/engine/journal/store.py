@@ -13,15 +13,21 @@ from contextlib import closing
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, func, or_, select
 from sqlalchemy.exc import IntegrityError
 
-from ratoon.engine.journal.checkpoints import Checkpoint
+from ratoon.engine.commands import NoKey, OperationKey, RequestKey, SeqKey, effect_of
 from ratoon.engine.journal.codec import to_text
 from ratoon.engine.journal.records import (
+    Checkpoint,
     JournalState,
     OperationRecord,
     PolicyHistory,
     PolicyRow,
 )
-from ratoon.engine.journal.rows import (
+from ratoon.engine.journal.sealed import insert_row, verified
+from ratoon.engine.journal.tables import (
+    CHECKPOINTS,
+    NUMERICS,
+    OPERATIONS,
+    POLICIES,
     require_policy,
     select_checkpoints,
     select_operation,
@@ -33,20 +39,8 @@ from ratoon.engine.journal.rows import (
     to_policy,
     to_record,
 )
-from ratoon.engine.journal.sealed import insert_row, verified
-from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
 from ratoon.engine.refusals import policy_not_ready
-from ratoon.engine.types import (
-    NoKey,
-    OperationKey,
-    OperationKind,
-    OperationResult,
-    PolicySpec,
-    PolicyState,
-    RequestKey,
-    SeqKey,
-    effect_of,
-)
+from ratoon.engine.types import OperationKind, OperationResult, PolicySpec, PolicyState
 from ratoon.errors import ErrorCode, RatoonError
 
 _FINAL = tuple(state for state in JournalState if state.is_final)

@@ -12,29 +12,29 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.files.disk import check_room, disk_full, disk_refusal, full_disk_refused
-from ratoon.engine.files.model_folders import model_folder
-from ratoon.engine.files.paths import safe_name
-from ratoon.engine.journal.checkpoints import check_own_id
-from ratoon.engine.journal.records import (
-    JournalState,
-    OperationRecord,
-)
-from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.policy.sequencer import Known, check_reuse
-from ratoon.engine.refusals import policy_replaced, superseded
-from ratoon.engine.types import (
+from ratoon.engine.commands import (
     ForwardCommand,
     ImportWeightsCommand,
     NoKey,
     OperationKey,
-    PolicyState,
     RequestKey,
     SeqKey,
     Submission,
 )
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.files.disk import check_room, disk_full, disk_refusal, full_disk_refused
+from ratoon.engine.files.model_folders import model_folder
+from ratoon.engine.files.paths import safe_name
+from ratoon.engine.journal.records import (
+    JournalState,
+    OperationRecord,
+    check_own_id,
+)
+from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.queue import Known, check_reuse
+from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.refusals import policy_replaced, superseded
+from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import RatoonError, invalid
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from ratoon.engine.journal.records import JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.queue import Sequencer, Window
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.policy.sequencer import Sequencer
-from ratoon.engine.policy.window import Window
 from ratoon.engine.types import OperationState
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.errors import ErrorCode, RatoonError

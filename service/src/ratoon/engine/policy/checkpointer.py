@@ -19,8 +19,13 @@ from ratoon import metrics
 from ratoon.config import CheckpointConfig
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_checkpoint_folder, names_in
-from ratoon.engine.journal.checkpoints import Checkpoint, Covered, automatic_id
-from ratoon.engine.journal.records import JournalState, OperationRecord
+from ratoon.engine.journal.records import (
+    Checkpoint,
+    Covered,
+    JournalState,
+    OperationRecord,
+    automatic_id,
+)
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import CheckpointInfo, OperationKind
 from ratoon.engine.worker.tasks import FencedError

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from functools import partial
 
+from ratoon.engine.commands import NOBODY, Holder, NoKey, Submission
 from ratoon.engine.files.disk import full_disk_refused, is_disk_full
 from ratoon.engine.files.paths import drop_expired_results
 from ratoon.engine.files.uploads import UploadFiles
@@ -30,24 +31,13 @@ from ratoon.engine.policy.admission import (
 )
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
-from ratoon.engine.policy.gradients import GradientReads
-from ratoon.engine.policy.ledger import LiveOperation
 from ratoon.engine.policy.publisher import PublicationState, Publisher
+from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.policy.turns import TurnLoop
+from ratoon.engine.policy.turns import GradientReads, TurnLoop
 from ratoon.engine.policy.views import OperationViews, view_of
 from ratoon.engine.refusals import cancelled, draining, policy_not_ready, superseded
-from ratoon.engine.types import (
-    NOBODY,
-    Acknowledgement,
-    FailedResult,
-    ForwardResult,
-    Holder,
-    NoKey,
-    Operation,
-    PolicyState,
-    Submission,
-)
+from ratoon.engine.types import Acknowledgement, FailedResult, ForwardResult, Operation, PolicyState
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import GradientManifest, WeightManifest

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ratoon import metrics
+from ratoon.engine.commands import LoadCheckpointCommand, OptimStepCommand
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.records import JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.policy.run import PolicyRun
@@ -22,21 +23,20 @@ from ratoon.engine.types import (
     EmptyResult,
     FailedResult,
     ImportResult,
-    LoadCheckpointCommand,
     OnChangedNumerics,
     OperationResult,
     OperationState,
-    OptimStepCommand,
     StepResult,
 )
-from ratoon.engine.worker.numerics import Numerics, differences
 from ratoon.engine.worker.tasks import (
     CheckpointWeights,
     InitialWeights,
     Loaded,
     LoadRequest,
+    Numerics,
     Outcome,
     UnusableCheckpointError,
+    differences,
 )
 from ratoon.log import get_logger
 

@@ -13,17 +13,14 @@ from dataclasses import dataclass, field
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files.archive import Archive
+from ratoon.engine.files.losses import Position, write_position
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
-from ratoon.engine.files.position import Position, write_position
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.records import OperationEnd, OperationRecord
-from ratoon.engine.policy.claims import Claims
-from ratoon.engine.policy.ledger import Ledger
-from ratoon.engine.policy.sequencer import Sequencer
-from ratoon.engine.policy.window import Window
+from ratoon.engine.policy.limits import Claims
+from ratoon.engine.policy.queue import Ledger, Sequencer, Window
 from ratoon.engine.types import PolicySpec, PolicyState, Recovery
-from ratoon.engine.worker.numerics import Numerics
-from ratoon.engine.worker.tasks import Outcome, WorkerPort
+from ratoon.engine.worker.tasks import Numerics, Outcome, WorkerPort
 from ratoon.metrics import Change, MetricsSink
 from ratoon.train.spec import TrainerSpec
 

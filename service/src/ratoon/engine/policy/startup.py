@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ratoon import metrics
+from ratoon.engine.files.losses import Position, read_position
 from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
-from ratoon.engine.files.position import Position, read_position
 from ratoon.engine.journal.records import JournalState, PolicyHistory, RollBack
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.adoption import adopt, agrees, fail_unsequenced, settle_ended
 from ratoon.engine.policy.breakers import read_run
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
-from ratoon.engine.policy.loss_recovery import carry_out
-from ratoon.engine.policy.losses import find_loss, find_worker_loss, last_in_turn
+from ratoon.engine.policy.losses import carry_out, find_loss, find_worker_loss, last_in_turn
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.replay import (
     Base,
@@ -33,10 +32,10 @@ from ratoon.engine.policy.replay import (
 )
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import PolicyState
-from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import (
     Loaded,
     LoadRequest,
+    Numerics,
     UnusableCheckpointError,
     WorkerLostError,
     WorkerStatus,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from ratoon import metrics
+from ratoon.engine.commands import effect_of
 from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.types import (
     ForwardResult,
@@ -17,7 +18,6 @@ from ratoon.engine.types import (
     OperationResult,
     OperationState,
     StepResult,
-    effect_of,
 )
 from ratoon.metrics import Change, Gone, Metric
 from ratoon.model.spec import ModelInfo

@@ -5,6 +5,9 @@
 Only the loop touches the worker's weights. Forwards without a key, requested publications,
 checkpoints and reads of gradients run between turns, alternating with them so that neither starves.
 On any error the loop owns the policy again: it trusts only the journal and the worker.
+
+A read of gradients changes nothing: it is not journaled, and a worker that is lost meanwhile fails
+it.
 """
 
 from __future__ import annotations
@@ -18,21 +21,20 @@ from functools import partial
 from ratoon.engine.files.disk import is_waited_for
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.breakers import NumbersFailedError, note_end
+from ratoon.engine.policy.breakers import MAX_LOSSES, NumbersFailedError, note_end
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
-from ratoon.engine.policy.gradients import GradientReads
-from ratoon.engine.policy.ledger import LiveOperation
-from ratoon.engine.policy.lost_workers import MAX_LOSSES
 from ratoon.engine.policy.publisher import Publisher
+from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.replay import RecoveryStoppedError
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.startup import start_policy
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.types import PolicyState
-from ratoon.engine.worker.tasks import FencedError, WorkerLostError
+from ratoon.engine.worker.tasks import FencedError, GradientRequest, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
+from ratoon.stream.manifest import GradientManifest, WeightFile
 
 _LOG = get_logger("turns")
 # More than the number of workers that one operation, or one version, may lose.
@@ -40,8 +42,8 @@ _MAX_FAILURES = MAX_LOSSES + 1
 _BACKOFF_S = 0.2
 _AWAY_S = 1.0
 _WAITING_S = 2.0
-
 Step = Callable[[], Awaitable[None]]
+_FILE_NAME = "gradients.safetensors"
 
 
 class TurnLoop:
@@ -334,3 +336,61 @@ def _fail(futures: list[asyncio.Future[None]], error: RatoonError) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)
+
+
+class GradientReads:
+    """Reads that wait, by the names they ask for; equal names, such as a retry's, are read once."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+        self._waiting: dict[tuple[str, ...], asyncio.Future[GradientManifest]] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def ask(self, names: tuple[str, ...]) -> asyncio.Future[GradientManifest]:
+        """The manifest once it is read; callers may share it. Raises as `_read`."""
+        if names not in self._waiting:
+            self._waiting[names] = asyncio.get_running_loop().create_future()
+        return self._waiting[names]
+
+    async def run_next(self) -> None:
+        """Read what waits the longest. Propagates what no caller is to blame for."""
+        names, future = next(iter(self._waiting.items()))
+        del self._waiting[names]
+        try:
+            future.set_result(await self._read(names))
+        except RatoonError as error:
+            future.set_exception(error)
+        except BaseException:
+            lost = "the worker was lost; ask again"
+            future.set_exception(RatoonError(ErrorCode.WORKER_LOST, lost))
+            raise
+
+    def end(self, error: RatoonError) -> None:
+        """Fail all that wait."""
+        for future in self._waiting.values():
+            future.set_exception(error)
+        self._waiting.clear()
+
+    async def _read(self, names: tuple[str, ...]) -> GradientManifest:
+        """Raises WINDOW_EMPTY, WINDOW_POISONED, and as the worker's `write_gradients`."""
+        run = self._run
+        seqs = run.window.select(())
+        request = GradientRequest(
+            names=names,
+            folder=str(run.paths.results),
+            max_bytes=run.limits.max_gradient_bytes,
+            min_free_disk_bytes=run.limits.min_free_disk_bytes,
+        )
+        written = await run.ports.worker.write_gradients(run.token, request)
+        return GradientManifest(
+            policy_id=run.policy_id,
+            version=run.version,
+            file=WeightFile(name=_FILE_NAME, size_bytes=written.size_bytes, digest=written.digest),
+            seqs=seqs,
+            trained_tokens=written.counters.tokens,
+            num_sequences=written.counters.sequences,
+            num_groups=written.counters.groups,
+        )

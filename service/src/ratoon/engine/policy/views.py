@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 
 from ratoon.engine.journal.records import OperationRecord, ended_progress
-from ratoon.engine.policy.ledger import LiveOperation
+from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import draining, operation_not_found, seq_gap
 from ratoon.engine.types import Operation
