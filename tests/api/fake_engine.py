@@ -14,17 +14,24 @@ from pathlib import Path
 
 import xxhash
 
+from ratoon.engine.commands import (
+    ForwardCommand,
+    Holder,
+    ImportWeightsCommand,
+    NoKey,
+    RequestKey,
+    SaveCheckpointCommand,
+    SeqKey,
+    Submission,
+)
 from ratoon.engine.journal.codec import payload_hash
+from ratoon.engine.refusals import policy_replaced
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
     EmptyResult,
-    ForwardCommand,
     ForwardResult,
-    Holder,
     ImportResult,
-    ImportWeightsCommand,
-    NoKey,
     Operation,
     OperationKind,
     OperationResult,
@@ -34,11 +41,7 @@ from ratoon.engine.types import (
     PolicySpec,
     PolicyState,
     Progress,
-    RequestKey,
-    SaveCheckpointCommand,
-    SeqKey,
     StepResult,
-    Submission,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
@@ -66,16 +69,6 @@ REPORT = StepReport(
     warnings=("sampled with top_p",),
     tensor_grad_norms=(TensorGradNorm(name="lm_head.weight", norm=1.25, max_abs=0.75),),
 )
-_KINDS = {
-    "UpdateCommand": OperationKind.UPDATE,
-    "ForwardBackwardCommand": OperationKind.FORWARD_BACKWARD,
-    "OptimStepCommand": OperationKind.OPTIM_STEP,
-    "DiscardGradientsCommand": OperationKind.DISCARD_GRADIENTS,
-    "ForwardCommand": OperationKind.FORWARD,
-    "SaveCheckpointCommand": OperationKind.SAVE_CHECKPOINT,
-    "LoadCheckpointCommand": OperationKind.LOAD_CHECKPOINT,
-    "ImportWeightsCommand": OperationKind.IMPORT_WEIGHTS,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +147,9 @@ class FakeEngine:
         if known is not None:
             return known
         policy = await self.get_policy(submission.policy_id)
-        operation = self._add(submission.policy_id, _KINDS[type(submission.command).__name__], None)
+        if submission.policy_created_at != policy.created_at:
+            raise policy_replaced(submission.policy_id, policy.created_at)
+        operation = self._add(submission.policy_id, submission.command.kind, None)
         match submission.key:
             case SeqKey(seq=seq):
                 operation = replace(operation, seq=seq)

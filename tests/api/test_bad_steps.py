@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ratoon.engine.types import UpdateCommand
+from ratoon.engine.commands import UpdateCommand
 from ratoon_proto.v1 import service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api

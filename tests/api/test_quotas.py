@@ -15,7 +15,7 @@ from ratoon.auth.access import OpenAccess, Presented
 from ratoon.auth.keys import KeyFile, Scope
 from ratoon.auth.rates import InFlight, Rates
 from ratoon.config import KeyLimits
-from ratoon.engine.types import NOBODY, Holder
+from ratoon.engine.commands import NOBODY, Holder
 from ratoon.errors import RatoonError
 from ratoon.metrics import MetricsTotals
 from ratoon_proto.v1 import operation_pb2, service_pb2

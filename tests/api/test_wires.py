@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ratoon.engine.types import RequestKey, SeqKey, UpdateCommand
+from ratoon.engine.commands import RequestKey, SeqKey, UpdateCommand
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon.train import config
 from ratoon.train.config import (

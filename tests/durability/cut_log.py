@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.commands import Command
 from ratoon.engine.files.paths import policy_paths
-from ratoon.engine.types import Command, Operation, PolicySpec, PolicyState, Recovery
+from ratoon.engine.types import Operation, PolicySpec, PolicyState, Recovery
 from ratoon.stream.files import digest_file
 from tests.engine.harness import (
     DISCARD,

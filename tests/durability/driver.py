@@ -60,7 +60,7 @@ class Caller:
                 "accepted",
                 seq=seq,
                 operation_id=operation.operation_id,
-                body=getattr(command, "body_digest", ""),
+                body=command.body_digest,
             )
             accepted.append(operation)
         for operation in accepted:

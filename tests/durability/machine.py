@@ -12,16 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.commands import SaveCheckpointCommand
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
-from ratoon.engine.types import (
-    OnChangedNumerics,
-    PolicySpec,
-    PublishConfig,
-    PublishKind,
-    Recovery,
-    SaveCheckpointCommand,
-)
+from ratoon.engine.types import OnChangedNumerics, PolicySpec, PublishConfig, PublishKind, Recovery
 from ratoon.engine.worker.tasks import Outcome, Task
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
 from ratoon.stream.files import make_folder

@@ -13,19 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratoon.auth.keys import KeyFile
+from ratoon.auth.key_file import KeyFile
+from ratoon.engine.commands import DiscardGradientsCommand, SeqKey
 from ratoon.engine.files.paths import read_result
 from ratoon.engine.files.results import read_old_logprobs
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.types import (
-    DiscardGradientsCommand,
-    FailedResult,
-    OperationState,
-    PolicySpec,
-    PolicyState,
-    Recovery,
-    SeqKey,
-)
+from ratoon.engine.types import FailedResult, OperationState, PolicySpec, PolicyState, Recovery
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.files import digest_bytes, digest_file
 from ratoon.stream.versions import list_versions, read_manifest, version_folder

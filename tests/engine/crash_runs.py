@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
+from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import Command, Operation, OperationResult, OperationState, StepResult
+from ratoon.engine.types import Operation, OperationResult, OperationState, StepResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.report.step_report import PhaseSeconds
 from tests.engine.harness import (

@@ -15,41 +15,42 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.files.paths import BodyFiles, policy_paths
-from ratoon.engine.journal.records import (
-    JournalState,
-    OperationRecord,
-)
-from ratoon.engine.policy.claims import Claims
-from ratoon.engine.policy.controller import Controller
-from ratoon.engine.policy.run import PolicyRun, Ports
-from ratoon.engine.types import (
+from ratoon.engine.commands import (
     Command,
     DiscardGradientsCommand,
-    FailedResult,
     ForwardBackwardCommand,
     ForwardCommand,
-    ImportMode,
     ImportWeightsCommand,
     LoadCheckpointCommand,
     NoKey,
+    OperationKey,
+    OptimStepCommand,
+    RequestKey,
+    SaveCheckpointCommand,
+    SeqKey,
+    Submission,
+    UpdateCommand,
+)
+from ratoon.engine.files.paths import BodyFiles, policy_paths
+from ratoon.engine.journal.records import (
+    OperationRecord,
+)
+from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.limits import Claims
+from ratoon.engine.policy.run import PolicyRun, Ports
+from ratoon.engine.types import (
+    FailedResult,
+    ImportMode,
     OnChangedNumerics,
     Operation,
-    OperationKey,
     OperationKind,
     OperationState,
-    OptimStepCommand,
     PolicySpec,
     PublishConfig,
     PublishKind,
     Recovery,
     ReferencePolicy,
-    RequestKey,
-    SaveCheckpointCommand,
-    SeqKey,
     Sequencing,
-    Submission,
-    UpdateCommand,
 )
 from ratoon.metrics import Change
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
@@ -104,26 +105,12 @@ def trainer_spec(spec: PolicySpec) -> TrainerSpec:
 def life_record(
     policy_id: str, operation_id: str, kind: OperationKind = OperationKind.CREATE_POLICY
 ) -> OperationRecord:
-    return OperationRecord(
+    return OperationRecord.accepted(
         operation_id=operation_id,
         policy_id=policy_id,
         kind=kind,
-        seq=0,
-        request_id="",
         payload_hash="",
-        command=None,
-        body_digest="",
-        body_bytes=0,
-        key_id="",
-        state=JournalState.ACCEPTED,
-        choices=None,
-        result=None,
-        version=None,
-        weights_digest="",
-        numerics="",
         created_at=1.0,
-        started_at=None,
-        finished_at=None,
     )
 
 
@@ -206,7 +193,7 @@ class Machine:
                 policy_id=self.spec.policy_id,
                 key=_key(key),
                 command=command,
-                body=number_body(number) if hasattr(command, "body_digest") else b"",
+                body=number_body(number) if command.body_digest else b"",
             )
         )
 

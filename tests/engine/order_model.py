@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ratoon.engine.types import Command
+from ratoon.engine.commands import Command
 from ratoon.errors import ErrorCode
 from tests.engine.harness import (
     DISCARD,

@@ -13,14 +13,8 @@ import numpy as np
 from ratoon.config import RatoonConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.remote import connect
-from ratoon.engine.types import (
-    Command,
-    NoKey,
-    Operation,
-    OperationState,
-    SeqKey,
-    Submission,
-)
+from ratoon.engine.commands import Command, NoKey, SeqKey, Submission
+from ratoon.engine.types import Operation, OperationState
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.serial import batch_to_bytes
 from tests import builders
@@ -55,7 +49,7 @@ def submission(
     """The command on `batch`, whose digest it gets."""
     body = b"" if batch is None else batch_to_bytes(batch)
     if batch is not None:
-        assert hasattr(command, "body_digest")
+        assert command.body_digest
         command = replace(command, body_digest=hashlib.sha256(body).hexdigest())
     key = NoKey() if seq is None else SeqKey(seq=seq)
     return Submission(policy_id=policy_id, key=key, command=command, body=body)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from ratoon.engine.commands import LoadCheckpointCommand
 from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, open_archive
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.policy import turns
-from ratoon.engine.types import LoadCheckpointCommand, OperationState
+from ratoon.engine.types import OperationState
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.blobs import FOLDER_MANIFEST
 from tests.engine.archived_machine import ArchivedMachine, Store

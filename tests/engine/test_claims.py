@@ -6,17 +6,19 @@ import asyncio
 import errno
 import json
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ratoon.config import KeyLimits
-from ratoon.engine.policy import quotas
-from ratoon.engine.policy.claims import Claims
-from ratoon.engine.policy.quotas import QuotaFiles
-from ratoon.engine.types import NOBODY, Holder, OperationState, SeqKey, Submission
+from ratoon.engine.commands import NOBODY, Holder, SeqKey, Submission
+from ratoon.engine.policy.limits import Claims, QuotaFiles
+from ratoon.engine.types import OperationState
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
@@ -121,6 +123,48 @@ async def test_what_is_open_is_what_the_journal_says(tmp_path: Path) -> None:
     assert (await refused(claims, 4, mine))["resource"] == "key_open_operations"
     claims.restore("a", [])
     await take(claims, 4, mine)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+async def test_the_counts_are_those_of_the_open_operations(data: st.DataObject) -> None:
+    """Whatever is taken, undone, dropped (twice, too) or restored, in any order."""
+    with tempfile.TemporaryDirectory() as folder:
+        claims, model = claims_of(Path(folder)), dict[str, tuple[str, str, int]]()
+        for number in range(data.draw(st.integers(1, 25))):
+            action = data.draw(st.sampled_from(["take", "take", "undo", "drop", "restore"]))
+            policy_id = data.draw(st.sampled_from("ab"))
+            key_id = data.draw(st.sampled_from(["", "k1", "k2"]))
+            known = data.draw(st.sampled_from([*model, "unknown"]))
+            size = data.draw(st.integers(0, 9))
+            match action:
+                case "take":
+                    await take(claims, number, holder(key_id), policy_id=policy_id, size=size)
+                    model[str(number)] = (policy_id, key_id, size)
+                case "undo":
+                    await claims.undo(known, NOBODY, 0, NOW)
+                    model.pop(known, None)
+                case "drop":
+                    claims.drop(known)
+                    model.pop(known, None)
+                case _:
+                    record = replace(life_record(policy_id, str(number)), key_id=key_id)
+                    claims.restore(policy_id, [replace(record, body_bytes=size)])
+                    model = {name: of for name, of in model.items() if of[0] != policy_id}
+                    model[str(number)] = (policy_id, key_id, size)
+            for counts, column in ((claims._by_policy, 0), (claims._by_key, 1)):
+                held = {
+                    name: (each.num_operations, each.num_bytes) for name, each in counts.items()
+                }
+                names = {of[column] for of in model.values()}
+                sizes = {
+                    name: [of[2] for of in model.values() if of[column] == name] for name in names
+                }
+                assert held == {name: (len(each), sum(each)) for name, each in sizes.items()}
+            assert claims._total.num_bytes == sum(size for _, _, size in model.values())
+            assert claims.open_bytes(policy_id) == sum(
+                of[2] for of in model.values() if of[0] == policy_id
+            )
 
 
 async def test_a_quota_is_exact_where_callers_meet(tmp_path: Path) -> None:
@@ -237,7 +281,7 @@ async def test_a_quota_that_cannot_be_written_is_a_refusal(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as disk:
-        disk.setattr(quotas, "write_atomic", full)
+        disk.setattr("ratoon.engine.policy.limits.write_atomic", full)
         with pytest.raises(RatoonError) as caught:
             await _update(machine, 1, mine)
     assert caught.value.details["resource"] == "disk"

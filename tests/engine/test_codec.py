@@ -6,24 +6,22 @@ import json
 import math
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
+from ratoon.engine.commands import Command, OptimStepCommand, SeqKey
 from ratoon.engine.journal.codec import TAGS, from_text, payload_hash, to_text
 from ratoon.engine.types import (
     CheckpointInfo,
-    Command,
     EmptyResult,
     FailedResult,
     ForwardResult,
     ImportMode,
     ImportResult,
     OperationResult,
-    OptimStepCommand,
     PolicyResult,
     PolicySpec,
-    SeqKey,
     StepResult,
 )
 from ratoon.engine.worker.tasks import Choices
@@ -187,8 +185,9 @@ def _classes(hint: object) -> Iterator[type]:
         yield from _classes(arm)
     if isinstance(hint, type) and is_dataclass(hint):
         yield hint
-        for field_hint in typing.get_type_hints(hint).values():
-            yield from _classes(field_hint)
+        hints = typing.get_type_hints(hint)
+        for field in fields(hint):
+            yield from _classes(hints[field.name])
 
 
 def test_the_payload_hash_covers_the_command_and_its_body() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ratoon.engine.commands import SeqKey, Submission
 from ratoon.engine.policy import controller
+from ratoon.engine.refusals import is_policy_replaced
 from ratoon.engine.types import (
     CheckpointInfo,
+    FailedResult,
     ForwardResult,
     OperationState,
     PublishConfig,
@@ -24,6 +28,7 @@ from ratoon.metrics import OPERATIONS, Sample
 from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
 from tests.engine.conftest import MakeMachine
+from tests.engine.fake_trainer import number_body
 from tests.engine.harness import (
     RATE,
     Machine,
@@ -161,11 +166,33 @@ async def test_an_operation_refused_at_validation_takes_no_seq(machine: Machine)
     assert machine.weights == [([5.0], RATE)]
 
 
-async def test_a_body_other_than_its_digest_is_refused(machine: Machine) -> None:
+async def test_what_an_earlier_policy_of_the_id_validated_takes_no_seq(machine: Machine) -> None:
+    row = machine.journal.store.policy(machine.spec.policy_id)
+    assert row is not None
+    submission = Submission(
+        policy_id=machine.spec.policy_id,
+        key=SeqKey(seq=1),
+        command=update(1),
+        body=number_body(1),
+        policy_created_at=row.created_at - 1.0,
+    )
     with pytest.raises(RatoonError) as caught:
-        await machine.submit(1, update(1), 2)
-    assert caught.value.field == "body_digest"
+        await machine.controller.submit(submission)
+    assert (caught.value.code, caught.value.retryable) == (ErrorCode.UNAVAILABLE, True)
+    assert is_policy_replaced(caught.value)
     assert machine.bodies == set()
+    now = replace(submission, policy_created_at=row.created_at)
+    assert (await machine.end(await machine.controller.submit(now))).state is OperationState.DONE
+
+
+async def test_a_body_other_than_its_digest_is_never_applied(machine: Machine) -> None:
+    ended = await machine.end(await machine.submit(1, update(1), 2))
+    assert ended.state is OperationState.FAILED
+    assert isinstance(ended.result, FailedResult)
+    assert ended.result.error["field"] == "body_digest"
+    assert machine.weights == []
+    assert (await machine.end(await machine.update(2, 3))).state is OperationState.DONE
+    assert machine.weights == [([3.0], RATE)]
 
 
 async def test_server_sequencing_assigns_seqs_on_arrival(make_machine: MakeMachine) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ratoon.config import RatoonConfig
 from ratoon.engine import lifecycle
+from ratoon.engine.commands import SeqKey, Submission
 from ratoon.engine.engine import Engine
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.records import JournalAwayError
@@ -18,14 +19,7 @@ from ratoon.engine.journal.tables import open_database
 from ratoon.engine.policy import turns
 from ratoon.engine.policy.turns import TurnLoop
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import (
-    Operation,
-    OperationState,
-    PolicySpec,
-    PolicyState,
-    SeqKey,
-    Submission,
-)
+from ratoon.engine.types import Operation, OperationState, PolicySpec, PolicyState
 from ratoon.engine.worker.backends import BackendInfo
 from ratoon.engine.worker.tasks import Loaded, LoadRequest, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError

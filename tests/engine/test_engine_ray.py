@@ -26,6 +26,7 @@ from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.cluster.ray_calls import ask, find_actor
 from ratoon.engine.cluster.remote import connect
 from ratoon.engine.cluster.worker_process import find_worker
+from ratoon.engine.commands import Submission
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.settings import ENGINE_NAME
 from ratoon.engine.types import (
@@ -38,7 +39,6 @@ from ratoon.engine.types import (
     PolicyState,
     Recovery,
     StepResult,
-    Submission,
 )
 from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError

@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
 from ratoon.engine import lifecycle
-from ratoon.engine.files.archive import NoArchive
+from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.journal import journal as store_calls
 from ratoon.engine.journal.fenced import FencedStore
@@ -97,7 +97,7 @@ class Town:
         self.store = self.journal.store
         self.fleet = FakeFleet(self.journal.fenced)
         self.limits = LimitsConfig(max_policies=max_policies)
-        self.archive = NoArchive()
+        self.archive = Archive()
         self.lifecycle = self.new()
 
     def new(self) -> Lifecycle:
@@ -303,7 +303,7 @@ async def test_a_failed_create_ends_once_it_is_cleaned_up(town: Town) -> None:
     """A store that was away as it cleaned up left it running, and the policy in nobody's hands."""
     faults = [store_away() for _ in range(3)]
 
-    class AwayAtFirst(NoArchive):
+    class AwayAtFirst(Archive):
         async def forget(self) -> None:
             if faults:
                 raise faults.pop()

@@ -17,10 +17,16 @@ from typer.testing import CliRunner, Result
 from ratoon.cli import cli
 from ratoon.config import CheckpointConfig, LimitsConfig, RatoonConfig
 from ratoon.doctor import Status, run_checks
-from ratoon.engine.files.losses import Choice, read_loss, write_decision
-from ratoon.engine.files.position import read_position, write_position
+from ratoon.engine.commands import Command
+from ratoon.engine.files.losses import (
+    Choice,
+    read_loss,
+    read_position,
+    write_decision,
+    write_position,
+)
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.types import Command, Operation, PolicyState, Recovery, Sequencing
+from ratoon.engine.types import Operation, PolicyState, Recovery, Sequencing
 from ratoon.errors import ErrorCode, RatoonError
 from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.harness import (

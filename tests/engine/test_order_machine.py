@@ -33,7 +33,7 @@ from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.policy import turns
 from ratoon.engine.policy.admission import Admission
-from ratoon.engine.policy.sequencer import Sequencer, Turn
+from ratoon.engine.policy.queue import Sequencer, Turn
 from ratoon.engine.types import FailedResult, Operation, OperationState, Recovery
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import WorkerStatus

@@ -23,16 +23,10 @@ from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfi
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.cluster.ray_worker import RayWorker
+from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import (
-    Command,
-    FailedResult,
-    OperationState,
-    PolicyState,
-    Recovery,
-    StepResult,
-)
+from ratoon.engine.types import FailedResult, OperationState, PolicyState, Recovery, StepResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch

@@ -17,16 +17,8 @@ import numpy as np
 import pytest
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.types import (
-    Command,
-    ImportMode,
-    Operation,
-    OperationState,
-    Recovery,
-    SeqKey,
-    StepResult,
-    Submission,
-)
+from ratoon.engine.commands import Command, SeqKey, Submission
+from ratoon.engine.types import ImportMode, Operation, OperationState, Recovery, StepResult
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
@@ -155,7 +147,7 @@ class Drive:
         """The next operation, to its end. `versions`: of its first rollout's tokens."""
         self.seq += 1
         body = b""
-        if hasattr(command, "body_digest"):
+        if command.body_digest:
             rng = np.random.default_rng(self.seq)
             groups = builders.random_groups(
                 rng,

@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ratoon.engine.commands import Command, ForwardBackwardCommand, ForwardCommand
 from ratoon.engine.files.paths import PolicyPaths, make_policy_folders, policy_paths
-from ratoon.engine.types import (
-    Command,
-    ForwardBackwardCommand,
-    ForwardCommand,
-    ForwardResult,
-    StepResult,
-)
+from ratoon.engine.types import ForwardResult, StepResult
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task
 from ratoon.errors import RatoonError

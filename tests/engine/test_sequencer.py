@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ratoon.engine.policy.sequencer import Known, Sequencer, Turn, check_key, check_reuse
-from ratoon.engine.types import NoKey, RequestKey, SeqKey, Sequencing
+from ratoon.engine.commands import REQUEST_ID, NoKey, RequestKey, SeqKey
+from ratoon.engine.policy.queue import Known, Sequencer, Turn, check_reuse
+from ratoon.engine.types import Sequencing
 from ratoon.errors import ErrorCode, RatoonError
 
 
@@ -95,21 +96,38 @@ def test_order_of_execution_is_seq_order_whatever_the_order_of_arrival() -> None
 
 
 @pytest.mark.parametrize(
-    ("key", "sequencing", "field"),
+    ("key", "sequencing", "field", "expected"),
     [
-        (SeqKey(seq=1), Sequencing.SERVER, "key.seq"),
-        (RequestKey(request_id="a"), Sequencing.CLIENT, "key.request_id"),
-        (SeqKey(seq=0), Sequencing.CLIENT, "key.seq"),
-        (RequestKey(request_id=""), Sequencing.SERVER, "key.request_id"),
-        (NoKey(), Sequencing.CLIENT, "key"),
+        (SeqKey(seq=1), Sequencing.SERVER, "key.seq", "a request_id: sequencing is server"),
+        (SeqKey(seq=0), Sequencing.CLIENT, "key.seq", "at least 1"),
+        (
+            RequestKey(request_id="a"),
+            Sequencing.CLIENT,
+            "key.request_id",
+            "a seq: sequencing is client",
+        ),
+        (
+            RequestKey(request_id=""),
+            Sequencing.SERVER,
+            "key.request_id",
+            f"text of the form {REQUEST_ID.pattern}",
+        ),
+        (NoKey(), Sequencing.CLIENT, "key.seq", "a seq: the policy's sequencing is client"),
+        (
+            NoKey(),
+            Sequencing.SERVER,
+            "key.request_id",
+            "a request_id: the policy's sequencing is server",
+        ),
     ],
 )
-def test_a_key_of_the_other_kind_is_refused(
-    key: SeqKey | RequestKey | NoKey, sequencing: Sequencing, field: str
+def test_a_key_that_the_sequencing_does_not_take_is_refused(
+    key: SeqKey | RequestKey | NoKey, sequencing: Sequencing, field: str, expected: str
 ) -> None:
     with pytest.raises(RatoonError) as caught:
-        check_key(key, sequencing)
+        key.check(sequencing)
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_ARGUMENT, field)
+    assert caught.value.expected == expected
 
 
 def test_only_the_same_payload_may_reuse_a_key() -> None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from ratoon.engine.journal.checkpoints import NO_RECOVERY
+from ratoon.engine.commands import RequestKey, SeqKey
 from ratoon.engine.journal.records import (
+    NO_RECOVERY,
     JournalState,
     RollBack,
 )
@@ -19,8 +20,6 @@ from ratoon.engine.types import (
     FailedResult,
     OperationKind,
     PolicyState,
-    RequestKey,
-    SeqKey,
 )
 from ratoon.engine.worker.tasks import Choices, FencedError
 from ratoon.errors import ErrorCode, RatoonError

@@ -12,10 +12,11 @@ import pytest
 from psycopg import sql
 from sqlalchemy import Table, text
 
+from ratoon.engine.commands import SeqKey
 from ratoon.engine.journal import sealed
 from ratoon.engine.journal.sealed import DamagedRowError
 from ratoon.engine.journal.tables import OPERATIONS, await_database, open_database
-from ratoon.engine.types import CheckpointInfo, SeqKey
+from ratoon.engine.types import CheckpointInfo
 from ratoon.errors import RatoonError
 from tests.engine.postgres import PostgresServer
 from tests.engine.stores import Stores, journaled

@@ -19,8 +19,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import IntegrityError
 
 from ratoon.engine.journal.records import JournalState
-from ratoon.engine.journal.rows import select_policy, set_operation, set_policy
-from ratoon.engine.journal.tables import open_database
+from ratoon.engine.journal.tables import open_database, select_policy, set_operation, set_policy
 from ratoon.engine.types import EmptyResult, OperationKind, PolicyState
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError

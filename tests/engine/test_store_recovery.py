@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from ratoon.engine.journal.checkpoints import Checkpoint, Covered
 from ratoon.engine.journal.records import (
+    Checkpoint,
+    Covered,
     JournalState,
     OperationRecord,
 )
 from ratoon.engine.types import CheckpointInfo, OperationKind, PolicyState
-from ratoon.engine.worker.numerics import Numerics, differences
-from ratoon.engine.worker.tasks import Choices, FencedError
+from ratoon.engine.worker.tasks import Choices, FencedError, Numerics, differences
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec
 from tests.engine.stores import NUMERICS, Stores, journaled

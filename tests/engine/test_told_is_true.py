@@ -16,21 +16,19 @@ from pathlib import Path
 import pytest
 import structlog
 
-from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.journal.records import JournalState
-from ratoon.engine.policy import turns
-from ratoon.engine.types import (
+from ratoon.engine.commands import (
     Command,
     ForwardBackwardCommand,
-    ImportMode,
     ImportWeightsCommand,
     LoadCheckpointCommand,
-    OperationState,
     OptimStepCommand,
-    Recovery,
     SaveCheckpointCommand,
     UpdateCommand,
 )
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.journal.records import JournalState
+from ratoon.engine.policy import turns
+from ratoon.engine.types import ImportMode, OperationState, Recovery
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
 from tests.engine.archived_machine import ArchivedMachine, Store

@@ -14,20 +14,13 @@ from pathlib import Path
 import pytest
 
 from ratoon.config import CheckpointConfig
+from ratoon.engine.commands import SeqKey, Submission
 from ratoon.engine.files.paths import PolicyPaths, policy_leftovers
-from ratoon.engine.journal.checkpoints import Checkpoint
-from ratoon.engine.journal.records import OperationEnd
+from ratoon.engine.journal.records import Checkpoint, OperationEnd
 from ratoon.engine.policy import startup
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import (
-    Operation,
-    OperationState,
-    PolicyState,
-    Recovery,
-    SeqKey,
-    Submission,
-)
+from ratoon.engine.types import Operation, OperationState, PolicyState, Recovery
 from ratoon.engine.worker.tasks import FencedError, Outcome, Task
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.files import TEMPORARY_PREFIX

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.engine.policy.window import Window
+from ratoon.engine.policy.queue import Window
+from ratoon.engine.types import OperationKind
 from ratoon.errors import ErrorCode, RatoonError
+from tests.engine.harness import life_record
 
+_GRADIENTS = life_record("p", "p.gradients", OperationKind.FORWARD_BACKWARD)
 # (seq, outcome) of ForwardBackwards in a row; a cancelled one is not recorded at all.
 events = st.lists(st.sampled_from(["applied", "failed", "cancelled"]), max_size=6)
 
@@ -17,7 +22,7 @@ def window_of(outcomes: list[str]) -> Window:
     window = Window()
     for seq, outcome in enumerate(outcomes, start=1):
         if outcome == "applied":
-            window = window.with_applied(seq)
+            window = window.with_applied(replace(_GRADIENTS, seq=seq))
         elif outcome == "failed":
             window = window.with_failed(seq)
     return window
@@ -73,6 +78,12 @@ def test_a_listed_seq_twice_is_refused() -> None:
     with pytest.raises(RatoonError) as caught:
         window_of(["applied"]).select((1, 1))
     assert caught.value.field == "include_seqs"
+
+
+def test_the_records_of_what_was_applied_are_kept() -> None:
+    window = window_of(["applied", "failed", "cancelled", "applied"])
+    assert {seq: record.seq for seq, record in window.records.items()} == {1: 1, 4: 4}
+    assert (window.applied, window.failed) == ((1, 4), (2,))
 
 
 def test_replay_begins_at_the_first_entry_or_after_the_checkpoint() -> None:

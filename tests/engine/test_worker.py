@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import never
 from ratoon.engine.files.paths import policy_paths
-from ratoon.engine.types import Command, EmptyResult, FailedResult, OperationState, StepResult
+from ratoon.engine.types import EmptyResult, FailedResult, OperationState, StepResult
 from ratoon.engine.worker.tasks import (
     Choices,
     FencedError,

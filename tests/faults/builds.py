@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from ratoon.engine.commands import UpdateCommand
 from ratoon.engine.journal import fenced
 from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
 from ratoon.engine.journal.sealed import lock_row
@@ -19,7 +20,7 @@ from ratoon.engine.journal.tables import POLICIES
 from ratoon.engine.policy import startup
 from ratoon.engine.policy.admission import Admission
 from ratoon.engine.policy.executor import Executor
-from ratoon.engine.types import StepResult, UpdateCommand
+from ratoon.engine.types import StepResult
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import Task
 from ratoon.engine.worker.worker import WorkerCore

@@ -13,15 +13,20 @@ from sqlalchemy import create_engine, select
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
-from ratoon.engine.journal.checkpoints import Checkpoint
+from ratoon.engine.commands import Command
 from ratoon.engine.journal.codec import from_text, payload_hash, to_text
-from ratoon.engine.journal.records import JournalState, OperationRecord
-from ratoon.engine.journal.rows import insert_checkpoint, to_columns
+from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord
 from ratoon.engine.journal.sealed import insert_row
-from ratoon.engine.journal.tables import CHECKPOINTS, METADATA, OPERATIONS, POLICIES
+from ratoon.engine.journal.tables import (
+    CHECKPOINTS,
+    METADATA,
+    OPERATIONS,
+    POLICIES,
+    insert_checkpoint,
+    to_columns,
+)
 from ratoon.engine.types import (
     CheckpointInfo,
-    Command,
     EmptyResult,
     FailedResult,
     ForwardResult,

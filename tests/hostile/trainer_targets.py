@@ -19,8 +19,9 @@ import torch
 from ratoon.api import submissions
 from ratoon.api.convert.policy import SpecDefaults, policy_spec
 from ratoon.config import LimitsConfig
+from ratoon.engine.commands import Submission
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
-from ratoon.engine.policy.builder import forward_file_name
+from ratoon.engine.policy.executor import forward_file_name
 from ratoon.engine.types import (
     ForwardResult,
     OperationResult,
@@ -29,7 +30,6 @@ from ratoon.engine.types import (
     PolicyState,
     ReferencePolicy,
     StepResult,
-    Submission,
 )
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task
@@ -107,7 +107,7 @@ class SmallPolicy:
 
     def run(self, submission: Submission, runner: TaskRunner | None = None) -> OperationResult:
         runner, command = runner or self._runner, submission.command
-        body = self.paths.bodies / getattr(command, "body_digest", "none")
+        body = self.paths.bodies / (command.body_digest or "none")
         body.write_bytes(submission.body)
         loss = getattr(command, "loss", None)
         old = getattr(loss, "old_logprobs", None)

@@ -5,7 +5,7 @@ Labels are bounded: kinds, states, phases, methods, ids of existing policies and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -93,7 +93,7 @@ CLAMPED_TERMS = _counter(
 SKIPPED_STEPS = _counter("ratoon_skipped_steps_total", "Optimizer steps skipped, by why.", "reason")
 REFUSALS = _counter(
     "ratoon_refusals_total",
-    "Calls refused for their key, or for want of what is bounded.",
+    "Calls refused: authentication, authorization or an exhausted limit.",
     "reason",
     "key_id",
 )
@@ -134,87 +134,23 @@ RANK_GAP = _gauge(
     "Longest rank's share of the newest plan over the mean one, less 1.",
     POLICY_LABEL,
 )
-LOSS = _gauge("ratoon_loss", "Loss of the newest batch.", POLICY_LABEL)
 GRAD_NORM = _gauge("ratoon_grad_norm", "Gradient norm of the newest step.", POLICY_LABEL)
 CHANGED_SHARE = _gauge(
     "ratoon_changed_share", "Bfloat16 weights whose bits the newest step changed.", POLICY_LABEL
 )
+LOSS = _gauge("ratoon_loss", "Loss of the newest batch.", POLICY_LABEL)
 CLIP_FRACTION = _gauge(
     "ratoon_clip_fraction", "Tokens that the clip holds, by bound.", POLICY_LABEL, "bound"
 )
 CLIP_FRACTION_BY_SIGN = _gauge(
     "ratoon_clip_fraction_by_sign",
-    "The same of tokens whose advantage has a sign.",
+    "Tokens that the clip holds, by the sign of their advantage.",
     POLICY_LABEL,
     "sign",
 )
 RATIO_QUANTILE = _gauge(
     "ratoon_ratio_quantile", "Quantiles of the importance ratio.", POLICY_LABEL, "quantile"
 )
-ROUTER_MAX_LOAD = _gauge(
-    "ratoon_router_max_load_ratio",
-    "Choices of a layer's busiest expert over the mean, the layer where that is most.",
-    POLICY_LABEL,
-)
-ROUTER_UNUSED_EXPERTS = _gauge(
-    "ratoon_router_unused_experts", "Experts that no token visits, of all layers.", POLICY_LABEL
-)
-ROUTER_ENTROPY = _gauge(
-    "ratoon_router_entropy",
-    "Mean entropy of a router, nats, the layer where that is least.",
-    POLICY_LABEL,
-)
-TOKEN_RATE = _gauge(
-    "ratoon_tokens_per_second", "Replicated tokens per second, newest batch.", POLICY_LABEL
-)
-PEAK_MEMORY = _gauge("ratoon_peak_memory_bytes", "Most memory that a step has taken.", POLICY_LABEL)
-PLANNED_MEMORY = _gauge(
-    "ratoon_planned_memory_bytes",
-    "Most memory of a GPU that the step was planned to take.",
-    POLICY_LABEL,
-)
-SELF_CHECKS = _counter(
-    "ratoon_self_checks_total",
-    "Rollouts run packed and alone: within the limits of rounding, or exceeded.",
-    "outcome",
-)
-SELF_CHECK_LOGPROB_MAX = _gauge(
-    "ratoon_self_check_logprob_max_difference",
-    "Largest log-prob difference in nats, packed against alone, newest self-check.",
-    POLICY_LABEL,
-)
-SELF_CHECK_LOGPROB_MEAN = _gauge(
-    "ratoon_self_check_logprob_mean_difference",
-    "Mean log-prob difference in nats, packed against alone, newest self-check.",
-    POLICY_LABEL,
-)
-SELF_CHECK_GRADIENT = _gauge(
-    "ratoon_self_check_gradient_difference_ratio",
-    "Relative gradient difference, packed against alone, newest self-check.",
-    POLICY_LABEL,
-)
-SELF_CHECK_WORST_PARAMETER = _gauge(
-    "ratoon_self_check_worst_parameter_difference_ratio",
-    "The same of the parameter where it is largest.",
-    POLICY_LABEL,
-)
-CHECKPOINTS = _counter(
-    "ratoon_checkpoints_total",
-    "Automatic checkpoints written or failed, and any that were unusable.",
-    "outcome",
-)
-RECOVERIES = _counter(
-    "ratoon_recoveries_total",
-    "Lost workers: replayed, rebased, rolled back or stopped; lost journals: lost or adopted.",
-    "outcome",
-)
-REPLAYED_OPERATIONS = _counter(
-    "ratoon_replayed_operations_total", "Operations that a recovery has run again."
-)
-BACKEND = _gauge(
-    "ratoon_backend_info", "The kernel backend in use: 1.", POLICY_LABEL, "op", "backend"
-)
-
 # The gauge that each figure of a report sets, and its labels after the policy's. A report covers
 # the newest batch, or the whole window of an OptimStep; training.proto says what each figure is.
 REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
@@ -262,45 +198,81 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
     },
 }
 
-METRICS: tuple[Metric, ...] = (
-    OPERATIONS,
-    UNSEQUENCED_FORWARDS,
-    TOKENS,
-    MICRO_BATCHES,
-    DROPPED_SEQUENCES,
-    CLAMPED_TERMS,
-    SKIPPED_STEPS,
-    REFUSALS,
-    REQUESTS,
-    PHASE_SECONDS,
-    REQUEST_SECONDS,
-    OPEN_OPERATIONS,
-    POLICY_VERSION,
-    PUBLISHED_VERSION,
-    PUBLISH_SECONDS,
-    PUBLISH_FAILURES,
-    RECEIVER_LAG,
-    TOKEN_REDUCTION,
-    RANK_GAP,
-    GRAD_NORM,
-    CHANGED_SHARE,
-    *dict.fromkeys(metric for metric, _ in REPORT_GAUGES.values()),
-    ROUTER_MAX_LOAD,
-    ROUTER_UNUSED_EXPERTS,
-    ROUTER_ENTROPY,
-    TOKEN_RATE,
-    PEAK_MEMORY,
-    PLANNED_MEMORY,
-    SELF_CHECKS,
-    SELF_CHECK_LOGPROB_MAX,
-    SELF_CHECK_LOGPROB_MEAN,
-    SELF_CHECK_GRADIENT,
-    SELF_CHECK_WORST_PARAMETER,
-    CHECKPOINTS,
-    RECOVERIES,
-    REPLAYED_OPERATIONS,
-    BACKEND,
+ROUTER_MAX_LOAD = _gauge(
+    "ratoon_router_max_load_ratio",
+    "Choices of a layer's busiest expert over the mean, the layer where that is most.",
+    POLICY_LABEL,
 )
+ROUTER_UNUSED_EXPERTS = _gauge(
+    "ratoon_router_unused_experts", "Experts that no token visits, of all layers.", POLICY_LABEL
+)
+ROUTER_ENTROPY = _gauge(
+    "ratoon_router_entropy",
+    "Mean entropy of a router, nats, the layer where that is least.",
+    POLICY_LABEL,
+)
+TOKEN_RATE = _gauge(
+    "ratoon_tokens_per_second", "Replicated tokens per second, newest batch.", POLICY_LABEL
+)
+PEAK_MEMORY = _gauge("ratoon_peak_memory_bytes", "Most memory that a step has taken.", POLICY_LABEL)
+PLANNED_MEMORY = _gauge(
+    "ratoon_planned_memory_bytes",
+    "Most memory of a GPU that the step was planned to take.",
+    POLICY_LABEL,
+)
+SELF_CHECKS = _counter(
+    "ratoon_self_checks_total",
+    "Rollouts run packed and alone: within the limits of rounding, or exceeded.",
+    "outcome",
+)
+SELF_CHECK_LOGPROB_MAX = _gauge(
+    "ratoon_self_check_logprob_max_difference",
+    "Largest log-prob difference in nats, packed against alone, newest self-check.",
+    POLICY_LABEL,
+)
+SELF_CHECK_LOGPROB_MEAN = _gauge(
+    "ratoon_self_check_logprob_mean_difference",
+    "Mean log-prob difference in nats, packed against alone, newest self-check.",
+    POLICY_LABEL,
+)
+SELF_CHECK_GRADIENT = _gauge(
+    "ratoon_self_check_gradient_difference_ratio",
+    "Relative gradient difference, packed against alone, newest self-check.",
+    POLICY_LABEL,
+)
+SELF_CHECK_WORST_PARAMETER = _gauge(
+    "ratoon_self_check_worst_parameter_difference_ratio",
+    "Largest relative gradient difference of a parameter, newest self-check.",
+    POLICY_LABEL,
+)
+CHECKPOINTS = _counter(
+    "ratoon_checkpoints_total",
+    "Automatic checkpoints written or failed, and any that were unusable.",
+    "outcome",
+)
+RECOVERIES = _counter(
+    "ratoon_recoveries_total",
+    "Lost workers: replayed, rebased, rolled back or stopped; lost journals: lost or adopted.",
+    "outcome",
+)
+REPLAYED_OPERATIONS = _counter(
+    "ratoon_replayed_operations_total", "Operations that a recovery has run again."
+)
+BACKEND = _gauge(
+    "ratoon_backend_info", "The kernel backend in use: 1.", POLICY_LABEL, "op", "backend"
+)
+
+
+def _declared() -> Iterator[Metric]:
+    """All metrics of this module in the order in which they are declared."""
+    for value in globals().values():
+        if isinstance(value, Metric):
+            yield value
+        elif value is REPORT_GAUGES:
+            yield from (metric for metric, _ in REPORT_GAUGES.values())
+
+
+METRICS: tuple[Metric, ...] = tuple(dict.fromkeys(_declared()))
 
 
 class MetricsSink(Protocol):

@@ -14,9 +14,8 @@ from typing import Any
 from sqlalchemy import create_engine, select
 
 from ratoon.engine.journal.codec import from_text
-from ratoon.engine.journal.records import LIFECYCLE_KINDS, JournalState, OperationRecord
-from ratoon.engine.journal.rows import to_record
-from ratoon.engine.journal.tables import OPERATIONS, POLICIES
+from ratoon.engine.journal.records import JournalState, OperationRecord
+from ratoon.engine.journal.tables import OPERATIONS, POLICIES, to_record
 from ratoon.engine.types import PolicySpec
 from tests.faults.judge.calls import Call
 
@@ -128,7 +127,7 @@ def read_journal(database: Path, policy_id: str) -> list[OperationRecord]:
                 select(OPERATIONS)
                 .where(
                     OPERATIONS.c.policy_id == policy_id,
-                    OPERATIONS.c.kind.not_in(LIFECYCLE_KINDS),
+                    OPERATIONS.c.seq.is_not(None),
                     OPERATIONS.c.seq.is_not(None),
                 )
                 .order_by(OPERATIONS.c.seq)

@@ -16,37 +16,39 @@ from functools import cached_property
 from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.commands import (
+    Command,
+    DiscardGradientsCommand,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    ImportWeightsCommand,
+    LoadCheckpointCommand,
+    OperationKey,
+    OptimStepCommand,
+    RequestKey,
+    SaveCheckpointCommand,
+    SeqKey,
+    Submission,
+    UpdateCommand,
+)
 from ratoon.engine.files.paths import policy_paths
 from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import (
-    Command,
-    DiscardGradientsCommand,
     FailedResult,
-    ForwardBackwardCommand,
-    ForwardCommand,
     ImportMode,
     ImportResult,
-    ImportWeightsCommand,
-    LoadCheckpointCommand,
     OnChangedNumerics,
     Operation,
-    OperationKey,
     OperationKind,
-    OptimStepCommand,
     PolicySpec,
     PublishConfig,
     PublishKind,
     Recovery,
     ReferencePolicy,
-    RequestKey,
-    SaveCheckpointCommand,
-    SeqKey,
     Sequencing,
     StepResult,
-    Submission,
-    UpdateCommand,
 )
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec

@@ -17,7 +17,8 @@ from contextlib import suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-from ratoon.engine.types import Operation, Submission
+from ratoon.engine.commands import Submission
+from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
 from tests.faults.venues.processes import (
     Settings,

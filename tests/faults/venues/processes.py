@@ -24,12 +24,12 @@ from ratoon.config import CheckpointConfig, HttpConfig, LimitsConfig, RatoonConf
 from ratoon.edge.budget import EdgeBounds
 from ratoon.engine.client import EngineClient
 from ratoon.engine.crash_points import make_reach
-from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, NoArchive
+from ratoon.engine.files.archive import Archive, ArchivedBodyFiles, BlobArchive
 from ratoon.engine.files.paths import BodyFiles, policy_paths
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import open_database
-from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import Acknowledgement, Policy, PolicySpec
@@ -194,7 +194,7 @@ async def _make_run(settings: Settings) -> PolicyRun:
         metrics=NoMetrics(),
         now=time.time,
     )
-    archive = BlobArchive(_Store(settings), paths) if settings.has_store else NoArchive()
+    archive = BlobArchive(_Store(settings), paths) if settings.has_store else Archive()
     return PolicyRun(
         spec=settings.spec,
         trainer=settings.trainer,

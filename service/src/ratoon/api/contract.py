@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from ratoon.edge.bodies import WITHOUT_BODY
-from ratoon.engine.types import NOBODY, Holder
+from ratoon.engine.commands import NOBODY, Holder
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.fields import http_route
 from ratoon_proto.v1 import service_pb2

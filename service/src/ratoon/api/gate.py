@@ -30,7 +30,7 @@ from ratoon.auth.access import (
 from ratoon.auth.audit import Audit, AuditEntry, AuditLog
 from ratoon.auth.rates import InFlight, Rates
 from ratoon.config import RatoonConfig
-from ratoon.engine.types import NOBODY, Holder
+from ratoon.engine.commands import NOBODY, Holder
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import service_pb2
 

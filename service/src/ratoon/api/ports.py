@@ -9,15 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ratoon.engine.types import (
-    Acknowledgement,
-    CheckpointInfo,
-    Holder,
-    Operation,
-    Policy,
-    PolicySpec,
-    Submission,
-)
+from ratoon.engine.commands import Holder, Submission
+from ratoon.engine.types import Acknowledgement, CheckpointInfo, Operation, Policy, PolicySpec
 from ratoon.metrics import Change
 from ratoon.stream.manifest import GradientManifest, WeightFile, WeightManifest
 

@@ -7,7 +7,7 @@ caller leaves, when Serve cancels the handler.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,9 @@ from ratoon.api.convert.records import write
 from ratoon.api.convert.server import server_info
 from ratoon.api.ports import Engine
 from ratoon.config import LimitsConfig
-from ratoon.engine.types import Acknowledgement, ForwardResult, Operation, Policy, Submission
+from ratoon.engine.commands import Submission
+from ratoon.engine.refusals import is_policy_replaced
+from ratoon.engine.types import Acknowledgement, ForwardResult, Operation, Policy
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
 from ratoon.stream.manifest import WeightFile
@@ -54,12 +56,17 @@ _NOT_SENT = ("made_by",)
 # Maximum age of a Health answer, and how long the engine's answer may take.
 HEALTH_S = 1.0
 HEALTH_ANSWER_S = 5.0
+# Policies that are remembered; the one that was read the longest ago is forgotten first.
+_MAX_KNOWN = 1024
 # Seconds between two messages of a watched operation.
 WATCH_INTERVAL_S = 0.25
 
 
 class PolicyService:
-    """A method per call of `ratoon.v1.PolicyService`; all raise `RatoonError`. No policy state."""
+    """A method per call of `ratoon.v1.PolicyService`; all raise `RatoonError`.
+
+    The service keeps no state of a policy but what never changes while the policy exists.
+    """
 
     def __init__(
         self, *, engine: Engine, limits: LimitsConfig, defaults: SpecDefaults, device: str
@@ -68,6 +75,8 @@ class PolicyService:
         self._limits = limits
         self._defaults = defaults
         self._device = device
+        # Loaded policies by id; all but their spec and their model's info may be outdated.
+        self._known: dict[str, Policy] = {}
         self._begun: set[asyncio.Task[Any]] = set()
         self._health: asyncio.Task[str] | None = None
         self._asked_at = 0.0
@@ -110,32 +119,27 @@ class PolicyService:
         return await self._submit_batch(request, submissions.forward)
 
     async def optim_step(self, request: service_pb2.OptimStepRequest) -> operation_pb2.Operation:
-        policy = await self._policy(request.policy_id)
-        return await self._submit(submissions.optim_step(request, policy))
+        return await self._submit_plain(request, submissions.optim_step)
 
     async def discard_gradients(
         self, request: service_pb2.DiscardGradientsRequest
     ) -> operation_pb2.Operation:
-        policy = await self._policy(request.policy_id)
-        return await self._submit(submissions.discard_gradients(request, policy))
+        return await self._submit_plain(request, submissions.discard_gradients)
 
     async def save_checkpoint(
         self, request: service_pb2.SaveCheckpointRequest
     ) -> operation_pb2.Operation:
-        policy = await self._policy(request.policy_id)
-        return await self._submit(submissions.save_checkpoint(request, policy))
+        return await self._submit_plain(request, submissions.save_checkpoint)
 
     async def load_checkpoint(
         self, request: service_pb2.LoadCheckpointRequest
     ) -> operation_pb2.Operation:
-        policy = await self._policy(request.policy_id)
-        return await self._submit(submissions.load_checkpoint(request, policy))
+        return await self._submit_plain(request, submissions.load_checkpoint)
 
     async def import_weights(
         self, request: service_pb2.ImportWeightsRequest
     ) -> operation_pb2.Operation:
-        policy = await self._policy(request.policy_id)
-        return await self._submit(submissions.import_weights(request, policy))
+        return await self._submit_plain(request, submissions.import_weights)
 
     async def upload_part(
         self, request: service_pb2.UploadPartRequest
@@ -304,8 +308,14 @@ class PolicyService:
         self._engine.record_metrics([REFUSALS.sample(1, reason, key_id)])
 
     async def _policy(self, policy_id: str) -> Policy:
-        """The current policy: a cached one may have been deleted and recreated elsewhere."""
-        return await self._engine.get_policy(matched("policy_id", policy_id, POLICY_ID))
+        """The policy as it is now, which is remembered to validate later calls."""
+        policy = await self._engine.get_policy(matched("policy_id", policy_id, POLICY_ID))
+        if policy.info is not None:
+            self._known.pop(policy_id, None)
+            self._known[policy_id] = policy
+            if len(self._known) > _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+        return policy
 
     async def _submit_batch(
         self,
@@ -314,14 +324,52 @@ class PolicyService:
             [Any, Policy, Sequence[rollout_pb2.RolloutGroup], LimitsConfig], Submission
         ],
     ) -> operation_pb2.Operation:
-        policy = await self._policy(request.policy_id)
-        groups = await self._groups(request)
-        return await self._submit(
-            await asyncio.to_thread(build, request, policy, groups, self._limits)
-        )
+        async def built(policy: Policy) -> Submission:
+            groups = await self._groups(request)
+            return await asyncio.to_thread(build, request, policy, groups, self._limits)
 
-    async def _submit(self, submission: Submission) -> operation_pb2.Operation:
-        submission = replace(submission, holder=current_holder())
+        return await self._submit(request.policy_id, built)
+
+    async def _submit_plain(
+        self, request: Any, build: Callable[[Any, Policy], Submission]
+    ) -> operation_pb2.Operation:
+        async def built(policy: Policy) -> Submission:
+            return build(request, policy)
+
+        return await self._submit(request.policy_id, built)
+
+    async def _submit(
+        self, policy_id: str, build: Callable[[Policy], Awaitable[Submission]]
+    ) -> operation_pb2.Operation:
+        """Validate a call by its policy, then submit it.
+
+        A remembered policy saves one call of the engine. What it decides never changes while the
+        policy exists, but the policy may have been deleted and created anew: so a refusal by a
+        remembered policy stands only if the policy is still the same, and the engine refuses what
+        was validated by an earlier policy of the same id.
+        """
+        known = self._known.get(matched("policy_id", policy_id, POLICY_ID))
+        policy = known or await self._policy(policy_id)
+        try:
+            submission = await build(policy)
+        except RatoonError:
+            if known is None:
+                raise
+            policy = await self._policy(policy_id)
+            if policy.created_at == known.created_at:
+                raise
+            submission = await build(policy)
+        try:
+            return await self._accepted(submission, policy)
+        except RatoonError as error:
+            if not is_policy_replaced(error):
+                raise
+        policy = await self._policy(policy_id)
+        return await self._accepted(await build(policy), policy)
+
+    async def _accepted(self, submission: Submission, policy: Policy) -> operation_pb2.Operation:
+        holder, created_at = current_holder(), policy.created_at
+        submission = replace(submission, holder=holder, policy_created_at=created_at)
         return await self._message(await self._finish(self._engine.submit(submission)))
 
     async def _groups(self, request: BatchRequest) -> Sequence[rollout_pb2.RolloutGroup]:

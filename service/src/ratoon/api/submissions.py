@@ -11,31 +11,28 @@ from typing import Protocol
 
 import numpy as np
 
-from ratoon.api.convert.checks import CHECKPOINT_ID, REQUEST_ID, at_least, matched, required
+from ratoon.api.convert.checks import CHECKPOINT_ID, at_least, matched, required
 from ratoon.api.convert.enums import from_wire
 from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.loss import loss_request, optim_request
 from ratoon.config import LimitsConfig
-from ratoon.engine.files.model_folders import plain_path
-from ratoon.engine.types import (
+from ratoon.engine.commands import (
     DiscardGradientsCommand,
     ForwardBackwardCommand,
     ForwardCommand,
-    ImportMode,
     ImportWeightsCommand,
     LoadCheckpointCommand,
     NoKey,
     OperationKey,
     OptimStepCommand,
-    Policy,
-    ReferencePolicy,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
-    Sequencing,
     Submission,
     UpdateCommand,
 )
+from ratoon.engine.files.model_folders import plain_path
+from ratoon.engine.types import ImportMode, Policy, ReferencePolicy
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
@@ -156,23 +153,17 @@ def unshared_tokens(batch: RolloutBatch) -> int:
 
 
 def operation_key(request: _Keyed, policy: Policy) -> OperationKey:
-    """The key of a sequenced call, which must be of the policy's kind of sequencing."""
-    sequencing = policy.spec.sequencing
-    match request.key.WhichOneof("key"), sequencing:
-        case "seq", Sequencing.CLIENT:
-            return SeqKey(seq=at_least("key.seq", request.key.seq, 1))
-        case "request_id", Sequencing.SERVER:
-            return RequestKey(
-                request_id=matched("key.request_id", request.key.request_id, REQUEST_ID)
-            )
-        case None, Sequencing.CLIENT:
-            raise required("key.seq", "a seq: the policy's sequencing is client")
-        case None, Sequencing.SERVER:
-            raise required("key.request_id", "a request_id: the policy's sequencing is server")
-        case "request_id", Sequencing.CLIENT:
-            raise invalid("key.request_id", "a request_id", "a seq: sequencing is client")
-        case "seq", Sequencing.SERVER:
-            raise invalid("key.seq", "a seq", "a request_id: sequencing is server")
+    """The key of a sequenced call. Raises INVALID_ARGUMENT where the policy does not take it."""
+    key: OperationKey = NoKey()
+    match request.key.WhichOneof("key"):
+        case "seq":
+            key = SeqKey(seq=request.key.seq)
+        case "request_id":
+            key = RequestKey(request_id=request.key.request_id)
+        case None:
+            pass
+    key.check(policy.spec.sequencing)
+    return key
 
 
 def model_info(policy: Policy) -> ModelInfo:

@@ -12,19 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ratoon.engine.commands import NOBODY, Holder, Submission
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.files.paths import PolicyPaths, read_result
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import (
-    NOBODY,
-    Acknowledgement,
-    CheckpointInfo,
-    Holder,
-    Operation,
-    Policy,
-    PolicySpec,
-    Submission,
-)
+from ratoon.engine.types import Acknowledgement, CheckpointInfo, Operation, Policy, PolicySpec
 from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger

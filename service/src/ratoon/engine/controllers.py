@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.turns import is_cancelled
-from ratoon.engine.refusals import overtaken
+from ratoon.engine.refusals import superseded
 from ratoon.engine.types import PolicySpec
 from ratoon.engine.worker.backends import BackendInfo
 from ratoon.engine.worker.tasks import WorkerPort
@@ -154,7 +154,7 @@ class _Kept:
         except asyncio.CancelledError:
             if not start.cancelled() or is_cancelled():
                 raise
-            raise overtaken() from None
+            raise superseded() from None
         except Exception:
             if self._start is start:
                 self._start = None  # The next caller tries again.

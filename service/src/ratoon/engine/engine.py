@@ -10,29 +10,21 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from ratoon.engine.commands import Holder, Submission
 from ratoon.engine.controllers import Cluster, Controllers
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.files.archive import ArchivedBodyFiles, open_archive
 from ratoon.engine.files.paths import BodyFiles
-from ratoon.engine.journal.checkpoints import Checkpoint
 from ratoon.engine.journal.journal import Journal, until_room
-from ratoon.engine.journal.records import LIFECYCLE_KINDS, JournalAwayError
+from ratoon.engine.journal.records import Checkpoint, JournalAwayError
 from ratoon.engine.lifecycle import Lifecycle
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.controller import Controller
+from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import (
-    Acknowledgement,
-    Holder,
-    Operation,
-    Policy,
-    PolicySpec,
-    PolicyState,
-    Submission,
-)
+from ratoon.engine.types import Acknowledgement, Operation, Policy, PolicySpec, PolicyState
 from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
@@ -150,7 +142,7 @@ class Engine:
             found = await self.get_operation(operation_id, 0.0)
             if found.state.is_final:
                 return found
-            if found.kind not in LIFECYCLE_KINDS:
+            if not found.kind.is_lifecycle:
                 raise
         raise RatoonError(ErrorCode.UNSUPPORTED, f"{found.kind} cannot be cancelled")
 

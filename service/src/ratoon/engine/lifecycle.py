@@ -19,7 +19,6 @@ from ratoon.engine.files.paths import PolicyPaths, remove_policy_files
 from ratoon.engine.journal.codec import hash_text, to_text
 from ratoon.engine.journal.journal import Journal, until_room, until_there
 from ratoon.engine.journal.records import (
-    NO_PROGRESS,
     JournalAwayError,
     JournalState,
     OperationRecord,
@@ -27,7 +26,8 @@ from ratoon.engine.journal.records import (
 )
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.admission import new_operation_id
-from ratoon.engine.policy.ledger import Ledger, LiveOperation
+from ratoon.engine.policy.queue import Ledger, LiveOperation
+from ratoon.engine.policy.views import view_of
 from ratoon.engine.refusals import (
     draining,
     operation_not_found,
@@ -196,7 +196,7 @@ class Lifecycle:
             self._policy_ids.add(spec.policy_id)
             live = self._accepted(record)
         self._spawn(self._create(spec, live))
-        return _view(live.record)
+        return view_of(live.record)
 
     async def delete_policy(self, policy_id: str) -> Operation:
         """Begin to delete a policy and all its files.
@@ -213,12 +213,12 @@ class Lifecycle:
             kind = OperationKind.DELETE_POLICY
             first = await self._journal.find_lifecycle_operation(policy_id, kind)
             if first is not None:
-                return _view(first)
+                return view_of(first)
             record = self._record(policy_id, OperationKind.DELETE_POLICY, policy_id)
             await self._journal.mark_deleting(policy_id, record)
             live = self._accepted(record)
         self._spawn(self._delete(policy_id, live))
-        return _view(live.record)
+        return view_of(live.record)
 
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
         """A lifecycle operation, once it has ended or after `wait_s` seconds.
@@ -233,17 +233,17 @@ class Lifecycle:
         while not live.is_final and clock() < deadline:
             self._check_goes_on()
             await live.wait_change(deadline - clock())
-        return _view(live.record)
+        return view_of(live.record)
 
     async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
         """A lifecycle operation once it differs from `seen`, or after `wait_s` seconds."""
         live = self._ledger.find(seen.operation_id)
         if live is None:
             return await self._past(seen.operation_id, wait_s)
-        if _view(live.record) == seen:
+        if view_of(live.record) == seen:
             self._check_goes_on()
             await live.wait_change(min(wait_s, self._limits.max_wait_s))
-        return _view(live.record)
+        return view_of(live.record)
 
     async def policy(self, policy_id: str) -> PolicyRow:
         """Raises POLICY_NOT_FOUND."""
@@ -261,7 +261,7 @@ class Lifecycle:
             raise operation_not_found(operation_id)
         if not record.state.is_final:
             await asyncio.sleep(min(wait_s, _AWAY_S))
-        return _view(record)
+        return view_of(record)
 
     def _check_goes_on(self) -> None:
         """Raises UNAVAILABLE once drained: no operation ends here any more."""
@@ -275,7 +275,7 @@ class Lifecycle:
         if first is None or row.spec != spec or row.state is PolicyState.DELETING:
             is_other = row.spec != spec
             raise policy_exists(policy_id, row.state, row.version, is_other=is_other)
-        return _view(first)
+        return view_of(first)
 
     async def _check_room(self) -> None:
         used, limit = len(await self._journal.policies()), self._limits.max_policies
@@ -318,7 +318,7 @@ class Lifecycle:
             await self._end(live, JournalState.APPLIED, EmptyResult())
 
     async def _forget_at_last(self, live: LiveOperation) -> None:
-        """The same, for as long as it takes: no caller can delete what is being created."""
+        """Retry `_forget` until it succeeds: nobody else can delete a policy that is created."""
         policy_id = live.record.policy_id
         while True:
             try:
@@ -410,36 +410,18 @@ class Lifecycle:
         live.set_record(replace(live.record, state=JournalState.APPLYING, started_at=self._now()))
 
     def _record(self, policy_id: str, kind: OperationKind, payload: str) -> OperationRecord:
-        return OperationRecord(
+        return OperationRecord.accepted(
             operation_id=new_operation_id(policy_id),
             policy_id=policy_id,
             kind=kind,
-            seq=0,
-            request_id="",
             payload_hash=hash_text(payload),
-            command=None,
-            body_digest="",
-            body_bytes=0,
-            key_id="",
-            state=JournalState.ACCEPTED,
-            choices=None,
-            result=None,
-            version=None,
-            weights_digest="",
-            numerics="",
             created_at=self._now(),
-            started_at=None,
-            finished_at=None,
         )
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _view(record: OperationRecord) -> Operation:
-    return record.to_operation(progress=NO_PROGRESS, blocked_by_seq=0)
 
 
 def _failed_for_good(error: Exception, failures: int) -> str:

@@ -66,6 +66,25 @@ def not_up(policy_id: str, reason: str) -> RatoonError:
     )
 
 
+_REPLACED_DETAIL = "policy_created_at"
+
+
+def policy_replaced(policy_id: str, created_at: float) -> RatoonError:
+    """The error for a submission that an earlier policy of the same id has validated."""
+    return RatoonError(
+        ErrorCode.UNAVAILABLE,
+        f"policy {policy_id} was deleted and created anew; ask again",
+        field="policy_id",
+        got=policy_id,
+        details={_REPLACED_DETAIL: str(created_at)},
+    )
+
+
+def is_policy_replaced(error: RatoonError) -> bool:
+    """Whether `error` is a `policy_replaced`: the submission is to be validated again."""
+    return _REPLACED_DETAIL in error.details
+
+
 def disk_fault(what: str, error: OSError) -> RatoonError:
     """Files could not be written: RESOURCE_EXHAUSTED where there is no room, else UNAVAILABLE."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -101,8 +120,8 @@ def is_out_of_memory(error: Exception) -> bool:
     return any(text in str(error) for text in _NO_MEMORY)
 
 
-def overtaken() -> RatoonError:
-    """For callers of a controller that was replaced."""
+def superseded() -> RatoonError:
+    """The error for callers of a controller that a newer one has replaced."""
     return RatoonError(ErrorCode.UNAVAILABLE, "another controller took over; ask again")
 
 

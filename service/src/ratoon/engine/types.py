@@ -14,16 +14,14 @@ from ratoon.model.spec import ModelInfo, ModelSpec
 from ratoon.train.config import (
     DEFAULT_GUARD,
     AdamWConfig,
-    LossRequest,
     NumericsGuard,
-    OptimRequest,
     ParallelLayout,
 )
 from ratoon.train.report.step_report import StepReport
 
 if TYPE_CHECKING:
     # Workers have no settings: they import no pydantic.
-    from ratoon.config import KeyLimits
+    pass
 
 
 class Sequencing(StrEnum):
@@ -125,6 +123,11 @@ class OperationKind(StrEnum):
     LOAD_CHECKPOINT = "load_checkpoint"
     IMPORT_WEIGHTS = "import_weights"
 
+    @property
+    def is_lifecycle(self) -> bool:
+        """Whether it creates or deletes a policy; such an operation has no command and no seq."""
+        return self in (OperationKind.CREATE_POLICY, OperationKind.DELETE_POLICY)
+
 
 class OperationState(StrEnum):
     QUEUED = "queued"
@@ -136,127 +139,6 @@ class OperationState(StrEnum):
     @property
     def is_final(self) -> bool:
         return self in (OperationState.DONE, OperationState.FAILED, OperationState.CANCELLED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeqKey:
-    """Client sequencing: seqs are contiguous from 1."""
-
-    seq: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestKey:
-    """Server sequencing: the caller's own idempotency key."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoKey:
-    """Not sequenced: a Forward that reads the newest version."""
-
-
-OperationKey = SeqKey | RequestKey | NoKey
-
-
-# Commands: what an operation asks of the worker. `body` is the serialized RolloutBatch
-# (`rollout.serial`), written as a file beside the journal and named by `body_digest` in it.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateCommand:
-    loss: LossRequest
-    optim: OptimRequest
-    expected_version: int | None
-    body_digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBackwardCommand:
-    loss: LossRequest
-    expected_version: int | None
-    body_digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimStepCommand:
-    optim: OptimRequest
-    expected_version: int | None
-    # Empty: the whole window, none of whose operations may have failed.
-    include_seqs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiscardGradientsCommand:
-    pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardCommand:
-    with_entropy: bool
-    use_reference: bool
-    expected_version: int | None
-    body_digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveCheckpointCommand:
-    # "": named after seq and version.
-    checkpoint_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadCheckpointCommand:
-    checkpoint_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportWeightsCommand:
-    # Relative to the models root.
-    folder: str
-    mode: ImportMode
-    reset_optimizer: bool
-    expected_version: int | None
-
-
-Command = (
-    UpdateCommand
-    | ForwardBackwardCommand
-    | OptimStepCommand
-    | DiscardGradientsCommand
-    | ForwardCommand
-    | SaveCheckpointCommand
-    | LoadCheckpointCommand
-    | ImportWeightsCommand
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """The API key that an operation belongs to. `key_id` "": none; `limits` do not apply then."""
-
-    key_id: str
-    limits: KeyLimits | None
-
-
-NOBODY = Holder(key_id="", limits=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """One sequenced call, validated: what the controller accepts, journals and hashes.
-
-    `body` is b"" for commands without a batch. The payload hash covers command and body, not the
-    key. `num_tokens` counts prompt and response of each rollout alone.
-    """
-
-    policy_id: str
-    key: OperationKey
-    command: Command
-    body: bytes
-    num_tokens: int = 0
-    holder: Holder = NOBODY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ UPLOAD_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # Not "." or "..": a checkpoint is a folder of that name.
 CHECKPOINT_ID = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,64}")
 RECEIVER_ID = re.compile(r"[a-zA-Z0-9._-]{1,64}")
-REQUEST_ID = re.compile(r"[a-zA-Z0-9._:-]{1,128}")
 OPERATION_ID = re.compile(r"[a-zA-Z0-9._:-]{1,128}")
 # xxh3-128 in hexadecimal.
 DIGEST = re.compile(r"[0-9a-f]{32}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -29,97 +29,51 @@ _TIMEOUT_S = 30.0
 _MAX_DELETIONS = 65_536
 
 
-class Archive(Protocol):
-    """Copies of a policy's files in an object store.
+class Archive:
+    """Copies of a policy's files; this class keeps none, as the local disk has the only copy.
 
-    Methods raise UNAVAILABLE if the store does not answer, except `start` and `drop_*`, which retry
-    at the next start.
+    Methods raise UNAVAILABLE where the store does not answer, except `start` and the drops, whose
+    work the next start does.
     """
 
     async def start(self) -> None:
         """Remove what interrupted writers left."""
-        ...
 
     async def stop(self) -> None:
-        """Begin no more deletions, and wait for the running one."""
-        ...
+        """Begin no more deletions, and wait for the one under way."""
 
     def abandon(self) -> None:
-        """Stop without waiting."""
-        ...
+        """Begin no more deletions."""
 
-    async def keep_body(self, digest: str, body: bytes) -> None: ...
+    async def keep_body(self, digest: str, body: bytes) -> None:
+        """Copy a body."""
 
     def drop_body(self, digest: str) -> None:
-        """Delete the body in the background."""
-        ...
+        """Delete a body in the background."""
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
         """Restore bodies that the disk lacks and the archive has."""
-        ...
-
-    async def body_names(self) -> frozenset[str]: ...
-
-    async def keep_checkpoint(self, checkpoint_id: str) -> None:
-        """Copy a checkpoint that is not journaled yet, replacing any of the same name."""
-        ...
-
-    def drop_checkpoint(self, checkpoint_id: str) -> None:
-        """Delete the checkpoint in the background."""
-        ...
-
-    async def restore_checkpoint(self, checkpoint_id: str) -> None:
-        """Restore a missing checkpoint, if the archive has it whole; "": there is none."""
-        ...
-
-    async def checkpoint_names(self) -> frozenset[str]: ...
-
-    async def forget(self) -> None:
-        """Delete everything of the policy. Raises UNAVAILABLE."""
-        ...
-
-
-class NoArchive:
-    """No archive: the local disk has the only copy."""
-
-    async def start(self) -> None:
-        """Does nothing."""
-
-    async def stop(self) -> None:
-        """Does nothing."""
-
-    def abandon(self) -> None:
-        """Does nothing."""
-
-    async def keep_body(self, digest: str, body: bytes) -> None:
-        """Does nothing."""
-
-    def drop_body(self, digest: str) -> None:
-        """Does nothing."""
-
-    async def restore_bodies(self, digests: Collection[str]) -> None:
-        """Does nothing."""
 
     async def body_names(self) -> frozenset[str]:
         return frozenset()
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
-        """Does nothing."""
+        """Copy a checkpoint that is not journaled yet, replacing any of the same name."""
 
     def drop_checkpoint(self, checkpoint_id: str) -> None:
-        """Does nothing."""
+        """Delete a checkpoint in the background."""
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
-        """Does nothing."""
+        """Restore a missing checkpoint, if the archive has it whole; "": there is none."""
 
     async def checkpoint_names(self) -> frozenset[str]:
         return frozenset()
 
     async def forget(self) -> None:
-        """Does nothing."""
+        """Delete all copies. Raises UNAVAILABLE."""
 
 
-class BlobArchive:
+class BlobArchive(Archive):
     """An archive in an object store, or any other `Blobs`."""
 
     def __init__(self, blobs: Blobs, paths: PolicyPaths) -> None:
@@ -250,7 +204,7 @@ class _Deletions:
             pass
 
     def abandon(self) -> None:
-        """Stop without waiting."""
+        """Begin no more deletions."""
         self._waiting.clear()
 
     async def _run(self) -> None:
@@ -313,8 +267,8 @@ class ArchivedBodyFiles(BodyFiles):
 
 
 def open_archive(storage_url: str, paths: PolicyPaths) -> Archive:
-    """Archive of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
-    return BlobArchive(open_store(storage_url), paths) if storage_url else NoArchive()
+    """The archive of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
+    return BlobArchive(open_store(storage_url), paths) if storage_url else Archive()
 
 
 def check_store(storage_url: str) -> None:

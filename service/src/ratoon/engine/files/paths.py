@@ -37,7 +37,7 @@ class PolicyPaths:
 
     root: Path
     weights: Path
-    # Folder that all policies may read, with the model folders that callers name.
+    # All policies may read it; the model folders that callers name are below it.
     models_root: Path
 
     @property
@@ -58,22 +58,22 @@ class PolicyPaths:
 
     @property
     def position(self) -> Path:
-        """File that says how far the journal had come: see `files.position`."""
+        """How far the journal had come: see `files.losses`."""
         return self.root / "position"
 
     @property
     def loss(self) -> Path:
-        """File that says what the journal lost, while its policy is refused: see `files.losses`."""
+        """The journal's loss, while its policy is refused for it: see `files.losses`."""
         return self.root / "loss.json"
 
     @property
     def decision(self) -> Path:
-        """File with the operator's decision about the loss."""
+        """The operator's decision about the loss."""
         return self.root / "decision.json"
 
     @property
     def set_aside(self) -> Path:
-        """Folder of files that starts moved away instead of deleting. Only operators remove it."""
+        """Files that starts moved away instead of deleting them. Only operators remove them."""
         return self.root / "set-aside"
 
     @property
@@ -123,7 +123,7 @@ def make_policy_folders(paths: PolicyPaths) -> None:
 
 
 def policy_leftovers(paths: PolicyPaths) -> list[Path]:
-    """Paths that crashed writers left in the folders."""
+    """Temporary files that crashed writers left in the folders."""
     folders = (paths.root, *paths.folders)
     return [path for folder in folders for path in find_leftovers(folder)]
 

@@ -16,26 +16,18 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, cast
 
+from ratoon.engine.commands import COMMANDS, Command
 from ratoon.engine.types import (
     CheckpointInfo,
-    Command,
-    DiscardGradientsCommand,
     EmptyResult,
     FailedResult,
-    ForwardBackwardCommand,
-    ForwardCommand,
     ForwardResult,
     ImportResult,
-    ImportWeightsCommand,
-    LoadCheckpointCommand,
-    OptimStepCommand,
     Policy,
     PolicyResult,
     PolicySpec,
     PublishConfig,
-    SaveCheckpointCommand,
     StepResult,
-    UpdateCommand,
 )
 from ratoon.engine.worker.tasks import Choices
 from ratoon.model.spec import (
@@ -85,14 +77,7 @@ TAGS: dict[str, type] = {
     "tuning.lora": LoraTuning,
     "adamw": AdamWConfig,
     "numerics_guard": NumericsGuard,
-    "command.update": UpdateCommand,
-    "command.forward_backward": ForwardBackwardCommand,
-    "command.optim_step": OptimStepCommand,
-    "command.discard_gradients": DiscardGradientsCommand,
-    "command.forward": ForwardCommand,
-    "command.save_checkpoint": SaveCheckpointCommand,
-    "command.load_checkpoint": LoadCheckpointCommand,
-    "command.import_weights": ImportWeightsCommand,
+    **{f"command.{command.kind}": command for command in COMMANDS},
     "choices": Choices,
     "plan": UpdatePlan,
     "micro_batch": MicroBatch,
@@ -200,7 +185,9 @@ def _names(cls: type) -> tuple[str, ...]:
 
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    """The types of a class's fields; its class attributes are not stored."""
+    hints = typing.get_type_hints(cls)
+    return {name: hints[name] for name in _names(cls)}
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:

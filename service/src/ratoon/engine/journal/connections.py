@@ -1,7 +1,8 @@
 """Connections to the journal's database: SQLite or PostgreSQL, by URL, durable at each commit.
 
 What a transaction wrote survives a power cut once its commit returns, and what it read under `FOR
-UPDATE` cannot change before then.
+UPDATE` cannot change before then. An upgrade of the schema is one transaction, run by one process
+at a time: it happens whole or not at all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import (
     URL,
     Connection,
@@ -20,7 +25,9 @@ from sqlalchemy import (
     ExceptionContext,
     create_engine,
     event,
+    func,
     make_url,
+    select,
     text,
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
@@ -61,6 +68,9 @@ _CONNECT = {
     "keepalives_count": 4,
     "tcp_user_timeout": 30_000,
 }
+_FOLDER = Path(__file__).parent / "migrations"
+# PostgreSQL's advisory lock for upgrades; any number that nobody else uses.
+_LOCK = 0x7261746F6F6E
 
 
 def connect(url: str) -> Engine:
@@ -263,3 +273,39 @@ def _is_refused(error: psycopg.OperationalError) -> bool:
     """A server that is starting or stopping says: the database system is ..."""
     reason = str(error)
     return "FATAL" in reason and "database system is" not in reason
+
+
+def upgrade(engine: Engine) -> None:
+    """Run the missing revisions, if any.
+
+    Raises UNSUPPORTED, changing nothing, for a revision that this version of Ratoon does not know.
+    """
+    with engine.begin() as connection:
+        if connection.dialect.name == "postgresql":
+            # However long another upgrade, or a large table, takes.
+            connection.execute(text("SET LOCAL lock_timeout = 0"))
+            connection.execute(text("SET LOCAL statement_timeout = 0"))
+            connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+        config = Config()
+        # ConfigParser interpolates percent signs.
+        config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
+        config.attributes["connection"] = connection
+        revision = MigrationContext.configure(connection).get_current_revision()
+        if revision is not None:
+            _check_known(config, revision)
+        command.upgrade(config, "head")
+
+
+def _check_known(config: Config, revision: str) -> None:
+    scripts = ScriptDirectory.from_config(config)
+    if revision in {script.revision for script in scripts.walk_revisions()}:
+        return
+    newest = scripts.get_current_head()
+    raise RatoonError(
+        ErrorCode.UNSUPPORTED,
+        f"database_url: the database's schema is revision {revision}, this version of Ratoon knows "
+        f"revisions up to {newest}: start the version that wrote it, or a newer one",
+        field="database_url",
+        got=revision,
+        expected=f"at most {newest}",
+    )

@@ -15,38 +15,40 @@ from typing import Any
 from sqlalchemy import Connection, Engine, and_, delete, or_, select
 from sqlalchemy.exc import IntegrityError
 
-from ratoon.engine.journal.checkpoints import (
-    NO_RECOVERY,
-    Checkpoint,
-    Covered,
-    first_uncovered_seq,
-    kept_checkpoints,
-)
 from ratoon.engine.journal.codec import to_text
 from ratoon.engine.journal.connections import timeline_of
 from ratoon.engine.journal.records import (
-    LIFECYCLE_KINDS,
+    NO_RECOVERY,
+    Checkpoint,
+    Covered,
     JournalAwayError,
     JournalState,
     OperationEnd,
     OperationRecord,
     RollBack,
+    first_uncovered_seq,
+    kept_checkpoints,
 )
 from ratoon.engine.journal.rollback import lost_records, rolled_back
-from ratoon.engine.journal.rows import (
+from ratoon.engine.journal.sealed import insert_row, lock_row, update_row, update_rows
+from ratoon.engine.journal.tables import (
+    CHECKPOINTS,
+    NUMERICS,
+    OPERATIONS,
+    POLICIES,
     insert_checkpoint,
+    is_before,
+    last_token,
+    next_token,
     select_checkpoints,
     select_operations,
+    set_last_token,
     set_operation,
     to_columns,
 )
-from ratoon.engine.journal.sealed import insert_row, lock_row, update_row, update_rows
-from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
-from ratoon.engine.journal.tokens import is_before, last_token, next_token, set_last_token
 from ratoon.engine.refusals import operation_not_found, policy_not_found
 from ratoon.engine.types import PolicyState
-from ratoon.engine.worker.numerics import Numerics
-from ratoon.engine.worker.tasks import FencedError
+from ratoon.engine.worker.tasks import FencedError, Numerics
 from ratoon.model.spec import ModelInfo
 
 _FINAL = tuple(state for state in JournalState if state.is_final)
@@ -252,7 +254,7 @@ class FencedStore:
         """
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
-            is_sequenced = OPERATIONS.c.kind.not_in(LIFECYCLE_KINDS)
+            is_sequenced = OPERATIONS.c.seq.is_not(None)
             is_concerned = or_(
                 OPERATIONS.c.state.not_in(_FINAL),
                 and_(

@@ -90,7 +90,7 @@ def _awaited(
 
 
 class Journal:
-    """What is durably known of policies and operations; docstrings are those of the store.
+    """Durable knowledge of policies and operations; the store documents each method.
 
     Writes of controllers carry their fencing token and raise `FencedError` where a newer one is
     known. They are durable when they return, and idempotent. All methods raise `JournalAwayError`
@@ -158,7 +158,7 @@ async def until_there(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def until_room(call: Callable[[], Awaitable[T]]) -> T:
-    """The same, and retry while a disk is full: accepted work waits for space."""
+    """Retry until the database answers and a disk has room: accepted work waits for space."""
     while True:
         try:
             return await until_there(call)

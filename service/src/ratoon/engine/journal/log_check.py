@@ -58,7 +58,7 @@ def check_log(database: Path) -> None:
 
 
 def find_damage(data: bytes) -> str:
-    """What is wrong with a log; "": nothing that a power cut would not explain."""
+    """The fault of a log; "": nothing that a power cut would not explain."""
     log = _parse(data)
     if log is None:
         return ""
@@ -72,7 +72,7 @@ def find_damage(data: bytes) -> str:
 
 
 def _parse(data: bytes) -> _Log | None:
-    """None: the log has no frames."""
+    """Read a log; None: it has no frames."""
     if len(data) < _HEADER.size:
         return None
     magic, _, page_bytes, _, *salts, sum1, sum2 = _HEADER.unpack_from(data)

@@ -1,7 +1,10 @@
-"""The journal's nouns: what is durably known of a policy and of each of its operations.
+"""The journal's nouns: durable knowledge of a policy, its operations and its checkpoints.
 
 A record is written twice: accepted, then applied, failed or cancelled, and never back. Only applied
 ones changed weights. That an operation is running is known in memory only.
+
+Ids of automatic checkpoints start with `AUTOMATIC_PREFIX`, which is refused to callers. They are
+deleted once recovery no longer needs them; a caller's checkpoint lives as long as its policy.
 """
 
 from __future__ import annotations
@@ -9,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ratoon.engine.commands import Command, Effect, effect_of
 from ratoon.engine.files.paths import PolicyPaths
-from ratoon.engine.journal.checkpoints import Checkpoint
 from ratoon.engine.types import (
-    Command,
+    CheckpointInfo,
     ForwardResult,
     Operation,
     OperationKind,
@@ -24,24 +27,13 @@ from ratoon.engine.types import (
     Progress,
     StepResult,
 )
-from ratoon.engine.worker.numerics import Numerics
-from ratoon.engine.worker.tasks import Choices, Task
+from ratoon.engine.worker.tasks import Choices, Numerics, Task
+from ratoon.errors import invalid
 from ratoon.model.spec import ModelInfo
 
-# Lifecycle operations create or delete a policy and are not sequenced.
-LIFECYCLE_KINDS = (OperationKind.CREATE_POLICY, OperationKind.DELETE_POLICY)
-
-# Operations that close a window when applied.
-CLOSING_KINDS = (
-    OperationKind.UPDATE,
-    OperationKind.OPTIM_STEP,
-    OperationKind.DISCARD_GRADIENTS,
-    OperationKind.LOAD_CHECKPOINT,
-    OperationKind.IMPORT_WEIGHTS,
-)
-
-# Operations that change weights or gradients; recovery skips all others.
-RUN_KINDS = (*CLOSING_KINDS, OperationKind.FORWARD_BACKWARD)
+AUTOMATIC_PREFIX = "auto-"
+# `replay_from_seq` of a checkpoint past which its policy was rolled back.
+NO_RECOVERY = 0
 
 
 class JournalAwayError(Exception):
@@ -50,7 +42,7 @@ class JournalAwayError(Exception):
 
 class JournalState(StrEnum):
     ACCEPTED = "accepted"
-    # In memory only: the journal has such an operation as accepted.
+    # This state is in memory only: the journal has such an operation as accepted.
     APPLYING = "applying"
     APPLIED = "applied"
     FAILED = "failed"
@@ -77,6 +69,7 @@ _PUBLIC = {
     JournalState.LOST: OperationState.FAILED,
 }
 
+
 NO_PROGRESS = Progress()
 
 
@@ -91,26 +84,64 @@ class OperationRecord:
     seq: int
     request_id: str
     payload_hash: str
-    # None: lifecycle operations, and records that nothing will replay.
+    # It is None in lifecycle operations, and in records that nothing will replay.
     command: Command | None
     body_digest: str
     body_bytes: int
     # The API key that it counts against while open; "": none.
     key_id: str
     state: JournalState
-    # None: not applied, or nothing will replay it.
+    # They are None where the operation was not applied, or nothing will replay it.
     choices: Choices | None
     result: OperationResult | None
     # The policy's version once applied. Of a lost one: the version that the policy went on from
     # after it, with no window open; None: with one open, or from a later one.
     version: int | None
-    # Of weights, moments and counters, after the operation.
+    # Digest of weights, moments and counters after the operation.
     weights_digest: str
     # Digest of the `Numerics` that it ran under.
     numerics: str
     created_at: float
     started_at: float | None
     finished_at: float | None
+
+    @classmethod
+    def accepted(
+        cls,
+        *,
+        operation_id: str,
+        policy_id: str,
+        kind: OperationKind,
+        payload_hash: str,
+        created_at: float,
+    ) -> OperationRecord:
+        """The record of a lifecycle operation that is accepted; all others have a command too."""
+        return cls(
+            operation_id=operation_id,
+            policy_id=policy_id,
+            kind=kind,
+            seq=0,
+            request_id="",
+            payload_hash=payload_hash,
+            command=None,
+            body_digest="",
+            body_bytes=0,
+            key_id="",
+            state=JournalState.ACCEPTED,
+            choices=None,
+            result=None,
+            version=None,
+            weights_digest="",
+            numerics="",
+            created_at=created_at,
+            started_at=None,
+            finished_at=None,
+        )
+
+    @property
+    def effect(self) -> Effect:
+        """The effect that the operation has once it is applied."""
+        return effect_of(self.kind)
 
     def to_operation(self, *, progress: Progress, blocked_by_seq: int) -> Operation:
         """The handle as callers see it."""
@@ -215,7 +246,7 @@ class RollBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHistory:
-    """What a starting controller reads: the policy and its records since the last closed window.
+    """A starting controller reads this: the policy and its records since the last closed window.
 
     `closed`: the operation that closed it. Commands and choices are kept from `kept_from_seq` on.
     Checkpoints are in seq order.
@@ -239,3 +270,57 @@ def ended_progress(result: OperationResult | None) -> Progress:
         tokens_per_second=report.tokens_per_second or 0.0,
         eta_s=0.0,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """`weights_digest`: of the saved state; "": not known."""
+
+    info: CheckpointInfo
+    weights_digest: str
+
+    @property
+    def is_automatic(self) -> bool:
+        return self.info.checkpoint_id.startswith(AUTOMATIC_PREFIX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Covered:
+    """Files that a checkpoint made superfluous: bodies (operation id, digest), checkpoints by id.
+
+    `position`: the policy's, by which files are deleted that an earlier journal would still need.
+    """
+
+    bodies: tuple[tuple[str, str], ...]
+    checkpoint_ids: tuple[str, ...]
+    position: int
+
+
+def automatic_id(seq: int, token: int) -> str:
+    """Id of the automatic checkpoint at `seq` by the controller with this fencing token.
+
+    The token makes it unique, so no controller deletes another's checkpoint.
+    """
+    return f"{AUTOMATIC_PREFIX}{seq}-{token}"
+
+
+def check_own_id(checkpoint_id: str) -> None:
+    """Raises INVALID_ARGUMENT for an id that callers may not use."""
+    if checkpoint_id.startswith(AUTOMATIC_PREFIX):
+        raise invalid("checkpoint_id", checkpoint_id, f"a name without {AUTOMATIC_PREFIX} in front")
+
+
+def kept_checkpoints(checkpoints: tuple[Checkpoint, ...], keep: int) -> tuple[Checkpoint, ...]:
+    """The newest `keep` of `checkpoints`, which are in seq order: recovery may begin at these."""
+    assert keep >= 1
+    return checkpoints[-keep:]
+
+
+def first_uncovered_seq(checkpoints: tuple[Checkpoint, ...], keep: int) -> int:
+    """The lowest seq that a recovery from the newest `keep` checkpoints (in seq order) may replay.
+
+    With fewer checkpoints it may begin at the initial weights, so nothing is covered.
+    """
+    if len(checkpoints) < keep:
+        return 1
+    return min(c.info.replay_from_seq for c in kept_checkpoints(checkpoints, keep))

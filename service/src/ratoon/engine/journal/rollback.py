@@ -10,27 +10,18 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ratoon.engine.journal.checkpoints import Checkpoint
-from ratoon.engine.journal.records import JournalState, OperationRecord, RollBack
+from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, RollBack
 from ratoon.engine.types import FailedResult, OperationKind
 from ratoon.errors import ErrorCode, RatoonError
-
-# Applied after the checkpoint, these changed weights that are now lost.
-_LOST_KINDS = (
-    OperationKind.UPDATE,
-    OperationKind.OPTIM_STEP,
-    OperationKind.LOAD_CHECKPOINT,
-    OperationKind.IMPORT_WEIGHTS,
-)
 
 
 def rolled_back(record: OperationRecord, roll_back: RollBack) -> OperationRecord | None:
     """The record after the rollback; None: unchanged."""
     if not record.state.is_final:
         return _failed(record, roll_back, _lost(record, roll_back, "was not applied"))
-    if record.kind is OperationKind.FORWARD_BACKWARD and record.seq >= roll_back.replay_from_seq:
+    if record.effect.adds_to_window and record.seq >= roll_back.replay_from_seq:
         return _failed(record, roll_back, _lost(record, roll_back, "lost its gradients"))
-    if record.kind in _LOST_KINDS and record.seq > roll_back.seq:
+    if record.effect.changes_weights and record.seq > roll_back.seq:
         was = f"was applied as version {record.version} and rolled back"
         return _failed(record, roll_back, _lost(record, roll_back, was))
     return None
@@ -53,7 +44,7 @@ def lost_records(
     has_open_window = info.replay_from_seq <= info.seq
     for seq in range(closed_seq + 1, info.seq + 1):
         record = records.get(seq)
-        is_gradient = record is not None and record.kind is OperationKind.FORWARD_BACKWARD
+        is_gradient = record is not None and record.effect.adds_to_window
         is_last = seq == info.seq
         if record is not None and record.state.is_final and not (is_gradient or is_last):
             continue
@@ -71,27 +62,14 @@ def lost_records(
 
 def _unknown(policy_id: str, seq: int, now: float) -> OperationRecord:
     """An operation of which the journal has lost everything, its kind too."""
-    return OperationRecord(
+    record = OperationRecord.accepted(
         operation_id=f"{policy_id}.{uuid.uuid4().hex}",
         policy_id=policy_id,
         kind=OperationKind.FORWARD_BACKWARD,
-        seq=seq,
-        request_id="",
         payload_hash="",
-        command=None,
-        body_digest="",
-        body_bytes=0,
-        key_id="",
-        state=JournalState.LOST,
-        choices=None,
-        result=None,
-        version=None,
-        weights_digest="",
-        numerics="",
         created_at=now,
-        started_at=None,
-        finished_at=now,
     )
+    return replace(record, seq=seq, state=JournalState.LOST, finished_at=now)
 
 
 def _unknown_end(seq: int, checkpoint: Checkpoint) -> RatoonError:

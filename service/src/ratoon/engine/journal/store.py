@@ -13,17 +13,21 @@ from contextlib import closing
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, func, or_, select
 from sqlalchemy.exc import IntegrityError
 
-from ratoon.engine.journal.checkpoints import Checkpoint
+from ratoon.engine.commands import NoKey, OperationKey, RequestKey, SeqKey, effect_of
 from ratoon.engine.journal.codec import to_text
 from ratoon.engine.journal.records import (
-    CLOSING_KINDS,
-    LIFECYCLE_KINDS,
+    Checkpoint,
     JournalState,
     OperationRecord,
     PolicyHistory,
     PolicyRow,
 )
-from ratoon.engine.journal.rows import (
+from ratoon.engine.journal.sealed import insert_row, verified
+from ratoon.engine.journal.tables import (
+    CHECKPOINTS,
+    NUMERICS,
+    OPERATIONS,
+    POLICIES,
     require_policy,
     select_checkpoints,
     select_operation,
@@ -35,22 +39,13 @@ from ratoon.engine.journal.rows import (
     to_policy,
     to_record,
 )
-from ratoon.engine.journal.sealed import insert_row, verified
-from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
 from ratoon.engine.refusals import policy_not_ready
-from ratoon.engine.types import (
-    NoKey,
-    OperationKey,
-    OperationKind,
-    OperationResult,
-    PolicySpec,
-    PolicyState,
-    RequestKey,
-    SeqKey,
-)
+from ratoon.engine.types import OperationKind, OperationResult, PolicySpec, PolicyState
 from ratoon.errors import ErrorCode, RatoonError
 
 _FINAL = tuple(state for state in JournalState if state.is_final)
+_LIFECYCLE = tuple(kind for kind in OperationKind if kind.is_lifecycle)
+_CLOSING = tuple(kind for kind in OperationKind if effect_of(kind).closes_window)
 
 
 class SqlStore:
@@ -147,7 +142,7 @@ class SqlStore:
         with self._engine.begin() as connection:
             connection.execute(
                 delete(OPERATIONS).where(
-                    OPERATIONS.c.kind.in_(LIFECYCLE_KINDS),
+                    OPERATIONS.c.kind.in_(_LIFECYCLE),
                     OPERATIONS.c.finished_at < before,
                     OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
                 )
@@ -157,7 +152,7 @@ class SqlStore:
         """Records since the last closed window, and the checkpoints, in seq order."""
         with self._engine.begin() as connection:
             policy = require_policy(connection, policy_id)
-            is_closing = OPERATIONS.c.kind.in_(CLOSING_KINDS)
+            is_closing = OPERATIONS.c.kind.in_(_CLOSING)
             closes = or_(
                 and_(is_closing, OPERATIONS.c.state == JournalState.APPLIED),
                 and_(OPERATIONS.c.version.is_not(None), OPERATIONS.c.state == JournalState.LOST),
@@ -231,7 +226,7 @@ class SqlStore:
         with self._engine.begin() as connection:
             rows = connection.execute(
                 select(OPERATIONS).where(
-                    OPERATIONS.c.kind.in_(LIFECYCLE_KINDS),
+                    OPERATIONS.c.kind.in_(_LIFECYCLE),
                     OPERATIONS.c.state.not_in(_FINAL),
                     OPERATIONS.c.policy_id.not_in(select(POLICIES.c.policy_id)),
                 )
@@ -261,7 +256,7 @@ def _life(policy_id: str, kind: OperationKind) -> ColumnElement[bool]:
     """Matches the policy's CreatePolicy, or its open DeletePolicy."""
     return and_(
         OPERATIONS.c.policy_id == policy_id,
-        OPERATIONS.c.seq.is_(None),  # For the index.
+        OPERATIONS.c.seq.is_(None),  # It makes the query use the index.
         OPERATIONS.c.kind == kind,
         or_(
             OPERATIONS.c.kind == OperationKind.CREATE_POLICY,

@@ -1,36 +1,64 @@
-"""The journal's tables, for SQLite and PostgreSQL alike, and opening their database.
+"""The journal's tables, for SQLite and PostgreSQL alike, and its values as their rows.
 
 Values that are only read back whole are JSON text columns; bodies are files, never columns.
 (policy_id, seq) and (policy_id, request_id) are unique. The newest revision of `migrations` must
-leave exactly these tables.
+leave exactly these tables. A record written and read again is equal, or refused as damaged
+(`sealed.DamagedRowError`).
+
+Fencing tokens are integers that only grow, across policies, deletions and database failovers. Their
+upper bits are PostgreSQL's timeline, which each promotion of a standby raises. So a token whose
+commit was lost in a failover is never given again, and older tokens are recognised.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from functools import lru_cache
+from typing import Any, cast
+
 from sqlalchemy import (
     BigInteger,
     Column,
+    ColumnElement,
+    Connection,
     Engine,
     Float,
     Index,
     Integer,
     MetaData,
+    RowMapping,
     String,
     Table,
     Text,
     UniqueConstraint,
+    select,
 )
 from sqlalchemy.exc import OperationalError
 
-from ratoon.engine.journal.connections import connect, is_server_away
-from ratoon.engine.journal.migrate import upgrade
-from ratoon.engine.journal.sealed import DIGEST, check_all
+from ratoon.engine.commands import Command
+from ratoon.engine.journal.codec import from_text, to_text
+from ratoon.engine.journal.connections import connect, is_server_away, upgrade
+from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyRow
+from ratoon.engine.journal.sealed import DIGEST, check_all, insert_row, update_rows, verified
+from ratoon.engine.refusals import policy_not_found
+from ratoon.engine.types import (
+    CheckpointInfo,
+    OperationKind,
+    OperationResult,
+    PolicySpec,
+    PolicyState,
+)
+from ratoon.engine.worker.tasks import Choices
 from ratoon.log import get_logger
+from ratoon.model.spec import ModelInfo
 
 _LOG = get_logger("store")
 METADATA = MetaData()
 # Versions, seqs and bytes. SQLite's own integers have 64 bits.
 _WIDE = BigInteger().with_variant(Integer, "sqlite")
+_TIMELINE_BITS = 32
+_NAME = "last"
 
 
 def _digest() -> Column[str]:
@@ -59,6 +87,7 @@ POLICIES = Table(
     _digest(),
 )
 
+
 # No foreign key to policies: the record of a DeletePolicy outlives its policy.
 OPERATIONS = Table(
     "operations",
@@ -77,7 +106,7 @@ OPERATIONS = Table(
     Column("choices", Text),
     Column("result", Text),
     Column("version", _WIDE),
-    # Of weights, moments and counters, after the operation.
+    # Digest of weights, moments and counters after the operation.
     Column("weights_digest", String(64), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
@@ -88,8 +117,12 @@ OPERATIONS = Table(
     UniqueConstraint("policy_id", "seq"),
     UniqueConstraint("policy_id", "request_id"),
 )
-# Those that may run or be replayed: few, however many a policy has had.
+
+
+# Operations that may run or be replayed: few, however many a policy has had.
 _IS_KEPT = OPERATIONS.c.command.is_not(None)
+
+
 Index(
     "operations_kept",
     OPERATIONS.c.policy_id,
@@ -97,6 +130,7 @@ Index(
     sqlite_where=_IS_KEPT,
     postgresql_where=_IS_KEPT,
 )
+
 
 CHECKPOINTS = Table(
     "checkpoints",
@@ -112,6 +146,7 @@ CHECKPOINTS = Table(
     _digest(),
 )
 
+
 # One row: the last fencing token given to any policy's controller.
 TOKENS = Table(
     "tokens",
@@ -121,7 +156,8 @@ TOKENS = Table(
     _digest(),
 )
 
-# What the bits of operations depend on besides journal and plan, by its digest.
+
+# Numerics, on which bits depend besides journal and plan, by their digest.
 NUMERICS = Table(
     "numerics",
     METADATA,
@@ -153,3 +189,140 @@ def await_database(url: str) -> Engine:
             if not is_server_away(err):
                 raise
             _LOG.warning("still waiting for the database", reason=str(err.orig))
+
+
+def select_policy(connection: Connection, policy_id: str) -> PolicyRow | None:
+    query = select(POLICIES).where(POLICIES.c.policy_id == policy_id).with_for_update()
+    row = connection.execute(query).mappings().first()
+    return None if row is None else to_policy(row)
+
+
+def require_policy(connection: Connection, policy_id: str) -> PolicyRow:
+    policy = select_policy(connection, policy_id)
+    if policy is None:
+        raise policy_not_found(policy_id)
+    return policy
+
+
+def select_operation(
+    connection: Connection, condition: ColumnElement[bool]
+) -> OperationRecord | None:
+    row = connection.execute(select(OPERATIONS).where(condition)).mappings().first()
+    return None if row is None else to_record(row)
+
+
+def select_operations(
+    connection: Connection, policy_id: str, *conditions: ColumnElement[bool]
+) -> tuple[OperationRecord, ...]:
+    """Matching operations in seq order."""
+    query = select(OPERATIONS).where(OPERATIONS.c.policy_id == policy_id, *conditions)
+    rows = connection.execute(query.order_by(OPERATIONS.c.seq)).mappings()
+    return tuple(to_record(row) for row in rows)
+
+
+def select_checkpoints(connection: Connection, policy_id: str) -> tuple[Checkpoint, ...]:
+    """Checkpoints in seq order."""
+    query = select(CHECKPOINTS).where(CHECKPOINTS.c.policy_id == policy_id)
+    order = (CHECKPOINTS.c.seq, CHECKPOINTS.c.created_at)
+    rows = connection.execute(query.order_by(*order)).mappings()
+    return tuple(_to_checkpoint(row) for row in rows)
+
+
+def insert_checkpoint(connection: Connection, policy_id: str, checkpoint: Checkpoint) -> None:
+    values = {
+        "policy_id": policy_id,
+        "weights_digest": checkpoint.weights_digest or None,
+        **dataclasses.asdict(checkpoint.info),
+    }
+    insert_row(connection, CHECKPOINTS, values)
+
+
+def set_policy(connection: Connection, policy_id: str, **columns: object) -> None:
+    update_rows(connection, POLICIES, POLICIES.c.policy_id == policy_id, columns)
+
+
+def set_operation(connection: Connection, operation_id: str, **columns: object) -> None:
+    update_rows(connection, OPERATIONS, OPERATIONS.c.operation_id == operation_id, columns)
+
+
+def to_columns(record: OperationRecord) -> dict[str, Any]:
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return values | {
+        "seq": record.seq or None,
+        "request_id": record.request_id or None,
+        "numerics": record.numerics or None,
+        "command": None if record.command is None else to_text(record.command),
+        "choices": None if record.choices is None else to_text(record.choices),
+        "result": None if record.result is None else to_text(record.result),
+    }
+
+
+def to_record(row: RowMapping) -> OperationRecord:
+    values = verified(OPERATIONS, row)
+    choices, command, result = values["choices"], values["command"], values["result"]
+    decoded: dict[str, Any] = values | {
+        "kind": OperationKind(values["kind"]),
+        "state": JournalState(values["state"]),
+        "seq": values["seq"] or 0,
+        "request_id": values["request_id"] or "",
+        "numerics": values["numerics"] or "",
+        "command": None if command is None else cast("Command", from_text(command)),
+        "choices": None if choices is None else cast("Choices", from_text(choices)),
+        "result": None if result is None else cast("OperationResult", from_text(result)),
+    }
+    return OperationRecord(**decoded)
+
+
+@lru_cache(256)
+def _of_policy(text: str) -> object:
+    """A policy's spec or info: immutable, the same text each time, and read at every call."""
+    return from_text(text)
+
+
+def to_policy(row: RowMapping) -> PolicyRow:
+    values = verified(POLICIES, row)
+    return PolicyRow(
+        spec=cast("PolicySpec", _of_policy(values["spec"])),
+        state=PolicyState(values["state"]),
+        version=values["version"],
+        max_version=values["max_version"],
+        next_seq=values["next_seq"],
+        token=values["token"],
+        created_at=values["created_at"],
+        info=None if values["info"] is None else cast("ModelInfo", _of_policy(values["info"])),
+        published=tuple(json.loads(values["published"])),
+        failure=values["failure"] or "",
+        position=values["position"] or 0,
+    )
+
+
+def _to_checkpoint(row: RowMapping) -> Checkpoint:
+    values = verified(CHECKPOINTS, row)
+    names = [field.name for field in dataclasses.fields(CheckpointInfo)]
+    info = CheckpointInfo(**{name: values[name] for name in names})
+    return Checkpoint(info=info, weights_digest=values["weights_digest"] or "")
+
+
+def next_token(last: int, own: int, timeline: int) -> int:
+    """The token after `last` (of any policy) and `own` (from before tokens were shared). Pure."""
+    return max(last, own, timeline << _TIMELINE_BITS) + 1
+
+
+def is_before(token: int, timeline: int) -> bool:
+    """Whether a token is from an earlier timeline. Pure."""
+    return token >> _TIMELINE_BITS < timeline
+
+
+def is_promoted_since(token: int, newer: int) -> bool:
+    """Whether a standby was promoted between the commits of two tokens. Pure."""
+    return is_before(token, newer >> _TIMELINE_BITS)
+
+
+def last_token(connection: Connection) -> int:
+    """The last token, locked until the transaction ends; 0: none was given yet."""
+    query = select(TOKENS).where(TOKENS.c.name == _NAME).with_for_update()
+    return int(verified(TOKENS, connection.execute(query).mappings().one())["last"])
+
+
+def set_last_token(connection: Connection, token: int) -> None:
+    update_rows(connection, TOKENS, TOKENS.c.name == _NAME, {"last": token})

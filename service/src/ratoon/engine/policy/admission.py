@@ -7,58 +7,36 @@ and leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
+from ratoon.engine.commands import (
+    ForwardCommand,
+    ImportWeightsCommand,
+    NoKey,
+    OperationKey,
+    RequestKey,
+    SeqKey,
+    Submission,
+)
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.disk import check_room, disk_full, disk_refusal, full_disk_refused
 from ratoon.engine.files.model_folders import model_folder
 from ratoon.engine.files.paths import safe_name
-from ratoon.engine.journal.checkpoints import check_own_id
 from ratoon.engine.journal.records import (
     JournalState,
     OperationRecord,
+    check_own_id,
 )
 from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.queue import Known, check_reuse
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.policy.sequencer import Known, check_key, check_reuse
-from ratoon.engine.refusals import overtaken
-from ratoon.engine.types import (
-    Command,
-    DiscardGradientsCommand,
-    ForwardBackwardCommand,
-    ForwardCommand,
-    ImportWeightsCommand,
-    LoadCheckpointCommand,
-    NoKey,
-    OperationKey,
-    OperationKind,
-    OptimStepCommand,
-    PolicyState,
-    RequestKey,
-    SaveCheckpointCommand,
-    SeqKey,
-    Submission,
-    UpdateCommand,
-)
+from ratoon.engine.refusals import policy_replaced, superseded
+from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import RatoonError, invalid
-
-KINDS: dict[type[Command], OperationKind] = {
-    UpdateCommand: OperationKind.UPDATE,
-    ForwardBackwardCommand: OperationKind.FORWARD_BACKWARD,
-    OptimStepCommand: OperationKind.OPTIM_STEP,
-    DiscardGradientsCommand: OperationKind.DISCARD_GRADIENTS,
-    ForwardCommand: OperationKind.FORWARD,
-    SaveCheckpointCommand: OperationKind.SAVE_CHECKPOINT,
-    LoadCheckpointCommand: OperationKind.LOAD_CHECKPOINT,
-    ImportWeightsCommand: OperationKind.IMPORT_WEIGHTS,
-}
-
-# Hashed sooner than a thread is woken.
-_SMALL_BYTES = 2**16
 
 
 class JournalUnknownError(Exception):
@@ -76,21 +54,15 @@ class Admission:
     def __init__(self, run: PolicyRun) -> None:
         self._run = run
 
-    async def check(self, submission: Submission) -> None:
-        """Check what needs no state. Raises INVALID_ARGUMENT."""
-        command, key = submission.command, submission.key
+    def check(self, submission: Submission) -> None:
+        """Check what needs no queue. Raises INVALID_ARGUMENT, and as `policy_replaced`."""
+        run, command, key = self._run, submission.command, submission.key
+        if submission.policy_created_at not in (None, run.created_at):
+            raise policy_replaced(run.policy_id, run.created_at)
         if not (isinstance(key, NoKey) and isinstance(command, ForwardCommand)):
-            check_key(key, self._run.spec.sequencing)
-        match command:
-            case SaveCheckpointCommand(checkpoint_id=""):
-                pass  # Named by seq and version when it runs.
-            case SaveCheckpointCommand() | LoadCheckpointCommand():
-                check_own_id(safe_name("checkpoint_id", command.checkpoint_id))
-            case _:
-                pass
-        digest = body_digest(command)
-        if digest and await _sha256(submission.body) != digest:
-            raise invalid("body_digest", digest, "the SHA-256 of the body")
+            key.check(run.spec.sequencing)
+        if command.own_checkpoint_id is not None:
+            check_own_id(safe_name("checkpoint_id", command.own_checkpoint_id))
 
     async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
         """Make the body durable, for the operation that the submission may become.
@@ -108,13 +80,13 @@ class Admission:
             refusal = await self.disk_refusal(len(submission.body))
             if refusal is not None:
                 return refusal
-        digest = body_digest(submission.command)
+        digest = submission.command.body_digest
         if digest:
             try:
                 await self._run.bodies.hold(operation_id, digest, submission.body)
             except FileNotFoundError as err:
                 # A newly started controller has removed the temporary file as a leftover.
-                raise overtaken() from err
+                raise superseded() from err
             except OSError as err:
                 refusal = disk_full(err)
                 if refusal is None:
@@ -133,7 +105,7 @@ class Admission:
         self, operation_id: str, submission: Submission, first: OperationRecord | None
     ) -> None:
         """Release the body: the submission is not accepted, or it is a retry of `first`."""
-        digest = body_digest(submission.command)
+        digest = submission.command.body_digest
         if not digest:
             return
         # A record keeps its command for as long as its body is needed. If this controller was
@@ -148,7 +120,7 @@ class Admission:
         """The operation that a retry repeats. Raises KEY_REUSED for another payload."""
         record = await self._run.ports.journal.find_key(self._run.policy_id, key)
         if record is None or record.state is JournalState.LOST:
-            return record  # What a lost one's payload was may be lost too.
+            return record  # The payload of a lost operation may be lost too.
         known = Known(operation_id=record.operation_id, payload_hash=record.payload_hash)
         check_reuse(key, payload, known)
         return record
@@ -233,59 +205,27 @@ class Admission:
         check_room(name, "queued_bytes", used, wanted, limits.max_queued_bytes)
         seq, free = self._seq(submission.key), run.sequencer.next_free
         if seq > free + limits.max_open_operations:
-            # More would have to come before it than may wait: a slip, which would wait for ever.
+            # The seqs before it are more than may wait: a caller's slip, which would wait for ever.
             most = free + limits.max_open_operations
             raise invalid("key.seq", seq, f"at most {most}, as {free} has not arrived")
 
     def _record(
         self, operation_id: str, submission: Submission, seq: int, payload: str
     ) -> OperationRecord:
-        run, key, command = self._run, submission.key, submission.command
-        return OperationRecord(
+        key, command = submission.key, submission.command
+        record = OperationRecord.accepted(
             operation_id=operation_id,
-            policy_id=run.policy_id,
-            kind=KINDS[type(command)],
+            policy_id=self._run.policy_id,
+            kind=command.kind,
+            payload_hash=payload,
+            created_at=self._run.ports.now(),
+        )
+        return replace(
+            record,
             seq=seq,
             request_id=key.request_id if isinstance(key, RequestKey) else "",
-            payload_hash=payload,
             command=command,
-            body_digest=body_digest(command),
+            body_digest=command.body_digest,
             body_bytes=len(submission.body),
             key_id=submission.holder.key_id,
-            state=JournalState.ACCEPTED,
-            choices=None,
-            result=None,
-            version=None,
-            weights_digest="",
-            numerics="",
-            created_at=run.ports.now(),
-            started_at=None,
-            finished_at=None,
         )
-
-
-def body_digest(command: Command) -> str:
-    """SHA-256 of the command's body; "": it has none."""
-    match command:
-        case (
-            UpdateCommand(body_digest=digest)
-            | ForwardBackwardCommand(body_digest=digest)
-            | ForwardCommand(body_digest=digest)
-        ):
-            return digest
-        case _:
-            return ""
-
-
-def named_forward(command: Command | None) -> str:
-    """Id of the Forward whose log-probs the command uses; "": none."""
-    if not isinstance(command, UpdateCommand | ForwardBackwardCommand):
-        return ""
-    old = command.loss.old_logprobs
-    return old.forward_operation_id if old is not None else ""
-
-
-async def _sha256(body: bytes) -> str:
-    if len(body) < _SMALL_BYTES:
-        return hashlib.sha256(body).hexdigest()
-    return (await asyncio.to_thread(hashlib.sha256, body)).hexdigest()

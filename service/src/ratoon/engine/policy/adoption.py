@@ -1,4 +1,4 @@
-"""What a starting controller takes over from the journal: versions, window, queue.
+"""A starting controller takes over versions, window and queue from the journal.
 
 Operations below the current turn are past, the others are queued; afterwards memory and journal
 agree on what has ended.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ratoon.engine.journal.records import RUN_KINDS, JournalState, OperationRecord, PolicyHistory
+from ratoon.engine.journal.records import JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.queue import Sequencer, Window
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.policy.sequencer import Sequencer
-from ratoon.engine.policy.window import Window
-from ratoon.engine.types import OperationKind, OperationState
+from ratoon.engine.types import OperationState
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.errors import ErrorCode, RatoonError
 
@@ -53,7 +52,7 @@ def adopt(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> None:
     if last is not None and not last.state.is_final:
         assert status.last_outcome is not None
         run.stored_outcome, turn = status.last_outcome, last.seq
-    run.window, run.window_records = Window(), {}
+    run.window = Window()
     run.sequencer = Sequencer(turn=turn)
     for record in history.records:
         if record.seq < turn:
@@ -110,7 +109,7 @@ def _ended_alike(record: OperationRecord, status: WorkerStatus) -> bool:
     outcome = status.last_outcome
     assert outcome is not None
     is_done = outcome.state is OperationState.DONE
-    return record.kind not in RUN_KINDS or is_done == (record.state is JournalState.APPLIED)
+    return not record.effect.is_replayed or is_done == (record.state is JournalState.APPLIED)
 
 
 def _has_journaled_state(history: PolicyHistory, status: WorkerStatus) -> bool:
@@ -126,11 +125,10 @@ def _adopt_past(run: PolicyRun, record: OperationRecord) -> None:
         # Gradients of the window are lost, and nobody knows which.
         run.window = run.window.with_failed(record.seq)
         return
-    if record.kind is not OperationKind.FORWARD_BACKWARD:
+    if not record.effect.adds_to_window:
         return
     if record.state is JournalState.APPLIED:
-        run.window = run.window.with_applied(record.seq)
-        run.window_records[record.seq] = record
+        run.window = run.window.with_applied(record)
     elif record.state is JournalState.FAILED:
         run.window = run.window.with_failed(record.seq)
 

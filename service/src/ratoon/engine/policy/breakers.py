@@ -1,33 +1,32 @@
-"""Fails a policy after too many steps in a row were skipped for their numbers.
+"""Failures in a row after which something is given up: a policy's steps, an operation's workers.
 
-The count is a function of the journal, so every reader gets the same, and a failed policy is not
-brought back.
+A policy fails after too many steps in a row were skipped for their numbers. That count is a
+function of the journal, so every reader gets the same, and a failed policy is not brought back. A
+step that was taken, a loaded checkpoint or imported weights reset the count. Operations that change
+no weights, and steps without tokens or without a gradient, leave it as it is.
 
-A step that was taken, a loaded checkpoint or imported weights reset the count. Operations that
-change no weights, and steps without tokens or without a gradient, leave it as it is.
+An operation, or a publication, fails after too many workers in a row were lost to it: each loss
+costs a load and a replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import policy_not_ready
-from ratoon.engine.types import (
-    CheckpointInfo,
-    FailedResult,
-    ImportResult,
-    OperationKind,
-    PolicyState,
-    StepResult,
-)
+from ratoon.engine.types import FailedResult, PolicyState, StepResult
+from ratoon.engine.worker.tasks import WorkerLostError
+from ratoon.errors import ErrorCode, RatoonError
 
-_STEPS = (OperationKind.UPDATE, OperationKind.OPTIM_STEP)
 # Records read first from the end of the journal; doubled until the count is known.
 _FIRST_SPAN = 64
+T = TypeVar("T")
+MAX_LOSSES = 4
 
 
 class NumbersFailedError(Exception):
@@ -76,16 +75,10 @@ def skipped_after(count: int, record: OperationRecord) -> int:
 
 
 def ends_run(record: OperationRecord) -> bool:
-    """Whether it changed the weights, which resets the count. Pure."""
-    if record.state is not JournalState.APPLIED:
+    """Whether the operation changed the weights, which resets the count. Pure."""
+    if record.state is not JournalState.APPLIED or not record.effect.changes_weights:
         return False
-    if record.kind is OperationKind.LOAD_CHECKPOINT:
-        return isinstance(record.result, CheckpointInfo)
-    if record.kind is OperationKind.IMPORT_WEIGHTS:
-        return isinstance(record.result, ImportResult)
-    if record.kind not in _STEPS or not isinstance(record.result, StepResult):
-        return False
-    return not record.result.report.skipped
+    return not (isinstance(record.result, StepResult) and record.result.report.skipped)
 
 
 def is_run_too_long(run: PolicyRun, count: int) -> bool:
@@ -108,7 +101,7 @@ async def _give_up(run: PolicyRun, count: int) -> None:
     if history.closed is not None and isinstance(history.closed.result, StepResult):
         last = history.closed.result.report.skip_reason
         reason += f", the last at seq {history.closed.seq}: {last}"
-    run.state, run.failure = PolicyState.FAILED, reason
+    run.enter(PolicyState.FAILED, reason)
     error = policy_not_ready(run.policy_id, run.state, reason)
     result = FailedResult(error=error.to_dict())
     for record in history.records:
@@ -128,3 +121,27 @@ async def _give_up(run: PolicyRun, count: int) -> None:
         live.fail(error, run.ports.now())
         run.ledger.settle(live)
     raise NumbersFailedError(reason)
+
+
+class LostWorkers:
+    """Remembers the last thing that has lost a worker, by its name."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        # Why each worker was lost.
+        self._reasons: tuple[str, ...] = ()
+
+    async def counted(self, name: str, call: Awaitable[T]) -> T:
+        """Await the worker's answer, and count a loss of the worker."""
+        try:
+            return await call
+        except WorkerLostError as err:
+            reasons = self._reasons if self._name == name else ()
+            self._name, self._reasons = name, (*reasons, str(err))
+            raise
+
+    def check(self, name: str) -> None:
+        """Raises WORKER_LOST where too many workers were lost to it."""
+        if self._name == name and len(self._reasons) >= MAX_LOSSES:
+            message = f"{len(self._reasons)} workers in a row were lost to it, the last: "
+            raise RatoonError(ErrorCode.WORKER_LOST, message + self._reasons[-1])

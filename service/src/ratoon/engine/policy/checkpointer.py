@@ -19,11 +19,12 @@ from ratoon import metrics
 from ratoon.config import CheckpointConfig
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_checkpoint_folder, names_in
-from ratoon.engine.journal.checkpoints import Checkpoint, Covered, automatic_id
 from ratoon.engine.journal.records import (
-    RUN_KINDS,
+    Checkpoint,
+    Covered,
     JournalState,
     OperationRecord,
+    automatic_id,
 )
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import CheckpointInfo, OperationKind
@@ -39,9 +40,10 @@ _RETRY_S = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class _Since:
-    """What has ended since the newest checkpoint. `first_at`: seconds of the event loop's clock.
+    """Counts of what has ended since the newest checkpoint.
 
-    `has_import`: a replay would need a folder that anybody may change.
+    `first_at`: seconds of the event loop's clock. `has_import`: a replay would need a folder that
+    anybody may change.
     """
 
     num_operations: int = 0
@@ -90,7 +92,7 @@ class Checkpointer:
             await asyncio.wait([landing])  # Its cancel is not this task's.
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Cancel the checkpoint that is being written without waiting for its end."""
         if self._landing is not None:
             self._landing.cancel()
 
@@ -99,7 +101,7 @@ class Checkpointer:
         run, since = self._run, self._since
         if not run.replays:
             return
-        if record.state is JournalState.APPLIED and record.kind in RUN_KINDS:
+        if record.state is JournalState.APPLIED and record.effect.is_replayed:
             since.num_operations += 1
             since.has_import |= record.kind is OperationKind.IMPORT_WEIGHTS
         if record.body_digest:
@@ -190,7 +192,7 @@ class Checkpointer:
         known = await run.ports.journal.checkpoints(run.policy_id)
         if info.checkpoint_id not in {earlier.info.checkpoint_id for earlier in known}:
             folder = run.paths.checkpoint(info.checkpoint_id)
-            # Left by an attempt that failed before it was journaled.
+            # An attempt that failed before it was journaled leaves a folder.
             await _drop(run, info.checkpoint_id)
             as_of = AsOf(seq=info.seq, replay_from_seq=info.replay_from_seq)
             size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder), as_of)

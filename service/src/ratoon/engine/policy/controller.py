@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from functools import partial
 
+from ratoon.engine.commands import NOBODY, Holder, NoKey, Submission
 from ratoon.engine.files.disk import full_disk_refused, is_disk_full
 from ratoon.engine.files.paths import drop_expired_results
 from ratoon.engine.files.uploads import UploadFiles
@@ -26,29 +27,17 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.admission import (
     Admission,
     JournalUnknownError,
-    named_forward,
     new_operation_id,
 )
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
-from ratoon.engine.policy.gradients import GradientReads
-from ratoon.engine.policy.ledger import LiveOperation
-from ratoon.engine.policy.publisher import Publisher
+from ratoon.engine.policy.publisher import PublicationState, Publisher
+from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.policy.turns import TurnLoop
+from ratoon.engine.policy.turns import GradientReads, TurnLoop
 from ratoon.engine.policy.views import OperationViews, view_of
-from ratoon.engine.refusals import cancelled, draining, overtaken, policy_not_ready
-from ratoon.engine.types import (
-    NOBODY,
-    Acknowledgement,
-    FailedResult,
-    ForwardResult,
-    Holder,
-    NoKey,
-    Operation,
-    PolicyState,
-    Submission,
-)
+from ratoon.engine.refusals import cancelled, draining, policy_not_ready, superseded
+from ratoon.engine.types import Acknowledgement, FailedResult, ForwardResult, Operation, PolicyState
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import GradientManifest, WeightManifest
@@ -63,7 +52,7 @@ class Controller:
     def __init__(self, run: PolicyRun) -> None:
         self._run = run
         self._views = OperationViews(run)
-        self._publisher = Publisher(run)
+        self._publisher = Publisher(run, on_stopped=self._restart)
         self._admission = Admission(run)
         # Guards the queue: held for submissions, cancellations and restarts.
         self._lock = asyncio.Lock()
@@ -98,7 +87,7 @@ class Controller:
 
     async def close(self, grace_s: float) -> None:
         """Refuse new work, cancel open operations, and stop: the policy is being deleted."""
-        self._run.state = PolicyState.DELETING
+        self._run.enter(PolicyState.DELETING, self._run.failure)
         for live in self._run.ledger.open_operations():
             with contextlib.suppress(Exception):  # The policy and its journal go anyway.
                 await self.cancel_operation(live.operation_id)
@@ -141,7 +130,7 @@ class Controller:
         journal does not answer: the operation may have been accepted, which a retry finds out.
         """
         self._check_taking()
-        await self._admission.check(submission)
+        self._admission.check(submission)
         operation_id = new_operation_id(self._run.policy_id)
         refusal = await self._admission.hold(operation_id, submission)
         try:
@@ -158,8 +147,8 @@ class Controller:
             self._lacks_seq = True
             raise self._unknown() from err
         except FencedError as err:
-            self._run.state = PolicyState.FAILED
-            raise overtaken() from err
+            self._run.enter(PolicyState.FAILED, self._run.failure)
+            raise superseded() from err
         except Exception:
             await self._admission.drop(operation_id, submission, None)
             raise
@@ -226,13 +215,13 @@ class Controller:
                         raise draining()
                     asked = run.version
                     await self._turns.publish()
-                if self._publisher.is_under_way(version):
+                if self._publisher.state_of(version) is PublicationState.WRITING:
                     await self._publisher.landed()
             left_s: float | None = deadline - clock()
-            if left_s <= 0 or self._publisher.is_there(version, known_version):
-                async with self._lock:  # Not during a rollback of versions, or a start.
+            if left_s <= 0 or self._publisher.is_published(version, known_version):
+                async with self._lock:  # A start, or its rollback of versions, holds it.
                     # Lost with its worker, a publication is begun again by the start after it.
-                    if run.failure or not self._publisher.is_begun(version):
+                    if run.failure or not self._publisher.state_of(version).is_begun:
                         manifest = await self._publisher.manifest(version)
                         if manifest is not None:
                             return manifest
@@ -248,7 +237,7 @@ class Controller:
         """See `Publisher.acknowledge`. Raises POLICY_NOT_READY too."""
         if not self._run.failure:
             self._check_ready()
-        async with self._lock:  # Not during a rollback of versions.
+        async with self._lock:  # A rollback of versions holds it.
             return await self._publisher.acknowledge(ack)
 
     async def read_gradients(self, names: tuple[str, ...]) -> GradientManifest:
@@ -331,10 +320,11 @@ class Controller:
         run = self._run
         records = [live.record for live in run.ledger.open_operations()]
         digests = set(await run.ports.journal.results_in_use(run.policy_id))
-        # Of operations that run, or whose end is not journaled yet.
+        # Choices of running operations, and of those whose end is not journaled yet.
         names = [r.choices.old_logprobs for r in records if r.choices is not None]
         digests.update(name.partition(".")[0] for name in names if name)
-        for operation_id in filter(None, (named_forward(record.command) for record in records)):
+        forwards = {r.command.forward_id for r in records if r.command is not None}
+        for operation_id in filter(None, forwards):
             live = run.ledger.find(operation_id)
             record = live.record if live else await run.ports.journal.find_operation(operation_id)
             if record is not None and isinstance(record.result, ForwardResult):
@@ -367,9 +357,13 @@ class Controller:
         if record.body_digest:
             await run.bodies.release(record.operation_id, record.body_digest)
 
+    def _restart(self) -> None:
+        """See `TurnLoop.restart`."""
+        self._turns.restart()
+
     def _unknown(self) -> RatoonError:
         """A write got no answer: read the journal again before the next turn."""
-        self._turns.restart()
+        self._restart()
         return RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer; ask again")
 
     def _check_taking(self) -> None:

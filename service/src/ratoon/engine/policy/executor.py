@@ -1,43 +1,49 @@
-"""One operation from its turn to its end: choose, apply, journal, publish.
+"""One operation from its turn to its end: execute, conclude, begin to publish.
 
 The worker stores a seq's outcome before the journal does. After a crash that outcome completes the
 record, with all choices made for it. Where the worker has none either, no caller has been told, and
-the choices are made anew.
+the choices are made anew. Making them changes no state, so a refused operation needs no repair.
 
     accepted -> [choose, apply, hold] -> applied, failed or cancelled -> [begin to publish, restore]
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
+from ratoon.engine.commands import (
+    DiscardGradientsCommand,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    ImportWeightsCommand,
+    LoadCheckpointCommand,
+    OptimStepCommand,
+    SaveCheckpointCommand,
+    UpdateCommand,
+)
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.journal.checkpoints import Checkpoint
-from ratoon.engine.journal.records import CLOSING_KINDS, JournalState, OperationEnd, OperationRecord
+from ratoon.engine.files.paths import drop_checkpoint_folder
+from ratoon.engine.journal.records import Checkpoint, JournalState, OperationEnd, OperationRecord
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.builder import TaskBuilder
+from ratoon.engine.policy.breakers import LostWorkers
 from ratoon.engine.policy.checkpointer import Checkpointer
-from ratoon.engine.policy.ledger import LiveOperation
-from ratoon.engine.policy.lost_workers import LostWorkers
 from ratoon.engine.policy.publisher import Publisher
+from ratoon.engine.policy.queue import LiveOperation, Window
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.policy.window import Window
 from ratoon.engine.refusals import cancelled
 from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
+    ForwardResult,
     ImportResult,
     OperationKind,
     OperationResult,
     OperationState,
-    OptimStepCommand,
     StepResult,
 )
 from ratoon.engine.worker.tasks import Choices, Outcome, Task
-from ratoon.errors import RatoonError
-from ratoon.log import get_logger
-
-_LOG = get_logger("executor")
+from ratoon.errors import ErrorCode, RatoonError, invalid
 
 _JOURNAL_STATE = {
     OperationState.DONE: JournalState.APPLIED,
@@ -47,9 +53,10 @@ _JOURNAL_STATE = {
 
 
 class Executor:
-    """Used by one coroutine at a time. Propagates `WorkerLostError` and `FencedError`.
+    """Executes and concludes one operation at a time, for the turn loop alone.
 
-    An operation that too many workers in a row are lost to fails; the policy goes on.
+    Propagates `WorkerLostError` and `FencedError`. An operation that too many workers in a row are
+    lost to fails; the policy goes on.
     """
 
     def __init__(self, run: PolicyRun, publisher: Publisher, checkpointer: Checkpointer) -> None:
@@ -71,27 +78,13 @@ class Executor:
             outcome = await self._archived(outcome)
         await self._conclude(live, outcome)
 
-    async def _archived(self, outcome: Outcome) -> Outcome:
-        """Archive a saved checkpoint; where that fails, the save fails."""
-        if outcome.state is not OperationState.DONE:
-            return outcome
-        assert isinstance(outcome.result, CheckpointInfo)
-        try:
-            await self._run.archive.keep_checkpoint(outcome.result.checkpoint_id)
-        except RatoonError as error:
-            failed = FailedResult(error=error.to_dict())
-            state = OperationState.FAILED
-            return replace(outcome, state=state, result=failed, weights_digest="")
-        return outcome
-
     async def pass_over(self, record: OperationRecord) -> None:
         """Skip an operation that ended before its turn; the worker counts its seq."""
         run = self._run
         error = cancelled(record.operation_id)
         outcome = Outcome.unrun(record.operation_id, OperationState.CANCELLED, error)
         await run.ports.worker.skip(run.token, record.seq, outcome)
-        has_failed = record.state is JournalState.FAILED
-        if has_failed and record.kind is OperationKind.FORWARD_BACKWARD:
+        if record.state is JournalState.FAILED and record.effect.adds_to_window:
             run.window = run.window.with_failed(record.seq)
 
     async def run_forward(self, live: LiveOperation) -> None:
@@ -113,6 +106,7 @@ class Executor:
         await self._restore(self._run.window.applied)
 
     async def _apply(self, live: LiveOperation) -> Outcome:
+        """Have the worker run the operation, or skip it where it may not run or is cancelled."""
         run = self._run
         live.start(run.ports.now())
         run.send(telemetry.entered(live.record, JournalState.APPLYING))
@@ -132,7 +126,7 @@ class Executor:
         return await self._lost_workers.counted(live.operation_id, call)
 
     async def _task(self, live: LiveOperation) -> Task:
-        """Raises `RatoonError` where the operation may not run."""
+        """Make the operation's choices. Raises `RatoonError` where it may not run."""
         self._lost_workers.check(live.operation_id)
         choices = await self._builder.choose(live.record)
         live.set_record(replace(live.record, choices=choices))
@@ -141,76 +135,98 @@ class Executor:
     async def _skip(
         self, live: LiveOperation, state: OperationState, error: RatoonError
     ) -> Outcome:
+        """Have the worker count the operation's seq without running it."""
         outcome = Outcome.unrun(live.operation_id, state, error, live.record.started_at)
         await self._run.ports.worker.skip(self._run.token, live.record.seq, outcome)
         return outcome
 
+    async def _restore(self, seqs: tuple[int, ...]) -> None:
+        """Have the worker compute the gradients of these ForwardBackwards again."""
+        run, records = self._run, self._run.window.records
+        tasks = tuple(records[seq].to_task(run.paths) for seq in seqs)
+        await run.ports.worker.restore(run.token, tasks)
+
+    async def _archived(self, outcome: Outcome) -> Outcome:
+        """Archive a saved checkpoint; where that fails, the save fails."""
+        if outcome.state is not OperationState.DONE:
+            return outcome
+        assert isinstance(outcome.result, CheckpointInfo)
+        try:
+            await self._run.archive.keep_checkpoint(outcome.result.checkpoint_id)
+        except RatoonError as error:
+            failed = FailedResult(error=error.to_dict())
+            state = OperationState.FAILED
+            return replace(outcome, state=state, result=failed, weights_digest="")
+        return outcome
+
     async def _conclude(self, live: LiveOperation, outcome: Outcome) -> None:
-        """Journal how the operation ended, then act on it."""
-        run, state, result = self._run, _JOURNAL_STATE[outcome.state], outcome.result
-        choices, started_at = outcome.choices, outcome.started_at
-        record = replace(live.record, choices=choices, started_at=started_at)
-        live.set_record(record)
-        done = state is JournalState.APPLIED
-        closes = done and record.kind in CLOSING_KINDS
+        """Hold the new version, if any, journal how the operation ended, then act on it."""
+        run, state = self._run, _JOURNAL_STATE[outcome.state]
+        live.set_record(
+            replace(live.record, choices=outcome.choices, started_at=outcome.started_at)
+        )
+        record, result, done = live.record, outcome.result, state is JournalState.APPLIED
         version = _version_after(result, run.version) if done else run.version
         stepped = version != run.version
         if stepped:
             result = await self._publisher.hold(version, result)
+        end = self._end_of(record, replace(outcome, result=result), state, version)
+        run.reach(CrashPoint.ENGINE_BEFORE_END)
+        await run.end(end, record.seq)
+        run.reach(CrashPoint.ENGINE_AFTER_END)
+        run.version, run.max_version = version, max(run.max_version, version)
+        await self._follow_window(live, state)
+        if stepped:
+            self._publisher.begin()
+        self._checkpointer.note(replace(record, state=state))
+        if end.checkpoint is not None and run.replays:
+            await self._checkpointer.cover_saved()
+        self._settle(live, state, end.result, version=version if done else None)
+        if record.kind is OperationKind.SAVE_CHECKPOINT and not done:
+            await self._drop_unsaved(outcome.choices)
+        if outcome.must_restore or (not done and _has_subset(record)):
+            await self.restore_window()
+
+    def _end_of(
+        self, record: OperationRecord, outcome: Outcome, state: JournalState, version: int
+    ) -> OperationEnd:
+        """The operation's end as it is journaled. `version`: the policy's afterwards."""
+        run, result, done = self._run, outcome.result, state is JournalState.APPLIED
         saved = None
         if done and record.kind is OperationKind.SAVE_CHECKPOINT:
             assert isinstance(result, CheckpointInfo)
             result = replace(result, created_at=run.ports.now())
             saved = Checkpoint(info=result, weights_digest=outcome.weights_digest)
-        end = OperationEnd(
+        return OperationEnd(
             operation_id=record.operation_id,
             state=state,
             result=result,
             version=version,
-            started_at=started_at,
+            started_at=outcome.started_at,
             finished_at=run.ports.now(),
-            choices=choices if done else None,
+            choices=outcome.choices if done else None,
             weights_digest=outcome.weights_digest,
             numerics=run.numerics,
             checkpoint=saved,
-            frees_window=closes and not run.replays,
+            frees_window=done and record.effect.closes_window and not run.replays,
         )
-        run.reach(CrashPoint.ENGINE_BEFORE_END)
-        await run.end(end, record.seq)
-        run.reach(CrashPoint.ENGINE_AFTER_END)
-        run.version, run.max_version = version, max(run.max_version, version)
-        await self._follow_window(live, state, closes=closes)
-        if stepped:
-            self._publisher.begin()
-        self._checkpointer.note(replace(record, state=state))
-        if saved is not None and run.replays:
-            await self._checkpointer.cover_saved()
-        self._settle(live, state, result, version=version if done else None)
-        if record.kind is OperationKind.SAVE_CHECKPOINT and not done:
-            await self._drop_unsaved(choices)
-        if outcome.must_restore or (not done and _has_subset(record)):
-            await self.restore_window()
 
-    async def _follow_window(
-        self, live: LiveOperation, state: JournalState, *, closes: bool
-    ) -> None:
+    async def _follow_window(self, live: LiveOperation, state: JournalState) -> None:
         """Update the window, and release bodies, unless replay needs them until a checkpoint.
 
         A cancelled operation is never replayed.
         """
         run, record = self._run, live.record
-        if record.kind is OperationKind.FORWARD_BACKWARD:
+        if record.effect.adds_to_window:
             if state is JournalState.APPLIED:
-                run.window = run.window.with_applied(record.seq)
-                run.window_records[record.seq] = record
+                run.window = run.window.with_applied(record)
                 return
             if state is JournalState.FAILED:
                 run.window = run.window.with_failed(record.seq)
         doomed = [record] if record.body_digest else []
-        if closes:
-            doomed += run.window_records.values()
+        if state is JournalState.APPLIED and record.effect.closes_window:
+            doomed += run.window.records.values()
             run.window = Window()
-            run.window_records.clear()
         if run.replays and state is not JournalState.CANCELLED:
             return
         for ended in doomed:
@@ -220,11 +236,6 @@ class Executor:
         """Delete what a failed save left; one that did not run left nothing."""
         if choices is not None and choices.checkpoint is not None:
             await self._checkpointer.drop_unsaved(choices.checkpoint.checkpoint_id)
-
-    async def _restore(self, seqs: tuple[int, ...]) -> None:
-        run = self._run
-        tasks = tuple(run.window_records[seq].to_task(run.paths) for seq in seqs)
-        await run.ports.worker.restore(run.token, tasks)
 
     def _settle(
         self,
@@ -254,3 +265,116 @@ def _version_after(result: OperationResult, version: int) -> int:
             return result.version
         case _:
             return version
+
+
+class TaskBuilder:
+    """Reads the run and the journal; changes neither."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+
+    async def choose(self, record: OperationRecord) -> Choices:
+        """All choices but the cuts of a batch, which the worker makes.
+
+        Raises VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
+        """
+        command, run = record.command, self._run
+        assert command is not None, "an open record keeps its command"
+        command.check_version(run.version)
+        match command:
+            case UpdateCommand():
+                run.window.check_closed()
+                choices = await self._of_forward(command)
+                return replace(choices, next_version=run.max_version + 1)
+            case ForwardBackwardCommand():
+                return await self._of_forward(command)
+            case OptimStepCommand():
+                run.window.select(command.include_seqs)
+                return Choices(next_version=run.max_version + 1)
+            case ForwardCommand() | DiscardGradientsCommand():
+                return Choices()
+            case SaveCheckpointCommand():
+                return Choices(checkpoint=await self._to_save(record, command))
+            case LoadCheckpointCommand():
+                return Choices(checkpoint=await self._to_load(command))
+            case ImportWeightsCommand():
+                # Gradients of the weights before would be stepped on those after.
+                run.window.check_closed()
+                return Choices(next_version=run.max_version + 1)
+
+    async def _to_save(
+        self, record: OperationRecord, command: SaveCheckpointCommand
+    ) -> CheckpointInfo:
+        run = self._run
+        checkpoint_id = command.checkpoint_id or f"seq{record.seq}-v{run.version}"
+        checkpoints = await run.ports.journal.checkpoints(run.policy_id)
+        for known in (checkpoint.info for checkpoint in checkpoints):
+            if known.checkpoint_id == checkpoint_id:
+                raise _exists(known)
+        # A failed save leaves a folder where its controller was killed before it deleted it.
+        await run.check_newest()
+        await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
+        return CheckpointInfo(
+            checkpoint_id=checkpoint_id,
+            version=run.version,
+            seq=record.seq,
+            replay_from_seq=run.window.replay_from(record.seq),
+            created_at=0.0,
+            size_bytes=0,
+        )
+
+    async def _to_load(self, command: LoadCheckpointCommand) -> CheckpointInfo:
+        run = self._run
+        for checkpoint in await run.ports.journal.checkpoints(run.policy_id):
+            info = checkpoint.info
+            if info.checkpoint_id == command.checkpoint_id and not checkpoint.is_automatic:
+                await run.archive.restore_checkpoint(info.checkpoint_id)
+                return info
+        raise RatoonError(
+            ErrorCode.CHECKPOINT_NOT_FOUND,
+            f"checkpoint_id: no checkpoint {command.checkpoint_id}",
+            field="checkpoint_id",
+            got=command.checkpoint_id,
+            expected="a checkpoint of this policy",
+        )
+
+    async def _of_forward(self, command: UpdateCommand | ForwardBackwardCommand) -> Choices:
+        """Which old log-probs the command uses, and of which version, where that is known."""
+        operation_id = command.forward_id
+        if not operation_id:
+            return Choices()
+        run = self._run
+        live = run.ledger.find(operation_id)
+        record = live.record if live else await run.ports.journal.find_operation(operation_id)
+        if record is None:
+            # A Forward without a key is not journaled; its files exist until they expire.
+            for path in run.paths.results.iterdir():
+                if path.suffix and operation_id == run.policy_id + path.suffix:
+                    return Choices(old_logprobs=path.name)
+        field, expected = "loss.old_logprobs.forward_operation_id", "a finished Forward"
+        if record is None or record.policy_id != run.policy_id:
+            raise invalid(field, operation_id, f"{expected} of this policy")
+        if record.state is not JournalState.APPLIED:
+            raise invalid(field, f"{record.kind} that is {record.state.public}", expected)
+        if not isinstance(record.result, ForwardResult):
+            raise invalid(field, str(record.kind), expected)
+        name = forward_file_name(operation_id, record.result.digest)
+        if not (run.paths.results / name).exists():
+            raise invalid(field, "a Forward whose result has expired", expected)
+        return Choices(old_logprobs=name, old_version=record.result.version)
+
+
+def _exists(known: CheckpointInfo) -> RatoonError:
+    return RatoonError(
+        ErrorCode.INVALID_ARGUMENT,
+        f"checkpoint_id: the policy has a checkpoint {known.checkpoint_id} already, of version"
+        f" {known.version} at seq {known.seq}; take another name",
+        field="checkpoint_id",
+        got=known.checkpoint_id,
+        expected="a name that no checkpoint has yet",
+    )
+
+
+def forward_file_name(operation_id: str, digest: str) -> str:
+    """The file beside a Forward's output that maps its log-probs to rollouts."""
+    return f"{digest}.{operation_id.rpartition('.')[2]}"

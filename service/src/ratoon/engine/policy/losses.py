@@ -1,4 +1,4 @@
-"""Whether the journal has lost what callers were told, found before anything is deleted.
+"""Finds what the journal has lost of what callers were told, and goes on as was decided.
 
 A crash of any process, or a power cut that the disk survives as it promises, leaves the journal
 ahead of everything else: a write is committed before a caller is told of it, before the version is
@@ -7,38 +7,52 @@ things may be ahead, for an operation that is accepted and has not ended: the wo
 outcome, and the folder of the checkpoint that it saves.
 
 A policy with a loss is refused, unless the operator has decided how it goes on, or the database was
-failed over to a server that may lack commits, which the deployment chose to allow.
+failed over to a server that may lack commits, which the deployment chose to allow. Nothing is
+deleted: versions, checkpoints, bodies and the decision, which the journal will not know, are moved
+to `set-aside/TIME-journal-lost` of the policy's folder, or of its weights' folder.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratoon import metrics
+from ratoon.engine.commands import SeqKey
 from ratoon.engine.files.losses import (
     Choice,
     Facts,
     FoundCheckpoint,
     FoundVersion,
     JournalLoss,
+    Position,
     find_checkpoints,
     find_versions,
     forget_loss,
     read_decision,
+    read_position,
     write_loss,
+    write_position,
 )
-from ratoon.engine.files.paths import PolicyPaths, names_in
-from ratoon.engine.files.position import Position, read_position, write_position
-from ratoon.engine.journal.records import OperationRecord, PolicyHistory
-from ratoon.engine.journal.tokens import is_promoted_since
-from ratoon.engine.policy.replay import RecoveryStoppedError
+from ratoon.engine.files.paths import PolicyPaths, move_to, names_in
+from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyHistory
+from ratoon.engine.journal.tables import is_promoted_since
+from ratoon.engine.policy.adoption import agrees
+from ratoon.engine.policy.replay import RecoveryStoppedError, replay_policy
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import OperationKind, Sequencing
-from ratoon.engine.worker.tasks import WorkerStatus
+from ratoon.engine.types import CheckpointInfo, OperationKind, Sequencing
+from ratoon.engine.worker.tasks import (
+    CheckpointWeights,
+    LoadRequest,
+    UnusableCheckpointError,
+    WorkerStatus,
+)
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
+from ratoon.stream.files import make_folder
+from ratoon.stream.versions import version_folder
 
 _LOG = get_logger("losses")
 
@@ -49,7 +63,7 @@ class JournalLostError(RecoveryStoppedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What is lost, and how to go on."""
+    """A loss, and the decision how to go on."""
 
     loss: JournalLoss
     choice: Choice
@@ -57,7 +71,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What lies beside the journal. `told` None: no position file."""
+    """Files beside the journal that name operations. `told` None: no position file."""
 
     told: Position | None
     versions: tuple[FoundVersion, ...]
@@ -74,7 +88,7 @@ def look(paths: PolicyPaths) -> Found:
 
 
 def judge(history: PolicyHistory, found: Found, sequencing: Sequencing) -> JournalLoss | None:
-    """What the journal has lost, None: nothing. Pure."""
+    """Find what the journal has lost; None: nothing. Pure."""
     policy, last_seq = history.policy, last_in_turn(history)
     told = found.told
     is_behind = told is not None and told.count > policy.position
@@ -137,7 +151,7 @@ async def find_loss(run: PolicyRun, history: PolicyHistory) -> Decided | None:
     if loss is None:
         await asyncio.to_thread(forget_loss, run.paths)
         return None
-    await run.check_newest()  # What a newer controller has made is ahead of this history.
+    await run.check_newest()  # A newer controller's files would be ahead of this history.
     token = run.position.token
     if token and is_promoted_since(token, run.token):
         choice = Choice.ACCEPT_LOSS
@@ -186,7 +200,7 @@ async def _fetch_archived(run: PolicyRun, history: PolicyHistory) -> None:
         for name in sorted(run.archived - here - known):
             await run.archive.restore_checkpoint(name)
     except RatoonError as error:
-        # What could not be looked at is not deleted: `run.archived` says what was.
+        # `run.archived` names what was looked at; nothing else is deleted.
         run.archived = frozenset()
         _LOG.warning("archive not looked at", policy_id=run.policy_id, error=error.message)
 
@@ -228,3 +242,164 @@ def _record_of(history: PolicyHistory, seq: int) -> OperationRecord | None:
 
 def _facts(told: Position) -> Facts:
     return Facts(last_seq=told.last_seq, max_seq=told.max_seq, version=told.version)
+
+
+async def carry_out(
+    run: PolicyRun, history: PolicyHistory, status: WorkerStatus, decided: Decided
+) -> PolicyHistory:
+    """Go on as decided, and set all else aside. Raises `JournalLostError` where that fails.
+
+    Only moves files until the journal has it, so that a crash in between changes nothing.
+    """
+    journal, policy_id, loss = run.ports.journal, run.policy_id, decided.loss
+    is_adopted = decided.choice is Choice.FROM_EVIDENCE
+    if is_adopted:
+        kept = (await _load_adopted(run, loss),)
+    else:
+        kept = await _replayed(run, history, status, loss)
+    folder = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(run.ports.now())) + "-journal-lost"
+    staying = await _set_aside(run, history, folder, kept)
+    told = await asyncio.to_thread(read_position, run.paths.position) or Position()
+    above = told.count, max(told.version, *loss.versions, 0)
+    if is_adopted:
+        closed_seq = history.closed.seq if history.closed else 0
+        (adopted,), now = kept, run.ports.now()
+        await journal.adopt(run.token, policy_id, adopted, closed_seq, above, now)
+    else:
+        await journal.accept_loss(run.token, policy_id, kept, above)
+    await run.set_published((*history.policy.published, *staying))
+    place = run.paths.set_aside / folder
+    await asyncio.to_thread(forget_loss, run.paths, place)
+    _LOG.error(
+        "operations lost",
+        policy_id=policy_id,
+        choice=decided.choice,
+        what=loss.text,
+        set_aside=str(place),
+    )
+    run.send([metrics.RECOVERIES.sample(1, "adopted" if is_adopted else "lost")])
+    return await journal.history(policy_id)
+
+
+async def _replayed(
+    run: PolicyRun, history: PolicyHistory, status: WorkerStatus, loss: JournalLoss
+) -> tuple[Checkpoint, ...]:
+    """Run again what is left, before anything is moved: files that it needs may be gone.
+
+    Returns checkpoints that the journal lost and whose states it has.
+    """
+    kept = await _vouched_for(run, history)
+    if not run.replays or (status.is_loaded and agrees(history, status)):
+        return kept
+    needed = await run.ports.journal.bodies_in_use(run.policy_id)
+    await run.archive.restore_bodies(needed.values())
+    checkpoints = (*history.checkpoints, *kept)
+    in_order = tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.info.seq))
+    try:
+        await replay_policy(run, replace(history, checkpoints=in_order))
+    except RecoveryStoppedError as error:
+        reason = f". --{Choice.ACCEPT_LOSS} is not possible: {error}"
+        raise await refused(run, loss, reason) from error
+    return kept
+
+
+async def _vouched_for(run: PolicyRun, history: PolicyHistory) -> tuple[Checkpoint, ...]:
+    """Automatic checkpoints that the journal lost, of states whose digests it has."""
+    known = {checkpoint.info.checkpoint_id for checkpoint in history.checkpoints}
+    last_seq, vouched = last_in_turn(history), list[Checkpoint]()
+    for found in await asyncio.to_thread(find_checkpoints, run.paths):
+        checkpoint = _to_checkpoint(found, run.ports.now())
+        if checkpoint is None or not checkpoint.is_automatic or found.checkpoint_id in known:
+            continue
+        seq = checkpoint.info.seq
+        while 0 < seq <= last_seq:
+            record = await run.ports.journal.find_key(run.policy_id, SeqKey(seq=seq))
+            if record is None or record.state is JournalState.APPLIED:
+                is_same = record is not None and record.weights_digest == checkpoint.weights_digest
+                vouched += [checkpoint] if is_same else []
+                break
+            seq -= 1  # An operation that was not applied has changed no state.
+    return tuple(vouched)
+
+
+async def _load_adopted(run: PolicyRun, loss: JournalLoss) -> Checkpoint:
+    """The checkpoint to go on from, once the worker has loaded it: so it is whole."""
+    (found,) = await asyncio.to_thread(find_checkpoints, run.paths, [loss.adoptable])
+    checkpoint = _to_checkpoint(found, run.ports.now())
+    if checkpoint is None:
+        raise await refused(run, loss, f". Checkpoint {loss.adoptable} cannot be read")
+    info = checkpoint.info
+    source = CheckpointWeights(
+        folder=str(run.paths.checkpoint(info.checkpoint_id)),
+        weights_digest=checkpoint.weights_digest if run.replays else "",
+    )
+    request = LoadRequest(
+        trainer=run.trainer,
+        source=source,
+        version=info.version,
+        last_seq=info.seq,
+        digests=run.replays,
+    )
+    try:
+        await run.ports.worker.load(run.token, request)
+    except UnusableCheckpointError as error:
+        raise await refused(run, loss, f". --{Choice.FROM_EVIDENCE} failed: {error}") from error
+    return checkpoint if run.replays else replace(checkpoint, weights_digest="")
+
+
+async def _set_aside(
+    run: PolicyRun, history: PolicyHistory, name: str, kept: tuple[Checkpoint, ...]
+) -> tuple[int, ...]:
+    """Move what the journal does not list to folders of this name.
+
+    Returns versions that it does not list and whose states it will have: they stay.
+    """
+    needed = {*(await run.ports.journal.bodies_in_use(run.policy_id)).values()}
+    await run.archive.restore_bodies(await run.archive.body_names() - needed)
+    await run.check_newest()
+    await run.bodies.set_aside(needed, run.paths.set_aside / name / "bodies")
+    states = {(c.info.version, c.weights_digest) for c in kept}
+    if history.closed is not None:
+        states.add((history.policy.version, history.closed.weights_digest))
+    unlisted = [
+        found
+        for found in await asyncio.to_thread(find_versions, run.paths)
+        if found.version not in history.policy.published
+    ]
+    staying = tuple(
+        found.version
+        for found in unlisted
+        if found.made_by is not None
+        and found.made_by.state_digest
+        and (found.version, found.made_by.state_digest) in states
+    )
+    doomed = {found.version for found in unlisted}.difference(staying)
+    known = {checkpoint.info.checkpoint_id for checkpoint in (*history.checkpoints, *kept)}
+    await asyncio.to_thread(_move_folders, run.paths, name, doomed, known)
+    return staying
+
+
+def _move_folders(paths: PolicyPaths, name: str, versions: set[int], known: set[str]) -> None:
+    """Move these versions, and checkpoints that are not `known`."""
+    folder = paths.set_aside / name
+    make_folder(folder)
+    names = [n for n in names_in(paths.checkpoints) if n not in known and n[0] != "."]
+    move_to(folder / "checkpoints", [paths.checkpoints / n for n in names])
+    there = [version_folder(paths.weights, version) for version in versions]
+    move_to(paths.weights_set_aside / name, there)
+
+
+def _to_checkpoint(found: FoundCheckpoint, now: float) -> Checkpoint | None:
+    """The checkpoint as the journal would have it; None: its manifest cannot be read."""
+    saved = found.saved
+    if saved is None:
+        return None
+    info = CheckpointInfo(
+        checkpoint_id=found.checkpoint_id,
+        version=saved.version,
+        seq=saved.as_of.seq,
+        replay_from_seq=saved.as_of.replay_from_seq,
+        created_at=now,
+        size_bytes=saved.size_bytes,
+    )
+    return Checkpoint(info=info, weights_digest=saved.state_digest)

@@ -1,9 +1,9 @@
-"""Publishes the current version when it is due, beside what runs next, and drops the oldest.
+"""Publishes the current version when it is due, beside the next operations; drops the oldest.
 
 A version can be fetched only once the journal says that it was applied. The next one is held once
 this one can be fetched, so that no crash leaves a version out.
 
-    applied -> held: copied -> journaled -> landing: written while others run -> published
+    applied -> held: copied -> journaled -> written while other operations run -> published
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 
 from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.ledger import Awaited
-from ratoon.engine.policy.lost_workers import LostWorkers
+from ratoon.engine.policy.breakers import LostWorkers
+from ratoon.engine.policy.queue import Awaited
 from ratoon.engine.policy.receivers import Receivers
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.refusals import overtaken
+from ratoon.engine.refusals import superseded
 from ratoon.engine.types import Acknowledgement, OperationResult, PublishKind, StepResult
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError
@@ -37,34 +38,51 @@ from ratoon.stream.versions import (
 )
 
 _LOG = get_logger("publisher")
-# Of the seconds of an operation: for so long the next one gives way to what it publishes.
+# Fraction of an operation's duration during which the next operation yields to publishing.
 _HEAD_START = 0.05
 
 
-class Publisher(Awaited):
-    """Holds versions between operations, while the worker's weights do not change.
+class PublicationState(Enum):
+    """How far the publication of one version has come; afterwards it is published or refused."""
 
-    Who waits for a version is woken when the published ones change. `on_stopped` is called where a
-    publication ends for a reason that only a new start can clear.
+    # No version is under way.
+    NONE = "none"
+    # Its weights are copied; the journal may not have the operation that made it yet.
+    HELD = "held"
+    # It is written while other operations run.
+    WRITING = "writing"
+    # Its writing was stopped; the next start begins it again.
+    UNFINISHED = "unfinished"
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the operation that made the version has ended, so that readers wait for it."""
+        return self in (PublicationState.WRITING, PublicationState.UNFINISHED)
+
+
+class Publisher(Awaited):
+    """Publishes one version at a time; its states are `PublicationState`.
+
+    Callers that wait for a version are woken when the published ones change. `on_stopped` is called
+    where a publication ends for a reason that only a new start can clear.
     """
 
-    on_stopped: Callable[[], None]
-
-    def __init__(self, run: PolicyRun) -> None:
+    def __init__(self, run: PolicyRun, on_stopped: Callable[[], None]) -> None:
         super().__init__()
         self._run = run
+        self._on_stopped = on_stopped
         self.receivers = Receivers(max_held=run.limits.max_held_versions)
-        # Held while versions leave the published ones.
+        # The lock is held while versions leave the published ones.
         self._listing = asyncio.Lock()
+        # The version under way, its state, and the task that writes it.
+        self._version: int | None = None
+        self._state = PublicationState.NONE
         self._landing: asyncio.Task[None] | None = None
-        # The version that is held or lands, and the one that could not be published.
-        self._under_way: int | None = None
+        # The version that could not be published, and why.
         self._refused: tuple[int, RatoonError] | None = None
-        # The version whose publication was stopped, until it ends.
+        # The version whose writing failed, until a later attempt ends.
         self._stopped: int | None = None
-        # The version whose publication the next start has to begin again.
-        self._unfinished: int | None = None
-        # What is wrong with each damaged version, and the version that was damaged last.
+        # The fault of each damaged version, and the version that was damaged last.
         self._damaged: dict[int, RatoonError] = {}
         self._damaged_last: int | None = None
         self._lost_workers = LostWorkers()
@@ -74,54 +92,77 @@ class Publisher(Awaited):
         """Whether the last publication was stopped, and has not ended since."""
         return self._stopped is not None
 
-    def is_due(self, version: int) -> bool:
-        """Whether the policy publishes this version without being asked."""
-        publish = self._run.spec.publish
-        match publish.kind:
-            case PublishKind.EVERY:
-                return True
-            case PublishKind.EVERY_N:
-                return version % publish.every_n == 0
-            case PublishKind.ON_REQUEST:
-                return False
-
     @property
     def newest(self) -> int | None:
         """The version published last, which after a LoadCheckpoint may not be the highest."""
         return self._run.published[-1] if self._run.published else None
 
+    def state_of(self, version: int | None) -> PublicationState:
+        """State of the version under way, if that is `version`; None: whichever it is."""
+        return self._state if version in (None, self._version) else PublicationState.NONE
+
+    def is_published(self, version: int | None, known_version: int | None = None) -> bool:
+        """Whether `version` is published; None: a newest version other than `known_version`."""
+        if version is not None:
+            return version in self._run.published
+        return self.newest not in (None, known_version)
+
     def is_wanted(self, version: int | None, asked: int | None = None) -> bool:
         """Whether a read of `version` (None: the newest) triggers its publication.
 
-        `asked`: the version that the same read has asked for. Refused since, it is not tried again.
+        `asked`: the version that the same read has asked for. Where its publication was refused
+        since, the read does not trigger it again.
         """
         current = self._run.version
         is_published = current == self.newest if version is None else current in self._run.published
-        if is_published or current in (self._under_way, self._unfinished):
+        if is_published or current == self._version:
             return False
         on_request = self._run.spec.publish.kind is PublishKind.ON_REQUEST
         is_refused = self._refused is not None and self._refused[0] == current
         if is_refused and (current == asked or (version is None and not on_request)):
             return False
-        return version in (None, current) and (on_request or self.is_due(current))
+        return version in (None, current) and (on_request or self._is_due(current))
 
-    def is_there(self, version: int | None, known_version: int | None) -> bool:
-        """Whether `version`, or with None a newest other than `known_version`, is published."""
-        if version is not None:
-            return version in self._run.published
-        return self.newest not in (None, known_version)
+    async def hold(self, version: int, result: OperationResult) -> OperationResult:
+        """Copy the weights of the `version` that an operation has made, where that is due.
 
-    def is_under_way(self, version: int | None) -> bool:
-        """Whether `version` (None: any) is held or lands."""
-        return self._under_way is not None and version in (None, self._under_way)
-
-    def is_begun(self, version: int | None) -> bool:
-        """Whether `version` (None: any) is being written, or the next start has to write it.
-
-        The operation that made it has ended.
+        Returns the result with the seconds that the worker was held, or a warning that the version
+        is not published. Raises `WorkerLostError`, and what stopped the version before.
         """
-        begun = self._unfinished if self._landing is None else self._under_way
-        return begun is not None and version in (None, begun)
+        if not self._is_due(version):
+            return result
+        started = time.perf_counter()
+        error = await self._hold(version)
+        if error is not None:
+            return _with_warning(result, f"version {version} is not published: {error}")
+        return _with_seconds(result, time.perf_counter() - started)
+
+    def begin(self) -> None:
+        """Write the held version, if there is one, now that the journal has its step."""
+        if self._state is not PublicationState.HELD:
+            self.wake()  # Waiting callers may request the current version.
+            return
+        assert self._version is not None
+        self._state = PublicationState.WRITING
+        landing = self._land(self._version)
+        self._landing = asyncio.get_running_loop().create_task(landing)
+        self._landing.add_done_callback(self._over)
+
+    async def publish(self) -> None:
+        """Begin to publish the current version, unless it is published or under way.
+
+        Where its publication was stopped before, the call waits until this attempt ends and raises
+        what stops it again: the turn loop then counts and delays the restarts, and no operation
+        that runs at the same time can be the cause. Raises `WorkerLostError`.
+        """
+        version = self._run.version
+        is_under_way = version == self._version and self._state is not PublicationState.UNFINISHED
+        if version == self.newest or is_under_way:
+            return
+        await self._hold(version)
+        self.begin()
+        if version == self._stopped:
+            await self._landed_well()
 
     async def catch_up(self) -> None:
         """After a crash: publish the current version where it is due, or was lost.
@@ -139,82 +180,47 @@ class Publisher(Awaited):
         is_lost = run.version in run.published and run.version not in there
         if there != run.published:
             _LOG.warning("versions lost", policy_id=run.policy_id, published=run.published)
-            await run.ports.journal.set_published(run.token, run.policy_id, there)
-            run.published = there
-        if self.newest == run.version or not (is_lost or self.is_due(run.version)):
-            self._unfinished = None
+            await run.set_published(there)
+        if self.newest == run.version or not (is_lost or self._is_due(run.version)):
+            self._leave()
             self.wake()
             return
         if is_ahead:
-            self._under_way = run.version
+            self._version, self._state = run.version, PublicationState.HELD
             self.begin()
             await self._landed_well()
         else:
             await self.publish()
 
-    async def publish(self) -> None:
-        """Begin to publish the current version, if it is not. Raises `WorkerLostError`.
-
-        One that was stopped before is waited for, alone, and what stops it again is raised: so the
-        turn loop counts and delays the restarts, and no operation beside it can be the cause.
-        """
-        version = self._run.version
-        if version not in (self.newest, self._under_way):
-            await self._hold(version)
-            self.begin()
-            if version == self._stopped:
-                await self._landed_well()
-
-    async def hold(self, version: int, result: OperationResult) -> OperationResult:
-        """Copy the weights of the `version` that an operation has made, where that is due.
-
-        Returns the result with the seconds that the worker was held, or a warning that the version
-        is not published. Raises `WorkerLostError`, and what stopped the version before.
-        """
-        if not self.is_due(version):
-            return result
-        started = time.perf_counter()
-        error = await self._hold(version)
-        if error is not None:
-            return _with_warning(result, f"version {version} is not published: {error}")
-        return _with_seconds(result, time.perf_counter() - started)
-
-    def begin(self) -> None:
-        """Publish what is held, if anything, now that the journal has its step."""
-        if self._under_way is None or self._landing is not None:
-            self.wake()  # Who waits may request it.
-            return
-        self._unfinished = None
-        landing = self._land(self._under_way)
-        self._landing = asyncio.get_running_loop().create_task(landing)
-        self._landing.add_done_callback(self._over)
-
     async def landed(self, timeout_s: float | None = None) -> None:
-        """Wait until no publication is under way, at most so many seconds; None: for ever."""
+        """Wait until no version is being written, at most `timeout_s` seconds; None: for ever."""
         if self._landing is not None:
             await asyncio.wait([self._landing], timeout=timeout_s)
 
     async def get_ahead(self, operation_s: float) -> None:
-        """On CPUs, where an operation takes all cores: let what it publishes have them first.
+        """On CPUs, let the version that an operation of so many seconds made be written first.
 
-        Threads that write beside those that train halt all of these where they meet. Nobody waits
-        for a slow disk: the head start is a share of the operation's own seconds.
+        There an operation takes all cores, and writer threads stall the compute threads at their
+        next barrier. A slow disk delays nobody: the head start is a fraction of the operation's own
+        duration.
         """
         if self._run.trainer.device == "cpu":
             await self.landed(_HEAD_START * operation_s)
 
     async def stop(self) -> None:
-        """Leave what is under way to the next start."""
-        landing, under_way = self._landing, self._under_way
-        self._landing = self._under_way = None
+        """Stop the writing of the version under way; the next start begins it again."""
+        landing, self._landing = self._landing, None
+        if self._state is PublicationState.WRITING:
+            self._state = PublicationState.UNFINISHED
+        elif self._state is PublicationState.HELD:
+            self._leave()
         if landing is not None:
-            self._unfinished = under_way
             landing.cancel()
             await asyncio.wait([landing])  # Its cancel is not this task's.
             self.wake()
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Cancel the writing of the version under way without waiting for its end."""
         if self._landing is not None:
             self._landing.cancel()
 
@@ -247,7 +253,7 @@ class Publisher(Awaited):
         `Receivers.acknowledge` raises.
         """
         run = self._run
-        if ack.holds_version is not None and self.is_under_way(ack.holds_version):
+        if ack.holds_version is not None and self.state_of(ack.holds_version).is_begun:
             await self.landed()
         async with self._listing:
             if ack.holds_version is not None and ack.holds_version not in run.published:
@@ -259,11 +265,23 @@ class Publisher(Awaited):
             run.send(telemetry.receiver_lags(run.policy_id, self.receivers.lags(newest)))
         return newest
 
+    def _is_due(self, version: int) -> bool:
+        """Whether the policy publishes this version without being asked."""
+        publish = self._run.spec.publish
+        match publish.kind:
+            case PublishKind.EVERY:
+                return True
+            case PublishKind.EVERY_N:
+                return version % publish.every_n == 0
+            case PublishKind.ON_REQUEST:
+                return False
+
     async def _hold(self, version: int) -> RatoonError | None:
         """Hold a version once the one before is published; returns why that cannot be."""
         run, name = self._run, str(version)
         await self._landed_well()
-        self._under_way = version
+        before = self._version, self._state
+        self._version, self._state = version, PublicationState.HELD
         try:
             self._lost_workers.check(name)
             await self._lost_workers.counted(name, run.ports.worker.hold(run.token, version))
@@ -271,15 +289,19 @@ class Publisher(Awaited):
             self._refuse(version, error)
             return error
         except BaseException:
-            self._under_way = None
+            self._version, self._state = before
             raise
         return None
 
     async def _landed_well(self) -> None:
-        """Raises what stopped the publication that was under way."""
+        """Wait for the version that is being written. Raises what stopped it."""
         await self.landed()
         if self._landing is not None:
             self._landing.result()
+
+    def _leave(self) -> None:
+        """No version is under way any more."""
+        self._version, self._state = None, PublicationState.NONE
 
     async def _land(self, version: int) -> None:
         run, started = self._run, time.perf_counter()
@@ -309,8 +331,9 @@ class Publisher(Awaited):
             there, held = (*others, version), self.receivers.held()
             kept = there[-run.spec.keep_versions :]
             published = tuple(one for one in there if one in kept or one in held)
-            await run.ports.journal.set_published(run.token, run.policy_id, published)
-            run.published, self._under_way, self._stopped = published, None, None
+            await run.set_published(published)
+            self._leave()
+            self._stopped = None
             self._damaged.pop(version, None)
             self._lost_workers = LostWorkers()
         run.send(telemetry.versions(run.policy_id, run.version, published))
@@ -331,10 +354,9 @@ class Publisher(Awaited):
                 return  # It was pruned meanwhile.
             published = tuple(other for other in run.published if other != version)
             try:
-                await run.ports.journal.set_published(run.token, run.policy_id, published)
+                await run.set_published(published)
             except FencedError as err:
-                raise overtaken() from err  # The files are another controller's.
-            run.published = published
+                raise superseded() from err  # The files are another controller's.
         kept = await asyncio.to_thread(set_aside, run.paths.weights, version, error.message)
         if kept is not None:
             message = f"{error.message}; its files are kept as {kept.name}"
@@ -346,12 +368,13 @@ class Publisher(Awaited):
         run.send(telemetry.versions(run.policy_id, run.version, published))
 
     def _refuse(self, version: int, error: RatoonError) -> None:
-        """Nobody gets this version until it is asked for again."""
+        """Note why a version cannot be published; only a read that asks for it tries again."""
         policy_id = self._run.policy_id
         _LOG.error("publish failed", policy_id=policy_id, version=version, error=error.message)
         self._run.send([metrics.PUBLISH_FAILURES.sample(1)])
         self._refused = (version, error)
-        self._under_way = self._stopped = self._unfinished = None
+        self._leave()
+        self._stopped = None
 
     def _over(self, landing: asyncio.Task[None]) -> None:
         self.wake()
@@ -360,11 +383,11 @@ class Publisher(Awaited):
         error = landing.exception()
         if error is None:
             self._landing = None
-        # Where there is a newer controller, which is fine, the next turn ends this one.
+        # A newer controller is no fault: the next turn ends this one.
         if isinstance(error, Exception) and not isinstance(error, FencedError):
             _LOG.error("publication stopped", reason=f"{type(error).__name__}: {error}")
-            self._stopped = self._under_way
-            self.on_stopped()
+            self._stopped = self._version
+            self._on_stopped()
 
     def _not_published(self, field: str, version: int | None) -> RatoonError:
         run = self._run

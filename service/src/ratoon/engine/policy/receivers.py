@@ -1,6 +1,6 @@
-"""Who reads a policy's versions: which one each serves, and which one it holds while it reads it.
+"""Receivers of a policy's versions: which one each serves, and which one it holds while reading.
 
-In memory alone: an engine that starts knows of no receiver and no hold.
+They are kept in memory only: an engine that starts knows of no receiver and no hold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ratoon.engine.types import Acknowledgement
 from ratoon.errors import exhausted
 
-# Per policy; then the one that was silent for the longest is forgotten.
+# Receivers per policy; one more makes the longest silent one forgotten.
 MAX_RECEIVERS = 64
 # A hold ends with its reader's next acknowledgement.
 _RETRY_S = 5.0
@@ -28,7 +28,7 @@ class _Receiver:
 
 
 class Receivers:
-    """What each of a policy's receivers has said last, the longest silent first."""
+    """The last acknowledgement of each of a policy's receivers, the longest silent first."""
 
     def __init__(self, *, max_held: int, clock: Callable[[], float] = time.monotonic) -> None:
         """At most `max_held` different versions are held at a time."""

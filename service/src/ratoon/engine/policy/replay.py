@@ -14,41 +14,33 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ratoon import metrics
+from ratoon.engine.commands import LoadCheckpointCommand, OptimStepCommand
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.journal.records import RUN_KINDS, JournalState, OperationRecord, PolicyHistory
+from ratoon.engine.journal.records import JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import (
     CheckpointInfo,
     EmptyResult,
     FailedResult,
     ImportResult,
-    LoadCheckpointCommand,
     OnChangedNumerics,
-    OperationKind,
     OperationResult,
     OperationState,
-    OptimStepCommand,
     StepResult,
 )
-from ratoon.engine.worker.numerics import Numerics, differences
 from ratoon.engine.worker.tasks import (
     CheckpointWeights,
     InitialWeights,
     Loaded,
     LoadRequest,
+    Numerics,
     Outcome,
     UnusableCheckpointError,
+    differences,
 )
 from ratoon.log import get_logger
 
 _LOG = get_logger("replay")
-
-# The `RUN_KINDS` whose bits depend on the hardware and software they run on.
-_COMPUTED_KINDS = (
-    OperationKind.UPDATE,
-    OperationKind.FORWARD_BACKWARD,
-    OperationKind.OPTIM_STEP,
-)
 
 
 class RecoveryStoppedError(Exception):
@@ -112,21 +104,25 @@ async def replay_policy(run: PolicyRun, history: PolicyHistory) -> Replayed:
     records = await run.ports.journal.records_from(run.policy_id, base.replay_from_seq)
     past = ended_in_order(records, base.replay_from_seq)
     _check_whole(records, past)
-    again = _Again(run, Numerics.of(loaded.numerics))
-    await again.check_numerics(past)
-    await again.open_window([record for record in past if record.seq <= base.seq])
+    replayer = Replayer(run, Numerics.of(loaded.numerics))
+    await replayer.check_numerics(past)
+    await replayer.open_window([record for record in past if record.seq <= base.seq])
     for record in past:
         if record.seq > base.seq:
-            await again.pass_or_run(record)
+            await replayer.pass_or_run(record)
     last_seq = past[-1].seq if past else base.seq
     _LOG.info(
-        "replayed", policy_id=run.policy_id, from_seq=base.seq, to_seq=last_seq, ran=again.num_run
+        "replayed",
+        policy_id=run.policy_id,
+        from_seq=base.seq,
+        to_seq=last_seq,
+        ran=replayer.num_run,
     )
-    run.send([metrics.REPLAYED_OPERATIONS.sample(again.num_run)])
+    run.send([metrics.REPLAYED_OPERATIONS.sample(replayer.num_run)])
     return Replayed(
         loaded=loaded,
         last_seq=max(last_seq, base.seq),
-        rebased=again.digests if again.is_rebasing else {},
+        rebased=replayer.digests if replayer.is_rebasing else {},
     )
 
 
@@ -173,7 +169,7 @@ async def _load(run: PolicyRun, history: PolicyHistory) -> tuple[Base, Loaded]:
     )
 
 
-class _Again:
+class Replayer:
     """Replays records in seq order on a loaded worker."""
 
     def __init__(self, run: PolicyRun, numerics: Numerics) -> None:
@@ -189,7 +185,7 @@ class _Again:
         """Check that these numerics can give the journal's bits. Raises `RecoveryStoppedError`."""
         run = self._run
         for record in past:
-            is_run = record.state is JournalState.APPLIED and record.kind in _COMPUTED_KINDS
+            is_run = record.state is JournalState.APPLIED and record.effect.depends_on_numerics
             if not (is_run and record.numerics) or record.numerics == self._numerics.digest:
                 continue
             then = await run.ports.journal.numerics(record.numerics)
@@ -213,7 +209,7 @@ class _Again:
         """Skip or replay one operation. Raises `RecoveryStoppedError`."""
         run = self._run
         run.reach(CrashPoint.ENGINE_IN_REPLAY)
-        if record.state is not JournalState.APPLIED or record.kind not in RUN_KINDS:
+        if record.state is not JournalState.APPLIED or not record.effect.is_replayed:
             await run.ports.worker.skip(run.token, record.seq, _journaled_outcome(record))
             return
         await self._select(record)
@@ -271,8 +267,7 @@ class _Again:
 
 
 def _is_gradient(record: OperationRecord) -> bool:
-    is_forward_backward = record.kind is OperationKind.FORWARD_BACKWARD
-    return is_forward_backward and record.state is JournalState.APPLIED
+    return record.effect.adds_to_window and record.state is JournalState.APPLIED
 
 
 def _version(result: OperationResult | None) -> int | None:

@@ -1,7 +1,8 @@
 """The state of a policy in memory, and the ports its controller acts through.
 
-Filled from the journal at start, changed on the controller's event loop only. A field changes only
-after the journal write that makes it true.
+A start fills the state from the journal; afterwards each field has one writer, which the class
+names. The state changes on the controller's event loop only, and a field changes only after the
+journal write that makes it true.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ from dataclasses import dataclass, field
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import Reach
-from ratoon.engine.files.archive import Archive, NoArchive
+from ratoon.engine.files.archive import Archive
+from ratoon.engine.files.losses import Position, write_position
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
-from ratoon.engine.files.position import Position, write_position
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.records import OperationEnd, OperationRecord
-from ratoon.engine.policy.claims import Claims
-from ratoon.engine.policy.ledger import Ledger
-from ratoon.engine.policy.sequencer import Sequencer
-from ratoon.engine.policy.window import Window
+from ratoon.engine.policy.limits import Claims
+from ratoon.engine.policy.queue import Ledger, Sequencer, Window
 from ratoon.engine.types import PolicySpec, PolicyState, Recovery
-from ratoon.engine.worker.numerics import Numerics
-from ratoon.engine.worker.tasks import Outcome, WorkerPort
+from ratoon.engine.worker.tasks import Numerics, Outcome, WorkerPort
 from ratoon.metrics import Change, MetricsSink
 from ratoon.train.spec import TrainerSpec
 
@@ -39,9 +37,10 @@ class Ports:
 
 @dataclass(slots=True, kw_only=True)
 class PolicyRun:
-    """Mutable; see the module."""
+    """The state that the parts of one controller share; see the module."""
 
     spec: PolicySpec
+    # A start adds what the first load of the policy chose.
     trainer: TrainerSpec
     ports: Ports
     limits: LimitsConfig
@@ -51,29 +50,33 @@ class PolicyRun:
     # Shared by all policies.
     claims: Claims
     reach: Reach
-    archive: Archive = field(default_factory=NoArchive)
-    state: PolicyState = PolicyState.CREATING
-    # Why the policy failed.
-    failure: str = ""
+    archive: Archive = field(default_factory=Archive)
+
+    # Written by each start alone: when the policy was created, the fencing token, the worker's
+    # numerics, and the checkpoints in the archive that the start has compared with the journal.
+    created_at: float = 0.0
     token: int = 0
+    numerics: Numerics = field(default_factory=lambda: Numerics.of({}))
+    archived: frozenset[str] = frozenset()
+    # Filled by a start, then changed through their own methods.
+    sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
+    ledger: Ledger = field(init=False)
+
+    # Written by `enter`. `failure`: why the policy failed.
+    state: PolicyState = PolicyState.CREATING
+    failure: str = ""
+    # Written by the executor: versions, and the open window.
     version: int = 0
     max_version: int = 0
-    published: tuple[int, ...] = ()
-    # Optimizer steps skipped for their numbers since the last one taken.
-    skipped_in_row: int = 0
-    # Numerics of the worker.
-    numerics: Numerics = field(default_factory=lambda: Numerics.of({}))
     window: Window = field(default_factory=Window)
-    # The applied ForwardBackwards of the open window, by seq.
-    window_records: dict[int, OperationRecord] = field(default_factory=dict[int, OperationRecord])
-    sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
-    # The worker's last outcome, where the journal does not have it yet.
+    # The worker's last outcome, where the journal does not have it yet; the executor completes it.
     stored_outcome: Outcome | None = None
-    # Checkpoints in the archive that this start has compared with the journal.
-    archived: frozenset[str] = frozenset()
-    # What the position file says.
+    # Written by `set_published`: versions that can be fetched, in publication order.
+    published: tuple[int, ...] = ()
+    # Written by the breaker: optimizer steps skipped for their numbers since the last one taken.
+    skipped_in_row: int = 0
+    # Written by `has_come_to`: the content of the position file.
     position: Position = field(default_factory=Position)
-    ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(on_settled=self.claims.drop)
@@ -86,6 +89,15 @@ class PolicyRun:
     def replays(self) -> bool:
         """Whether lost work is replayed, so that bodies are kept until a checkpoint covers them."""
         return self.spec.recovery is Recovery.REPLAY
+
+    def enter(self, state: PolicyState, failure: str = "") -> None:
+        """Change the policy's state. `failure`: why it failed; "": it has not."""
+        self.state, self.failure = state, failure
+
+    async def set_published(self, published: tuple[int, ...]) -> None:
+        """Change which versions can be fetched, in the journal first."""
+        await self.ports.journal.set_published(self.token, self.policy_id, published)
+        self.published = published
 
     async def accept(self, record: OperationRecord, next_seq: int) -> None:
         """See `FencedStore.accept`."""
@@ -100,7 +112,7 @@ class PolicyRun:
     def has_come_to(
         self, count: int, *, max_seq: int = 0, last_seq: int = 0, version: int = 0
     ) -> None:
-        """The journal has a write that callers are told of next, or files are deleted by."""
+        """Note a write of the journal, before callers hear of it or files are deleted by it."""
         before = self.position
         self.position = Position(
             count=max(count, before.count),

@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ratoon import metrics
+from ratoon.engine.files.losses import Position, read_position
 from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
-from ratoon.engine.files.position import Position, read_position
 from ratoon.engine.journal.records import JournalState, PolicyHistory, RollBack
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.adoption import adopt, agrees, fail_unsequenced, settle_ended
 from ratoon.engine.policy.breakers import read_run
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
-from ratoon.engine.policy.loss_recovery import carry_out
-from ratoon.engine.policy.losses import find_loss, find_worker_loss, last_in_turn
+from ratoon.engine.policy.losses import carry_out, find_loss, find_worker_loss, last_in_turn
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.replay import (
     Base,
@@ -33,10 +32,10 @@ from ratoon.engine.policy.replay import (
 )
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import PolicyState
-from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import (
     Loaded,
     LoadRequest,
+    Numerics,
     UnusableCheckpointError,
     WorkerLostError,
     WorkerStatus,
@@ -99,10 +98,10 @@ async def start_policy(
     if info is not None:
         info = replace(info, uses_gpu=run.trainer.device != "cpu")
     await journal.set_policy(run.token, run.policy_id, PolicyState.READY, info)
-    run.state, run.failure = PolicyState.READY, ""
+    run.enter(PolicyState.READY)
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
-    if standing.info is not None:
-        run.send(telemetry.model(run.policy_id, standing.info))
+    if info is not None:
+        run.send(telemetry.model(run.policy_id, info))
 
 
 async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
@@ -112,11 +111,11 @@ async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
     run.position = told or Position()
     run.token = await journal.acquire(run.policy_id, run.position.token)
     history = await journal.history(run.policy_id)
-    run.published = history.policy.published
+    run.created_at, run.published = history.policy.created_at, history.policy.published
     run.trainer = _with_chosen(run.trainer, history.policy.info)
-    # Before anything is deleted, and before anything else can fail.
+    # Losses are looked for before anything is deleted, and before anything else can fail.
     decided = await find_loss(run, history)
-    # Before the worker, so that a policy failed for its numbers gets none.
+    # The count is read before the worker is started: a policy failed for its numbers gets none.
     await read_run(run, history.policy.next_seq)
     status = await _fence(run)
     decided = decided or await find_worker_loss(run, history, status)
@@ -167,7 +166,7 @@ def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
 
 async def _fence(run: PolicyRun) -> WorkerStatus:
     worker = run.ports.worker
-    # By name, or chosen where all GPUs were of one node.
+    # The shard of weights is set by name, or was chosen where all GPUs were of one node.
     on_one_node = run.trainer.parallel.shard is Shard.WEIGHTS
     fence = partial(worker.fence, run.token, on_one_node=on_one_node)
     try:
@@ -251,7 +250,7 @@ async def _fail_past(run: PolicyRun, history: PolicyHistory, base: Base) -> None
         )
     kept = tuple(v for v in history.policy.published if v <= roll_back.version)
     if kept != history.policy.published:
-        await run.ports.journal.set_published(run.token, run.policy_id, kept)
+        await run.set_published(kept)
 
 
 async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
@@ -259,5 +258,5 @@ async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
     if run.replays:
         return dict(await run.ports.journal.bodies_in_use(run.policy_id))
     records = [live.record for live in run.ledger.open_operations()]
-    records += run.window_records.values()
+    records += run.window.records.values()
     return {record.operation_id: record.body_digest for record in records if record.body_digest}

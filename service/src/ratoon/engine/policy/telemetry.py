@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from ratoon import metrics
+from ratoon.engine.commands import effect_of
 from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.types import (
     ForwardResult,
@@ -60,7 +61,7 @@ def receiver_lags(policy_id: str, lags: Mapping[str, int]) -> list[Change]:
 
 
 def receivers_gone(policy_id: str, receiver_ids: Iterable[str]) -> list[Change]:
-    """Their lag is no longer known."""
+    """The lag of these receivers is no longer known."""
     of_policy = {metrics.POLICY_LABEL: policy_id}
     return [Gone(labels={**of_policy, metrics.RECEIVER_LABEL: name}) for name in receiver_ids]
 
@@ -74,9 +75,10 @@ def result(policy_id: str, kind: OperationKind, result: OperationResult) -> list
     match result:
         case StepResult(report=report):
             changes = _seconds(report.seconds) + _figures(policy_id, report)
-            if kind in (OperationKind.UPDATE, OperationKind.FORWARD_BACKWARD):
+            effect = effect_of(kind)
+            if effect.computes_gradients:
                 changes += _batch(policy_id, report) + _self_check(policy_id, report.self_check)
-            if kind in (OperationKind.UPDATE, OperationKind.OPTIM_STEP):
+            if effect.takes_step:
                 changes += _step(policy_id, report)
             return changes
         case ForwardResult(report=report):
@@ -92,7 +94,7 @@ def _figures(policy_id: str, report: StepReport) -> list[Change]:
         for name, (metric, labels) in metrics.REPORT_GAUGES.items()
     ]
     routers = report.routers
-    # By layer they are in the report.
+    # The report has these figures for each layer.
     return figures + _gauges(
         policy_id,
         (metrics.ROUTER_MAX_LOAD, max((each.max_load for each in routers), default=None)),

@@ -1,7 +1,13 @@
 """The loop that runs a policy's operations, one at a time and in seq order.
 
-Only the loop touches the worker's weights. Forwards without a key, requested publications and
-reads of gradients run between turns, alternating with them so that neither starves.
+    own the policy -> [pick a turn or what runs between turns -> execute and conclude it] -> ...
+
+Only the loop touches the worker's weights. Forwards without a key, requested publications,
+checkpoints and reads of gradients run between turns, alternating with them so that neither starves.
+On any error the loop owns the policy again: it trusts only the journal and the worker.
+
+A read of gradients changes nothing: it is not journaled, and a worker that is lost meanwhile fails
+it.
 """
 
 from __future__ import annotations
@@ -15,21 +21,20 @@ from functools import partial
 from ratoon.engine.files.disk import is_waited_for
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.breakers import NumbersFailedError, note_end
+from ratoon.engine.policy.breakers import MAX_LOSSES, NumbersFailedError, note_end
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
-from ratoon.engine.policy.gradients import GradientReads
-from ratoon.engine.policy.ledger import LiveOperation
-from ratoon.engine.policy.lost_workers import MAX_LOSSES
 from ratoon.engine.policy.publisher import Publisher
+from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.replay import RecoveryStoppedError
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.startup import start_policy
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.types import PolicyState
-from ratoon.engine.worker.tasks import FencedError, WorkerLostError
+from ratoon.engine.worker.tasks import FencedError, GradientRequest, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
+from ratoon.stream.manifest import GradientManifest, WeightFile
 
 _LOG = get_logger("turns")
 # More than the number of workers that one operation, or one version, may lose.
@@ -37,8 +42,8 @@ _MAX_FAILURES = MAX_LOSSES + 1
 _BACKOFF_S = 0.2
 _AWAY_S = 1.0
 _WAITING_S = 2.0
-
 Step = Callable[[], Awaitable[None]]
+_FILE_NAME = "gradients.safetensors"
 
 
 class TurnLoop:
@@ -56,13 +61,12 @@ class TurnLoop:
         self._run = run
         self._executor = executor
         self._publisher = publisher
-        publisher.on_stopped = self.restart
         self._checkpointer = checkpointer
         self._gradients = gradients
         self._lock = lock
         self._wake = asyncio.Event()
         self._must_restart = False
-        # How often others have asked for it.
+        # How often a restart was asked for.
         self._restarts = 0
         self._is_paused = False
         self._prefers_between = False
@@ -141,7 +145,25 @@ class TurnLoop:
         self.wake()
         await future
 
+    async def fail(self, failure: str) -> None:
+        """Journal why the policy failed, and end its worker, unless both are another controller's.
+
+        A later start tries again.
+        """
+        run = self._run
+        try:
+            await run.ports.journal.fail(run.token, run.policy_id, failure)
+        except FencedError:
+            return  # The worker belongs to the other controller.
+        except Exception as err:  # noqa: BLE001 - the journal does not answer
+            _LOG.warning("failure not journaled", policy_id=run.policy_id, reason=str(err))
+        try:
+            await run.ports.worker.release()
+        except Exception as err:  # noqa: BLE001 - Ray does not end it; deleting the policy does
+            _LOG.error("worker not released", policy_id=run.policy_id, reason=str(err))
+
     async def _loop(self) -> None:
+        """Take turns until the policy fails or another controller owns it."""
         failures, failure, last = 0, "", ""
         while failures < _MAX_FAILURES:
             try:
@@ -163,11 +185,11 @@ class TurnLoop:
                 self._must_restart = True
                 await asyncio.sleep(_AWAY_S)
             except (Exception, asyncio.CancelledError) as err:
-                # Whatever the error, restart from the journal and the worker.
+                # The loop restarts from the journal and the worker, whatever the error.
                 if is_cancelled():
                     raise
                 if is_waited_for(err):
-                    # The policy is fine: it continues once that is there.
+                    # The policy is fine: it continues once disk space or a GPU is free.
                     _LOG.error("waiting", policy_id=self._run.policy_id, reason=str(err))
                     self._must_restart = True
                     await asyncio.sleep(_WAITING_S)
@@ -179,39 +201,6 @@ class TurnLoop:
         in_a_row = f"its controller failed {failures} times in a row, the last time with {last}"
         await self._give_up(failure or in_a_row)
 
-    async def _give_up(self, failure: str) -> None:
-        """Fail the policy here and release its worker, until its controller is started again.
-
-        The journal and the checkpoints have all that recovery needs.
-        """
-        run = self._run
-        _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
-        await self._checkpointer.stop()
-        await self._publisher.stop()
-        # What is not deleted by now another controller may need.
-        run.archive.abandon()
-        run.state, run.failure = PolicyState.FAILED, failure
-        self._end_requests(policy_not_ready(run.policy_id, run.state, failure))
-        self._publisher.wake()
-        await self.fail(failure)
-
-    async def fail(self, failure: str) -> None:
-        """Journal why the policy failed, and end its worker, unless both are another controller's.
-
-        A later start tries again.
-        """
-        run = self._run
-        try:
-            await run.ports.journal.fail(run.token, run.policy_id, failure)
-        except FencedError:
-            return  # The worker belongs to the other controller.
-        except Exception as err:  # noqa: BLE001 - the journal does not answer
-            _LOG.warning("failure not journaled", policy_id=run.policy_id, reason=str(err))
-        try:
-            await run.ports.worker.release()
-        except Exception as err:  # noqa: BLE001 - Ray does not end it; deleting the policy does
-            _LOG.error("worker not released", policy_id=run.policy_id, reason=str(err))
-
     async def _own(self) -> bool:
         """Start from journal and worker; returns whether that has ended a stopped publication."""
         async with self._lock:
@@ -220,7 +209,7 @@ class TurnLoop:
             was_stopped = self._publisher.is_stopped
             restarts = self._restarts
             await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
-            # What it has begun to publish may have stopped by now.
+            # The version that the start began to publish may have stopped by now.
             self._must_restart = self._restarts != restarts
             return was_stopped and not self._publisher.is_stopped
 
@@ -274,6 +263,7 @@ class TurnLoop:
         return None
 
     async def _run_sequenced(self, live: LiveOperation) -> None:
+        """Take the turn of a queued operation."""
         started = time.perf_counter()
         await self._executor.run_sequenced(live)
         operation_s = time.perf_counter() - started
@@ -283,6 +273,7 @@ class TurnLoop:
         await self._publisher.get_ahead(operation_s)
 
     async def _pass_over(self, operation_id: str) -> None:
+        """Take the turn of an operation that ended while it was queued."""
         record = await self._run.ports.journal.find_operation(operation_id)
         if record is None:
             raise operation_not_found(operation_id)
@@ -290,6 +281,7 @@ class TurnLoop:
         self._run.sequencer.advance()
 
     async def _publish(self) -> None:
+        """Publish the current version for all readers that wait for it."""
         waiting, self._publications = self._publications, []
         try:
             await self._publisher.publish()
@@ -303,12 +295,30 @@ class TurnLoop:
                 if not future.done():
                     future.set_result(None)
 
+    async def _give_up(self, failure: str) -> None:
+        """Fail the policy here and release its worker, until its controller is started again.
+
+        The journal and the checkpoints have all that recovery needs.
+        """
+        run = self._run
+        _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
+        await self._checkpointer.stop()
+        await self._publisher.stop()
+        # Another controller may need the files that are not deleted by now.
+        run.archive.abandon()
+        run.enter(PolicyState.FAILED, failure)
+        self._end_requests(policy_not_ready(run.policy_id, run.state, failure))
+        self._publisher.wake()
+        await self.fail(failure)
+
     def _end_requests(self, error: RatoonError) -> None:
+        """Fail all publications and reads of gradients that callers wait for."""
         _fail(self._publications, error)
         self._publications = []
         self._gradients.end(error)
 
     def _report(self) -> None:
+        """Send the numbers of queued and running operations to the metrics, if they changed."""
         num_running = sum(live.is_started for live in self._run.ledger.open_operations())
         counts = (self._run.ledger.num_open - num_running, num_running)
         if counts != self._reported:
@@ -326,3 +336,61 @@ def _fail(futures: list[asyncio.Future[None]], error: RatoonError) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)
+
+
+class GradientReads:
+    """Reads that wait, by the names they ask for; equal names, such as a retry's, are read once."""
+
+    def __init__(self, run: PolicyRun) -> None:
+        self._run = run
+        self._waiting: dict[tuple[str, ...], asyncio.Future[GradientManifest]] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def ask(self, names: tuple[str, ...]) -> asyncio.Future[GradientManifest]:
+        """The manifest once it is read; callers may share it. Raises as `_read`."""
+        if names not in self._waiting:
+            self._waiting[names] = asyncio.get_running_loop().create_future()
+        return self._waiting[names]
+
+    async def run_next(self) -> None:
+        """Read what waits the longest. Propagates what no caller is to blame for."""
+        names, future = next(iter(self._waiting.items()))
+        del self._waiting[names]
+        try:
+            future.set_result(await self._read(names))
+        except RatoonError as error:
+            future.set_exception(error)
+        except BaseException:
+            lost = "the worker was lost; ask again"
+            future.set_exception(RatoonError(ErrorCode.WORKER_LOST, lost))
+            raise
+
+    def end(self, error: RatoonError) -> None:
+        """Fail all that wait."""
+        for future in self._waiting.values():
+            future.set_exception(error)
+        self._waiting.clear()
+
+    async def _read(self, names: tuple[str, ...]) -> GradientManifest:
+        """Raises WINDOW_EMPTY, WINDOW_POISONED, and as the worker's `write_gradients`."""
+        run = self._run
+        seqs = run.window.select(())
+        request = GradientRequest(
+            names=names,
+            folder=str(run.paths.results),
+            max_bytes=run.limits.max_gradient_bytes,
+            min_free_disk_bytes=run.limits.min_free_disk_bytes,
+        )
+        written = await run.ports.worker.write_gradients(run.token, request)
+        return GradientManifest(
+            policy_id=run.policy_id,
+            version=run.version,
+            file=WeightFile(name=_FILE_NAME, size_bytes=written.size_bytes, digest=written.digest),
+            seqs=seqs,
+            trained_tokens=written.counters.tokens,
+            num_sequences=written.counters.sequences,
+            num_groups=written.counters.groups,
+        )

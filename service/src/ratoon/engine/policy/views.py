@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from ratoon.engine.journal.records import LIFECYCLE_KINDS, OperationRecord, ended_progress
-from ratoon.engine.policy.ledger import LiveOperation
+from ratoon.engine.journal.records import OperationRecord, ended_progress
+from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import draining, operation_not_found, seq_gap
 from ratoon.engine.types import Operation
@@ -60,7 +60,7 @@ class OperationViews:
                 continue
             gap_ends = live.waits_since(missing, clock()) + limits.gap_wait_s
             if gap_ends <= begin:
-                # Who asks again is held as well: it may be arriving by now.
+                # A caller that asks again is held as well: the seq may be arriving by now.
                 gap_ends = min(begin + limits.gap_wait_s, deadline)
             await live.wait_change(min(gap_ends, deadline) - clock())
             if clock() >= gap_ends and self._missing(live) == missing:
@@ -91,7 +91,7 @@ class OperationViews:
         record = await self._run.ports.journal.find_operation(operation_id)
         if record is None or record.policy_id != self._run.policy_id:
             raise operation_not_found(operation_id)
-        if record.kind in LIFECYCLE_KINDS:
+        if record.kind.is_lifecycle:
             raise operation_not_found(operation_id)  # `lifecycle` answers these.
         return record
 
@@ -102,7 +102,7 @@ class OperationViews:
         return self.known(live)
 
     def known(self, live: LiveOperation) -> Operation:
-        """The same with the progress that was last asked for."""
+        """The view of an operation in memory, with the progress that was last asked for."""
         progress = ended_progress(live.record.result) if live.is_final else live.progress
         return live.record.to_operation(progress=progress, blocked_by_seq=self._missing(live))
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ratoon.config import set_compile_cache
-from ratoon.engine.worker.numerics import Numerics
+from ratoon.engine.worker.tasks import Numerics
 from ratoon.log import get_logger
 from ratoon.stream.files import make_folder, remove_folder
 

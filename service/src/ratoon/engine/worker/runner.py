@@ -16,6 +16,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.engine.commands import (
+    DiscardGradientsCommand,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    ImportWeightsCommand,
+    LoadCheckpointCommand,
+    OptimStepCommand,
+    SaveCheckpointCommand,
+    UpdateCommand,
+)
 from ratoon.engine.files.disk import disk_refusal
 from ratoon.engine.files.model_folders import model_folder
 from ratoon.engine.files.results import (
@@ -28,20 +38,12 @@ from ratoon.engine.files.results import (
 from ratoon.engine.refusals import cancelled, disk_fault
 from ratoon.engine.types import (
     CheckpointInfo,
-    DiscardGradientsCommand,
     EmptyResult,
-    ForwardBackwardCommand,
-    ForwardCommand,
     ForwardResult,
     ImportMode,
     ImportResult,
-    ImportWeightsCommand,
-    LoadCheckpointCommand,
     OperationResult,
-    OptimStepCommand,
-    SaveCheckpointCommand,
     StepResult,
-    UpdateCommand,
 )
 from ratoon.engine.worker.tasks import NO_FORWARD, GradientFile, GradientRequest, Task
 from ratoon.errors import ErrorCode, RatoonError, invalid

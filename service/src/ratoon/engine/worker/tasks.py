@@ -1,18 +1,20 @@
-"""What a controller asks of a worker, and what it gets back. No torch: both sides import it.
+"""Requests of a controller to its worker, and the answers. No torch: both sides import it.
 
-Paths are absolute, on storage that both sides see.
+Paths are absolute, on storage that both sides see. Equal digests of `Numerics` mean equal fields.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ratoon.engine.commands import Command
 from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.types import (
     CheckpointInfo,
-    Command,
     FailedResult,
     OperationResult,
     OperationState,
@@ -278,3 +280,30 @@ class WorkerPort(Protocol):
     async def cancel(self, operation_id: str) -> None:
         """Ask the running or next task to stop before it changes weights."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """`fields` as the trainer names them; `digest` is of their JSON, 32 hexadecimal digits."""
+
+    digest: str
+    fields: Mapping[str, str]
+
+    @classmethod
+    def of(cls, fields: Mapping[str, str]) -> Numerics:
+        digest = hashlib.sha256(_text(fields).encode()).hexdigest()[:32]
+        return cls(digest=digest, fields=dict(fields))
+
+    @property
+    def text(self) -> str:
+        return _text(self.fields)
+
+
+def differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The fields that differ, as `name: then -> now`."""
+    names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    return ", ".join(f"{name}: {then.get(name, '')} -> {now.get(name, '')}" for name in names)
+
+
+def _text(fields: Mapping[str, str]) -> str:
+    return json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))

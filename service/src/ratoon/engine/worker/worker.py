@@ -22,14 +22,9 @@ from typing import TYPE_CHECKING, TypeVar
 from ratoon.engine.crash_points import CrashPoint, Reach
 from ratoon.engine.refusals import disk_fault, unexpected
 from ratoon.engine.types import (
-    ForwardBackwardCommand,
-    ImportWeightsCommand,
-    LoadCheckpointCommand,
     OperationState,
-    OptimStepCommand,
     Progress,
     StepResult,
-    UpdateCommand,
 )
 from ratoon.engine.worker.meter import Meter
 from ratoon.engine.worker.runner import TaskRunner, write_checkpoint, write_gradients
@@ -63,8 +58,6 @@ T = TypeVar("T")
 
 _LOG = get_logger("worker")
 _NO_OPERATION = ""
-# What changes weights or moments as soon as it runs; an Update does once its gradients are there.
-_CHANGING = OptimStepCommand | LoadCheckpointCommand | ImportWeightsCommand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +310,7 @@ class WorkerCore:
         """The outcome, with the digest of the resulting state."""
         if outcome.state is not OperationState.DONE or not self._takes_digests:
             return outcome
-        if isinstance(task.command, UpdateCommand | _CHANGING):
+        if task.command.effect.changes_weights:
             started = time.perf_counter()
             self._digest = runner.trainer.state_digest()
             if isinstance(result := outcome.result, StepResult):
@@ -338,7 +331,7 @@ class WorkerCore:
         try:
             result = self._guarded(runner, name, run, may_have_stepped)
         except RatoonError as error:
-            is_torn = isinstance(task.command, ForwardBackwardCommand)
+            is_torn = task.command.effect.adds_to_window
             return Outcome.of_error(planned.task, error, must_restore=is_torn)
         return Outcome(
             operation_id=name,
@@ -418,9 +411,10 @@ def _may_have_stepped(task: Task, trainer: Trainer, version: int) -> bool:
 
     An Update that fails before its step leaves the window empty and the version, `version`.
     """
-    if isinstance(task.command, UpdateCommand):
+    effect = task.command.effect
+    if effect.computes_gradients and effect.takes_step:
         return not trainer.is_window_empty or trainer.version != version
-    return isinstance(task.command, _CHANGING)
+    return effect.changes_weights
 
 
 def _load_checkpoint(trainer: Trainer, source: CheckpointWeights) -> None:

@@ -1,6 +1,6 @@
-"""Alembic's environment: runs the revisions on the connection that `migrate` opened.
+"""Alembic's environment: runs the revisions on the connection that `upgrade` opened.
 
-`migrate` commits its transaction, so an upgrade happens whole or not at all.
+`upgrade` commits its transaction, so an upgrade happens whole or not at all.
 """
 
 from __future__ import annotations
