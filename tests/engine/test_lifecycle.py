@@ -14,7 +14,8 @@ from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
 from ratoon.engine import lifecycle
-from ratoon.engine.files.archive import NoArchive
+from ratoon.engine.controllers import Controllers
+from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.journal import journal as store_calls
 from ratoon.engine.journal.fenced import FencedStore
@@ -40,7 +41,7 @@ from tests.engine.harness import ListSink, life_record, policy_spec
 from tests.until import until
 
 
-class FakeFleet:
+class FakeFleet(Controllers):
     """Processes by policy id; `hold` keeps starts waiting, `faults` makes one each fail.
 
     While it `is_stuck` nothing ends.
@@ -97,13 +98,13 @@ class Town:
         self.store = self.journal.store
         self.fleet = FakeFleet(self.journal.fenced)
         self.limits = LimitsConfig(max_policies=max_policies)
-        self.archive = NoArchive()
+        self.archive = Archive()
         self.lifecycle = self.new()
 
     def new(self) -> Lifecycle:
         return Lifecycle(
             journal=self.journal,
-            fleet=self.fleet,
+            controllers=self.fleet,
             metrics=ListSink(),
             limits=self.limits,
             data_root=self.root,
@@ -303,7 +304,7 @@ async def test_a_failed_create_ends_once_it_is_cleaned_up(town: Town) -> None:
     """A store that was away as it cleaned up left it running, and the policy in nobody's hands."""
     faults = [store_away() for _ in range(3)]
 
-    class AwayAtFirst(NoArchive):
+    class AwayAtFirst(Archive):
         async def forget(self) -> None:
             if faults:
                 raise faults.pop()

@@ -10,7 +10,7 @@ from ratoon.model.device_costs import DeviceRates
 from ratoon.model.policy_model import PolicyModel
 from ratoon.train.config import Shard
 from ratoon.train.planning import Planner, cpu_planner, device_planner
-from ratoon.train.rank import OnlyBackward
+from ratoon.train.rank import OnlyBackward, Rank
 from ratoon.train.rank_group import RankGroup
 from ratoon.train.spec import TrainerSpec
 from ratoon_kernels import max_tokens
@@ -31,9 +31,9 @@ def lend_activations(
     """
     host_bytes, sizes = spec.host_activation_bytes, model.sizes
     # The same for all: what is kept decides bits.
-    device_bytes = _least(ranks.all("activation_bytes"))
+    device_bytes = _least(ranks.all(Rank.activation_bytes))
     if device_bytes is None:
-        ranks.all("limit_activations", None, host_bytes)
+        ranks.all(Rank.limit_activations, None, host_bytes)
         return cpu_planner(spec.micro_batch_tokens, num_ranks=ranks.size, group_sizes=group_sizes)
     assert rates is not None
     planner = partial(
@@ -49,13 +49,13 @@ def lend_activations(
     # Adapters have small sums, and those of shared out gradients are always there.
     only = None
     if model.adapter is None and spec.shard is Shard.STATES:
-        only_bytes = _least(ranks.all("activation_bytes", is_only=True))
+        only_bytes = _least(ranks.all(Rank.activation_bytes, is_only=True))
         assert only_bytes is not None
         only = OnlyBackward(device_bytes=only_bytes, layer_gradient_bytes=_largest_layer(model))
         sizes = replace(sizes, layer_gradient_bytes=only.layer_gradient_bytes)
         alone = planner(sizes, only_bytes, host_bytes, is_only=True)
         found = found.with_only(alone)
-    ranks.all("limit_activations", device_bytes, host_bytes, only)
+    ranks.all(Rank.limit_activations, device_bytes, host_bytes, only)
     return found
 
 

@@ -101,9 +101,9 @@ class Trainer:
         self.model = model
         self.version = 0
         self.ranks = RankGroup(Rank(spec, model, copies or Copies()), peers)
-        self.ranks.all("meet", self._group_sizes)
+        self.ranks.all(Rank.connect_groups, self._group_sizes)
         if spec.shard is Shard.WEIGHTS:
-            self.ranks.all("open_memory", self.ranks.all("handles"))
+            self.ranks.all(Rank.open_memory, self.ranks.all(Rank.handles))
         self._named = NamedGradients(model)
         self._num_trained = sum(p.numel() for p in model.named_trainable().values())
         self._rates = rates
@@ -154,7 +154,7 @@ class Trainer:
 
     def state_digest(self) -> str:
         """Of weights, moments and the number of steps, 32 hexadecimal digits; not of the window."""
-        sums = self.ranks.all("digest_sums")
+        sums = self.ranks.all(Rank.digest_sums)
         return digest_of_sums(sums, self.ranks.own.optimizer.state().num_steps)
 
     @property
@@ -227,8 +227,9 @@ class Trainer:
         is_only = self.is_window_empty and plan.is_one_backward
         self._window.begin(loss)
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        run = partial(self.ranks.run, hooks, "forward_backward")
-        ranks = run(prepared, old_logprobs_J, is_only=is_only)
+        ranks = self.ranks.run_pass(
+            hooks, Rank.forward_backward, prepared, old_logprobs_J, is_only=is_only
+        )
         done = PassTotals.over(ranks)
         totals = Totals(
             counters=prepared.counters,
@@ -292,7 +293,7 @@ class Trainer:
 
     def discard_gradients(self) -> None:
         """Empty the window, TORN or not."""
-        self.ranks.all("clear")
+        self.ranks.all(Rank.clear)
         self._window.clear()
 
     def forward(
@@ -314,8 +315,11 @@ class Trainer:
         prefixes = planned_prefixes(sort_sequences(batch), plan)
         plan_s = time.perf_counter() - started
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        run = partial(self.ranks.run, hooks, "forward", batch, prefixes, plan)
-        columns = ForwardColumns.over(run(use_reference=use_reference))
+        columns = ForwardColumns.over(
+            self.ranks.run_pass(
+                hooks, Rank.forward, batch, prefixes, plan, use_reference=use_reference
+            )
+        )
         seconds = PhaseSeconds(plan=plan_s, forward=columns.forward_s)
         usage = self._meter.forward(batch, plan, columns)
         report = report_builder.forward_report(batch, plan, columns, seconds, usage)
@@ -328,9 +332,9 @@ class Trainer:
     def snapshot(self) -> Snapshot:
         """A copy on the host, which any thread may write; gradients are not in it."""
         digest, number = self.state_digest(), next(self._snapshot_numbers)
-        self.ranks.all("hold_states", number, [*self._snapshots])
+        self.ranks.all(Rank.hold_states, number, [*self._snapshots])
         self._snapshots[number] = snapshot = Snapshot(
-            write_files=lambda folder: self.ranks.all("write_states", number, str(folder)),
+            write_files=lambda folder: self.ranks.all(Rank.write_states, number, str(folder)),
             kind=self.spec.kept_states,
             num_steps=self.ranks.own.optimizer.state().num_steps,
             model=self.spec.model,
@@ -350,11 +354,11 @@ class Trainer:
         `read_manifest` and `read_states` raise, INTERNAL where the digest is another.
         """
         manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
-        with self._let_go_of():
-            sums = self.ranks.all("read_states", str(folder), manifest)
+        with self._discarding_staged():
+            sums = self.ranks.all(Rank.read_states, str(folder), manifest)
             check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))
         self.discard_gradients()
-        self.ranks.all("take_states")
+        self.ranks.all(Rank.take_states)
         self.version = manifest.version
 
     def read_weights(self, folder: Path, digest: str) -> ImportedWeights:
@@ -374,15 +378,15 @@ class Trainer:
         has changed then.
         """
         self._check_closed()
-        with self._let_go_of():
-            self.ranks.lead(weights.values, "take_values", adds=adds)
+        with self._discarding_staged():
+            self.ranks.call_with_leader_value(Rank.take_values, weights.values, adds=adds)
         key = f"import {self.version + 1}"
-        self.ranks.all("set_values", key, adds=adds, resets_optimizer=resets_optimizer)
+        self.ranks.all(Rank.set_values, key, adds=adds, resets_optimizer=resets_optimizer)
         self.version += 1
 
     def copy_weights(self) -> HeldWeights:
         """The weights of now on the hosts, which any thread may write until the next call."""
-        self.ranks.all("hold_weights")
+        self.ranks.all(Rank.hold_weights)
         return HeldWeights(self.ranks)
 
     def gradient_bytes(self, names: Sequence[str]) -> int:
@@ -400,17 +404,17 @@ class Trainer:
         """
         self._window.require_open()
         parameters = self._named.parameters(names)
-        ranks = self.ranks.all("sums_of", parameters)
+        ranks = self.ranks.all(Rank.sums_of, parameters)
         sums = [reduce(operator.add, each) for each in zip(*ranks, strict=True)]
         self._named.write(path, names, dict(zip(parameters, sums, strict=True)))
 
     @contextmanager
-    def _let_go_of(self) -> Iterator[None]:
-        """On no rank stays what was read or taken, if one of them refuses it."""
+    def _discarding_staged(self) -> Iterator[None]:
+        """If any rank fails, every rank discards what it staged."""
         try:
             yield
         except Exception:
-            self.ranks.all("let_go")
+            self.ranks.all(Rank.discard_staged)
             raise
 
     def _check_closed(self) -> None:
@@ -442,11 +446,13 @@ class Trainer:
         peaks = [peak_memory_bytes(self.model.device)]
         planned = [self.ranks.own.planned_memory_bytes]
         if reason is None:
-            stepped = self.ranks.all("step", grad_norm, divisor, step)
+            assert grad_norm is not None, "it was measured before a step is taken"
+            stepped = self.ranks.all(Rank.step, grad_norm, divisor, step)
             peaks = [each.peak_memory_bytes for each in stepped]
             planned = [each.planned_memory_bytes for each in stepped]
-            if step.changed_share and all(each.changed is not None for each in stepped):
-                changed = sum(each.changed for each in stepped) / self._num_trained
+            counts = [each.changed for each in stepped if each.changed is not None]
+            if step.changed_share and len(counts) == len(stepped):
+                changed = sum(counts) / self._num_trained
             self.version += 1
             warnings += rounding_warning(self.spec.kept_states, step.learning_rate)
         else:
@@ -472,25 +478,25 @@ class Trainer:
         reason = reason_in_sums(self._window.totals.sums, divisor, self.spec.guard)
         if not divisor:
             return reason, None
-        bounds = StateBounds.over(self.ranks.all("add_up"))
+        bounds = StateBounds.over(self.ranks.all(Rank.reduce_sums))
         if reason is not None:
             return reason, None
         norm = self._grad_norm(divisor)
         reason = reason_in_norm(norm, step, self.spec.guard)
         optimizer = self.ranks.own.optimizer
         if reason is None and optimizer.bounds_after(bounds, norm, step) is None:
-            is_finite = all(self.ranks.all("stays_finite", norm, divisor, step))
+            is_finite = all(self.ranks.all(Rank.stays_finite, norm, divisor, step))
             reason = None if is_finite else SkipReason.NON_FINITE_STEP
         return reason, norm
 
     def _tensor_norms(self, divisor: float) -> tuple[TensorGradNorm, ...]:
-        parts = self.ranks.own.shares.in_order(self.ranks.all("part_norms"))
+        parts = self.ranks.own.shares.in_order(self.ranks.all(Rank.part_norms))
         return tensor_norms(parts, self._named.by_parameter(), divisor)
 
     def _grad_norm(self, divisor: float) -> float:
         """Of the sums that were added up, after division; infinite where the sums' dtype holds no
         such number."""
         in_order = self.ranks.own.shares.in_order
-        norm = norm_of_blocks(lambda exactly: in_order(self.ranks.all("norms", exactly)))
+        norm = norm_of_blocks(lambda exactly: in_order(self.ranks.all(Rank.norms, exactly)))
         norm /= divisor
         return math.inf if norm > self.ranks.own.optimizer.max_norm else norm

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ratoon.config import interface_of
 from ratoon.engine.cluster.placement import free_gpus_by_node
+from ratoon.engine.cluster.ray_private import HEAD_RESOURCE
 
 # Of which a policy's bits, or its processes' understanding of each other, depend.
 _DISTRIBUTIONS = ("ratoon", "ratoon-kernels", "torch", "transformers", "numpy")
@@ -64,7 +65,7 @@ def look_at_nodes(data_root: Path) -> list[Node]:
     Raises what a task raises that a node does not run.
     """
     alive = [node for node in cast("list[dict[str, Any]]", ray.nodes()) if node["Alive"]]
-    alive.sort(key=lambda node: "node:__internal_head__" not in node["Resources"])
+    alive.sort(key=lambda node: HEAD_RESOURCE not in node["Resources"])
     look = ray.remote(num_cpus=0, max_calls=1)(look_around)
     answers = [
         look.options(

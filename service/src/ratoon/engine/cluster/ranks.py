@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +29,7 @@ from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
+from ratoon.method_call import MethodCall, MethodNames
 from ratoon.train.config import Shard
 
 if TYPE_CHECKING:
@@ -38,17 +39,23 @@ if TYPE_CHECKING:
     from ratoon.train.copies import Meeting
     from ratoon.train.rank import Rank
     from ratoon.train.spec import TrainerSpec
+else:
+    # The module of the class imports torch.
+    Rank = MethodNames()
 
 _LOG = get_logger("rank")
 _GROUPS = {"compute": 1, "control": 2, "files": 1, "versions": 1}
-_BEFORE_WRITES = {
-    "write_states": CrashPoint.RANK_BEFORE_CHECKPOINT,
-    "write_weights": CrashPoint.RANK_BEFORE_PUBLISH,
+# Where tests kill a rank, by the name of the `Rank` method that is called next or was called last.
+_BEFORE = {
+    Rank.reduce_sums.__name__: CrashPoint.RANK_BEFORE_COPIES,
+    Rank.write_states.__name__: CrashPoint.RANK_BEFORE_CHECKPOINT,
+    Rank.write_weights.__name__: CrashPoint.RANK_BEFORE_PUBLISH,
 }
+_AFTER = {Rank.step.__name__: CrashPoint.RANK_AFTER_STEP}
 
 
 class RankActor:
-    """A process around `train.rank.Rank`, which is called by the names of its methods."""
+    """A process around a `train.rank.Rank`, whose methods it calls."""
 
     def __init__(self, log_level: str, crash_points: Path | None, compiled: Path) -> None:
         configure_logging(log_level)
@@ -59,7 +66,7 @@ class RankActor:
         self._compiled = compiled
         self._reach = make_reach(crash_points)
         self._rank: Rank | None = None
-        # The calls that are to end early, and the one that runs.
+        # Numbers of the last call that is to end early, and of the call that runs.
         self._stopped, self._running = -1, 0
         self._lock = threading.Lock()
 
@@ -90,20 +97,20 @@ class RankActor:
         _LOG.info("rank loaded", rank=number, pid=os.getpid(), load_s=seconds)
 
     @ray.method(concurrency_group="compute")
-    def call(self, number: int, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
+    def call(self, number: int, call: MethodCall[object]) -> object:
+        """Call a method of the rank. `number`: that of the call, for `stop`."""
         with self._lock:
             self._running = number
-        if name == "add_up":
-            self._reach(CrashPoint.RANK_BEFORE_COPIES)
-        answer = getattr(self._rank, name)(*args, **options)
-        if name == "step":
-            self._reach(CrashPoint.RANK_AFTER_STEP)
-        return answer
+        return self.call_beside(call)
 
-    def call_beside(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
-        """A method that runs beside others, in a concurrency group of its own."""
-        self._reach(_BEFORE_WRITES[name])
-        return getattr(self._rank, name)(*args, **options)
+    def call_beside(self, call: MethodCall[object]) -> object:
+        """Call a method that runs beside others, in a concurrency group of its own."""
+        if point := _BEFORE.get(call.name):
+            self._reach(point)
+        answer = call.on(self._rank)
+        if point := _AFTER.get(call.name):
+            self._reach(point)
+        return answer
 
     @ray.method(concurrency_group="control")
     def stop(self, number: int) -> None:

@@ -1,6 +1,6 @@
-"""How rank 0's process asks a rank in another one: an actor's calls, as `rank_group` has them.
+"""Calls a rank in another process: the `rank_group.Peer` of rank 0's process, over an actor.
 
-One that is lost stays lost, so that a worker that has lost one finds it out once.
+A rank that was lost once stays lost, so every later call fails at once.
 """
 
 # Ray's decorators are only partly typed.
@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ratoon.engine.cluster.creation import Step
 from ratoon.engine.cluster.ray_calls import ASKED_TIMES
 from ratoon.engine.worker.tasks import WorkerLostError
+from ratoon.method_call import MethodCall, MethodNames
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
 
     from ratoon.engine.cluster.ranks import RankActor
     from ratoon.train.copies import Meeting
+    from ratoon.train.rank import Rank
     from ratoon.train.spec import TrainerSpec
+else:
+    # The module of the class imports torch.
+    Rank = MethodNames()
 
-# The methods that run beside others, each on a thread of its own.
-_BESIDE = {"write_states": "files", "write_weights": "versions"}
+# Concurrency groups of the `Rank` methods that run beside others, each on a thread of its own.
+_BESIDE = {Rank.write_states.__name__: "files", Rank.write_weights.__name__: "versions"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +145,20 @@ class RayPeer:
         self._since = time.monotonic()
         return self._is_lost
 
-    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
+    def start(self, call: MethodCall[Any]) -> _Pending:
+        """See `rank_group.Peer.start`. Raises `WorkerLostError`, and what `load` raised."""
         if self._is_lost:
             raise WorkerLostError(f"{self._name} is lost")
         self._num_asked += 1
         if self._load is not None:
             self._load.result()
             self._load = None
-        if name in _BESIDE:
-            beside = cast("Any", self._actor.call_beside).options(concurrency_group=_BESIDE[name])
-            reference = beside.remote(name, args, options)
+        if group := _BESIDE.get(call.name):
+            beside = cast("Any", self._actor.call_beside).options(concurrency_group=group)
+            reference = beside.remote(call)
         else:
             self._last = next(self._numbers)
-            reference = self._actor.call.remote(self._last, name, args, options)
+            reference = self._actor.call.remote(self._last, call)
         pending = _Pending(self, reference)
         self._newest = None if self._is_created else pending
         return pending

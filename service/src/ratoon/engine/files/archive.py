@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -23,100 +23,60 @@ if TYPE_CHECKING:
     from ratoon.stream.object_store import ObjectStore
 
 _LOG = get_logger("archive")
-# Per call to the store, with its retries.
+# Seconds for a call to the store, with its retries.
 _TIMEOUT_S = 30.0
-# That wait, of a policy.
+# Maximum pending deletions per policy.
 _MAX_DELETIONS = 65_536
 
 
-class Archive(Protocol):
-    """Raises UNAVAILABLE where the store does not answer; drops and start leave it to the next."""
+class Archive:
+    """Where a policy's copies go. This one keeps none: the local disk has the only copy.
+
+    Methods raise UNAVAILABLE if the store does not answer, except `start` and `drop_*`, which leave
+    their work to the next start.
+    """
 
     async def start(self) -> None:
-        """Remove what interrupted writers left."""
-        ...
+        """Remove what interrupted writers left in the store."""
 
     async def stop(self) -> None:
         """Begin no more deletions, and wait for the one under way."""
-        ...
 
     def abandon(self) -> None:
-        """The same, without waiting."""
-        ...
+        """Begin no more deletions. Does not wait for the one under way."""
 
-    async def keep_body(self, digest: str, body: bytes) -> None: ...
+    async def keep_body(self, digest: str, body: bytes) -> None:
+        """Copy a body to the store."""
 
     def drop_body(self, digest: str) -> None:
-        """Delete it in the background."""
-        ...
+        """Delete a body's copy in the background."""
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
-        """Restore bodies that the disk lacks and the archive has."""
-        ...
+        """Restore bodies that the disk lacks and the store has."""
 
-    async def body_names(self) -> frozenset[str]: ...
+    async def body_names(self) -> frozenset[str]:
+        """Digests of the bodies in the store."""
+        return frozenset()
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
         """Copy a checkpoint that is not journaled yet, replacing any of the same name."""
-        ...
 
     def drop_checkpoint(self, checkpoint_id: str) -> None:
-        """Delete it in the background."""
-        ...
+        """Delete a checkpoint's copy in the background."""
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
-        """Restore a missing checkpoint, if the archive has it whole; "": there is none."""
-        ...
-
-    async def checkpoint_names(self) -> frozenset[str]: ...
-
-    async def forget(self) -> None:
-        """Delete everything of the policy. Raises UNAVAILABLE."""
-        ...
-
-
-class NoArchive:
-    """No archive: the local disk has the only copy."""
-
-    async def start(self) -> None:
-        """Nothing."""
-
-    async def stop(self) -> None:
-        """Nothing."""
-
-    def abandon(self) -> None:
-        """Nothing."""
-
-    async def keep_body(self, digest: str, body: bytes) -> None:
-        """Nothing."""
-
-    def drop_body(self, digest: str) -> None:
-        """Nothing."""
-
-    async def restore_bodies(self, digests: Collection[str]) -> None:
-        """Nothing."""
-
-    async def body_names(self) -> frozenset[str]:
-        return frozenset()
-
-    async def keep_checkpoint(self, checkpoint_id: str) -> None:
-        """Nothing."""
-
-    def drop_checkpoint(self, checkpoint_id: str) -> None:
-        """Nothing."""
-
-    async def restore_checkpoint(self, checkpoint_id: str) -> None:
-        """Nothing."""
+        """Restore a checkpoint that the disk lacks, if the store has it whole; "": do nothing."""
 
     async def checkpoint_names(self) -> frozenset[str]:
+        """Ids of the checkpoints in the store."""
         return frozenset()
 
     async def forget(self) -> None:
-        """Nothing."""
+        """Delete all copies of the policy."""
 
 
-class BlobArchive:
-    """An archive in an object store, or any other `Blobs`."""
+class BlobArchive(Archive):
+    """Copies in an object store, or in any other `Blobs`."""
 
     def __init__(self, blobs: Blobs, paths: PolicyPaths) -> None:
         self._blobs = blobs
@@ -233,20 +193,20 @@ class _Deletions:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def spare(self, key: str) -> None:
-        """Do not delete the key; on return it is not being deleted either."""
+        """Cancel the deletion of a key, or wait for its end if it is under way."""
         self._waiting.pop(key, None)
         if key == self._key:
             async with self._lock:
                 pass
 
     async def stop(self) -> None:
-        """Delete nothing more; on return nothing is being deleted."""
+        """Delete nothing more, and wait for the deletion under way."""
         self.abandon()
         async with self._lock:
             pass
 
     def abandon(self) -> None:
-        """The same, without waiting."""
+        """Delete nothing more. Does not wait for the deletion under way."""
         self._waiting.clear()
 
     async def _run(self) -> None:
@@ -309,8 +269,11 @@ class ArchivedBodyFiles(BodyFiles):
 
 
 def open_archive(storage_url: str, paths: PolicyPaths) -> Archive:
-    """The archive of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
-    return BlobArchive(open_store(storage_url), paths) if storage_url else NoArchive()
+    """The archive of one policy; `storage_url` "": it keeps no copies.
+
+    Raises INVALID_ARGUMENT for a URL of another kind.
+    """
+    return BlobArchive(open_store(storage_url), paths) if storage_url else Archive()
 
 
 def check_store(storage_url: str) -> None:
@@ -329,5 +292,5 @@ def open_store(storage_url: str) -> ObjectStore:
 
 
 def _left_behind(reason: str) -> None:
-    """Log it; the next start deletes what is left."""
+    """Log that a deletion is left to the next start."""
     _LOG.warning("not deleted from the archive", error=reason)

@@ -34,6 +34,7 @@ from ratoon.engine.types import (
     StepResult,
 )
 from ratoon.engine.worker.tasks import Choices, Outcome, Task
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 
@@ -89,7 +90,7 @@ class Executor:
         run = self._run
         error = cancelled(record.operation_id)
         outcome = Outcome.unrun(record.operation_id, OperationState.CANCELLED, error)
-        await run.ports.worker.skip(run.token, record.seq, outcome)
+        await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
         has_failed = record.state is JournalState.FAILED
         if has_failed and record.kind is OperationKind.FORWARD_BACKWARD:
             run.window = run.window.with_failed(record.seq)
@@ -103,7 +104,7 @@ class Executor:
         except RatoonError as error:
             outcome = Outcome.unrun(live.operation_id, OperationState.FAILED, error)
         else:
-            call = run.ports.worker.forward(run.token, task)
+            call = run.ports.worker.call(WorkerCore.forward, run.token, task)
             outcome = await self._lost_workers.counted(live.operation_id, call)
         await run.bodies.release(live.operation_id, live.record.body_digest)
         self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
@@ -128,7 +129,7 @@ class Executor:
             selected = run.window.select(command.include_seqs)
             if selected != run.window.applied:
                 await self._restore(selected)
-        call = run.ports.worker.apply(run.token, task)
+        call = run.ports.worker.call(WorkerCore.apply, run.token, task)
         return await self._lost_workers.counted(live.operation_id, call)
 
     async def _task(self, live: LiveOperation) -> Task:
@@ -142,7 +143,9 @@ class Executor:
         self, live: LiveOperation, state: OperationState, error: RatoonError
     ) -> Outcome:
         outcome = Outcome.unrun(live.operation_id, state, error, live.record.started_at)
-        await self._run.ports.worker.skip(self._run.token, live.record.seq, outcome)
+        await self._run.ports.worker.call(
+            WorkerCore.skip, self._run.token, live.record.seq, outcome
+        )
         return outcome
 
     async def _conclude(self, live: LiveOperation, outcome: Outcome) -> None:
@@ -224,7 +227,7 @@ class Executor:
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         run = self._run
         tasks = tuple(run.window_records[seq].to_task(run.paths) for seq in seqs)
-        await run.ports.worker.restore(run.token, tasks)
+        await run.ports.worker.call(WorkerCore.restore, run.token, tasks)
 
     def _settle(
         self,

@@ -9,6 +9,7 @@ import asyncio
 
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.worker.tasks import GradientRequest
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import GradientManifest, WeightFile
 
@@ -61,7 +62,7 @@ class GradientReads:
             max_bytes=run.limits.max_gradient_bytes,
             min_free_disk_bytes=run.limits.min_free_disk_bytes,
         )
-        written = await run.ports.worker.write_gradients(run.token, request)
+        written = await run.ports.worker.call(WorkerCore.write_gradients, run.token, request)
         return GradientManifest(
             policy_id=run.policy_id,
             version=run.version,

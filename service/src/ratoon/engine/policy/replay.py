@@ -39,6 +39,7 @@ from ratoon.engine.worker.tasks import (
     Outcome,
     UnusableCheckpointError,
 )
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.log import get_logger
 
 _LOG = get_logger("replay")
@@ -162,7 +163,9 @@ async def _load(run: PolicyRun, history: PolicyHistory) -> tuple[Base, Loaded]:
         )
         await run.archive.restore_checkpoint(base.checkpoint_id)
         try:
-            return base, await run.ports.worker.load(run.token, request)
+            return base, await run.ports.worker.call(
+                WorkerCore.load, run.token, run.policy_id, request
+            )
         except UnusableCheckpointError as error:
             unusable(run, error)
             faults.append(str(error))
@@ -214,12 +217,16 @@ class _Again:
         run = self._run
         run.reach(CrashPoint.ENGINE_IN_REPLAY)
         if record.state is not JournalState.APPLIED or record.kind not in RUN_KINDS:
-            await run.ports.worker.skip(run.token, record.seq, _journaled_outcome(record))
+            await run.ports.worker.call(
+                WorkerCore.skip, run.token, record.seq, _journaled_outcome(record)
+            )
             return
         await self._select(record)
         if isinstance(record.command, LoadCheckpointCommand):
             await run.archive.restore_checkpoint(record.command.checkpoint_id)
-        outcome = await run.ports.worker.apply(run.token, record.to_task(run.paths))
+        outcome = await run.ports.worker.call(
+            WorkerCore.apply, run.token, record.to_task(run.paths)
+        )
         self.num_run += 1
         self._check(record, outcome)
         if _is_gradient(record):
@@ -246,7 +253,7 @@ class _Again:
                 )
         tasks = tuple(self._window[seq].to_task(run.paths) for seq in seqs)
         self.num_run += len(tasks)
-        await run.ports.worker.restore(run.token, tasks)
+        await run.ports.worker.call(WorkerCore.restore, run.token, tasks)
 
     def _check(self, record: OperationRecord, outcome: Outcome) -> None:
         name = f"{record.kind} {record.seq}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import Reach
-from ratoon.engine.files.archive import Archive, NoArchive
+from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.engine.files.position import Position, write_position
 from ratoon.engine.journal.journal import Journal
@@ -22,7 +22,7 @@ from ratoon.engine.policy.sequencer import Sequencer
 from ratoon.engine.policy.window import Window
 from ratoon.engine.types import PolicySpec, PolicyState, Recovery
 from ratoon.engine.worker.numerics import Numerics
-from ratoon.engine.worker.tasks import Outcome, WorkerPort
+from ratoon.engine.worker.tasks import Outcome, RemoteWorker
 from ratoon.metrics import Change, MetricsSink
 from ratoon.train.spec import TrainerSpec
 
@@ -32,7 +32,7 @@ class Ports:
     """The world outside the controller. `now` gives seconds since the epoch."""
 
     journal: Journal
-    worker: WorkerPort
+    worker: RemoteWorker
     metrics: MetricsSink
     now: Callable[[], float]
 
@@ -51,7 +51,7 @@ class PolicyRun:
     # Shared by all policies.
     claims: Claims
     reach: Reach
-    archive: Archive = field(default_factory=NoArchive)
+    archive: Archive = field(default_factory=Archive)
     state: PolicyState = PolicyState.CREATING
     # Why the policy failed.
     failure: str = ""
