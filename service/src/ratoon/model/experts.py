@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ExpertsInterface
 
-from ratoon.model.path_stacks import accumulation_dtype
 from ratoon.model.router import in_any_order
+from ratoon_kernels.precision import accumulation_dtype
 
 EXPERTS_NAME = "ratoon_grouped"
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels import Span, TreeLayout, build_layout
+from ratoon_kernels.precision import accumulation_dtype
 
 
 def path_layout(layout: TreeLayout, spans: Sequence[Span]) -> TreeLayout:
@@ -83,8 +84,3 @@ class PathStacks:
     def _room(self, like: KeyPair, dtype: torch.dtype) -> KeyPair:
         shape = (self._num_tokens, *like.k_SKH.shape[1:])
         return KeyPair(*(torch.empty(shape, dtype=dtype, device=like.k_SKH.device) for _ in "kv"))
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of keys add up in."""
-    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ratoon.model.numbered import find, numbered
-from ratoon.model.path_stacks import accumulation_dtype
+from ratoon_kernels.precision import accumulation_dtype
 
 
 class Balance(Protocol):

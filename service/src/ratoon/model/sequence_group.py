@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ratoon.model.path_stacks import accumulation_dtype
 from ratoon_kernels import Span
+from ratoon_kernels.precision import accumulation_dtype
 
 
 class Link(Protocol):

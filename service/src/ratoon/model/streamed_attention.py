@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.model.numbered import find, numbered
-from ratoon.model.path_stacks import KeyPair, PathStacks, accumulation_dtype, path_layout
+from ratoon.model.path_stacks import KeyPair, PathStacks, path_layout
 from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.stage_plan import HeldTokens, StreamTokens
 from ratoon_kernels import (
@@ -32,6 +32,7 @@ from ratoon_kernels import (
     tree_attention_partial_backward,
     tree_attention_partial_forward,
 )
+from ratoon_kernels.precision import accumulation_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
