@@ -1,4 +1,4 @@
-"""What of a policy's devices is lent to activations, and the planner of updates within it."""
+"""Lends memory of a policy's devices to activations, and makes the planner that stays within it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def lend_activations(
     group_sizes: Sequence[int],
     rates: DeviceRates | None,
 ) -> Planner:
-    """Lend a GPU's memory to activations, as much as there is; the plans are within it.
+    """Lend all free memory of the GPUs to activations; returns a planner that stays within it.
 
-    To be called once all that stays (weights, optimizer states) is there. Gradient sums have their
-    room, but for a window's only backward on each device, which has none. `rates`: None for CPUs,
-    of which nothing is counted.
+    It is called once everything permanent (weights, optimizer states) is allocated. Room for
+    gradient sums is set aside, except in a window's only backward on each device, which makes none.
+    `rates`: None for CPUs, whose memory is not counted.
     """
     host_bytes, sizes = spec.host_activation_bytes, model.sizes
-    # The same for all: what is kept decides bits.
+    # All ranks get the same limit, as the activations that are kept decide the bits.
     device_bytes = _least(ranks.all(Rank.activation_bytes))
     if device_bytes is None:
         ranks.all(Rank.limit_activations, None, host_bytes)
@@ -46,7 +46,7 @@ def lend_activations(
         max_tokens=max_tokens(model.info().attention_backend),
     )
     found = planner(sizes, device_bytes, host_bytes)
-    # Adapters have small sums, and those of shared out gradients are always there.
+    # The sums of adapters are small, and those of shared gradients are always allocated.
     only = None
     if model.adapter is None and spec.shard is Shard.STATES:
         only_bytes = _least(ranks.all(Rank.activation_bytes, is_only=True))
@@ -64,6 +64,6 @@ def _least(bytes_by_rank: Sequence[int | None]) -> int | None:
 
 
 def _largest_layer(model: PolicyModel) -> int:
-    """Bytes of the most parameters that a layer trains."""
+    """Bytes of the trained parameters of the largest layer."""
     named = model.named_trainable()
     return max((sum(named[n].nbytes for n in names) for names in model.named_layers()), default=0)

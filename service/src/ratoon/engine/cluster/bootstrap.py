@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # Long polls wait inside the engine.
 _MAX_CONCURRENCY = 100_000
-# For an answer, beyond the call's own time. An engine that waits for its database at start gives
-# none.
+# Seconds to wait for an answer, beyond the call's own time. There is none from an engine that waits
+# for its database at its start.
 _LATE_S = 15.0
 # How long Serve's start waits for workers.
 _START_S = 15.0
@@ -74,9 +74,9 @@ def start_engine(config: RatoonConfig) -> ObjectRef[None]:
 
 
 def wait_for_workers(config: RatoonConfig) -> None:
-    """Return once the spare worker has started and no policy is being created.
+    """Wait until the spare worker has started and no policy is being created.
 
-    After `_START_S` at most, and where the engine does not know its policies.
+    Returns after `_START_S` at most, and at once where the engine does not know its policies.
     """
     deadline = time.monotonic() + _START_S
     spare = find_spare(config.ray.namespace)

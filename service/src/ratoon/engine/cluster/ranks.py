@@ -1,6 +1,6 @@
-"""Ranks 1 and above of a policy, a process each, which its worker's process starts and asks.
+"""Processes of a policy's ranks from 1 on, which the worker's process starts and calls.
 
-They belong to that process: Ray ends them when it ends, however it does.
+Ray ends them when the worker's process ends, in whichever way it does.
 """
 
 # Ray's decorators are only partly typed.
@@ -119,17 +119,17 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def place(self) -> tuple[str, str]:
-        """Its node, and which of its GPUs it has; "": none."""
+        """The node of the process, and the GPU that it has there; "": none."""
         return _place()
 
     @ray.method(concurrency_group="control")
     def see(self, gpus: str) -> None:
-        """See these, before any is used."""
+        """Make these GPUs visible to the process. Called before it uses any."""
         set_visible_gpus(gpus)
 
     @ray.method(concurrency_group="control")
     def ping(self) -> str:
-        """Which device it has, in words."""
+        """The device of the process, in words."""
         return _device_in_words()
 
     def _is_stopped(self) -> bool:
@@ -152,7 +152,7 @@ def _device_in_words() -> str:
 
 
 class Ranks:
-    """The peers of one worker; each load has new ones."""
+    """Starts the peers of one worker, and joins them. Each load has new ones."""
 
     def __init__(
         self, log_level: str, crash_points: Path | None, compiled: Path, max_silence_s: float
@@ -160,9 +160,9 @@ class Ranks:
         self._arguments = log_level, crash_points, compiled
         self._max_silence_s = max_silence_s
         self._peers: list[RayPeer] = []
-        # For the load to come.
+        # The peers of the next load.
         self._started: list[RayPeer] = []
-        # As Ray has given it to this process.
+        # The node and GPU that Ray has given to this process.
         self._place = _place()
         self._name = f"rank 0 on {_device_in_words()}"
         self._creation = Creation(self._name, tuple)
@@ -174,10 +174,10 @@ class Ranks:
 
     @contextmanager
     def created(self, spec: TrainerSpec, policy_id: str) -> Generator[list[RayPeer], None, None]:
-        """What `join` gives; a trainer is made of it inside.
+        """Join the peers, and watch all ranks while the block builds the trainer.
 
-        Raises what the first rank raised that failed, `WorkerLostError` where one is lost. No peer
-        lives then, and `failure` has it, until the next creation.
+        Raises the error of the first rank that fails, `WorkerLostError` where one is lost. Then no
+        peer lives, and `failure` returns the error until the next creation.
         """
         self._creation = Creation(self._name, lambda: self._peers)
         if spec.num_workers == 1:
@@ -189,7 +189,7 @@ class Ranks:
             peer.end_creation()
 
     def failure(self) -> RatoonError | WorkerLostError | None:
-        """Why the newest creation of several ranks has failed, which may not have ended."""
+        """Why the newest creation of several ranks has failed, even before it ends."""
         return self._creation.failure()
 
     def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
@@ -226,8 +226,10 @@ class Ranks:
         return self._peers
 
     def _see_all(self) -> None:
-        """Have all ranks of one node see all of their GPUs, for CUDA maps the memory of no other
-        one."""
+        """Make the GPUs of all ranks of a node visible to each of them.
+
+        CUDA maps the memory of visible GPUs only.
+        """
         places = [self._place, *(peer.place() for peer in self._peers)]
         own, *others = seen_by_ranks(places)
         for peer, gpus in zip(self._peers, others, strict=True):

@@ -31,7 +31,7 @@ from ratoon.train.report.clock import Moment
 _AHEAD = 2
 # How often one that waits asks whether to go on.
 _ASK_S = 0.2
-# For the others to end a pass that was stopped: they ask between micro-batches.
+# Seconds for other ranks to end a pass that was stopped: they look between micro-batches.
 _END_S = 600.0
 _SILENT = "another rank is gone, or its machine does not answer"
 
