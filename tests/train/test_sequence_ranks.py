@@ -347,8 +347,8 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(base: FolderBase) -> None:
 class _NoPeer:
     """A rank that nothing is asked of."""
 
-    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> Any:
-        raise AssertionError(name, args, options)
+    def start(self, call: MethodCall[Any]) -> Any:
+        raise AssertionError(call)
 
     def stop(self) -> None:
         raise AssertionError

@@ -111,8 +111,8 @@ def choose_layout(
     taken, or else the one that leaves most; on a CPU (`total` None), the first of all.
 
     `parameters`: those that are trained. `weight_bytes`: bytes of the weights on a GPU that has
-    `total` bytes, by what is divided, least first. `layers`: the names of each decoder layer's trained parameters.
-    Raises RESOURCE_EXHAUSTED where nothing fits.
+    `total` bytes, by what is divided, least first. `layers`: the names of each decoder
+    layer's trained parameters. Raises RESOURCE_EXHAUSTED where nothing fits.
     """
     kinds = (states,) if states else (OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_SPLIT_8BIT)
     if total is None:
