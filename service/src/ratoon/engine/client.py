@@ -1,8 +1,8 @@
 """How every other process reaches the engine: one `EngineClient` per process.
 
 `client.call(Engine.submit, ...)` runs `Engine.submit` in the engine's process. Every failure is a
-`RatoonError`. Cancelling a caller does not undo a call that has begun. `cluster.remote.connect`
-makes a client.
+`RatoonError`. Cancelling a caller does not undo a call that has begun. `connect`, beside the
+engine's actor, makes a client.
 """
 
 from __future__ import annotations
