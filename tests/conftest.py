@@ -124,7 +124,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         _temp_dir=temp_dir,
         namespace="ratoon",
         log_to_driver=False,
-        # As `local_ray` has it: Ray's default would starve beside other tests.
+        # As `LocalRay` has it: Ray's default would starve beside other tests.
         _system_config={"worker_niceness": 0},
     )
     yield RayCluster(namespace="ratoon", address=ray.get_runtime_context().gcs_address)

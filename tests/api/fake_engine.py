@@ -1,4 +1,4 @@
-"""An engine in memory, in place of the controllers and workers behind `api.ports.Engine`.
+"""An engine in memory, in place of `EngineClient` and all that is behind it.
 
 Operations whose turn has come are done at once, unless `hold` is set: then they run until
 `release`. `log` holds what was accepted; a test of a refusal asserts that it is empty.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
 
+from ratoon.config import RatoonConfig
+from ratoon.engine.client import EngineClient
 from ratoon.engine.commands import (
     ForwardCommand,
     Holder,
@@ -26,6 +28,7 @@ from ratoon.engine.commands import (
 )
 from ratoon.engine.journal.codec import payload_hash
 from ratoon.engine.refusals import policy_replaced
+from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
@@ -43,6 +46,7 @@ from ratoon.engine.types import (
     Progress,
     StepResult,
 )
+from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
@@ -71,16 +75,12 @@ REPORT = StepReport(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeBackend:
-    op: str
-    name: str
-    available: bool
-    unavailable_reason: str
+class FakeEngine(EngineClient):
+    """Calls of `Engine` go to the methods here of the same name."""
 
-
-class FakeEngine:
     def __init__(self, *, folder: Path, gap_wait_s: float) -> None:
+        settings = EngineSettings.from_config(RatoonConfig())
+        super().__init__(lambda call: call.on(self), settings)
         self.log: list[Submission] = []
         self.acks: list[Acknowledgement] = []
         self.metrics: list[Change] = []
@@ -91,7 +91,7 @@ class FakeEngine:
         self.uploads: dict[tuple[str, str, int], bytes] = {}
         self.uploaders: list[str] = []
         self.operations: dict[str, Operation] = {}
-        self.policies: dict[str, Policy] = {}
+        self.known_policies: dict[str, Policy] = {}
         self.files: dict[str, bytes] = {}
         self.submissions: dict[str, Submission] = {}
         self.is_draining = False
@@ -105,7 +105,7 @@ class FakeEngine:
         return digest
 
     async def create_policy(self, spec: PolicySpec) -> Operation:
-        if spec.policy_id in self.policies:
+        if spec.policy_id in self.known_policies:
             raise RatoonError(
                 ErrorCode.POLICY_EXISTS, f"policy {spec.policy_id} exists", field="spec.policy_id"
             )
@@ -118,23 +118,23 @@ class FakeEngine:
             info=INFO,
             published_version=0,
         )
-        self.policies[spec.policy_id] = policy
+        self.known_policies[spec.policy_id] = policy
         return self._add(spec.policy_id, OperationKind.CREATE_POLICY, PolicyResult(policy=policy))
 
     async def delete_policy(self, policy_id: str) -> Operation:
-        await self.get_policy(policy_id)
-        del self.policies[policy_id]
+        await self.policy(policy_id)
+        del self.known_policies[policy_id]
         return self._add(policy_id, OperationKind.DELETE_POLICY, EmptyResult())
 
-    async def get_policy(self, policy_id: str) -> Policy:
-        if policy_id not in self.policies:
+    async def policy(self, policy_id: str) -> Policy:
+        if policy_id not in self.known_policies:
             raise RatoonError(
                 ErrorCode.POLICY_NOT_FOUND, f"no policy {policy_id}", field="policy_id"
             )
-        return self.policies[policy_id]
+        return self.known_policies[policy_id]
 
-    async def list_policies(self) -> Sequence[Policy]:
-        return list(self.policies.values())
+    async def policies(self) -> Sequence[Policy]:
+        return list(self.known_policies.values())
 
     async def check_well(self) -> None:
         if self.is_draining:
@@ -146,7 +146,7 @@ class FakeEngine:
         known = self._known(submission)
         if known is not None:
             return known
-        policy = await self.get_policy(submission.policy_id)
+        policy = await self.policy(submission.policy_id)
         if submission.policy_created_at != policy.created_at:
             raise policy_replaced(submission.policy_id, policy.created_at)
         operation = self._add(submission.policy_id, submission.command.kind, None)
@@ -178,7 +178,7 @@ class FakeEngine:
 
     async def release(self) -> None:
         self.hold = False
-        for policy_id in self.policies:
+        for policy_id in self.known_policies:
             await self._run_ready(policy_id)
 
     async def _run_ready(self, policy_id: str) -> None:
@@ -192,7 +192,7 @@ class FakeEngine:
             key=lambda operation: operation.seq,
         )
         for operation in waiting:
-            policy = self.policies[policy_id]
+            policy = self.known_policies[policy_id]
             if operation.seq not in (0, policy.next_seq):
                 blocked = replace(operation, blocked_by_seq=policy.next_seq)
                 self.operations[operation.operation_id] = blocked
@@ -200,11 +200,11 @@ class FakeEngine:
             await self._finish(operation)
 
     async def _finish(self, operation: Operation) -> None:
-        policy = self.policies[operation.policy_id]
+        policy = self.known_policies[operation.policy_id]
         submission = self.submissions[operation.operation_id]
         if operation.seq:
             policy = replace(policy, next_seq=policy.next_seq + 1, version=policy.version + 1)
-            self.policies[operation.policy_id] = policy
+            self.known_policies[operation.policy_id] = policy
         result: OperationResult = StepResult(version=policy.version, report=REPORT)
         if isinstance(submission.command, SaveCheckpointCommand):
             result = CheckpointInfo(
@@ -308,7 +308,7 @@ class FakeEngine:
     async def put_upload_part(
         self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder
     ) -> None:
-        await self.get_policy(policy_id)
+        await self.policy(policy_id)
         self.uploads[policy_id, upload_id, part_index] = body
         self.uploaders.append(holder.key_id)
 
@@ -324,7 +324,7 @@ class FakeEngine:
         return [self.uploads[key] for key in keys]
 
     async def list_checkpoints(self, policy_id: str) -> Sequence[CheckpointInfo]:
-        await self.get_policy(policy_id)
+        await self.policy(policy_id)
         results = [operation.result for operation in self.operations.values()]
         return [result for result in results if isinstance(result, CheckpointInfo)]
 
@@ -337,7 +337,7 @@ class FakeEngine:
     ) -> WeightManifest:
         start = time.monotonic()
         while True:
-            policy = await self.get_policy(policy_id)
+            policy = await self.policy(policy_id)
             is_there = (
                 policy.version != known_version if version is None else version <= policy.version
             )
@@ -365,12 +365,12 @@ class FakeEngine:
             known_version = newest.version
 
     async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None:
-        policy = await self.get_policy(policy_id)
+        policy = await self.policy(policy_id)
         self.acks.append(ack)
         return policy.published_version
 
     async def gradient_manifest(self, policy_id: str, names: tuple[str, ...]) -> GradientManifest:
-        policy = await self.get_policy(policy_id)
+        policy = await self.policy(policy_id)
         data = "\n".join(names).encode()
         return GradientManifest(
             policy_id=policy_id,
@@ -409,15 +409,15 @@ class FakeEngine:
                 return self._folder / name, file
         raise RatoonError(ErrorCode.WEIGHTS_NOT_FOUND, f"no file {name}", field="name")
 
-    async def backends(self) -> Sequence[FakeBackend]:
-        return [
-            FakeBackend(
+    async def backends(self) -> tuple[BackendInfo, ...]:
+        return (
+            BackendInfo(
                 op="tree_attention", name="reference", available=True, unavailable_reason=""
             ),
-            FakeBackend(
+            BackendInfo(
                 op="tree_attention", name="hopper", available=False, unavailable_reason="no GPU"
             ),
-        ]
+        )
 
     def record_metrics(self, changes: Sequence[Change]) -> None:
         self.metrics += changes

@@ -181,7 +181,7 @@ async def test_a_policy_of_others_is_refused_alike_whether_there_is_one(
         assert (await refusal(wire, "Update", update))[0] == "PERMISSION_DENIED"
     listed = await wire.call("ListPolicies", service_pb2.ListPoliciesRequest())
     assert [policy.spec.policy_id for policy in listed.policies] == [MINE]
-    assert sorted(api.engine.policies) == [MINE, OTHER]
+    assert sorted(api.engine.known_policies) == [MINE, OTHER]
 
 
 async def test_streams_and_files_of_others_are_refused(api: Api, guarded: Guarded) -> None:

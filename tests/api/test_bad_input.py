@@ -265,7 +265,7 @@ async def test_a_reused_seq_with_another_payload_is_refused(api: Api, wire_name:
     assert caught.value.detail.code == "KEY_REUSED"
     assert caught.value.status in (409, grpc.StatusCode.ALREADY_EXISTS)
     assert len(api.engine.log) == 1
-    assert api.engine.policies[requests.POLICY].version == 1
+    assert api.engine.known_policies[requests.POLICY].version == 1
 
 
 async def test_operations_in_any_order_of_arrival_run_in_seq_order(
@@ -338,8 +338,9 @@ async def test_bad_parts_are_refused_when_they_come(api: Api, wire_name: str) ->
 
 async def test_a_policy_that_is_not_ready_takes_no_batch(api: Api, wire_name: str) -> None:
     await api.create_policy()
-    policy = api.engine.policies[requests.POLICY]
-    api.engine.policies[requests.POLICY] = replace(policy, state=PolicyState.CREATING, info=None)
+    policies = api.engine.known_policies
+    creating = replace(policies[requests.POLICY], state=PolicyState.CREATING, info=None)
+    policies[requests.POLICY] = creating
     with pytest.raises(WireError) as caught:
         await api.wire(wire_name).call("Update", requests.update())
     assert caught.value.detail.code == "POLICY_NOT_READY"
@@ -375,7 +376,7 @@ async def test_an_unexpected_exception_says_nothing_of_itself(
     async def broken() -> None:
         raise ValueError("a secret")
 
-    monkeypatch.setattr(api.engine, "list_policies", broken)
+    monkeypatch.setattr(api.engine, "policies", broken)
     with pytest.raises(WireError) as caught:
         await api.wire(wire_name).call("ListPolicies", service_pb2.ListPoliciesRequest())
     assert caught.value.detail.code == "INTERNAL"
@@ -395,7 +396,7 @@ async def test_a_long_error_still_fits_the_trailer(
             ErrorCode.UNAVAILABLE, text, field=text, got=text, expected=text, details=details
         )
 
-    monkeypatch.setattr(api.engine, "list_policies", verbose)
+    monkeypatch.setattr(api.engine, "policies", verbose)
     with pytest.raises(WireError) as caught:
         await api.wire(wire_name).call("ListPolicies", service_pb2.ListPoliciesRequest())
     assert caught.value.detail.code == "UNAVAILABLE"

@@ -37,7 +37,7 @@ async def test_bad_spec_is_refused(api: Api, wire_name: str, case: str) -> None:
         await api.wire(wire_name).call("CreatePolicy", request)
     assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
     assert str(api.models_root) not in caught.value.detail.message
-    assert api.engine.policies == {}
+    assert api.engine.known_policies == {}
 
 
 NESTED_SPECS = {

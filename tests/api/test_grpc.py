@@ -87,7 +87,7 @@ async def test_a_caller_that_leaves_does_not_take_its_update_along(api: Api) -> 
         await asyncio.sleep(0.02)
         if api.engine.log:
             break
-    assert api.engine.policies[requests.POLICY].version == 1
+    assert api.engine.known_policies[requests.POLICY].version == 1
 
 
 async def test_a_watcher_that_leaves_does_not_cancel(api: Api) -> None:

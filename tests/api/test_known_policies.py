@@ -18,13 +18,13 @@ class Reads:
     """Counts how often the engine is asked for a policy."""
 
     def __init__(self, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, get_policy = 0, api.engine.get_policy
+        self.count, read = 0, api.engine.policy
 
         async def counted(policy_id: str) -> object:
             self.count += 1
-            return await get_policy(policy_id)
+            return await read(policy_id)
 
-        monkeypatch.setattr(api.service._engine, "get_policy", counted)
+        monkeypatch.setattr(api.service._engine, "policy", counted)
 
 
 def _create_anew(api: Api, **changes: object) -> None:

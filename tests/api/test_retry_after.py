@@ -20,7 +20,7 @@ async def test_both_wires_say_when_to_ask_again(api: Api, monkeypatch: pytest.Mo
     async def refuse() -> None:
         raise _full()
 
-    monkeypatch.setattr(api.engine, "list_policies", refuse)
+    monkeypatch.setattr(api.engine, "policies", refuse)
     response = await api.http.client.get("/v1/policies")
     assert (response.status_code, response.headers["retry-after"]) == (429, "13")
     expected = {"resource": "disk", "wanted": "7", "free": "0", "limit": "5", "retry_after_s": "13"}

@@ -82,7 +82,7 @@ async def test_events_tell_of_each_version(api: Api) -> None:
     reading = asyncio.create_task(api.http.client.get(EVENTS, params={"known_version": 0}))
     await api.grpc.call("Update", requests.update())
     await asyncio.sleep(0.1)
-    del api.engine.policies[requests.POLICY]
+    del api.engine.known_policies[requests.POLICY]
     events = (await reading).text.strip().split("\n\n")
     names = [event.split("\n")[0] for event in events]
     assert names == ["event: weights", "event: error"]

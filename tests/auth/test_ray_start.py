@@ -14,8 +14,8 @@ import pytest
 from ray._common.utils import try_make_directory_shared
 
 from ratoon.config import ray_token_file
+from ratoon.engine.cluster.ray_private import LocalRay
 from ratoon.errors import RatoonError
-from ratoon.local_ray import LocalRay
 from ratoon.ray_start import (
     SessionFolders,
     make_ray_folder,

@@ -28,7 +28,7 @@ STEPS = {
     "place": "ratoon.model.loader.HostModel.place",
     "share": "ratoon.model.layer_shards.LayerShards.__init__",
     "states": "ratoon.train.rank.Rank.__init__",
-    "meet": "ratoon.train.rank.Rank.meet",
+    "connect_groups": "ratoon.train.rank.Rank.connect_groups",
     "group": "ratoon.train.copies.Copies.among",
     "handles": "ratoon.train.rank.Rank.handles",
     "open_memory": "ratoon.train.rank.Rank.open_memory",

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 from ratoon.engine.crash_points import CrashPoint, Reach, never
 from ratoon.engine.journal.journal import Journal
@@ -35,6 +35,7 @@ from tests.engine.fake_trainer import FakeTrainer, Faults, as_trainer
 if TYPE_CHECKING:
     from ratoon.train.trainer import Trainer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 POLICY = "p"
 
@@ -92,7 +93,7 @@ class LocalJournal(Journal):
 
 
 class LocalWorker:
-    """`WorkerPort` over the real core on one thread, and what a kill does to it.
+    """`RemoteWorker` over the real core on one thread, and what a kill does to it.
 
     `loses_restore`: the next call of `restore` never arrives. `is_released`: its controller gave it
     up, and has asked for no other.
@@ -100,7 +101,6 @@ class LocalWorker:
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
-        self.policy_id = POLICY
         self.reach: Reach = never
         self.trainers: list[FakeTrainer] = []
         self.is_dead = False
@@ -156,8 +156,17 @@ class LocalWorker:
             self.core.fence(token)
         return await self._run(self.core.status)
 
-    async def load(self, token: int, request: LoadRequest) -> Loaded:
-        return await self._run(lambda: self.core.load(token, self.policy_id, request))
+    async def call(
+        self,
+        method: Callable[Concatenate[WorkerCore, P], T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        """By the method below of the same name, which a test may replace."""
+        return await getattr(self, method.__name__)(*args, **options)
+
+    async def load(self, token: int, policy_id: str, request: LoadRequest) -> Loaded:
+        return await self._run(lambda: self.core.load(token, policy_id, request))
 
     async def apply(self, token: int, task: Task) -> Outcome:
         return await self._run(lambda: self.core.apply(token, task))

@@ -134,5 +134,5 @@ async def _engine(folder: Path) -> AsyncIterator[EngineClient]:
     settings = EngineSettings.from_config(config)
     engine = Engine(settings, Journal(open_database(settings.database_url)), _FakeGpus(settings))
     await engine.recover()
-    yield EngineClient(engine, await engine.settings())
+    yield EngineClient(lambda call: call.on(engine), settings)
     await engine.stop_policies()

@@ -14,6 +14,7 @@ from ratoon.config import RatoonConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.remote import connect
 from ratoon.engine.commands import Command, NoKey, SeqKey, Submission
+from ratoon.engine.engine import Engine
 from ratoon.engine.types import Operation, OperationState
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.serial import batch_to_bytes
@@ -31,7 +32,7 @@ def random_batch(seed: int, num_groups: int = 2) -> RolloutBatch:
 
 
 @dataclass(frozen=True)
-class Engine:
+class RayEngine:
     """A running engine; `run` gives a coroutine its own loop and a client."""
 
     config: RatoonConfig
@@ -59,13 +60,13 @@ async def done(client: EngineClient, operation: Operation) -> Operation:
     """Its end, for which a GPU that compiles takes minutes."""
     async with asyncio.timeout(PATIENCE_S):
         while not operation.state.is_final:
-            operation = await client.get_operation(operation.operation_id, 60.0)
+            operation = await client.call(Engine.get_operation, operation.operation_id, 60.0)
     assert operation.state is OperationState.DONE, operation
     return operation
 
 
 async def manifest_digest(client: EngineClient) -> tuple[int, str]:
     """Number and digest of the newest published weights."""
-    manifest = await client.weight_manifest(POLICY, None)
+    manifest = await client.call(Engine.weight_manifest, POLICY, None)
     files = {file.name: file.digest for file in manifest.files}
     return manifest.version, files["model.safetensors"]

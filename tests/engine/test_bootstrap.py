@@ -10,16 +10,18 @@ import ray
 
 from ratoon.config import RatoonConfig, WorkerConfig
 from ratoon.engine.cluster.bootstrap import start_engine
+from ratoon.engine.engine import Engine
+from ratoon.method_call import MethodCall
 
 
 def test_a_start_asks_for_the_backends_and_does_not_wait(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first GetServerInfo waited for seconds, while a process imported torch."""
-    asked: list[str] = []
+    asked: list[MethodCall[object]] = []
 
     class Actor:
-        call = SimpleNamespace(remote=lambda name: asked.append(name) or name)
+        call = SimpleNamespace(remote=lambda call: asked.append(call) or call)
 
     def remote(_actor_class: object) -> object:
         made = SimpleNamespace(remote=lambda *_arguments: Actor())
@@ -27,5 +29,6 @@ def test_a_start_asks_for_the_backends_and_does_not_wait(
 
     monkeypatch.setattr(ray, "remote", remote)
     config = RatoonConfig(data_root=tmp_path, worker=WorkerConfig(device="cuda"))
-    assert start_engine(config) == "recover"
-    assert asked == ["recover", "backends"]
+    recover, backends = MethodCall.of(Engine.recover), MethodCall.of(Engine.backends)
+    assert start_engine(config) == recover
+    assert asked == [recover, backends]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import pytest
 
@@ -27,7 +26,7 @@ async def test_changes_of_many_requests_are_sent_together(monkeypatch: pytest.Mo
     """Under load each request was a call to who counts them, which took 8% of two cores."""
     monkeypatch.setattr(module, "_RECORD_S", 0.05)
     sink = Sink()
-    client = EngineClient(cast(Any, sink), EngineSettings.from_config(load_config(None)))
+    client = EngineClient(lambda call: call.on(sink), EngineSettings.from_config(load_config(None)))
     changes = [REQUESTS.sample(1, "http", "health", str(code)) for code in range(5)]
     for change in changes:
         client.record_metrics([change])

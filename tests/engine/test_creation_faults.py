@@ -39,7 +39,7 @@ _TOLD_S = {
     "stop": _SILENCE_S * 7 / 6 + _BUSY_S,
     "hang": _BEHIND_S + _BUSY_S,
 }
-_ALWAYS = {("group", 1, "memory"), ("meet", 0, "error"), ("limit_activations", 1, "exit")}
+_ALWAYS = {("group", 1, "memory"), ("connect_groups", 0, "error"), ("limit_activations", 1, "exit")}
 # The rest takes hours.
 _MORE = {
     *((step, 1, "memory") for step in ("join", "connect", "place", "open_memory")),

@@ -11,6 +11,7 @@ import pytest
 
 from ratoon.config import RatoonConfig
 from ratoon.engine import lifecycle
+from ratoon.engine.cluster.ray_cluster import RayCluster
 from ratoon.engine.commands import SeqKey, Submission
 from ratoon.engine.engine import Engine
 from ratoon.engine.journal.journal import Journal
@@ -32,7 +33,7 @@ from tests.until import until
 NAMES = ("a", "b")
 
 
-class LocalCluster:
+class LocalCluster(RayCluster):
     """Workers of this process, by policy; they outlive an engine."""
 
     def __init__(self) -> None:
@@ -49,9 +50,7 @@ class LocalCluster:
         return trainer_spec(spec)
 
     def worker(self, policy_id: str, num_workers: int) -> LocalWorker:
-        worker = self.workers.setdefault(policy_id, LocalWorker(Faults()))
-        worker.policy_id = policy_id
-        return worker
+        return self.workers.setdefault(policy_id, LocalWorker(Faults()))
 
     async def end_worker(self, policy_id: str) -> None:
         if policy_id in self.workers:
@@ -304,10 +303,12 @@ async def test_who_waits_for_a_policy_that_loses_a_worker_as_it_comes_back_is_an
     hold.set()
     load, losses = LocalWorker.load, [WorkerLostError("the OOM killer took it")]
 
-    async def lost_once(self: LocalWorker, token: int, request: LoadRequest) -> Loaded:
+    async def lost_once(
+        self: LocalWorker, token: int, policy_id: str, request: LoadRequest
+    ) -> Loaded:
         if losses:
             raise losses.pop()
-        return await load(self, token, request)
+        return await load(self, token, policy_id, request)
 
     monkeypatch.setattr(LocalWorker, "load", lost_once)
     await house.engine.recover()

@@ -28,6 +28,7 @@ from ratoon.engine.cluster.remote import connect
 from ratoon.engine.cluster.worker_process import find_worker
 from ratoon.engine.commands import Submission
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.engine import Engine
 from ratoon.engine.settings import ENGINE_NAME
 from ratoon.engine.types import (
     CheckpointInfo,
@@ -41,7 +42,9 @@ from ratoon.engine.types import (
     StepResult,
 )
 from ratoon.engine.worker.backends import BackendInfo
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.method_call import MethodCall
 from ratoon_proto.codec import decode_tensor
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 from tests.conftest import RayCluster
@@ -58,7 +61,7 @@ from tests.engine.harness import (
 from tests.engine.ray_engine import (
     POLICY,
     SPEC,
-    Engine,
+    RayEngine,
     done,
     manifest_digest,
     random_batch,
@@ -67,7 +70,9 @@ from tests.engine.ray_engine import (
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RayEngine]:
     assert ray_cluster.address, "the namespace below is this module's own"
     config = RatoonConfig(
         data_root=tmp_path_factory.mktemp("engine"),
@@ -77,31 +82,31 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
         crash_points=True,
     )
     ray.get([start_engine(config), start_engine(config)])
-    yield Engine(config)
+    yield RayEngine(config)
     stop_engine(config)
 
 
-def journal_url(engine: Engine) -> str:
+def journal_url(engine: RayEngine) -> str:
     return f"sqlite:///{engine.config.data_root / 'ratoon.sqlite'}"
 
 
-def test_a_policy_is_created_once(engine: Engine) -> None:
+def test_a_policy_is_created_once(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
         with pytest.raises(RatoonError) as caught:
-            await client.get_policy(POLICY)
+            await client.call(Engine.policy, POLICY)
         assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
-        created = await client.create_policy(SPEC)
+        created = await client.call(Engine.create_policy, SPEC)
         seen = [operation.state async for operation in client.watch_operation(created.operation_id)]
         assert seen[-1] is OperationState.DONE
-        ended = await client.create_policy(SPEC)
+        ended = await client.call(Engine.create_policy, SPEC)
         assert ended.operation_id == created.operation_id
         assert isinstance(ended.result, PolicyResult)
-        assert (await client.weight_manifest(POLICY, None)).version == 0
-        policy = await client.get_policy(POLICY)
+        assert (await client.call(Engine.weight_manifest, POLICY, None)).version == 0
+        policy = await client.call(Engine.policy, POLICY)
         assert (policy.state, policy.version, policy.published_version) == (PolicyState.READY, 0, 0)
         assert policy.info is not None
         assert policy.info.vocab_size == 260
-        assert await client.list_policies() == (policy,)
+        assert await client.call(Engine.policies) == (policy,)
         spare = find_actor("ratoon-spare-worker", engine.config.ray.namespace)
         assert spare is not None
         assert await ask(spare.holder.remote()) == POLICY
@@ -109,7 +114,7 @@ def test_a_policy_is_created_once(engine: Engine) -> None:
     engine.run(main)
 
 
-def test_updates_change_the_weights_that_readers_fetch(engine: Engine) -> None:
+def test_updates_change_the_weights_that_readers_fetch(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
         before = await manifest_digest(client)
         last = await client.submit(submission(2, update(0), random_batch(2)))
@@ -124,7 +129,7 @@ def test_updates_change_the_weights_that_readers_fetch(engine: Engine) -> None:
         version, digest = await manifest_digest(client)
         assert version == 2
         assert digest != before[1]
-        manifest = await client.weight_manifest(POLICY, 2)
+        manifest = await client.call(Engine.weight_manifest, POLICY, 2)
         model = next(file for file in manifest.files if file.digest == digest)
         path, described = await client.weight_file(POLICY, 2, model.name)
         assert described == model
@@ -134,27 +139,27 @@ def test_updates_change_the_weights_that_readers_fetch(engine: Engine) -> None:
     engine.run(main)
 
 
-def test_what_answers_looks_at_old_garbage_no_more(engine: Engine) -> None:
+def test_what_answers_looks_at_old_garbage_no_more(engine: RayEngine) -> None:
     """A full collection of the modules held all calls for 0.2 s, again and again."""
     actor = ray.get_actor(ENGINE_NAME, engine.config.ray.namespace)
     num_frozen = ray.get(actor.__ray_call__.remote(lambda _: gc.get_freeze_count()))
     assert cast(int, num_frozen) > 50_000
 
 
-def test_parts_equal_the_update_bit_for_bit(engine: Engine) -> None:
+def test_parts_equal_the_update_bit_for_bit(engine: RayEngine) -> None:
     """ForwardBackward and OptimStep of a batch, from a checkpoint, give the Update's weights."""
 
     async def main(client: EngineClient) -> None:
         saved = await done(client, await client.submit(submission(3, save("two"), None)))
         assert isinstance(saved.result, CheckpointInfo)
         assert (saved.result.version, saved.result.replay_from_seq) == (2, 4)
-        assert await client.list_checkpoints(POLICY) == (saved.result,)
+        assert await client.call(Engine.list_checkpoints, POLICY) == (saved.result,)
         await done(client, await client.submit(submission(4, update(0), random_batch(4))))
         updated = await manifest_digest(client)
         assert updated[0] == 3
         loading = await client.submit(submission(5, load("two"), None))
         assert (await done(client, loading)).result == saved.result
-        assert (await client.get_policy(POLICY)).version == 2
+        assert (await client.call(Engine.policy, POLICY)).version == 2
         await client.submit(submission(6, forward_backward(0), random_batch(4)))
         stepped = await done(client, await client.submit(submission(7, optim_step(), None)))
         assert isinstance(stepped.result, StepResult)
@@ -164,7 +169,7 @@ def test_parts_equal_the_update_bit_for_bit(engine: Engine) -> None:
     engine.run(main)
 
 
-def test_a_forward_serves_the_updates_that_name_it(engine: Engine) -> None:
+def test_a_forward_serves_the_updates_that_name_it(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
         batch = random_batch(8)
         read = await done(client, await client.submit(submission(None, forward(0), batch)))
@@ -196,7 +201,7 @@ def submit_and_die(namespace: str, operation: Submission) -> None:
     asyncio.run(main())
 
 
-def test_the_caller_that_is_killed_does_not_stop_its_update(engine: Engine) -> None:
+def test_the_caller_that_is_killed_does_not_stop_its_update(engine: RayEngine) -> None:
     """Trap 15: a request coroutine owning the update: Serve cancels it when the caller leaves."""
     operation = submission(10, update(0), random_batch(10, 12))
     caller = ray.remote(num_cpus=0, max_retries=0)(submit_and_die)
@@ -204,26 +209,26 @@ def test_the_caller_that_is_killed_does_not_stop_its_update(engine: Engine) -> N
         ray.get(caller.remote(engine.config.ray.namespace, operation))
 
     async def main(client: EngineClient) -> None:
-        assert (await client.get_policy(POLICY)).next_seq == 11, "it was accepted"
-        before = (await client.get_policy(POLICY)).version
+        assert (await client.call(Engine.policy, POLICY)).next_seq == 11, "it was accepted"
+        before = (await client.call(Engine.policy, POLICY)).version
         ended = await done(client, await client.submit(operation))
         assert isinstance(ended.result, StepResult)
-        assert ended.result.version == (await client.get_policy(POLICY)).version
+        assert ended.result.version == (await client.call(Engine.policy, POLICY)).version
         assert ended.result.version - before in (0, 1)
 
     engine.run(main)
 
 
-def test_a_cancelled_update_leaves_the_weights(engine: Engine) -> None:
+def test_a_cancelled_update_leaves_the_weights(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
         before = await manifest_digest(client)
         # An update of 40 groups was sometimes done before it could be cancelled.
         large = await client.submit(submission(11, update(0), random_batch(11, 200)))
         queued = await client.submit(submission(12, update(0), random_batch(12)))
-        cancelled = await client.cancel_operation(queued.operation_id)
+        cancelled = await client.call(Engine.cancel_operation, queued.operation_id)
         assert cancelled.state is OperationState.CANCELLED
-        await client.cancel_operation(large.operation_id)
-        ended = await client.get_operation(large.operation_id, 60.0)
+        await client.call(Engine.cancel_operation, large.operation_id)
+        ended = await client.call(Engine.get_operation, large.operation_id, 60.0)
         assert ended.state is OperationState.CANCELLED
         await done(client, await client.submit(submission(13, DISCARD, None)))
         assert await manifest_digest(client) == before
@@ -231,20 +236,23 @@ def test_a_cancelled_update_leaves_the_weights(engine: Engine) -> None:
     engine.run(main)
 
 
-def test_uploaded_parts_are_kept_for_retries(engine: Engine) -> None:
+def test_uploaded_parts_are_kept_for_retries(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
-        await client.put_upload_part(POLICY, "u", 0, b"first")
-        await client.put_upload_part(POLICY, "u", 1, b"second")
+        await client.call(Engine.put_upload_part, POLICY, "u", 0, b"first")
+        await client.call(Engine.put_upload_part, POLICY, "u", 1, b"second")
         for _ in range(2):
-            assert await client.get_upload_parts(POLICY, "u", 2) == [b"first", b"second"]
+            assert await client.call(Engine.get_upload_parts, POLICY, "u", 2) == [
+                b"first",
+                b"second",
+            ]
         with pytest.raises(RatoonError) as caught:
-            await client.get_upload_parts(POLICY, "u", 3)
+            await client.call(Engine.get_upload_parts, POLICY, "u", 3)
         assert caught.value.code is ErrorCode.UPLOAD_NOT_FOUND
 
     engine.run(main)
 
 
-def test_counters_equal_the_journal(engine: Engine) -> None:
+def test_counters_equal_the_journal(engine: RayEngine) -> None:
     with create_engine(journal_url(engine)).connect() as connection:
         rows = connection.execute(
             text("SELECT kind, state, count(*) FROM operations GROUP BY kind, state")
@@ -254,7 +262,7 @@ def test_counters_equal_the_journal(engine: Engine) -> None:
 
     async def main(client: EngineClient) -> None:
         shown: dict[tuple[str, str], float] = {}
-        for line in (await client.metrics_text()).decode().splitlines():
+        for line in (await client.call(Engine.metrics_text)).decode().splitlines():
             if line.startswith("ratoon_operations_total{"):
                 labels, value = line.split("{")[1].split("} ")
                 kind, state = (part.split('"')[1] for part in labels.split(","))
@@ -266,11 +274,11 @@ def test_counters_equal_the_journal(engine: Engine) -> None:
     engine.run(main)
 
 
-def test_backends_are_those_of_the_worker(engine: Engine) -> None:
+def test_backends_are_those_of_the_worker(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
         found: tuple[BackendInfo, ...] = ()
         while not found:  # Its worker may still import torch.
-            found = await client.backends()
+            found = await client.call(Engine.backends)
         backends = {(backend.op, backend.name): backend for backend in found}
         assert backends["tree_attention", "reference"].available
         assert backends["tree_attention", "reference"].unavailable_reason == ""
@@ -278,7 +286,7 @@ def test_backends_are_those_of_the_worker(engine: Engine) -> None:
     engine.run(main)
 
 
-def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
+def test_killed_processes_come_back_at_the_checkpoint(engine: RayEngine) -> None:
     """The worker's loss fails what is past the checkpoint; the engine goes on by itself."""
 
     async def main(client: EngineClient) -> None:
@@ -288,14 +296,14 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
         assert isinstance(step.result, StepResult)
         retired = step.result.version
         # Or its publication finds the worker lost, and 15 runs after that.
-        assert (await client.weight_manifest(POLICY, None)).version == retired
+        assert (await client.call(Engine.weight_manifest, POLICY, None)).version == retired
         worker = await find_worker(POLICY, namespace)
         ray.kill(cast("Any", worker))
         lost = await client.submit(submission(15, update(0), random_batch(15)))
-        ended = await client.get_operation(lost.operation_id, 60.0)
+        ended = await client.call(Engine.get_operation, lost.operation_id, 60.0)
         assert isinstance(ended.result, FailedResult)
         assert ended.result.error["code"] == ErrorCode.WORKER_LOST
-        rolled_back = await client.get_operation(step.operation_id, 0.0)
+        rolled_back = await client.call(Engine.get_operation, step.operation_id, 0.0)
         assert rolled_back.state is OperationState.FAILED
         after = await done(client, await client.submit(submission(16, update(0), random_batch(4))))
         assert isinstance(after.result, StepResult)
@@ -312,7 +320,7 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: Engine) -> None:
 
 
 @pytest.mark.more
-def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: Engine) -> None:
+def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: RayEngine) -> None:
     """Every process but the ingress, whose caller this is; beside a policy that nothing happens to.
 
     At the fourth update a checkpoint has freed the bodies of the first three.
@@ -326,7 +334,7 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
 
     async def ended(client: EngineClient, operation: Operation) -> Operation:
         while True:
-            now = await client.get_operation(operation.operation_id, 10.0)
+            now = await client.call(Engine.get_operation, operation.operation_id, 10.0)
             if now.state.is_final:
                 return now
             await asyncio.sleep(0.05)
@@ -339,11 +347,15 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
         worker = await find_worker(policy_id, engine.config.ray.namespace)
         assert worker is not None
         with pytest.raises(RatoonError, match="AttributeError"):
-            await ask(worker.load.remote(token, cast("Any", None)))
+            await ask(
+                worker.call.remote(
+                    MethodCall.of(WorkerCore.load, token, policy_id, cast("Any", None))
+                )
+            )
 
     async def run(client: EngineClient, policy_id: str, kills: bool) -> tuple[list[object], str]:
         spec = replace(SPEC, policy_id=policy_id, recovery=Recovery.REPLAY)
-        await ended(client, await client.create_policy(spec))
+        await ended(client, await client.call(Engine.create_policy, spec))
         told: list[object] = []
         for seq in range(1, 6):
             if kills and seq in points:
@@ -355,9 +367,9 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
             assert isinstance(result, StepResult), result
             told.append((result.version, result.report.loss, result.report.grad_norm))
         assert list(folder.iterdir()) == [], "a point was not reached"
-        manifest = await client.weight_manifest(policy_id, 5)
+        manifest = await client.call(Engine.weight_manifest, policy_id, 5)
         files = {file.name: file.digest for file in manifest.files}
-        await ended(client, await client.delete_policy(policy_id))
+        await ended(client, await client.call(Engine.delete_policy, policy_id))
         return told, files["model.safetensors"]
 
     async def main(client: EngineClient) -> None:
@@ -368,32 +380,32 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: E
     engine.run(main)
 
 
-def test_a_restarted_engine_brings_its_policies_back(engine: Engine) -> None:
+def test_a_restarted_engine_brings_its_policies_back(engine: RayEngine) -> None:
     stop_engine(engine.config)
     ray.get(start_engine(engine.config))
 
     async def main(client: EngineClient) -> None:
-        while (await client.get_policy(POLICY)).version != 2:  # noqa: ASYNC110
+        while (await client.call(Engine.policy, POLICY)).version != 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         step = await client.submit(submission(19, update(0), random_batch(4)))
         ended = await done(client, step)
         assert isinstance(ended.result, StepResult)
-        policy = await client.get_policy(POLICY)
+        policy = await client.call(Engine.policy, POLICY)
         assert (policy.version, policy.next_seq) == (ended.result.version, 20)
 
     engine.run(main)
 
 
-def test_a_deleted_policy_leaves_nothing(engine: Engine) -> None:
+def test_a_deleted_policy_leaves_nothing(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
-        deletion = await client.delete_policy(POLICY)
+        deletion = await client.call(Engine.delete_policy, POLICY)
         await done(client, deletion)
-        assert await client.list_policies() == ()
+        assert await client.call(Engine.policies) == ()
         with pytest.raises(RatoonError) as caught:
             await client.submit(submission(20, DISCARD, None))
         assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
-        assert (await client.get_operation(deletion.operation_id, 0.0)).state.is_final
-        assert POLICY not in (await client.metrics_text()).decode()
+        assert (await client.call(Engine.get_operation, deletion.operation_id, 0.0)).state.is_final
+        assert POLICY not in (await client.call(Engine.metrics_text)).decode()
         folder = engine.config.data_root / "policies"
         assert [path for path in folder.iterdir() if path.is_dir()] == []
 

@@ -17,12 +17,13 @@ import torch
 from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
+from ratoon.engine.engine import Engine
 from ratoon.engine.types import FailedResult, Operation, OperationState
 from ratoon.errors import ErrorCode
 from ratoon.model.spec import ModelDtype, PresetBase
 from ratoon.train.config import ParallelLayout, Shard
 from tests.conftest import RayCluster
-from tests.engine.ray_engine import SPEC, Engine
+from tests.engine.ray_engine import SPEC, RayEngine
 
 pytestmark = pytest.mark.multigpu
 _MODEL = replace(SPEC.model, base=PresetBase(name="small"), dtype=ModelDtype.BFLOAT16)
@@ -40,7 +41,9 @@ sys.stdin.read()
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RayEngine]:
     assert ray_cluster.address, "the namespace below is this module's own"
     config = RatoonConfig(
         data_root=tmp_path_factory.mktemp("engine"),
@@ -48,7 +51,7 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
         worker=WorkerConfig(device="cuda", num_threads=1),
     )
     ray.get(start_engine(config))
-    yield Engine(config)
+    yield RayEngine(config)
     stop_engine(config)
 
 
@@ -72,11 +75,12 @@ def _filled(gpu: int, left_mib: int) -> Iterator[None]:
 
 async def _created(client: EngineClient, name: str, shard: Shard) -> Operation:
     parallel = ParallelLayout(num_workers=torch.cuda.device_count(), shard=shard)
-    operation = await client.create_policy(
+    operation = await client.call(
+        Engine.create_policy,
         replace(_SPEC, policy_id=name, parallel=parallel),
     )
     while not operation.state.is_final:
-        operation = await client.get_operation(operation.operation_id, 60.0)
+        operation = await client.call(Engine.get_operation, operation.operation_id, 60.0)
     return operation
 
 
@@ -89,7 +93,7 @@ async def _created(client: EngineClient, name: str, shard: Shard) -> Operation:
     ],
 )
 def test_a_gpu_that_others_have_filled_is_told_and_then_used(
-    engine: Engine, shard: Shard, gpu: int, left_mib: int
+    engine: RayEngine, shard: Shard, gpu: int, left_mib: int
 ) -> None:
     """With `weights` the other ranks waited in NCCL, and the policy was being created for ever.
 
@@ -112,8 +116,8 @@ def test_a_gpu_that_others_have_filled_is_told_and_then_used(
             assert (await _created(client, name, shard)).state is OperationState.DONE
         else:
             assert left_mib > 64
-        deleted = await client.delete_policy(name)
+        deleted = await client.call(Engine.delete_policy, name)
         while not deleted.state.is_final:
-            deleted = await client.get_operation(deleted.operation_id, 60.0)
+            deleted = await client.call(Engine.get_operation, deleted.operation_id, 60.0)
 
     engine.run(main)

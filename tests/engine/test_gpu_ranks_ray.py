@@ -14,12 +14,13 @@ from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfi
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
+from ratoon.engine.engine import Engine
 from ratoon.engine.types import Recovery
 from ratoon.model.spec import ModelDtype, PresetBase
 from ratoon.train.config import ParallelLayout, Shard
 from tests.conftest import RayCluster
 from tests.engine.harness import update
-from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission
+from tests.engine.ray_engine import SPEC, RayEngine, done, random_batch, submission
 
 pytestmark = pytest.mark.multigpu
 DEVICE = "cuda"
@@ -28,7 +29,9 @@ _SPEC = replace(SPEC, model=_MODEL, recovery=Recovery.REPLAY, micro_batch_tokens
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RayEngine]:
     assert ray_cluster.address, "the namespace below is this module's own"
     config = RatoonConfig(
         data_root=tmp_path_factory.mktemp("engine"),
@@ -38,12 +41,12 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
         crash_points=True,
     )
     ray.get(start_engine(config))
-    yield Engine(config)
+    yield RayEngine(config)
     stop_engine(config)
 
 
 @pytest.mark.parametrize("shard", list(Shard))
-def test_ranks_that_die_cost_no_bit(engine: Engine, shard: Shard) -> None:
+def test_ranks_that_die_cost_no_bit(engine: RayEngine, shard: Shard) -> None:
     """One in its pass and one behind its step; the policy before it, as each takes all GPUs, is
     not disturbed."""
     traps = {2: CrashPoint.RANK_IN_PASS, 3: CrashPoint.RANK_AFTER_STEP}
@@ -51,7 +54,7 @@ def test_ranks_that_die_cost_no_bit(engine: Engine, shard: Shard) -> None:
 
     async def digests(client: EngineClient, name: str, traps: dict[int, CrashPoint]) -> list[str]:
         created = replace(_SPEC, policy_id=name, parallel=parallel)
-        await done(client, await client.create_policy(created))
+        await done(client, await client.call(Engine.create_policy, created))
         found: list[str] = []
         for seq in range(1, 4):
             trap = None
@@ -62,9 +65,9 @@ def test_ranks_that_die_cost_no_bit(engine: Engine, shard: Shard) -> None:
             call = submission(seq, update(0), random_batch(seq, 4), name)
             await done(client, await client.submit(call))
             assert trap is None or not trap.exists(), "the rank was killed"
-            manifest = await client.weight_manifest(name, None)
+            manifest = await client.call(Engine.weight_manifest, name, None)
             found += [file.digest for file in manifest.files if "model" in file.name]
-        await done(client, await client.delete_policy(name))
+        await done(client, await client.call(Engine.delete_policy, name))
         return found
 
     async def main(client: EngineClient) -> None:

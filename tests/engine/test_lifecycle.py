@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from ratoon.config import LimitsConfig
 from ratoon.engine import lifecycle
+from ratoon.engine.controllers import Controllers
 from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.journal import journal as store_calls
@@ -40,7 +41,7 @@ from tests.engine.harness import ListSink, life_record, policy_spec
 from tests.until import until
 
 
-class FakeFleet:
+class FakeFleet(Controllers):
     """Processes by policy id; `hold` keeps starts waiting, `faults` makes one each fail.
 
     While it `is_stuck` nothing ends.
@@ -103,7 +104,7 @@ class Town:
     def new(self) -> Lifecycle:
         return Lifecycle(
             journal=self.journal,
-            fleet=self.fleet,
+            controllers=self.fleet,
             metrics=ListSink(),
             limits=self.limits,
             data_root=self.root,

@@ -12,6 +12,7 @@ from ray.util.placement_group import remove_placement_group
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.nodes import look_at_nodes
 from ratoon.engine.cluster.placement import find_group
+from ratoon.engine.engine import Engine
 from ratoon.engine.types import Operation, PolicyState, Recovery
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import ParallelLayout
@@ -34,7 +35,7 @@ def on_nodes() -> Iterator[Run]:
 async def _create(client: EngineClient, name: str, num_workers: int = 2) -> None:
     parallel = ParallelLayout(num_workers=num_workers)
     spec = replace(_SPEC, policy_id=name, parallel=parallel)
-    await done(client, await client.create_policy(spec))
+    await done(client, await client.call(Engine.create_policy, spec))
 
 
 async def _submit(client: EngineClient, name: str, seq: int) -> Operation:
@@ -42,7 +43,7 @@ async def _submit(client: EngineClient, name: str, seq: int) -> Operation:
 
 
 async def _digest(client: EngineClient, name: str) -> str:
-    manifest = await client.weight_manifest(name, None)
+    manifest = await client.call(Engine.weight_manifest, name, None)
     return next(file.digest for file in manifest.files if file.name == "model.safetensors")
 
 
@@ -62,7 +63,7 @@ async def _placed_and_lost(nodes: Nodes) -> None:
         await _create(client, "many", num_workers=3)
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert caught.value.message == "the policy wants 3 GPUs, 2 are free (by node: 2, 0)"
-    await done(client, await client.delete_policy("together"))
+    await done(client, await client.call(Engine.delete_policy, "together"))
 
     taken = nodes.take_one_of_each(2)
     await _create(client, "apart")
@@ -79,8 +80,8 @@ async def _placed_and_lost(nodes: Nodes) -> None:
     nodes.kill(first)
     waiting = await _submit(client, "apart", 3)
     await until(lambda: find_group("apart") is None)
-    assert not (await client.get_operation(waiting.operation_id, 0.0)).state.is_final
-    assert (await client.get_policy("apart")).state is PolicyState.READY
+    assert not (await client.call(Engine.get_operation, waiting.operation_id, 0.0)).state.is_final
+    assert (await client.call(Engine.policy, "apart")).state is PolicyState.READY
     nodes.add(2)
     await done(client, waiting)
     assert await _digest(client, "apart") == digests[2]

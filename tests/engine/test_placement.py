@@ -15,6 +15,7 @@ from ratoon.engine.cluster.ray_cluster import RayCluster as Workers
 from ratoon.engine.cluster.worker_process import end_worker, find_worker
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.tasks import WorkerLostError
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from tests.conftest import RayCluster
 
@@ -36,7 +37,11 @@ async def test_a_worker_that_was_released_is_made_by_no_question(ray_cluster: Ra
     assert ray.get(handle.answer.remote()) == 1
     worker = Workers(settings).worker("idle", 1)
     await worker.release()
-    for question in (worker.progress(), worker.cancel("idle.1"), worker.snapshot(1)):
+    for question in (
+        worker.call(WorkerCore.progress),
+        worker.call(WorkerCore.cancel, "idle.1"),
+        worker.call(WorkerCore.snapshot, 1),
+    ):
         with pytest.raises(WorkerLostError):
             await question
     assert find_actor(name, settings.namespace) is None

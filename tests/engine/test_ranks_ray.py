@@ -25,6 +25,7 @@ from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.cluster.ray_worker import RayWorker
 from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
+from ratoon.engine.engine import Engine
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import FailedResult, OperationState, PolicyState, Recovery, StepResult
 from ratoon.errors import ErrorCode, RatoonError
@@ -34,7 +35,7 @@ from ratoon.stream.manifest import WeightManifest
 from ratoon.train.config import ONE_DEVICE, ParallelLayout, Shard
 from tests.conftest import RayCluster
 from tests.engine.harness import save, update
-from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission
+from tests.engine.ray_engine import SPEC, RayEngine, done, random_batch, submission
 from tests.tiny_models import write_folder
 from tests.until import until
 
@@ -56,7 +57,9 @@ _PIDFD_GETFD = 438
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RayEngine]:
     assert ray_cluster.address, "the namespace below is this module's own"
     config = RatoonConfig(
         data_root=tmp_path_factory.mktemp("engine"),
@@ -66,25 +69,25 @@ def engine(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) ->
         crash_points=True,
     )
     ray.get(start_engine(config))
-    yield Engine(config)
+    yield RayEngine(config)
     stop_engine(config)
 
 
 @pytest.fixture(autouse=True)
-def _ended(engine: Engine) -> Iterator[None]:
+def _ended(engine: RayEngine) -> Iterator[None]:
     """Only the undisturbed policy outlives a test."""
     yield
 
     async def main(client: EngineClient) -> None:
-        for policy in await client.list_policies():
+        for policy in await client.call(Engine.policies):
             if policy.spec.policy_id != "undisturbed":
-                await done(client, await client.delete_policy(policy.spec.policy_id))
+                await done(client, await client.call(Engine.delete_policy, policy.spec.policy_id))
 
     engine.run(main)
 
 
 async def _create(client: EngineClient, name: str, **changes: object) -> None:
-    created = await client.create_policy(replace(_SPEC, policy_id=name, **changes))
+    created = await client.call(Engine.create_policy, replace(_SPEC, policy_id=name, **changes))
     await done(client, created)
 
 
@@ -96,14 +99,14 @@ async def _run(
 
 async def _weights(client: EngineClient, name: str) -> tuple[str, Path]:
     """Digest and path of the newest published weights."""
-    manifest = await client.weight_manifest(name, None)
+    manifest = await client.call(Engine.weight_manifest, name, None)
     (file,) = (file for file in manifest.files if file.name == "model.safetensors")
     path, _ = await client.weight_file(name, manifest.version, file.name)
     return file.digest, path
 
 
 @pytest.fixture(scope="module")
-def undisturbed(engine: Engine) -> list[str]:
+def undisturbed(engine: RayEngine) -> list[str]:
     """Digests of the versions of a policy of two ranks to which nothing happens."""
 
     async def main(client: EngineClient) -> list[str]:
@@ -117,7 +120,7 @@ def undisturbed(engine: Engine) -> list[str]:
     return engine.run(main)
 
 
-def test_two_ranks_train_as_one(engine: Engine, undisturbed: list[str]) -> None:
+def test_two_ranks_train_as_one(engine: RayEngine, undisturbed: list[str]) -> None:
     async def main(client: EngineClient) -> None:
         await _create(client, "alone", parallel=ONE_DEVICE)
         for seq in range(1, _UPDATES + 1):
@@ -134,7 +137,7 @@ def test_two_ranks_train_as_one(engine: Engine, undisturbed: list[str]) -> None:
 
 
 @pytest.mark.more
-def test_two_ranks_that_run_micro_batches_together_train_as_one(engine: Engine) -> None:
+def test_two_ranks_that_run_micro_batches_together_train_as_one(engine: RayEngine) -> None:
     """And as others, of which one dies or hangs while the other waits for what it sends."""
     together = ParallelLayout(num_workers=2, sequence_ranks=2)
     harms = {"one-rank": "", "together": "", "parted": "2 SIGKILL", "hung": "2 SIGSTOP"}
@@ -158,7 +161,7 @@ def test_two_ranks_that_run_micro_batches_together_train_as_one(engine: Engine) 
 
 
 @pytest.mark.more
-def test_two_ranks_publish_the_files_of_one(engine: Engine, tmp_path: Path) -> None:
+def test_two_ranks_publish_the_files_of_one(engine: RayEngine, tmp_path: Path) -> None:
     """A model of two files, of which each rank has one."""
     base = FolderBase(folder=str(write_folder(tmp_path / "base", "llama", vocab_size=1_100_000)))
     model = replace(_WIDE, base=base)
@@ -169,8 +172,8 @@ def test_two_ranks_publish_the_files_of_one(engine: Engine, tmp_path: Path) -> N
             name = f"files-of-{num_workers}"
             parallel = ParallelLayout(num_workers=num_workers)
             await _create(client, name, model=model, parallel=parallel)
-            manifests.append(await client.weight_manifest(name, None))
-            await done(client, await client.delete_policy(name))
+            manifests.append(await client.call(Engine.weight_manifest, name, None))
+            await done(client, await client.call(Engine.delete_policy, name))
         assert manifests[0].files == manifests[1].files
         shards = [file.name for file in manifests[0].files if file.name.startswith("model-")]
         assert shards == [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
@@ -201,7 +204,7 @@ def _how_often(loss: tuple[CrashPoint, str]) -> tuple[pytest.MarkDecorator, ...]
     [pytest.param(*loss, marks=_how_often(loss)) for loss in _LOSSES],
 )
 def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
-    engine: Engine, undisturbed: list[str], point: CrashPoint, harm: str
+    engine: RayEngine, undisturbed: list[str], point: CrashPoint, harm: str
 ) -> None:
     name = f"{point}-{harm.lower()}"
 
@@ -217,7 +220,7 @@ def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
         if point is CrashPoint.RANK_BEFORE_CHECKPOINT:
             trap.write_text(f"1 {harm}")
             await _run(client, name, _UPDATES + 1, save("after"), None)
-        assert (await client.get_policy(name)).state is PolicyState.READY
+        assert (await client.call(Engine.policy, name)).state is PolicyState.READY
         assert not trap.exists(), "the process was lost"
         await _gone(first)
 
@@ -226,7 +229,7 @@ def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
 
 @pytest.mark.more
 def test_a_policy_whose_rank_hangs_holds_no_other_up(
-    engine: Engine, undisturbed: list[str]
+    engine: RayEngine, undisturbed: list[str]
 ) -> None:
     """The other runs two updates while the first one's ranks copy and nothing comes."""
 
@@ -241,7 +244,7 @@ def test_a_policy_whose_rank_hangs_holds_no_other_up(
         for seq in (1, 2):
             await _run(client, "beside", seq, update(0), random_batch(seq, 4))
             assert (await _weights(client, "beside"))[0] == undisturbed[seq - 1]
-        assert not (await client.get_operation(hung.operation_id, 0.0)).state.is_final
+        assert not (await client.call(Engine.get_operation, hung.operation_id, 0.0)).state.is_final
         await done(client, hung)
         assert (await _weights(client, "hangs"))[0] == undisturbed[0]
         await _gone(first)
@@ -261,7 +264,7 @@ def test_a_policy_whose_rank_hangs_holds_no_other_up(
     ],
 )
 def test_where_more_is_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
-    engine: Engine, harm: str, shard: Shard
+    engine: RayEngine, harm: str, shard: Shard
 ) -> None:
     """The other rank waits for what it would have sent, and may be reading its weights."""
     layout = ParallelLayout(num_workers=2, shard=shard)
@@ -277,7 +280,7 @@ def test_where_more_is_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
             for seq in range(1, _UPDATES + 1):
                 await _run(client, name, seq, update(0), random_batch(seq, 4))
                 found.append((await _weights(client, name))[0])
-            policy = await client.get_policy(name)
+            policy = await client.call(Engine.policy, name)
             assert policy.state is PolicyState.READY
             assert policy.info is not None
             assert policy.info.shard == shard
@@ -290,7 +293,7 @@ def test_where_more_is_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
 
 @pytest.mark.more
 def test_a_slow_rank_is_waited_for_and_one_without_memory_costs_its_operation_alone(
-    engine: Engine, undisturbed: list[str]
+    engine: RayEngine, undisturbed: list[str]
 ) -> None:
     async def main(client: EngineClient) -> None:
         others = _processes()
@@ -304,7 +307,7 @@ def test_a_slow_rank_is_waited_for_and_one_without_memory_costs_its_operation_al
         await done(client, slow)
         _trap(engine, CrashPoint.RANK_IN_PASS, "1 MemoryError")
         refused = await client.submit(submission(2, update(0), random_batch(9, 4), "slow"))
-        ended = await client.get_operation(refused.operation_id, 60.0)
+        ended = await client.call(Engine.get_operation, refused.operation_id, 60.0)
         assert isinstance(ended.result, FailedResult)
         assert ended.result.error["code"] == ErrorCode.RESOURCE_EXHAUSTED
         await _run(client, "slow", 3, update(0), random_batch(2, 4))
@@ -316,7 +319,7 @@ def test_a_slow_rank_is_waited_for_and_one_without_memory_costs_its_operation_al
 
 @pytest.mark.more
 def test_a_network_that_is_cut_between_ranks_costs_no_bit(
-    engine: Engine, undisturbed: list[str]
+    engine: RayEngine, undisturbed: list[str]
 ) -> None:
     async def main(client: EngineClient) -> None:
         others = _processes()
@@ -336,7 +339,7 @@ def test_a_network_that_is_cut_between_ranks_costs_no_bit(
 
 
 @pytest.mark.more
-def test_ranks_start_beside_their_worker_and_end_with_it(engine: Engine) -> None:
+def test_ranks_start_beside_their_worker_and_end_with_it(engine: RayEngine) -> None:
     """Before there is a model to load."""
     settings = EngineSettings.from_config(engine.config)
 
@@ -378,7 +381,7 @@ async def _stopped(processes: set[int]) -> int:
     return find()[0]
 
 
-def _trap(engine: Engine, point: CrashPoint, text: str) -> Path:
+def _trap(engine: RayEngine, point: CrashPoint, text: str) -> Path:
     trap = engine.config.data_root / FOLDER_NAME / point
     trap.parent.mkdir(exist_ok=True)
     trap.write_text(text)
@@ -398,11 +401,12 @@ def _cut(one: int, other: int) -> int:
     return len(near)
 
 
-def test_more_ranks_than_cores_are_refused_with_both(engine: Engine) -> None:
+def test_more_ranks_than_cores_are_refused_with_both(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
         with pytest.raises(RatoonError) as caught:
-            await client.create_policy(
-                replace(_SPEC, policy_id="many", parallel=ParallelLayout(num_workers=4096))
+            await client.call(
+                Engine.create_policy,
+                replace(_SPEC, policy_id="many", parallel=ParallelLayout(num_workers=4096)),
             )
         assert caught.value.code is ErrorCode.INVALID_ARGUMENT
         assert (caught.value.field, caught.value.got) == ("parallel.num_workers", "4096")
@@ -411,13 +415,13 @@ def test_more_ranks_than_cores_are_refused_with_both(engine: Engine) -> None:
     engine.run(main)
 
 
-def test_a_cancelled_update_of_two_ranks_changes_nothing(engine: Engine) -> None:
+def test_a_cancelled_update_of_two_ranks_changes_nothing(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
         await _create(client, "cancelled")
         before = await _weights(client, "cancelled")
         large = await client.submit(submission(1, update(0), random_batch(11, 60), "cancelled"))
-        await client.cancel_operation(large.operation_id)
-        ended = await client.get_operation(large.operation_id, 60.0)
+        await client.call(Engine.cancel_operation, large.operation_id)
+        ended = await client.call(Engine.get_operation, large.operation_id, 60.0)
         assert ended.state is OperationState.CANCELLED
         assert await _weights(client, "cancelled") == before
         operation = await client.submit(submission(2, update(0), random_batch(1, 4), "cancelled"))

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -66,9 +66,8 @@ def client_of(controller: Controller, folder: Path = Path("data")) -> EngineClie
         weight_manifest=lambda _policy_id, *args: controller.weight_manifest(*args),
         policy=lambda _policy_id: asyncio.sleep(0.0),
     )
-    return EngineClient(
-        cast(Any, engine), EngineSettings.from_config(RatoonConfig(data_root=folder))
-    )
+    settings = EngineSettings.from_config(RatoonConfig(data_root=folder))
+    return EngineClient(lambda call: call.on(engine), settings)
 
 
 async def watched(controller: Controller, version: int | None) -> WeightManifest:

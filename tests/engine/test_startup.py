@@ -71,9 +71,9 @@ async def test_what_was_chosen_at_first_is_that_of_every_recovery(
     asked: list[tuple[OptimizerStates | None, Shard | None]] = []
     load = machine.worker.load
 
-    async def noted(token: int, request: LoadRequest) -> Loaded:
+    async def noted(token: int, policy_id: str, request: LoadRequest) -> Loaded:
         asked.append((request.trainer.optimizer_states, request.trainer.parallel.shard))
-        return await load(token, request)
+        return await load(token, policy_id, request)
 
     monkeypatch.setattr(machine.worker, "load", noted)
     await machine.start()

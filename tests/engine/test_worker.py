@@ -423,3 +423,24 @@ def test_progress_counts_micro_batches_of_the_running_task(bench: Bench) -> None
     progress = bench.core.progress()
     assert (progress.micro_batches_done, progress.micro_batches_planned) == (2, 2)
     assert progress.eta_s == 0.0
+
+
+@pytest.mark.parametrize(
+    "error", [RatoonError(ErrorCode.UNSUPPORTED, "sliding window"), CopyFailedError("no memory")]
+)
+def test_a_load_that_fails_leaves_nothing_of_the_policy_before(
+    tmp_path: Path, error: Exception
+) -> None:
+    """The status had seq, outcome and digest of a trainer that was gone."""
+    bench = Bench(tmp_path)
+    bare = WorkerCore(bench.create, never).status()  # pyright: ignore[reportArgumentType]
+    bench.core.apply(1, bench.update(1, 1))
+    assert bench.core.status() != bare
+
+    def fail(_spec: object) -> FakeTrainer:
+        raise error
+
+    bench.core._create_trainer = fail  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises((RatoonError, WorkerLostError)):
+        bench.core.load(1, "p", load_request())
+    assert bench.core.status() == bare

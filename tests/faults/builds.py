@@ -22,7 +22,6 @@ from ratoon.engine.policy.admission import Admission
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.types import StepResult
 from ratoon.engine.worker.runner import TaskRunner
-from ratoon.engine.worker.tasks import Task
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.train.report.step_report import StepReport
 
@@ -68,10 +67,11 @@ def commit_before_apply() -> None:
 
     def with_hasty_worker(self: Executor, run: Any, *args: Any) -> None:
         init(self, run, *args)
-        apply = run.ports.worker.apply
+        call = run.ports.worker.call
 
-        async def hasty(token: int, task: Task) -> Any:
-            if isinstance(task.command, UpdateCommand):
+        async def hasty(method: Callable[..., Any], *args: Any) -> Any:
+            if method is WorkerCore.apply and isinstance(args[1].command, UpdateCommand):
+                token, task = args
                 version = task.choices.next_version
                 result = StepResult(version=version, report=StepReport())
                 end = OperationEnd(
@@ -84,9 +84,9 @@ def commit_before_apply() -> None:
                     choices=task.choices,
                 )
                 await run.ports.journal.end(token, run.policy_id, end)
-            return await apply(token, task)
+            return await call(method, *args)
 
-        run.ports.worker.apply = hasty
+        run.ports.worker.call = hasty
 
     _patch(Executor, "__init__", with_hasty_worker)
 

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ratoon.method_call import MethodCall
 from ratoon.model.parts import PART, parts_of
 from ratoon.model.spec import FolderBase, PresetBase
 from ratoon.rollout.batch import RolloutBatch
@@ -64,9 +65,9 @@ class PipePeer:
         self.process.start()
         theirs.close()
 
-    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> PipePeer:
+    def start(self, call: MethodCall[Any]) -> PipePeer:
         self._stop.clear()
-        self._pipe.send((name, args, options))
+        self._pipe.send(call)
         return self
 
     def has_failed(self) -> bool:
@@ -118,11 +119,11 @@ def _serve(
     pipe.send((True, "loaded"))
     while True:
         try:
-            name, args, options = pipe.recv()
+            call: MethodCall[object] = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            answer = True, getattr(own, name)(*args, **options)
+            answer = True, call.on(own)
         except Exception as err:  # noqa: BLE001 - the leader's to hear of
             answer = False, err
         pipe.send(answer)

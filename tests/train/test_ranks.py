@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.method_call import MethodCall
 from ratoon.model import safetensors_files
 from ratoon.model.export import export_weights
 from ratoon.model.layer_shards import RING, LayerShards
@@ -22,6 +23,7 @@ from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, Parall
 from ratoon.train.copies import Copies
 from ratoon.train.layout import load
 from ratoon.train.numerics import device_model
+from ratoon.train.rank import Rank
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
 from tests.plans import make_plan
@@ -269,7 +271,7 @@ def test_an_import_that_one_rank_cannot_add_changes_none(base: FolderBase, tmp_p
     last = list(far.model.named_trainable().values())[-1]
     last.data.fill_(1.2e38)
     export_weights(far.model, tmp_path / "weights")
-    with ranked(spec, 2) as (two, _):
+    with ranked(spec, 2) as (two, (peer,)):
         two.import_weights(
             two.read_weights(tmp_path / "weights", ""), adds=False, resets_optimizer=False
         )
@@ -280,7 +282,8 @@ def test_an_import_that_one_rank_cannot_add_changes_none(base: FolderBase, tmp_p
             )
         assert two.state_digest() == before
         # Nor does memory of it stay, on any rank.
-        assert two.ranks.all("__getattribute__", "_values") == [{}, {}]
+        staged: MethodCall[object] = MethodCall("__getattribute__", ("_values",), {})
+        assert [staged.on(two.ranks.own), peer.start(staged).result()] == [{}, {}]
 
 
 def test_a_step_that_is_skipped_changes_no_rank(pair: tuple[Trainer, Trainer]) -> None:
@@ -423,7 +426,7 @@ def test_a_version_is_written_by_shares(
         held = trainer.copy_weights()
         update_over(trainer, 1, tuple(range(num_ranks)))
         assert held.write(tmp_path / "shared") == expected
-        shares = trainer.ranks.all("write_weights", str(tmp_path / "again"))
+        shares = trainer.ranks.all(Rank.write_weights, str(tmp_path / "again"))
     assert sum(len(share) for share in shares) == len(expected)
     assert all(shares) == (tuning is None)
     for path in (tmp_path / "whole").iterdir():

@@ -19,6 +19,7 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
 from ratoon.train.config import KlConfig, KlKind, LossKind, LossRequest, OptimRequest, ReferenceKind
 from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.rank import Rank
 from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import write_folder
@@ -183,7 +184,7 @@ def test_ranks_replay_as_one_device(tmp_path: Path, is_joint: bool) -> None:
             plan = plan_of(batch, 40, num_ranks=2)
             assert {part.rank for part in plan.micro_batches} == {0, 1}
         report = many.forward_backward(many.prepare(batch, loss, plan))
-        sums = [*many.ranks.all("sums_of", [*many.model.named_trainable()])]
+        sums = [*many.ranks.all(Rank.sums_of, [*many.model.named_trainable()])]
     one = alone.forward_backward(alone.prepare(batch, loss, plan_of(batch, WHOLE)))
     assert (report.route_mismatch, report.route_conflicts) == (
         one.route_mismatch,

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.method_call import MethodCall
 from ratoon.model.sequence_group import own_keys
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
@@ -278,7 +279,7 @@ def test_a_rank_that_is_told_to_stop_stops_the_other(base: FolderBase) -> None:
         plan = together(_plan(batch, loss, 40, DEFAULT_COSTS), 2)
         for is_cancelled in (_yes, never_cancelled):
             hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
-            peer.start("__setattr__", ("hooks", hooks), {}).result()
+            peer.start(MethodCall("__setattr__", ("hooks", hooks), {})).result()
             if is_cancelled is _yes:
                 with pytest.raises(RatoonError, match="cancelled after 0 of"):
                     _update(two, batch, loss, plan)
@@ -312,7 +313,7 @@ def _progress_of_leader(peer: PipePeer, failing: int, on_progress: Any) -> Any:
     if failing == 0:
         return on_progress
     hooks = PassHooks(on_progress=on_progress, is_cancelled=never_cancelled)
-    peer.start("__setattr__", ("hooks", hooks), {}).result()
+    peer.start(MethodCall("__setattr__", ("hooks", hooks), {})).result()
     return no_progress
 
 
@@ -349,8 +350,8 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(base: FolderBase) -> None:
 class _NoPeer:
     """A rank that nothing is asked of."""
 
-    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> Any:
-        raise AssertionError(name, args, options)
+    def start(self, call: MethodCall[Any]) -> Any:
+        raise AssertionError(call)
 
     def stop(self) -> None:
         raise AssertionError

@@ -6,7 +6,6 @@ requires a token that only this user can read.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import shutil
@@ -21,13 +20,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
-from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
 from ratoon.auth.keys import access_folder, make_access_folder
 from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
+from ratoon.engine.cluster.ray_private import (
+    SESSION_LATEST,
+    LocalRay,
+    forget_token,
+    hide_token_notices,
+    on_loopback,
+)
 from ratoon.errors import invalid
-from ratoon.local_ray import LocalRay
 from ratoon.log import get_logger, ray_level
 from ratoon.ray_logs import RayLogs
 from ratoon.stream.files import fsync_folder, temporary_name, write_atomic
@@ -68,10 +71,9 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any], *, show_logs: bool
     sessions = SessionFolders(config.data_root.absolute())
     if is_ray_open():
         _log.warning("Ray asks for no token: every user of this machine can run code in it")
-    # Ray logs at every start that there is a token.
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    with ray_token_file(token_file), _on_loopback():
-        AuthenticationTokenLoader.instance().reset_cache()
+    hide_token_notices()
+    with ray_token_file(token_file), on_loopback():
+        forget_token()
         local = LocalRay(
             num_cpus=config.ray.num_cpus,
             object_store_bytes=config.ray.object_store_bytes,
@@ -131,7 +133,7 @@ def leave_ray() -> None:
         if own.logs is not None:
             own.logs.stop()
         remove_session(own.ray.session_folder)
-    AuthenticationTokenLoader.instance().reset_cache()
+    forget_token()
 
 
 class SessionFolders:
@@ -156,7 +158,7 @@ class SessionFolders:
 
 def remove_session(folder: Path) -> None:
     """Remove the folder, and Ray's link to the latest session where it points there."""
-    latest = folder.parent / ray_constants.SESSION_LATEST
+    latest = folder.parent / SESSION_LATEST
     if latest.is_symlink() and latest.readlink() == folder:
         latest.unlink(missing_ok=True)
     if folder.name.startswith("session_") and not folder.is_symlink():
@@ -171,17 +173,6 @@ def _own_sigterm() -> Generator[None, None, None]:
     yield
     if callable(handler):
         signal.signal(signal.SIGTERM, handler)
-
-
-@contextmanager
-def _on_loopback() -> Generator[None, None, None]:
-    """With Ray's clustering off, a node's address is loopback, and its processes listen there."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def make_token_file(data_root: Path) -> Path:

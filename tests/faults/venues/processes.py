@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.gate import build_gate
@@ -47,6 +48,8 @@ from tests.faults.builds import break_build
 from tests.faults.venues.power import record_syncs
 from tests.faults.venues.rpc import POOL, Peer, PeerLostError, Server
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _ASIDE = ("fence", "progress", "cancel", "publish", "write_snapshot")
 
 
@@ -107,8 +110,6 @@ def run_worker(settings: Settings) -> None:
 
     def answer(name: str, args: tuple[Any, ...]) -> object:
         method = getattr(core, name)
-        if name == "load":
-            args = (args[0], settings.spec.policy_id, *args[1:])
         return method(*args) if name in _ASIDE else compute.submit(method, *args).result()
 
     Server(settings.socket("worker"), answer).run()
@@ -156,8 +157,9 @@ def run_edge(settings: Settings) -> None:
         limits=settings.limits,
         http=HttpConfig(port=settings.http_port),
     )
+    engine = RpcEngine(settings)
     service = PolicyService(
-        engine=EngineClient(cast("Any", RpcEngine(settings)), EngineSettings.from_config(config)),
+        engine=EngineClient(lambda call: call.on(engine), EngineSettings.from_config(config)),
         limits=config.limits,
         defaults=SpecDefaults(models_root=config.models_folder, micro_batch_tokens=1),
         device="cpu",
@@ -190,7 +192,7 @@ async def _make_run(settings: Settings) -> PolicyRun:
     paths = policy_paths(settings.data_root, settings.spec.policy_id)
     ports = Ports(
         journal=Journal(open_database(f"sqlite:///{settings.database}")),
-        worker=RpcWorker(settings),  # pyright: ignore[reportArgumentType]
+        worker=RpcWorker(settings),
         metrics=NoMetrics(),
         now=time.time,
     )
@@ -273,7 +275,7 @@ class RpcEngine:
 
 
 class RpcWorker:
-    """`WorkerPort` at the worker's process.
+    """`RemoteWorker` at the worker's process.
 
     A file `held-<method>` in the root keeps the next call of that method on the way for ever, its
     arguments in the file: a message of an engine that is dead when it arrives.
@@ -296,11 +298,14 @@ class RpcWorker:
         await self._ask("fence", token)
         return await self._ask("status")
 
-    def __getattr__(self, name: str) -> Any:
-        async def ask(*args: object) -> object:
-            return await self._ask(name, *args)
-
-        return ask
+    async def call(
+        self,
+        method: Callable[Concatenate[WorkerCore, P], T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        assert not options
+        return await self._ask(method.__name__, *args)
 
     async def _ask(self, name: str, *args: object) -> Any:
         if (self._root / f"held-{name}").exists():

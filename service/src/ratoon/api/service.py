@@ -35,8 +35,8 @@ from ratoon.api.convert.operation import operation_message
 from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
 from ratoon.api.convert.records import write
 from ratoon.api.convert.server import server_info
-from ratoon.api.ports import Engine
 from ratoon.config import LimitsConfig
+from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.commands import Submission
 from ratoon.engine.refusals import is_policy_replaced
 from ratoon.engine.types import Acknowledgement, ForwardResult, Operation, Policy
@@ -69,7 +69,7 @@ class PolicyService:
     """
 
     def __init__(
-        self, *, engine: Engine, limits: LimitsConfig, defaults: SpecDefaults, device: str
+        self, *, engine: EngineClient, limits: LimitsConfig, defaults: SpecDefaults, device: str
     ) -> None:
         self._engine = engine
         self._limits = limits
@@ -87,13 +87,17 @@ class PolicyService:
         if not request.HasField("spec"):
             raise required("spec", "the policy to create")
         spec = await asyncio.to_thread(policy_spec, request.spec, self._defaults)
-        return await self._message(await self._finish(self._engine.create_policy(spec)))
+        return await self._message(
+            await self._finish(self._engine.call(Engine.create_policy, spec))
+        )
 
     async def delete_policy(
         self, request: service_pb2.DeletePolicyRequest
     ) -> operation_pb2.Operation:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
-        return await self._message(await self._finish(self._engine.delete_policy(policy_id)))
+        return await self._message(
+            await self._finish(self._engine.call(Engine.delete_policy, policy_id))
+        )
 
     async def get_policy(self, request: service_pb2.GetPolicyRequest) -> policy_pb2.Policy:
         return policy_message(await self._policy(request.policy_id), self._defaults.models_root)
@@ -101,7 +105,7 @@ class PolicyService:
     async def list_policies(
         self, request: service_pb2.ListPoliciesRequest
     ) -> service_pb2.ListPoliciesResponse:
-        policies = await self._engine.list_policies()
+        policies = await self._engine.call(Engine.policies)
         root = self._defaults.models_root
         return service_pb2.ListPoliciesResponse(
             policies=[policy_message(policy, root) for policy in policies]
@@ -156,8 +160,13 @@ class PolicyService:
         await asyncio.to_thread(raw_groups, request.groups, max_tokens=max_tokens)
         body = await asyncio.to_thread(_part_body, request.groups)
         await self._finish(
-            self._engine.put_upload_part(
-                policy_id, upload_id, request.part_index, body, current_holder()
+            self._engine.call(
+                Engine.put_upload_part,
+                policy_id,
+                upload_id,
+                request.part_index,
+                body,
+                current_holder(),
             )
         )
         return service_pb2.UploadPartResponse(num_bytes=len(body))
@@ -167,7 +176,9 @@ class PolicyService:
     ) -> operation_pb2.Operation:
         operation_id = matched("operation_id", request.operation_id, OPERATION_ID)
         wait_s = min(not_negative("wait_s", request.wait_s), self._limits.max_wait_s)
-        return await self._message(await self._engine.get_operation(operation_id, wait_s))
+        return await self._message(
+            await self._engine.call(Engine.get_operation, operation_id, wait_s)
+        )
 
     async def watch_operation(
         self, request: service_pb2.WatchOperationRequest
@@ -183,13 +194,15 @@ class PolicyService:
         self, request: service_pb2.CancelOperationRequest
     ) -> operation_pb2.Operation:
         operation_id = matched("operation_id", request.operation_id, OPERATION_ID)
-        return await self._message(await self._finish(self._engine.cancel_operation(operation_id)))
+        return await self._message(
+            await self._finish(self._engine.call(Engine.cancel_operation, operation_id))
+        )
 
     async def list_checkpoints(
         self, request: service_pb2.ListCheckpointsRequest
     ) -> service_pb2.ListCheckpointsResponse:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
-        checkpoints = await self._engine.list_checkpoints(policy_id)
+        checkpoints = await self._engine.call(Engine.list_checkpoints, policy_id)
         answer = service_pb2.ListCheckpointsResponse()
         for checkpoint in checkpoints:
             write(answer.checkpoints.add(), checkpoint)
@@ -204,7 +217,9 @@ class PolicyService:
         if None not in (version, known_version):
             raise invalid("known_version", known_version, "none beside a version")
         wait_s = min(not_negative("wait_s", request.wait_s), self._limits.max_wait_s)
-        manifest = await self._engine.weight_manifest(policy_id, version, known_version, wait_s)
+        manifest = await self._engine.call(
+            Engine.weight_manifest, policy_id, version, known_version, wait_s
+        )
         return write(weights_pb2.WeightManifest(), manifest, skip=_NOT_SENT)
 
     async def watch_weights(
@@ -232,7 +247,7 @@ class PolicyService:
         most = self._limits.max_hold_s
         if ack.holds_version is not None and not 0 < ack.hold_s <= most:
             raise invalid("hold_s", ack.hold_s, f"above 0 and at most {most} seconds")
-        newest = await self._engine.ack_weights(policy_id, ack)
+        newest = await self._engine.call(Engine.ack_weights, policy_id, ack)
         return service_pb2.AckWeightsResponse(published_version=newest)
 
     async def get_gradient_manifest(
@@ -242,7 +257,7 @@ class PolicyService:
         if not request.names:
             raise required("names", "at least one tensor")
         names = tuple(dict.fromkeys(request.names))
-        manifest = await self._engine.gradient_manifest(policy_id, names)
+        manifest = await self._engine.call(Engine.gradient_manifest, policy_id, names)
         return write(weights_pb2.GradientManifest(), manifest)
 
     async def fetch_weights(self, request: service_pb2.FetchWeightsRequest) -> FileChunk:
@@ -265,7 +280,7 @@ class PolicyService:
     async def get_server_info(
         self, request: service_pb2.GetServerInfoRequest
     ) -> service_pb2.ServerInfo:
-        backends = await self._engine.backends()
+        backends = await self._engine.call(Engine.backends)
         return server_info(self._limits, device=self._device, backends=backends)
 
     async def health(self, request: service_pb2.HealthRequest) -> service_pb2.HealthResponse:
@@ -283,7 +298,7 @@ class PolicyService:
     async def _asked_health(self) -> str:
         try:
             async with asyncio.timeout(HEALTH_ANSWER_S):
-                await self._engine.check_well()
+                await self._engine.call(Engine.check_well)
         except TimeoutError:
             return "engine: it does not answer"
         except RatoonError as error:
@@ -292,7 +307,7 @@ class PolicyService:
 
     async def metrics_text(self) -> bytes:
         """Prometheus text of all processes."""
-        return await self._engine.metrics_text()
+        return await self._engine.call(Engine.metrics_text)
 
     def record_request(self, *, transport: str, method: str, code: str, seconds: float) -> None:
         """Count an answered request. `code` is the wire's own: an HTTP status, a gRPC name."""
@@ -309,7 +324,8 @@ class PolicyService:
 
     async def _policy(self, policy_id: str) -> Policy:
         """The policy as it is now, which is remembered to validate later calls."""
-        policy = await self._engine.get_policy(matched("policy_id", policy_id, POLICY_ID))
+        policy_id = matched("policy_id", policy_id, POLICY_ID)
+        policy = await self._engine.call(Engine.policy, policy_id)
         if policy.info is not None:
             self._known.pop(policy_id, None)
             self._known[policy_id] = policy
@@ -382,7 +398,9 @@ class PolicyService:
                 if not 1 <= num_parts <= MAX_UPLOAD_PARTS:
                     expected = f"at least 1 and at most {MAX_UPLOAD_PARTS}"
                     raise invalid("upload.num_parts", num_parts, expected)
-                parts = await self._engine.get_upload_parts(request.policy_id, upload_id, num_parts)
+                parts = await self._engine.call(
+                    Engine.get_upload_parts, request.policy_id, upload_id, num_parts
+                )
                 return await asyncio.to_thread(_joined, parts)
             case None:
                 raise required("source", "batch or upload")

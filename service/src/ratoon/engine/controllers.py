@@ -1,81 +1,49 @@
 """The controllers of all policies: each is started once, and ended separately.
 
-A failure in one controller's tasks fails its policy alone.
+A failure in one controller's tasks fails only its own policy.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.turns import is_cancelled
 from ratoon.engine.refusals import superseded
 from ratoon.engine.types import PolicySpec
-from ratoon.engine.worker.backends import BackendInfo
-from ratoon.engine.worker.tasks import WorkerPort
 from ratoon.log import get_logger
-from ratoon.train.spec import TrainerSpec
+
+if TYPE_CHECKING:
+    from ratoon.engine.cluster.ray_cluster import RayCluster
 
 _LOG = get_logger("controllers")
 _SWEEP_S = 60.0
-# Grace for what a deleted policy still runs.
+# How long the running operation of a deleted policy may go on.
 _GRACE_S = 10.0
 
 
-class Cluster(Protocol):
-    """Where workers run: `ray_cluster.RayCluster`."""
-
-    async def check(self, spec: PolicySpec) -> None:
-        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with the wanted and free amounts."""
-        ...
-
-    def require_gpu(self) -> None:
-        """Raises RESOURCE_EXHAUSTED where a policy would now get a CPU for want of GPUs."""
-        ...
-
-    def trainer(self, spec: PolicySpec) -> TrainerSpec:
-        """What the policy's worker is to load."""
-        ...
-
-    def worker(self, policy_id: str, num_workers: int) -> WorkerPort:
-        """A policy's worker; no process is started before it is fenced."""
-        ...
-
-    async def end_worker(self, policy_id: str) -> None:
-        """End the policy's worker, if any, and release its resources."""
-        ...
-
-    async def close(self) -> None:
-        """End the processes that belong to no policy."""
-        ...
-
-    async def backends(self) -> tuple[BackendInfo, ...]:
-        """Kernel backends on the workers' device."""
-        ...
-
-
 class Controllers:
-    """Controllers by policy id. `make` gives a policy's controller, not yet started."""
+    """Controllers by policy id. `make` builds a controller that is not started yet."""
 
-    def __init__(self, make: Callable[[PolicySpec], Controller], cluster: Cluster) -> None:
+    def __init__(self, make: Callable[[PolicySpec], Controller], cluster: RayCluster) -> None:
         self._make = make
         self._cluster = cluster
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _ManagedController] = {}
 
     async def check(self, spec: PolicySpec) -> None:
-        """See `Cluster.check`."""
+        """See `RayCluster.check`."""
         await self._cluster.check(spec)
 
     async def start(self, spec: PolicySpec) -> None:
-        """Start the policy's controller, unless it runs; it is ready on return.
+        """Start the policy's controller and worker, unless they run; they are ready on return.
 
         Raises `RatoonError` where the model cannot be loaded.
         """
         kept = self._kept.get(spec.policy_id)
         if kept is None:
-            kept = self._kept[spec.policy_id] = _Kept(self._make(spec))
+            kept = self._kept[spec.policy_id] = _ManagedController(self._make(spec))
         await kept.started()
 
     async def find(self, policy_id: str) -> Controller | None:
@@ -84,7 +52,7 @@ class Controllers:
         return None if kept is None else await kept.started()
 
     def find_started(self, policy_id: str) -> Controller | None:
-        """The policy's controller, if it has started, so that a query does not wait for a start."""
+        """The policy's controller, if it has started. Does not wait for a start, as `find` does."""
         kept = self._kept.get(policy_id)
         return kept.controller if kept is not None and kept.is_started else None
 
@@ -100,18 +68,18 @@ class Controllers:
         await self.end(policy_id)
 
     async def end(self, policy_id: str) -> None:
-        """Stop all controllers at once, without draining, as a crash would."""
+        """End the policy's controller at once, without draining it, and then its worker."""
         kept = self._kept.pop(policy_id, None)
         if kept is not None:
             kept.abandon()
         await self._cluster.end_worker(policy_id)
 
     def require_gpu(self) -> None:
-        """See `Cluster.require_gpu`."""
+        """See `RayCluster.require_gpu`."""
         self._cluster.require_gpu()
 
     async def fail(self, policy_id: str, failure: str) -> bool:
-        """Mark a policy failed that did not start, and end its worker, unless it is another's.
+        """Mark a policy as failed that did not start; end its worker, unless another engine has it.
 
         Returns whether it has a controller; without one nothing is done.
         """
@@ -132,7 +100,7 @@ class Controllers:
             _LOG.warning("controller did not drain", policy_id=policy_id)
 
 
-class _Kept:
+class _ManagedController:
     """One controller, and the tasks that start it and sweep its files."""
 
     def __init__(self, controller: Controller) -> None:
@@ -145,7 +113,7 @@ class _Kept:
         return self._start is not None and self._start.done()
 
     async def started(self) -> Controller:
-        """The started controller: the first caller starts it, others wait. Raises `RatoonError`."""
+        """The controller, once it has started. The first caller starts it. Raises `RatoonError`."""
         start = self._start
         if start is None:
             start = self._start = asyncio.get_running_loop().create_task(self.controller.start())

@@ -1,7 +1,7 @@
-"""The engine: all that the wires may ask, in one process that owns the journal and all controllers.
+"""The engine: one process that owns the journal and the controllers of all policies.
 
-A call about a policy goes to its controller. Lifecycle operations, and calls whose controller is
-not up, go to `lifecycle`.
+Its public methods are what other processes may call (`client`). A call about a policy goes to that
+policy's controller. Lifecycle operations, and calls whose controller is not up, go to `lifecycle`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
-from ratoon.engine.commands import Holder, Submission
-from ratoon.engine.controllers import Cluster, Controllers
+from ratoon.engine.commands import NOBODY, Holder, Submission
+from ratoon.engine.controllers import Controllers
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.files.archive import ArchivedBodyFiles, open_archive
 from ratoon.engine.files.paths import BodyFiles
 from ratoon.engine.journal.journal import Journal, until_room
-from ratoon.engine.journal.records import Checkpoint, JournalAwayError
+from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.lifecycle import Lifecycle
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.controller import Controller
@@ -24,12 +25,22 @@ from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import Acknowledgement, Operation, Policy, PolicySpec, PolicyState
+from ratoon.engine.types import (
+    Acknowledgement,
+    CheckpointInfo,
+    Operation,
+    Policy,
+    PolicySpec,
+    PolicyState,
+)
 from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.metrics import Change, MetricsTotals
 from ratoon.stream.manifest import GradientManifest, WeightManifest
+
+if TYPE_CHECKING:
+    from ratoon.engine.cluster.ray_cluster import RayCluster
 
 _LOG = get_logger("engine")
 # How long a call waits while a newly started engine reads its policies.
@@ -46,9 +57,9 @@ _NOT_HERE = (
 
 
 class Engine:
-    """Its methods may be called concurrently on one event loop."""
+    """Its public methods are coroutines, which may run concurrently on one event loop."""
 
-    def __init__(self, settings: EngineSettings, journal: Journal, cluster: Cluster) -> None:
+    def __init__(self, settings: EngineSettings, journal: Journal, cluster: RayCluster) -> None:
         self._settings = settings
         self._journal = journal
         self._cluster = cluster
@@ -60,7 +71,7 @@ class Engine:
         self._controllers = Controllers(self._make_controller, cluster)
         self._lifecycle = Lifecycle(
             journal=journal,
-            fleet=self._controllers,
+            controllers=self._controllers,
             metrics=self._metrics,
             limits=settings.limits,
             data_root=settings.data_root,
@@ -81,12 +92,18 @@ class Engine:
         return self._settings
 
     async def create_policy(self, spec: PolicySpec) -> Operation:
-        """See `Lifecycle.create_policy`."""
+        """Begin to create a policy; the same spec again is a retry. See `Lifecycle.create_policy`.
+
+        Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED.
+        """
         await self._recovered()
         return await self._lifecycle.create_policy(spec)
 
     async def delete_policy(self, policy_id: str) -> Operation:
-        """See `Lifecycle.delete_policy`."""
+        """Begin to delete a policy and all its files. See `Lifecycle.delete_policy`.
+
+        Raises POLICY_NOT_FOUND, POLICY_NOT_READY while it is being created, POLICY_FAILED.
+        """
         await self._recovered()
         return await self._lifecycle.delete_policy(policy_id)
 
@@ -95,17 +112,17 @@ class Engine:
         return (await self._lifecycle.policy(policy_id)).to_policy()
 
     async def policies(self) -> tuple[Policy, ...]:
-        """Oldest first."""
+        """All policies, oldest first."""
         return tuple(row.to_policy() for row in await self._journal.policies())
 
     async def submit(self, submission: Submission) -> Operation:
-        """See `Controller.submit`; raises POLICY_NOT_FOUND too."""
+        """Accept a call durably. Raises what `Controller.submit` raises, and POLICY_NOT_FOUND."""
         return await (await self._controller(submission.policy_id)).submit(submission)
 
     async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
         """The operation once it has ended, or after `wait_s` seconds.
 
-        Raises OPERATION_NOT_FOUND, SEQ_GAP.
+        Raises OPERATION_NOT_FOUND, SEQ_GAP with `details.missing_seq`.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, self._settings.limits.max_wait_s)
@@ -147,20 +164,21 @@ class Engine:
         raise RatoonError(ErrorCode.UNSUPPORTED, f"{found.kind} cannot be cancelled")
 
     async def put_upload_part(
-        self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder
+        self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY
     ) -> None:
-        """See `Controller.put_upload_part`."""
+        """Store a part of a batch. Raises KEY_REUSED for other bytes, BODY_TOO_LARGE."""
         controller = await self._controller(policy_id)
         await controller.put_upload_part(upload_id, part_index, body, holder)
 
     async def get_upload_parts(self, policy_id: str, upload_id: str, num_parts: int) -> list[bytes]:
-        """See `Controller.get_upload_parts`."""
+        """Parts 0 to num_parts - 1. Raises UPLOAD_NOT_FOUND naming the missing one."""
         return await (await self._controller(policy_id)).get_upload_parts(upload_id, num_parts)
 
-    async def checkpoints(self, policy_id: str) -> tuple[Checkpoint, ...]:
-        """Checkpoints by seq. Raises POLICY_NOT_FOUND."""
+    async def list_checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
+        """The checkpoints that callers have saved, by seq. Raises POLICY_NOT_FOUND."""
         await self._lifecycle.policy(policy_id)
-        return await self._journal.checkpoints(policy_id)
+        known = await self._journal.checkpoints(policy_id)
+        return tuple(checkpoint.info for checkpoint in known if not checkpoint.is_automatic)
 
     async def weight_manifest(
         self,
@@ -169,16 +187,19 @@ class Engine:
         known_version: int | None = None,
         wait_s: float = 0.0,
     ) -> WeightManifest:
-        """See `Controller.weight_manifest`."""
+        """A published version's manifest; None: the newest. See `Controller.weight_manifest`."""
         controller = await self._controller(policy_id)
         return await controller.weight_manifest(version, known_version, wait_s)
 
     async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None:
-        """See `Controller.ack_weights`."""
+        """Note what a receiver serves and holds; returns the newest published version.
+
+        Raises POLICY_NOT_FOUND, POLICY_NOT_READY, WEIGHTS_NOT_FOUND, RESOURCE_EXHAUSTED.
+        """
         return await (await self._controller(policy_id)).ack_weights(ack)
 
     async def gradient_manifest(self, policy_id: str, names: tuple[str, ...]) -> GradientManifest:
-        """See `Controller.read_gradients`."""
+        """Write gradient sums as a result file. Raises what `Controller.read_gradients` raises."""
         return await (await self._controller(policy_id)).read_gradients(names)
 
     async def check_well(self) -> None:
@@ -201,7 +222,7 @@ class Engine:
         self._metrics.send(changes)
 
     async def metrics_text(self) -> bytes:
-        """Totals of all processes, as Prometheus text."""
+        """The totals of all processes, as Prometheus text."""
         return await asyncio.to_thread(self._metrics.render)
 
     async def drain(self, grace_s: float) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from ratoon.config import LimitsConfig
+from ratoon.engine.controllers import Controllers
 from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.disk import disk_refusal, is_waited_for
 from ratoon.engine.files.paths import PolicyPaths, remove_policy_files
@@ -59,40 +59,6 @@ _BACKOFF_S = 0.2
 _WAITING_S = 2.0
 
 
-class Fleet(Protocol):
-    """What runs policies: `controllers.Controllers`."""
-
-    async def check(self, spec: PolicySpec) -> None:
-        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with the wanted and free amounts."""
-        ...
-
-    async def start(self, spec: PolicySpec) -> None:
-        """Start the policy's controller and worker, unless they run; it is ready on return.
-
-        Raises `RatoonError` where the model cannot be loaded.
-        """
-        ...
-
-    async def stop(self, policy_id: str) -> None:
-        """End the policy's controller and worker, where they exist."""
-        ...
-
-    def require_gpu(self) -> None:
-        """Raises RESOURCE_EXHAUSTED where a policy would now get a CPU for want of GPUs."""
-        ...
-
-    async def fail(self, policy_id: str, failure: str) -> bool:
-        """Mark a policy failed that did not start, and end its worker, unless it is another's.
-
-        Returns whether it has a controller; without one nothing is done.
-        """
-        ...
-
-    async def drain(self, policy_id: str, grace_s: float) -> None:
-        """Let the policy's running operation finish within `grace_s` seconds; start no other."""
-        ...
-
-
 class Lifecycle:
     """Its methods run on the engine's event loop."""
 
@@ -100,7 +66,7 @@ class Lifecycle:
         self,
         *,
         journal: Journal,
-        fleet: Fleet,
+        controllers: Controllers,
         metrics: MetricsSink,
         limits: LimitsConfig,
         data_root: Path,
@@ -109,7 +75,7 @@ class Lifecycle:
         now: Callable[[], float],
     ) -> None:
         self._journal = journal
-        self._fleet = fleet
+        self._controllers = controllers
         self._metrics = metrics
         self._limits = limits
         self._data_root = data_root
@@ -147,7 +113,7 @@ class Lifecycle:
         """
         self._is_draining = True
         names = [*self._policy_ids]
-        drains = (self._fleet.drain(name, grace_s) for name in names)
+        drains = (self._controllers.drain(name, grace_s) for name in names)
         for name, error in zip(
             names, await asyncio.gather(*drains, return_exceptions=True), strict=True
         ):
@@ -188,7 +154,7 @@ class Lifecycle:
             if row is not None:
                 return await self._existing(row, spec)
             await self._check_room()
-            await self._fleet.check(spec)
+            await self._controllers.check(spec)
             record = self._record(spec.policy_id, OperationKind.CREATE_POLICY, to_text(spec))
             horizon = self._now() - self._limits.result_ttl_s
             await self._journal.forget_ended_lifecycle_operations(horizon)
@@ -294,7 +260,7 @@ class Lifecycle:
         policy_id = spec.policy_id
         self._running(live)
         try:
-            await until_there(lambda: self._fleet.start(spec))
+            await until_there(lambda: self._controllers.start(spec))
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             # Unlike a policy that comes back, this one is not started again.
             error = _typed(err.__cause__ if isinstance(err.__cause__, WorkerLostError) else err)
@@ -318,7 +284,7 @@ class Lifecycle:
             await self._end(live, JournalState.APPLIED, EmptyResult())
 
     async def _forget_at_last(self, live: LiveOperation) -> None:
-        """Retry `_forget` until it succeeds: nobody else can delete a policy that is created."""
+        """Retry `_forget` until it succeeds; nobody can delete a policy that is being created."""
         policy_id = live.record.policy_id
         while True:
             try:
@@ -329,7 +295,7 @@ class Lifecycle:
 
     async def _forget(self, policy_id: str, *, keep_operation_id: str) -> None:
         """Delete a policy's processes, files and rows, all but the record of this operation."""
-        await self._fleet.stop(policy_id)
+        await self._controllers.stop(policy_id)
         self._policy_ids.discard(policy_id)
         paths = self._paths_of(policy_id)
         await self._archive_of(paths).forget()
@@ -356,7 +322,7 @@ class Lifecycle:
                 _LOG.exception("policy did not come back", policy_id=policy_id, failures=failures)
                 failure = _failed_for_good(err, failures)
             if failure:
-                if not await self._fleet.fail(policy_id, failure):
+                if not await self._controllers.fail(policy_id, failure):
                     token = await self._journal.acquire(policy_id)
                     await self._journal.fail(token, policy_id, failure)
                 return
@@ -366,8 +332,8 @@ class Lifecycle:
     async def _start_again(self, row: PolicyRow) -> None:
         """Start a policy; one of a GPU not without one."""
         if row.info is not None and row.info.uses_gpu:
-            self._fleet.require_gpu()
-        await self._fleet.start(row.spec)
+            self._controllers.require_gpu()
+        await self._controllers.start(row.spec)
 
     async def _resume_create(self, policy_id: str) -> LiveOperation:
         kind = OperationKind.CREATE_POLICY

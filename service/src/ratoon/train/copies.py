@@ -1,7 +1,7 @@
-"""Tensors copied between the ranks of a policy, by torch.distributed.
+"""Copies tensors between the ranks of a policy, by torch.distributed.
 
-Nothing is added on the way: who receives adds, in the order of ranks. So no figure depends on a
-backend's algorithm or buckets, and Gloo proves on a CPU what NCCL does on GPUs.
+Nothing is summed on the way: the receiver adds, in the order of ranks. So no figure depends on a
+backend's algorithm or buckets, and tests with Gloo on a CPU hold for NCCL on GPUs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch.distributed import (
 from ratoon.errors import CopyFailedError
 from ratoon.train.lines import Lines, accept_all, connect
 
-# Of a word: as long as one rank may be ahead of another. One that dies is noticed at once.
+# Seconds that `tell` waits: a rank may be that far ahead of another. A dead one is noticed at once.
 _TOLD_S = 7 * 86_400.0
-# In the store: the port at which rank 0 waits for the others' lines.
+# Key in the store of the port at which rank 0 waits for the others' lines.
 _LINE = "line"
 
 
@@ -38,9 +38,9 @@ _LINE = "line"
 class Meeting:
     """Where ranks find each other: an address of rank 0.
 
-    It has no authentication, so it is loopback's or a private network's. `name` is no other
-    meeting's: a late rank of an earlier one does not take part in what it finds at the port.
-    `timeout_s`: for all to come, and of one exchange, to which all come at the same moment.
+    The address has no authentication, so it is on loopback or a private network. `name` is unique,
+    so a late rank of an earlier meeting does not join another one at the same port. `timeout_s`:
+    for all ranks to come, and for one exchange, to which all ranks come at the same moment.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Meeting:
 
 
 def open_meeting(host: str, size: int, timeout_s: float) -> tuple[Meeting, Store]:
-    """A meeting at an address of this process, which is to be rank 0 and to join with the store."""
+    """Open a meeting at an address of this process, which will be rank 0; returns its store too."""
     listener = socket.create_server((host, 0))
     port = int(listener.getsockname()[1])
     store = TCPStore(
@@ -87,8 +87,7 @@ def _connected(meeting: Meeting, rank: int, store: Store) -> Lines:
 
 
 def _machine() -> str:
-    """Of a boot of a machine, and of the processes there that see each other; "" if nothing says so
-    (macOS)."""
+    """Identifies this boot of the machine and its process namespace; "" if unknown (macOS)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -97,16 +96,16 @@ def _machine() -> str:
 
 
 class Copies:
-    """A process's place among the ranks, of which one alone exchanges nothing."""
+    """A process's place among the ranks. A single rank exchanges nothing."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None
     ) -> None:
-        """`group`: of the ranks that exchange; None: all."""
+        """`group`: the ranks that exchange tensors; None: all."""
         self.rank, self.size = rank, size
         self._group = group
 
-    # Of the ranks of the last meeting that this process has joined.
+    # Machines of the ranks, and lines to them, in the last meeting that this process has joined.
     _machines: ClassVar[set[bytes]] = set()
     _lines: ClassVar[Lines] = Lines()
 
@@ -114,7 +113,9 @@ class Copies:
     def join(
         cls, meeting: Meeting, rank: int, device: torch.device, store: Store | None = None
     ) -> None:
-        """Wait for all ranks of the meeting; `store`: rank 0's own. A process is in one at a time.
+        """Join a meeting and wait for all its ranks; a process is in one meeting at a time.
+
+        `store`: rank 0's own; None for the others.
 
         Raises `CopyFailedError` where they do not come.
         """
@@ -143,26 +144,26 @@ class Copies:
 
     @classmethod
     def leave(cls) -> None:
-        """Be alone again."""
+        """Leave the meeting: the process is a single rank again."""
         cls._lines.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     @classmethod
     def joined(cls) -> Copies:
-        """Of this process, as it has joined; alone if it has not."""
+        """This process's place in the meeting that it has joined; a single rank if in none."""
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
 
     @classmethod
     def are_neighbours(cls) -> bool:
-        """Whether all ranks are of one machine, and see each other's processes there."""
+        """Whether all ranks are on one machine, and see each other's processes there."""
         return not dist.is_initialized() or len(cls._machines) == 1
 
     @classmethod
     def num_on_host(cls) -> int:
-        """Ranks of one machine, if machines have about as many each."""
+        """Number of ranks per machine, rounded up, if ranks are spread evenly."""
         return math.ceil(dist.get_world_size() / len(cls._machines)) if dist.is_initialized() else 1
 
     @classmethod
@@ -171,10 +172,10 @@ class Copies:
         return cls._lines.is_cut()
 
     def tell(self, peers: Iterable[int], word: int) -> dict[int, int]:
-        """Tell some ranks a number and hear theirs, of which one that is gone has none.
+        """Send a number to some ranks; returns theirs. A rank that is gone has no entry.
 
-        Both of a pair call it at the same place among their exchanges. However long the other is
-        in coming to it, it is waited for.
+        Both ranks of a pair call it at the same place among their exchanges. Each waits for the
+        other, however long it takes to get there.
         """
         own = torch.tensor([word])
         theirs = {peer: torch.empty_like(own) for peer in peers}
@@ -191,7 +192,7 @@ class Copies:
         return heard
 
     def among(self, ranks: Sequence[int], timeout: timedelta) -> Copies:
-        """The same among these ranks alone, which all call it, with a bound of its own.
+        """A `Copies` of these ranks only, with a time limit of its own. All of them call it.
 
         Raises `CopyFailedError` where one does not come.
         """

@@ -1,4 +1,4 @@
-"""What each device of a policy holds: chosen by sizes, while the model is on the host."""
+"""Chooses by sizes what each device of a policy holds, while the model is still on the host."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ratoon.train.optim.layer_exchange import handed_bytes
 from ratoon.train.optim.outbox import outbox_bytes
 from ratoon.train.spec import TrainerSpec
 
-# What is kept, and what ranks share out.
+# The optimizer states that are kept, and what is divided among the ranks.
 Layout = tuple[OptimizerStates, Shard]
-# Of a GPU, for activations, where there is a choice between 32 and 8 bits of moments.
+# Fraction of a GPU left to activations, where moments of 32 and of 8 bits are to choose from.
 _ACTIVATION_SHARE = 0.25
 
 
@@ -72,7 +72,7 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
 
 
 def _possible_shards(spec: TrainerSpec, place: Copies, *, has_adapter: bool) -> list[Shard]:
-    """What the ranks of a policy may share out, least first: what is named, or what there is."""
+    """What the ranks of a policy may divide, least first: the named choice, or all possible."""
     if spec.num_workers == 1:
         return [Shard.STATES]
     named = spec.parallel.shard
@@ -104,16 +104,15 @@ def choose_layout(
     num_ranks: int = 1,
     states: OptimizerStates | None = None,
 ) -> Layout:
-    """What a model that trains `parameters` keeps, if `states` is None, and what its ranks share
-    out of what they may.
+    """Choose the optimizer states (unless `states` names them) and what the ranks divide.
 
-    A model of bfloat16 keeps exact masters in any case. Moments are float32, or of 8 bits before
-    more is shared out. It is the first of these that leaves a quarter of the GPU for activations,
-    or where none does that which leaves most; on a CPU (`total` None) the first of all.
+    A model of bfloat16 keeps exact masters in any case. Its moments are float32; 8 bits are tried
+    before more is divided. The first choice that leaves a quarter of the GPU to activations is
+    taken, or else the one that leaves most; on a CPU (`total` None), the first of all.
 
-    `weight_bytes`: what the GPU, of `total` bytes, has of the model's weights, by what may be
-    shared out, least first. `layers`: the names of each decoder layer's parameters, if these are
-    trained. Raises RESOURCE_EXHAUSTED where nothing fits.
+    `parameters`: those that are trained. `weight_bytes`: bytes of the weights on a GPU that has
+    `total` bytes, by what is divided, least first. `layers`: the names of each decoder
+    layer's trained parameters. Raises RESOURCE_EXHAUSTED where nothing fits.
     """
     kinds = (states,) if states else (OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_SPLIT_8BIT)
     if total is None:
@@ -151,10 +150,10 @@ def needed_bytes(
     shard: Shard = Shard.STATES,
     layers: Sequence[Collection[str]] = (),
 ) -> int:
-    """Of gradient sums and of what the rank with the most keeps beside the weights.
+    """Bytes beside the weights of the rank with the most: gradient sums, states, and buffers.
 
-    `layers`: those of whose gradients a rank has its parts' sums alone, but with STATES; with what
-    passes.
+    `layers`: unless `shard` is STATES, a rank has of their gradients only the sums of its own
+    parts, and buffers for gradients on their way.
     """
     weights = {name: p.detach().to("meta") for name, p in parameters.items()}
     shares = shared_out(parts_of(weights), num_ranks)

@@ -1,4 +1,4 @@
-"""What of a policy's devices is lent to activations, and the planner of updates within it."""
+"""Lends memory of a policy's devices to activations, and makes the planner that stays within it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ratoon.model.device_costs import DeviceRates
 from ratoon.model.policy_model import PolicyModel
 from ratoon.train.config import Shard
 from ratoon.train.planning import Planner, cpu_planner, device_planner
-from ratoon.train.rank import OnlyBackward
+from ratoon.train.rank import OnlyBackward, Rank
 from ratoon.train.rank_group import RankGroup
 from ratoon.train.spec import TrainerSpec
 from ratoon_kernels import max_tokens
@@ -23,17 +23,17 @@ def lend_activations(
     group_sizes: Sequence[int],
     rates: DeviceRates | None,
 ) -> Planner:
-    """Lend a GPU's memory to activations, as much as there is; the plans are within it.
+    """Lend all free memory of the GPUs to activations; returns a planner that stays within it.
 
-    To be called once all that stays (weights, optimizer states) is there. Gradient sums have their
-    room, but for a window's only backward on each device, which has none. `rates`: None for CPUs,
-    of which nothing is counted.
+    It is called once everything permanent (weights, optimizer states) is allocated. Room for
+    gradient sums is set aside, except in a window's only backward on each device, which makes none.
+    `rates`: None for CPUs, whose memory is not counted.
     """
     host_bytes, sizes = spec.host_activation_bytes, model.sizes
-    # The same for all: what is kept decides bits.
-    device_bytes = _least(ranks.all("activation_bytes"))
+    # All ranks get the same limit, as the activations that are kept decide the bits.
+    device_bytes = _least(ranks.all(Rank.activation_bytes))
     if device_bytes is None:
-        ranks.all("limit_activations", None, host_bytes)
+        ranks.all(Rank.limit_activations, None, host_bytes)
         return cpu_planner(spec.micro_batch_tokens, num_ranks=ranks.size, group_sizes=group_sizes)
     assert rates is not None
     planner = partial(
@@ -46,16 +46,16 @@ def lend_activations(
         max_tokens=max_tokens(model.info().attention_backend),
     )
     found = planner(sizes, device_bytes, host_bytes)
-    # Adapters have small sums, and those of shared out gradients are always there.
+    # The sums of adapters are small, and those of shared gradients are always allocated.
     only = None
     if model.adapter is None and spec.shard is Shard.STATES:
-        only_bytes = _least(ranks.all("activation_bytes", is_only=True))
+        only_bytes = _least(ranks.all(Rank.activation_bytes, is_only=True))
         assert only_bytes is not None
         only = OnlyBackward(device_bytes=only_bytes, layer_gradient_bytes=_largest_layer(model))
         sizes = replace(sizes, layer_gradient_bytes=only.layer_gradient_bytes)
         alone = planner(sizes, only_bytes, host_bytes, is_only=True)
         found = found.with_only(alone)
-    ranks.all("limit_activations", device_bytes, host_bytes, only)
+    ranks.all(Rank.limit_activations, device_bytes, host_bytes, only)
     return found
 
 
@@ -64,6 +64,6 @@ def _least(bytes_by_rank: Sequence[int | None]) -> int | None:
 
 
 def _largest_layer(model: PolicyModel) -> int:
-    """Bytes of the most parameters that a layer trains."""
+    """Bytes of the trained parameters of the largest layer."""
     named = model.named_trainable()
     return max((sum(named[n].nbytes for n in names) for names in model.named_layers()), default=0)

@@ -1,8 +1,8 @@
 """A TCP connection of each rank to rank 0, on which nothing is ever sent.
 
-By it the kernels know of one another: they ask each other whether they are there, and end it where
-no answer comes. A copy between ranks is waited for as long as the other may compute; one that
-waits for a machine behind a network that drops its packets would wait for hours.
+The kernels of both machines probe it (keepalive) and close it when no answer comes. A copy between
+ranks waits for as long as the other rank may compute, so without these connections a rank would
+wait for hours for a machine behind a network that drops its packets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-# Asked after so many seconds without a packet, then every so many; given up after so many times.
+# Keepalive: seconds before the first probe, seconds between probes, and probes without an answer
+# after which the connection is closed.
 IDLE_S, EVERY_S, TIMES = 10, 5, 4
 
 
@@ -35,7 +36,7 @@ class Lines:
 
 
 def accept_all(listener: socket.socket, name: str, count: int, timeout_s: float) -> Lines:
-    """Rank 0's end; who does not say the meeting's name is turned away. Raises `OSError`."""
+    """Rank 0's end. A caller that does not send the meeting's name is refused. Raises `OSError`."""
     connections: list[socket.socket] = []
     deadline = time.monotonic() + timeout_s
     while len(connections) < count:

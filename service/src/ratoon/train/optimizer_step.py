@@ -17,7 +17,7 @@ from ratoon.train.optim.choice import rounding_warning
 from ratoon.train.optim.step_bounds import StateBounds
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
 from ratoon.train.optim.tensor_norms import tensor_norms
-from ratoon.train.rank import Stepped
+from ratoon.train.rank import Rank, Stepped
 from ratoon.train.rank_group import RankGroup
 from ratoon.train.report.step_report import SkipReason, TensorGradNorm
 from ratoon.train.spec import TrainerSpec
@@ -67,7 +67,8 @@ def run_optimizer_step(
     norms = _tensor_norms(ranks, named, divisor) if wants_norms else ()
     own, stepped = ranks.own, list[Stepped]()
     if reason is None:
-        stepped = ranks.all("step", norm, divisor, step)
+        assert norm is not None, "it was measured before a step is taken"
+        stepped = ranks.all(Rank.step, norm, divisor, step)
         warnings = rounding_warning(spec.kept_states, step.learning_rate)
     else:
         warnings = (f"{WARNINGS[reason]}: the step was skipped",)
@@ -91,13 +92,13 @@ def _judge(
     reason = reason_in_sums(sums, divisor, spec.guard)
     if not divisor:
         return reason, None
-    bounds = StateBounds.over(ranks.all("add_up"))
+    bounds = StateBounds.over(ranks.all(Rank.reduce_sums))
     if reason is not None:
         return reason, None
     norm = _grad_norm(ranks, divisor)
     reason = reason_in_norm(norm, step, spec.guard)
     if reason is None and ranks.own.optimizer.bounds_after(bounds, norm, step) is None:
-        is_finite = all(ranks.all("stays_finite", norm, divisor, step))
+        is_finite = all(ranks.all(Rank.stays_finite, norm, divisor, step))
         reason = None if is_finite else SkipReason.NON_FINITE_STEP
     return reason, norm
 
@@ -105,7 +106,7 @@ def _judge(
 def _grad_norm(ranks: RankGroup, divisor: float) -> float:
     """Norm of the added up and divided sums; infinite if their dtype cannot hold it."""
     in_order = ranks.own.shares.in_order
-    norm = norm_of_blocks(lambda exactly: in_order(ranks.all("norms", exactly)))
+    norm = norm_of_blocks(lambda exactly: in_order(ranks.all(Rank.norms, exactly)))
     norm /= divisor
     return math.inf if norm > ranks.own.optimizer.max_norm else norm
 
@@ -113,7 +114,7 @@ def _grad_norm(ranks: RankGroup, divisor: float) -> float:
 def _tensor_norms(
     ranks: RankGroup, named: NamedGradients, divisor: float
 ) -> tuple[TensorGradNorm, ...]:
-    parts = ranks.own.shares.in_order(ranks.all("part_norms"))
+    parts = ranks.own.shares.in_order(ranks.all(Rank.part_norms))
     return tensor_norms(parts, named.by_parameter(), divisor)
 
 

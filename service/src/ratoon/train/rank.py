@@ -1,9 +1,10 @@
-"""One device's share of a policy: its weights, and what it does with them.
+"""One device's share of a policy: its weights, and the methods that the trainer calls on each rank.
 
-A rank runs its micro-batches, and has the optimizer's states of its parts of the parameters. Its
-gradient sums are those of its micro-batches, or in decoder layers those of its parts; so are its
-weights, where it reads the others' from their owners. It decides
-nothing: `trainer` asks the same of every rank (`rank_group`).
+A rank runs its own micro-batches, and keeps the optimizer states of its own parts of the
+parameters. Its gradient sums cover all parameters over its micro-batches; where gradients are
+shared out, a rank keeps of a decoder layer only the sums of its own parts. Where weights are shared
+out too, it keeps only its parts of them and reads the others from their owners. A rank decides
+nothing: `trainer` calls each method on every rank (`rank_group`).
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ from ratoon.train.spec import TrainerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """`changed`: bfloat16 weights of the rank's parts with other bits, where that was asked for.
-    `planned_memory_bytes`: None for a CPU."""
+    """One rank's account of a step.
+
+    `changed`: number of bfloat16 weights of its parts whose bits changed; None where nobody asked.
+    `planned_memory_bytes`: None for a CPU.
+    """
 
     changed: int | None
     peak_memory_bytes: int
@@ -65,17 +69,17 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlyBackward:
-    """Where no sums are beside it: the device's bytes for activations, and those of a layer's
-    gradients, which stay until the end of the backward."""
+    """Memory limits for a window with a single backward: activation bytes, and bytes of one
+    layer's gradients, which stay until the end of that backward."""
 
     device_bytes: int
     layer_gradient_bytes: int
 
 
 class Rank:
-    """Not thread-safe, but for `write_states` and `write_weights`.
+    """Not thread-safe, except for `write_states` and `write_weights`.
 
-    Methods are called on all ranks in one order.
+    All ranks get their calls in one order.
     """
 
     def __init__(self, spec: TrainerSpec, model: PolicyModel, copies: Copies) -> None:
@@ -103,36 +107,36 @@ class Rank:
             self._own_weights(), spec.optimizer, spec.kept_states, spec.model.seed
         )
         self._digest = StateDigest(model.device)
-        # What a pass tells and asks while it runs.
+        # A pass reports its progress to these, and asks them whether it is cancelled.
         self.hooks = PassHooks(on_progress=no_progress, is_cancelled=never_cancelled)
-        # By the number of their snapshot.
+        # Copies of optimizer states on the host, by the number of their snapshot.
         self._held: dict[int, OptimizerState] = {}
         self._read: OptimizerState | None = None
         self._values: dict[str, Tensor] = {}
         self._weights_copy = WeightsCopy(model, copies.rank, copies.size)
-        # To activations, of the device and of the host.
+        # Bytes lent to activations, of the device and of the host.
         self._lent: tuple[int | None, int] = None, 0
         self._only: OnlyBackward | None = None
-        # Most that a forward-backward was planned to hold of the device; None for a CPU.
+        # The most device memory that a forward-backward was planned to hold; None for a CPU.
         self.planned_memory_bytes: int | None = None
 
     def device_model(self) -> str:
-        """What this rank's device is called."""
+        """Model name of this rank's device."""
         return device_model(self.model.device)
 
-    def meet(self, sizes: Sequence[int]) -> None:
-        """Connect to the ranks that may run micro-batches with this one, groups of these sizes."""
+    def connect_groups(self, sizes: Sequence[int]) -> None:
+        """Connect to the ranks that may share micro-batches with this one, in groups of `sizes`."""
         self._groups = SequenceGroups(self.copies, sizes)
 
     def handles(self) -> list[Handle]:
-        """Of the memory that other ranks read: this rank's parts of the weights, and where it puts
-        gradients; none where it has all weights."""
+        """Handles of the memory that other ranks read: this rank's parts of the weights, then the
+        room for its gradients. Empty where every rank has all weights."""
         shards, outbox = self.model.shards, self.gradients.outbox
         weights = [] if shards is None else shards.handles()
         return weights if outbox is None else [*weights, outbox.handle()]
 
     def open_memory(self, by_rank: Sequence[Sequence[Handle]]) -> None:
-        """Map what all ranks have handles of, who have their parts by now."""
+        """Map the memory behind the `handles` of all ranks, once every rank has its parts."""
         shards, outbox = self.model.shards, self.gradients.outbox
         if outbox is not None:
             outbox.open([own[-1] for own in by_rank])
@@ -141,23 +145,27 @@ class Rank:
             shards.open(by_rank)
 
     def activation_bytes(self, *, is_only: bool = False) -> int | None:
-        """What this rank's device has for activations; None for a CPU: no limit.
+        """Device memory that this rank has for activations; None for a CPU: no limit.
 
-        `is_only`: of a window's only backward, whose gradients are its sums.
+        `is_only`: for a window's only backward, whose gradients become the sums.
         """
         return activation_bytes(self.model.device, self._passing_bytes(is_only=is_only))
 
     def limit_activations(
         self, device_bytes: int | None, host_bytes: int, only: OnlyBackward | None = None
     ) -> None:
-        """Lend activations so much of the device and of the host. `only`: to those of a window's
-        only backward; None: as much."""
+        """Lend these many bytes of the device and of the host to activations.
+
+        `only`: the limits for a window's only backward; None: the same ones.
+        """
         self.model.limit_activations(device_bytes, host_bytes=host_bytes)
         self._lent, self._only = (device_bytes, host_bytes), only
 
     def forward_backward(self, prepared: Prepared, *, is_only: bool = False) -> PassTotals:
-        """Add the gradient of this rank's micro-batches to its sums. `is_only`: there are none
-        yet, and no parameter gets more than one gradient."""
+        """Add the gradient of this rank's micro-batches to its sums.
+
+        `is_only`: the sums are empty, and no parameter gets more than one gradient.
+        """
         own = prepared.of_rank(self.copies.rank)
         only = self._only if is_only else None
         with (
@@ -178,41 +186,44 @@ class Rank:
             return forward_pass(self.model, own, hooks, group)
 
     def clear(self) -> None:
-        """Forget the gradient sums."""
+        """Set the gradient sums to zero."""
         self.gradients.clear()
 
     def sums_of(self, parameters: list[str]) -> list[Tensor]:
         """This rank's gradient sums of some parameters, on the CPU."""
         return [self.gradients.sum_of(name).to("cpu") for name in parameters]
 
-    def add_up(self) -> StateBounds:
-        """Make the sums of this rank's parts those over all ranks; only a step may follow.
+    def reduce_sums(self) -> StateBounds:
+        """Add the other ranks' gradient sums to this rank's parts; only a step may follow.
 
         Returns bounds of the state of these parts.
         """
         if self.copies.size > 1:
-            self.shares.add_up(self.gradients.whole_sums())
+            self.shares.reduce_sums(self.gradients.whole_sums())
         return self.optimizer.bounds()
 
     def norms(self, exactly: bool) -> dict[str, float]:
-        """`block_norms` of the parts that were added up, of one block each; before a step."""
+        """`block_norms` of the reduced parts, which are one block each; called before a step."""
         self._weights_copy.finish()
         sums = self._own_sums()
         return dict(zip(sums, block_norms(sums.values(), exactly=exactly), strict=True))
 
     def part_norms(self) -> dict[str, PartNorm]:
-        """Of the parts that were added up."""
+        """Norms of the reduced parts, by the names of parts."""
         return part_norms(self._own_sums())
 
     def stays_finite(self, norm: float, divisor: float, step: OptimStep) -> bool:
-        """Whether a `step` would make finite weights and moments of this rank's parts; exact."""
+        """Whether a `step` would leave this rank's weights and moments finite; exact."""
         return self.optimizer.stays_finite(self._own_sums(), divisor, norm, step)
 
     def step(self, norm: float, divisor: float, step: OptimStep) -> Stepped:
-        """Step this rank's parts, and get the others' new weights. `norm`: after division."""
+        """Step this rank's parts, and get the other ranks' new weights.
+
+        `norm`: the gradient's norm after division by `divisor`.
+        """
         self._weights_copy.settle()
         changed = self.optimizer.apply(self._own_sums(), divisor, norm, step)
-        self._hand_out()
+        self._broadcast_weights()
         return Stepped(
             changed=None if changed is None else int(changed),
             peak_memory_bytes=peak_memory_bytes(self.model.device),
@@ -220,20 +231,20 @@ class Rank:
         )
 
     def digest_sums(self) -> tuple[int, int]:
-        """What this rank's parts add to the digest of the state."""
+        """The terms that this rank's parts add to the digest of the state."""
         return self._digest.sums(self.optimizer.state())
 
     def hold_states(self, number: int, wanted: Collection[int]) -> None:
-        """Copy the states of this rank's parts to the host, as those of a snapshot.
+        """Copy the states of this rank's parts to the host, for snapshot `number`.
 
-        Of those that are held none but the `wanted` stay.
+        Copies of earlier snapshots are dropped, except for the `wanted` ones.
         """
         for old in self._held.keys() - {*wanted}:
             del self._held[old]
         self._held[number] = self.optimizer.state().on_host()
 
     def write_states(self, number: int, folder: str) -> StatesFile:
-        """Write what is held of a snapshot, and let it go. For any thread."""
+        """Write the states held for a snapshot, and drop them. Any thread may call it."""
         state = self._held.pop(number)
         return write_states(Path(folder), state, self.copies.rank, self.copies.size)
 
@@ -242,32 +253,33 @@ class Rank:
         self._weights_copy.take()
 
     def write_weights(self, folder: str) -> dict[str, str]:
-        """Write the files of the share that is held; their digests by name. For any thread."""
+        """Write the files of the held share; returns digests by name. Any thread may call it."""
         return self._weights_copy.write(Path(folder))
 
     def read_states(self, folder: str, manifest: Manifest) -> tuple[int, int]:
-        """Read this rank's parts of a checkpoint, for `take_states`; their `digest_sums`."""
+        """Stage this rank's parts of a checkpoint for `take_states`; returns their digest sums."""
         self._weights_copy.finish()
         like, place = self.optimizer.state(), (self.copies.rank, self.copies.size)
         self._read = read_states(Path(folder), manifest, like, *place)
         return self._digest.sums(self._read)
 
     def take_states(self) -> None:
-        """Become what was read, and get the others' weights."""
+        """Take over the staged states, and get the other ranks' weights."""
         assert self._read is not None
         self._weights_copy.settle()
         self.optimizer.load(self._read)
         self._read = None
-        self._hand_out()
+        self._broadcast_weights()
 
-    def let_go(self) -> None:
-        """Of what was read or taken, and is not wanted after all."""
+    def discard_staged(self) -> None:
+        """Discard states or weights that were staged but not applied."""
         self._read, self._values = None, {}
 
     def take_values(self, values: Mapping[str, Tensor] | None, *, adds: bool) -> None:
-        """Get this rank's parts of the `values` that rank 0 has, for `set_values`.
+        """Stage this rank's parts of the `values` that rank 0 is given, for `set_values`.
 
-        Raises INVALID_ARGUMENT where they are to be added and a sum is not finite.
+        `values`: tensors by parameter on rank 0, None on the others. Raises INVALID_ARGUMENT where
+        they are to be added (`adds`) and a sum is not finite.
         """
         self._weights_copy.finish()
         self._values = self.shares.deal(values)
@@ -275,23 +287,23 @@ class Rank:
             self.optimizer.check_sums(self._values)
 
     def set_values(self, key: str, *, adds: bool, resets_optimizer: bool) -> None:
-        """Replace the weights by the values, or add them, on all ranks; as `set_weights` does."""
+        """Replace the weights by the staged values, or add these, as `set_weights` does."""
         self._weights_copy.settle()
         self.optimizer.set_weights(self._values, adds=adds, key=key)
         self._values = {}
         if resets_optimizer:
             self.optimizer.reset()
-        self._hand_out()
+        self._broadcast_weights()
 
     def _passing_bytes(self, *, is_only: bool) -> int:
-        """What a forward-backward takes beside activations and what is there before it."""
+        """Bytes that a forward-backward takes, besides activations and what is allocated before."""
         shards = self.model.shards
         ring_bytes = 0 if shards is None else shards.ring_bytes
         return ring_bytes + (0 if is_only else self.gradients.passing_bytes)
 
     @contextmanager
     def _planned(self, only: OnlyBackward | None) -> Iterator[None]:
-        """Notes what the plans of the forwards inside come to."""
+        """Record the peak memory that the forwards inside the block are planned to need."""
         allocated = allocated_bytes(self.model.device)
         passing = self._passing_bytes(is_only=only is not None)
         self.model.planned_bytes = 0
@@ -302,7 +314,7 @@ class Rank:
 
     @contextmanager
     def _lending(self, only: OnlyBackward | None) -> Iterator[None]:
-        """Inside, a window's only backward has what is lent to it."""
+        """While the block runs, the limits of a window's only backward apply, if given."""
         if only is None:
             yield
             return
@@ -319,7 +331,7 @@ class Rank:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """However it is left, this rank reads no weights of others any more."""
+        """When the block is left, in any way, this rank has stopped reading others' weights."""
         try:
             yield
         finally:
@@ -336,21 +348,23 @@ class Rank:
         parts = self.shares.by_rank(self._parameters)[self.copies.rank]
         return {part.name: own[part.name] for part in parts}
 
-    def _hand_out(self) -> None:
-        """Give all ranks what this one has changed of weights that each has whole.
+    def _broadcast_weights(self) -> None:
+        """Send this rank's changed parts of those weights that every rank keeps whole.
 
-        Of the others it is in place, for whoever reads after all ranks have answered.
+        Weights that are shared out change in place: others read them from here, once all ranks
+        have answered.
         """
         shards = self.model.shards
         if shards is None:
-            self.shares.hand_out(self._parameters)
+            self.shares.broadcast_weights(self._parameters)
             return
-        self.shares.hand_out({n: p for n, p in self._parameters.items() if n not in shards})
+        whole = {n: p for n, p in self._parameters.items() if n not in shards}
+        self.shares.broadcast_weights(whole)
         shards.wait()
 
     @contextmanager
     def _together(self, plan: UpdatePlan) -> Iterator[tuple[SequenceGroup, PassHooks]]:
-        """The ranks that run the plan's micro-batches with this one; they stop where one has to."""
+        """The ranks that share the plan's micro-batches with this one; all stop if one has to."""
         with self._groups.joined(plan.sequence_ranks) as group:
             is_cancelled = self.hooks.is_cancelled
             yield group, replace(self.hooks, is_cancelled=lambda: group.any(is_cancelled()))

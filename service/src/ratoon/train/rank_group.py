@@ -1,6 +1,7 @@
-"""All ranks of a policy, as the one that leads them asks them: the same of each, at the same time.
+"""Calls one method on every rank of a policy and collects the results.
 
-The leader is rank 0, in whose process all decisions are taken; the others are processes of theirs.
+Rank 0 leads: it lives in this process, where all decisions are taken. Every other rank is a process
+of its own, a `Peer`.
 """
 
 from __future__ import annotations
@@ -11,87 +12,92 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
+from ratoon.method_call import MethodCall
 from ratoon.train.micro_batches import PassHooks, never_cancelled
 from ratoon.train.rank import Rank
 
-# In a pass, whether other ranks live.
-_ASKED_S = 1.0
+P = ParamSpec("P")
+T = TypeVar("T")
+V = TypeVar("V")
+# During a pass: seconds between two checks whether the other ranks live.
+_POLL_S = 1.0
 
 
 class Pending(Protocol):
     """A call under way in another process."""
 
     def has_failed(self) -> bool:
-        """Whether it is known by now to have raised, or its rank to be lost. Does not wait.
+        """Whether the call is known to have raised, or its rank to be lost. Does not wait.
 
-        A rank that is found to be lost is ended, so that none waits for it.
+        A rank that is found to be lost is ended, so that no other rank waits for it.
         """
         ...
 
     def result(self) -> Any:
-        """Wait for it. Raises what the call raised; any other error if the rank is lost."""
+        """Wait for the result. Raises what the call raised; any other error if the rank is lost."""
         ...
 
 
 class Peer(Protocol):
-    """A rank in another process. It runs one call after the other; what writes, beside them."""
+    """A rank in another process. It runs one call after the other; writes run beside them."""
 
-    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> Pending:
-        """Begin a call of `Rank`'s method of this name."""
+    def start(self, call: MethodCall[Any]) -> Pending:
+        """Begin a call of a method of the peer's `Rank`."""
         ...
 
     def stop(self) -> None:
-        """Have the pass that it runs raise CANCELLED, if it runs one."""
+        """Make the pass that the peer runs raise CANCELLED, if it runs one."""
         ...
 
 
 class RankGroup:
-    """One thread calls it, except for `write_states` and `write_weights`, beside other calls."""
+    """One thread calls it, except for `write_states` and `write_weights`, which run beside it."""
 
     def __init__(self, own: Rank, peers: Sequence[Peer] = ()) -> None:
         self.own = own
         self._peers = tuple(peers)
-        # Until then the first error ends all ranks, some of which may wait for the one that has it.
+        # While False, the first error is raised at once: other ranks may wait for the failed one.
         self.are_created = False
 
     @property
     def size(self) -> int:
         return 1 + len(self._peers)
 
-    def all(self, name: str, *args: object, **options: object) -> list[Any]:
-        """Call a method of every rank; the results by rank.
+    def all(
+        self, method: Callable[Concatenate[Rank, P], T], *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """Call a method of every rank with the same arguments; the results are ordered by rank.
 
-        Raises the error of the first rank that has one, when none runs any more; at once while the
-        ranks are created.
+        Raises the error of the first rank that has one, once no rank runs the method any more;
+        while the ranks are created it raises at once.
         """
-        return self._all(args, name, *args, **options)
+        call = MethodCall.of(method, *args, **options)
+        return self._join(self._start(call), call)
 
-    def check_devices(self) -> None:
-        """Raise UNSUPPORTED where not all ranks have the same device.
+    def call_with_leader_value(
+        self,
+        method: Callable[Concatenate[Rank, V | None, P], T],
+        value: V,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> list[T]:
+        """Like `all`, for a large first argument: rank 0 gets `value`, the others get None."""
+        pending = self._start(MethodCall.of(method, None, *args, **options))
+        return self._join(pending, MethodCall.of(method, value, *args, **options))
 
-        A plan is of one device's rates, and the fingerprint of numerics has one device: on another,
-        a rank would make all others wait, and have other bits.
-        """
-        models: list[str] = self.all("device_model")
-        if other := next((model for model in models if model != models[0]), None):
-            raise RatoonError(
-                ErrorCode.UNSUPPORTED,
-                f"ranks of one policy have different devices: {models}",
-                field="parallel.num_workers",
-                got=other,
-                expected=models[0],
-            )
-
-    def lead(self, own: object, name: str, **options: object) -> list[Any]:
-        """The same of a method that is given something large on this rank, and None elsewhere."""
-        return self._all((own,), name, None, **options)
-
-    def run(self, hooks: PassHooks, name: str, *args: object, **options: object) -> list[Any]:
-        """The same of a pass. It ends early on all ranks where it is cancelled or fails on one."""
-        pending = [peer.start(name, args, options) for peer in self._peers]
+    def run_pass(
+        self,
+        hooks: PassHooks,
+        method: Callable[Concatenate[Rank, P], T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> list[T]:
+        """Like `all`, for a pass: if it is cancelled or fails on one rank, it ends early on all."""
+        call = MethodCall.of(method, *args, **options)
+        pending = self._start(call)
         is_over, asking = False, threading.Lock()
 
         def is_stopped(is_cancelled: Callable[[], bool]) -> bool:
@@ -107,30 +113,35 @@ class RankGroup:
         stops = partial(is_stopped, hooks.is_cancelled)
         self.own.hooks = PassHooks(on_progress=hooks.on_progress, is_cancelled=stops)
         # This rank asks between micro-batches, but may wait for a silent one within one.
-        with _repeated(partial(is_stopped, never_cancelled)) if pending else nullcontext():
-            return self._join(pending, name, args, options, is_pass=True)
+        with _polled(partial(is_stopped, never_cancelled)) if pending else nullcontext():
+            return self._join(pending, call, is_pass=True)
 
-    def _all(
-        self, own: tuple[object, ...], name: str, *args: object, **options: object
-    ) -> list[Any]:
-        pending = [peer.start(name, args, options) for peer in self._peers]
-        return self._join(pending, name, own, options)
+    def check_devices(self) -> None:
+        """Raise UNSUPPORTED where not all ranks have the same device.
+
+        A plan uses the rates of one device, and the fingerprint of numerics names one device. A
+        rank on another device would make all others wait, and would compute other bits.
+        """
+        models = self.all(Rank.device_model)
+        if other := next((model for model in models if model != models[0]), None):
+            raise RatoonError(
+                ErrorCode.UNSUPPORTED,
+                f"ranks of one policy have different devices: {models}",
+                field="parallel.num_workers",
+                got=other,
+                expected=models[0],
+            )
+
+    def _start(self, call: MethodCall[Any]) -> list[Pending]:
+        return [peer.start(call) for peer in self._peers]
 
     def _join(
-        self,
-        pending: Sequence[Pending],
-        name: str,
-        args: tuple[object, ...],
-        options: dict[str, object],
-        *,
-        is_pass: bool = False,
-    ) -> list[Any]:
-        results: list[Any] = []
+        self, pending: Sequence[Pending], own: MethodCall[T], *, is_pass: bool = False
+    ) -> list[T]:
+        """Run this rank's own call, and wait for those of the peers."""
+        results: list[T] = []
         errors: list[Exception] = []
-        for ask in (
-            partial(getattr(self.own, name), *args, **options),
-            *(call.result for call in pending),
-        ):
+        for ask in (partial(own.on, self.own), *(call.result for call in pending)):
             try:
                 results.append(ask())
             except Exception as err:
@@ -155,23 +166,23 @@ class HeldWeights:
     ranks: RankGroup
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write each rank's files to a folder that all of them see; digests by name.
+        """Write each rank's files to a folder that all of them see; returns digests by name.
 
-        For any thread. Raises what a rank raised, once none writes any more.
+        Any thread may call it. Raises what a rank raised, once no rank writes any more.
         """
         digests: dict[str, str] = {}
-        for each in self.ranks.all("write_weights", str(folder)):
+        for each in self.ranks.all(Rank.write_weights, str(folder)):
             digests |= each
         return digests
 
 
 @contextmanager
-def _repeated(is_stopped: Callable[[], bool]) -> Iterator[None]:
-    """Inside, another thread asks it every second, until it is so."""
+def _polled(is_stopped: Callable[[], bool]) -> Iterator[None]:
+    """While the block runs, a thread calls `is_stopped` every second until it returns True."""
     is_left = threading.Event()
 
     def ask() -> None:
-        while not is_left.wait(_ASKED_S) and not is_stopped():
+        while not is_left.wait(_POLL_S) and not is_stopped():
             pass
 
     thread = threading.Thread(target=ask, name="ratoon-ranks", daemon=True)

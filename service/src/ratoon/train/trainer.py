@@ -92,9 +92,9 @@ class Trainer:
         self.model = model
         self.version = 0
         self.ranks = RankGroup(Rank(spec, model, copies or Copies()), peers)
-        self.ranks.all("meet", self._group_sizes)
+        self.ranks.all(Rank.connect_groups, self._group_sizes)
         if spec.shard is Shard.WEIGHTS:
-            self.ranks.all("open_memory", self.ranks.all("handles"))
+            self.ranks.all(Rank.open_memory, self.ranks.all(Rank.handles))
         self._named = NamedGradients(model)
         self._rates = rates
         self._planner = cpu_planner(
@@ -202,7 +202,7 @@ class Trainer:
         is_only = self.is_window_empty and prepared.plan.is_one_backward
         self._window.begin(prepared.loss)
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        ranks = self.ranks.run(hooks, "forward_backward", prepared, is_only=is_only)
+        ranks = self.ranks.run_pass(hooks, Rank.forward_backward, prepared, is_only=is_only)
         done = PassTotals.over(ranks)
         totals = Totals.of_pass(prepared, done)
         self._window.complete(prepared, totals)
@@ -254,7 +254,7 @@ class Trainer:
 
     def discard_gradients(self) -> None:
         """Empty the window, TORN or not."""
-        self.ranks.all("clear")
+        self.ranks.all(Rank.clear)
         self._window.clear()
 
     def prepare_forward(
@@ -294,7 +294,7 @@ class Trainer:
                 another batch.
         """
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
-        ranks = self.ranks.run(hooks, "forward", prepared, use_reference=use_reference)
+        ranks = self.ranks.run_pass(hooks, Rank.forward, prepared, use_reference=use_reference)
         columns = ForwardColumns.over(ranks)
         usage = self._meter.forward(prepared.batch, prepared.plan, columns)
         return ForwardArrays(
@@ -345,16 +345,16 @@ class Trainer:
         """
         self._window.require_open()
         parameters = self._named.parameters(names)
-        ranks = self.ranks.all("sums_of", parameters)
+        ranks = self.ranks.all(Rank.sums_of, parameters)
         sums = [reduce(operator.add, each) for each in zip(*ranks, strict=True)]
         self._named.write(path, names, dict(zip(parameters, sums, strict=True)))
 
     def snapshot(self) -> Snapshot:
         """Copy weights and moments to the host; any thread may write the copy. No gradients."""
         digest, number = self.state_digest(), next(self._snapshot_numbers)
-        self.ranks.all("hold_states", number, [*self._snapshots])
+        self.ranks.all(Rank.hold_states, number, [*self._snapshots])
         self._snapshots[number] = snapshot = Snapshot(
-            write_files=lambda folder: self.ranks.all("write_states", number, str(folder)),
+            write_files=lambda folder: self.ranks.all(Rank.write_states, number, str(folder)),
             kind=self.spec.kept_states,
             num_steps=self.ranks.own.optimizer.state().num_steps,
             model=self.spec.model,
@@ -373,16 +373,16 @@ class Trainer:
                 what was read is another than the checkpoint's.
         """
         manifest = read_manifest(folder, self.spec.kept_states, self.spec.model)
-        with self._let_go_of():
-            sums = self.ranks.all("read_states", str(folder), manifest)
+        with self._discarding_staged():
+            sums = self.ranks.all(Rank.read_states, str(folder), manifest)
             check_digest(folder, manifest, digest_of_sums(sums, manifest.num_steps))
         self.discard_gradients()
-        self.ranks.all("take_states")
+        self.ranks.all(Rank.take_states)
         self.version = manifest.version
 
     def copy_weights(self) -> HeldWeights:
         """Copy the weights to the hosts; any thread may write the copy until the next call."""
-        self.ranks.all("hold_weights")
+        self.ranks.all(Rank.hold_weights)
         return HeldWeights(self.ranks)
 
     def read_weights(self, folder: Path, digest: str) -> ImportedWeights:
@@ -405,10 +405,10 @@ class Trainer:
             RatoonError: WINDOW_OPEN; INVALID_ARGUMENT if a sum is not finite.
         """
         self._check_closed()
-        with self._let_go_of():
-            self.ranks.lead(weights.values, "take_values", adds=adds)
+        with self._discarding_staged():
+            self.ranks.call_with_leader_value(Rank.take_values, weights.values, adds=adds)
         key = f"import {self.version + 1}"
-        self.ranks.all("set_values", key, adds=adds, resets_optimizer=resets_optimizer)
+        self.ranks.all(Rank.set_values, key, adds=adds, resets_optimizer=resets_optimizer)
         self.version += 1
 
     def info(self) -> ModelInfo:
@@ -422,7 +422,7 @@ class Trainer:
 
     def state_digest(self) -> str:
         """Digest of weights, moments and step count, 32 hexadecimal digits; not of the window."""
-        sums = self.ranks.all("digest_sums")
+        sums = self.ranks.all(Rank.digest_sums)
         return digest_of_sums(sums, self.ranks.own.optimizer.state().num_steps)
 
     def _checked(self, plan: UpdatePlan | None, batch: RolloutBatch) -> UpdatePlan | Planner:
@@ -458,10 +458,10 @@ class Trainer:
         return step_report(base, outcome, totals, divisor, clock.seconds()["optimizer"])
 
     @contextmanager
-    def _let_go_of(self) -> Iterator[None]:
+    def _discarding_staged(self) -> Iterator[None]:
         """If any rank fails, every rank discards what it staged."""
         try:
             yield
         except Exception:
-            self.ranks.all("let_go")
+            self.ranks.all(Rank.discard_staged)
             raise

@@ -9,8 +9,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from ratoon.api.ports import Backend
 from ratoon.config import LimitsConfig
+from ratoon.engine.worker.backends import BackendInfo
 from ratoon.model.spec import PRESET_NAMES
 from ratoon_proto.v1 import service_pb2 as wire
 
@@ -19,7 +19,7 @@ _LIBRARIES = ("ratoon", "ray", "torch", "transformers", "numpy", "grpcio", "fast
 
 
 def server_info(
-    limits: LimitsConfig, *, device: str, backends: Iterable[Backend]
+    limits: LimitsConfig, *, device: str, backends: Iterable[BackendInfo]
 ) -> wire.ServerInfo:
     versions = {name: version(name) for name in _LIBRARIES}
     return wire.ServerInfo(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
@@ -18,6 +19,7 @@ from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
 from ratoon.config import RatoonConfig
+from ratoon.engine.client import Engine
 from ratoon.engine.cluster.engine_actor import EngineActor
 from ratoon.engine.cluster.placement import ON_HEAD, worker_device
 from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
@@ -25,14 +27,15 @@ from ratoon.engine.cluster.worker_process import find_spare, make_spare
 from ratoon.engine.files.archive import check_store
 from ratoon.engine.settings import ENGINE_NAME, EngineSettings
 from ratoon.engine.types import Policy, PolicyState
+from ratoon.method_call import MethodCall
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
 # Long polls wait inside the engine.
 _MAX_CONCURRENCY = 100_000
-# For an answer, beyond the call's own time. An engine that waits for its database at start gives
-# none.
+# Seconds to wait for an answer, beyond the call's own time. There is none from an engine that waits
+# for its database at its start.
 _LATE_S = 15.0
 # How long Serve's start waits for workers.
 _START_S = 15.0
@@ -64,16 +67,16 @@ def start_engine(config: RatoonConfig) -> ObjectRef[None]:
         )
         .remote(settings)
     )
-    is_up = engine.call.remote("recover")
+    is_up = engine.call.remote(MethodCall.of(Engine.recover))
     # The first GetServerInfo would wait for torch; nobody waits for it here.
-    engine.call.remote("backends")
+    engine.call.remote(MethodCall.of(Engine.backends))
     return is_up
 
 
 def wait_for_workers(config: RatoonConfig) -> None:
-    """Return once the spare worker has started and no policy is being created.
+    """Wait until the spare worker has started and no policy is being created.
 
-    After `_START_S` at most, and where the engine does not know its policies.
+    Returns after `_START_S` at most, and at once where the engine does not know its policies.
     """
     deadline = time.monotonic() + _START_S
     spare = find_spare(config.ray.namespace)
@@ -82,7 +85,8 @@ def wait_for_workers(config: RatoonConfig) -> None:
     engine = find_actor(ENGINE_NAME, config.ray.namespace)
     while engine is not None and time.monotonic() < deadline:
         with suppress(RayTaskError):
-            policies = cast("tuple[Policy, ...]", ray.get(engine.call.remote("policies")))
+            listing = engine.call.remote(MethodCall.of(Engine.policies))
+            policies = cast("tuple[Policy, ...]", ray.get(listing))
             if any(policy.state is PolicyState.CREATING for policy in policies):
                 time.sleep(_POLL_S)
                 continue
@@ -92,7 +96,9 @@ def wait_for_workers(config: RatoonConfig) -> None:
 def drain_engine(config: RatoonConfig) -> None:
     """Refuse new work, and let running operations finish, `limits.drain_s` at most."""
     grace_s = config.limits.drain_s
-    asyncio.run(_tell(config.ray.namespace, grace_s + _LATE_S, "drain", grace_s))
+    asyncio.run(
+        _tell(config.ray.namespace, grace_s + _LATE_S, MethodCall.of(Engine.drain, grace_s))
+    )
 
 
 def stop_engine(config: RatoonConfig) -> None:
@@ -101,11 +107,11 @@ def stop_engine(config: RatoonConfig) -> None:
 
 
 async def _stop(namespace: str) -> None:
-    await _tell(namespace, _LATE_S, "stop_policies")
+    await _tell(namespace, _LATE_S, MethodCall.of(Engine.stop_policies))
     await kill_actor(ENGINE_NAME, namespace)
 
 
-async def _tell(namespace: str, timeout_s: float, name: str, *args: object) -> None:
+async def _tell(namespace: str, timeout_s: float, call: MethodCall[Awaitable[None]]) -> None:
     """Call a method of the engine, if one runs and answers."""
     found = find_actor(ENGINE_NAME, namespace)
     if found is None:
@@ -113,4 +119,4 @@ async def _tell(namespace: str, timeout_s: float, name: str, *args: object) -> N
     engine = cast("ActorProxy[EngineActor]", found)
     with suppress(ActorLostError, TimeoutError):
         async with asyncio.timeout(timeout_s):
-            await ask(engine.call.remote(name, *args))
+            await ask(engine.call.remote(call))

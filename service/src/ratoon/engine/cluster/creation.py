@@ -1,8 +1,8 @@
 """Watches the ranks of a policy while they are created, from a thread of its own.
 
-Ranks wait for one another at every step of it, some of them in libraries that know no bound. So
-what one raises, and that one is lost or does not go on, ends the others at once, and is what the
-creation fails with: also where rank 0, in whose process this is, does not return from its step.
+Ranks wait for one another at every step of their creation, some of them in libraries that know no
+bound. So if one rank raises, is lost or stops making progress, all others are ended at once and the
+creation fails for that reason, even while rank 0, which lives in this process, hangs in its step.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import CopyFailedError, RatoonError
 
 _LOOK_S = 0.5
-# Ranks may take so much longer for a step than the first that is through it. Models are read for as
-# long as it takes.
+# Seconds that a rank may be behind the first one that has finished a step. Reading the model has no
+# such bound.
 BEHIND_S = 600.0
-# For a rank to be found that failed, where the failure of another is that it waited for it.
+# Seconds to look for the rank that failed first, once another one fails because it waited for it.
 _REASON_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a rank was asked last. `number` 0: nothing; 1: to load; others: `Rank`'s methods.
+    """A rank's newest call. `number` 0: none yet; 1: to load the model; others: `Rank`'s methods.
 
-    `is_awaited`: rank 0 is through with its own part, and waits for this rank.
+    `is_awaited`: rank 0 has finished its own part, and waits for this rank.
     """
 
     number: int
@@ -44,11 +44,11 @@ class WatchedPeer(Protocol):
     def step(self) -> Step: ...
 
     def failure(self) -> Exception | None:
-        """What it is known by now to have raised, or that it is lost. Does not wait."""
+        """The error that it is known to have raised, or its loss; None: neither. Does not wait."""
         ...
 
     def end(self) -> None:
-        """End its process, of which all who wait for it are told by their connections."""
+        """End its process. Ranks that wait for it notice by their connections."""
         ...
 
 
@@ -56,7 +56,7 @@ class Creation:
     """States: open; over, with or without a failure."""
 
     def __init__(self, name: str, peers: Callable[[], Sequence[WatchedPeer]]) -> None:
-        """`name`: of rank 0, in messages. `peers`: those there are by now, ranks 1 and above."""
+        """`name`: rank 0's, in messages. `peers`: returns the ranks from 1 on that exist by now."""
         self._name = name
         self._peers = peers
         self._is_over = threading.Event()
@@ -65,7 +65,7 @@ class Creation:
         self.has_joined = False
 
     def failure(self) -> RatoonError | WorkerLostError | None:
-        """Why the creation has failed, though rank 0 may still be in it."""
+        """Why the creation has failed; rank 0 may still be in it. None: it has not."""
         match self._failure:
             case None | RatoonError() | WorkerLostError():
                 return self._failure
@@ -76,7 +76,7 @@ class Creation:
 
     @contextmanager
     def watched(self) -> Generator[None, None, None]:
-        """Inside, the ranks are created. Raises `failure`, that of the first rank that has one."""
+        """Watch while the block creates the ranks. Raises `failure`, that of the first rank."""
         thread = threading.Thread(target=self._watch, name="ratoon-creation", daemon=True)
         thread.start()
         try:
@@ -84,7 +84,7 @@ class Creation:
         except Exception as err:  # noqa: BLE001 - raised below, or what it follows from
             self._is_over.set()
             thread.join()
-            # What the others ran into may be that this rank has no memory.
+            # Other ranks may have failed only because this one has no memory.
             is_later = isinstance(self._failure, CopyFailedError) and is_out_of_memory(err)
             if self._failure is None or is_later:
                 err.add_note(self._name)
@@ -115,7 +115,7 @@ class Creation:
             peer.end()
 
     def _reason(self, failure: Exception) -> Exception:
-        """What a failure follows from, if another rank comes to say so."""
+        """The failure that caused this one, if another rank reports it in time."""
         deadline = time.monotonic() + _REASON_S
         while not _is_reason(failure) and time.monotonic() < deadline:
             others = filter(None, (peer.failure() for peer in self._peers()))
@@ -137,5 +137,5 @@ class Creation:
 
 
 def _is_reason(failure: Exception) -> bool:
-    """Whether it need not be what another rank has failed with."""
+    """Whether a failure is a cause of its own, not just another rank's failure seen from here."""
     return not isinstance(failure, CopyFailedError) or is_out_of_memory(failure)

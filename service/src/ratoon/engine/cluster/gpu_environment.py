@@ -16,8 +16,11 @@ GPU_ENVIRONMENT = {
 
 
 def seen_by_ranks(places: Sequence[tuple[str, str]]) -> list[str]:
-    """What each rank sees, by the node and the GPU of each: on one node, where they may read each
-    other's weights, all, its own first. Elsewhere a number may be of several GPUs."""
+    """The GPUs that each rank is to see, from the node and the GPU of each rank.
+
+    On one node, where ranks may read each other's weights, a rank sees all GPUs, its own first. On
+    several nodes it sees its own only, as a GPU's number is not unique there.
+    """
     gpus = [gpu for _, gpu in places]
     if len({node for node, _ in places}) > 1:
         return gpus

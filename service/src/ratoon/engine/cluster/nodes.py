@@ -1,6 +1,6 @@
-"""What the nodes of a cluster have for policies of several ranks: `ratoon doctor` asks.
+"""Examines the nodes of a cluster for policies of several ranks, for `ratoon doctor`.
 
-Nothing is reserved. A short task runs on each node.
+A short task runs on each node. Nothing is reserved.
 """
 
 # Ray's decorators are only partly typed.
@@ -23,8 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ratoon.config import interface_of
 from ratoon.engine.cluster.placement import free_gpus_by_node
+from ratoon.engine.cluster.ray_private import HEAD_RESOURCE
 
-# Of which a policy's bits, or its processes' understanding of each other, depend.
+# Distributions that must be the same on all nodes, for a policy's bits or for its processes to
+# understand one another.
 _DISTRIBUTIONS = ("ratoon", "ratoon-kernels", "torch", "transformers", "numpy")
 _SMI = "nvidia-smi"
 _SMI_S = 30.0
@@ -36,9 +38,9 @@ _GPU = re.compile(r"GPU(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """By a process of a node. `folder`: the data root's inode, None: there is none.
+    """What a process sees on its node. `folder`: the data root's inode; None: there is no folder.
 
-    `interface`: of the node's address. `links`: as `gpu_links` has them.
+    `interface`: the network interface of the node's address. `links`: the result of `gpu_links`.
     """
 
     versions: Mapping[str, str]
@@ -64,7 +66,7 @@ def look_at_nodes(data_root: Path) -> list[Node]:
     Raises what a task raises that a node does not run.
     """
     alive = [node for node in cast("list[dict[str, Any]]", ray.nodes()) if node["Alive"]]
-    alive.sort(key=lambda node: "node:__internal_head__" not in node["Resources"])
+    alive.sort(key=lambda node: HEAD_RESOURCE not in node["Resources"])
     look = ray.remote(num_cpus=0, max_calls=1)(look_around)
     answers = [
         look.options(
@@ -93,7 +95,7 @@ def look_at_nodes(data_root: Path) -> list[Node]:
 
 
 def look_around(address: str, data_root: Path) -> Seen:
-    """What this process's node has."""
+    """Look at the node of this process."""
     return Seen(
         versions={name: metadata.version(name) for name in _DISTRIBUTIONS},
         folder=data_root.stat().st_ino if data_root.is_dir() else None,
@@ -114,7 +116,7 @@ def gpu_links() -> str:
 
 
 def links_of(matrix: str) -> str:
-    """The same, of what `nvidia-smi topo -m` prints. Pure."""
+    """The result of `gpu_links`, from the output of `nvidia-smi topo -m`. Pure."""
     rows = [line.split("\t") for line in _CONTROL.sub("", matrix).splitlines()]
     gpus = [[field.strip() for field in row] for row in rows if _GPU.fullmatch(row[0].strip())]
     pairs: dict[str, list[str]] = defaultdict(list)

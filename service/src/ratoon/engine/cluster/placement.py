@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
-from ray._common.constants import HEAD_NODE_RESOURCE_NAME
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -25,12 +23,13 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ratoon.engine.cluster.ray_private import HEAD_RESOURCE, free_resources_by_node
 from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
 
-# Of an actor on the head, without which nothing runs: for one that asks for nothing Ray takes any
-# node.
-ON_HEAD = {HEAD_NODE_RESOURCE_NAME: 0.001}
+# Places an actor on the head, without which nothing runs. An actor that asks for nothing may be put
+# on any node.
+ON_HEAD = {HEAD_RESOURCE: 0.001}
 _PLACEMENT_S = 8.0
 _RELEASE_S = 1.0
 _POLL_S = 0.1
@@ -122,7 +121,7 @@ def find_group(policy_id: str) -> PlacementGroup | None:
 
 def free_gpus_by_node() -> dict[str, float]:
     """Free GPUs by node, of nodes that have any GPU."""
-    free = cast("dict[str, dict[str, float]]", available_resources_per_node())
+    free = free_resources_by_node()
     found: dict[str, float] = {}
     for node in cast("list[dict[str, Any]]", ray.nodes()):
         if node["Alive"] and node["Resources"].get("GPU", 0.0) > 0:

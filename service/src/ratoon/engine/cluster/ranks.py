@@ -1,6 +1,6 @@
-"""Ranks 1 and above of a policy, a process each, which its worker's process starts and asks.
+"""Processes of a policy's ranks from 1 on, which the worker's process starts and calls.
 
-They belong to that process: Ray ends them when it ends, however it does.
+Ray ends them when the worker's process ends, in whichever way it does.
 """
 
 # Ray's decorators are only partly typed.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +29,7 @@ from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
+from ratoon.method_call import MethodCall, MethodNames
 from ratoon.train.config import Shard
 
 if TYPE_CHECKING:
@@ -38,17 +39,23 @@ if TYPE_CHECKING:
     from ratoon.train.copies import Meeting
     from ratoon.train.rank import Rank
     from ratoon.train.spec import TrainerSpec
+else:
+    # The module of the class imports torch.
+    Rank = MethodNames()
 
 _LOG = get_logger("rank")
 _GROUPS = {"compute": 1, "control": 2, "files": 1, "versions": 1}
-_BEFORE_WRITES = {
-    "write_states": CrashPoint.RANK_BEFORE_CHECKPOINT,
-    "write_weights": CrashPoint.RANK_BEFORE_PUBLISH,
+# Where tests kill a rank, by the name of the `Rank` method that is called next or was called last.
+_BEFORE = {
+    Rank.reduce_sums.__name__: CrashPoint.RANK_BEFORE_COPIES,
+    Rank.write_states.__name__: CrashPoint.RANK_BEFORE_CHECKPOINT,
+    Rank.write_weights.__name__: CrashPoint.RANK_BEFORE_PUBLISH,
 }
+_AFTER = {Rank.step.__name__: CrashPoint.RANK_AFTER_STEP}
 
 
 class RankActor:
-    """A process around `train.rank.Rank`, which is called by the names of its methods."""
+    """A process around a `train.rank.Rank`, whose methods it calls."""
 
     def __init__(self, log_level: str, crash_points: Path | None, compiled: Path) -> None:
         configure_logging(log_level)
@@ -59,7 +66,7 @@ class RankActor:
         self._compiled = compiled
         self._reach = make_reach(crash_points)
         self._rank: Rank | None = None
-        # The calls that are to end early, and the one that runs.
+        # Numbers of the last call that is to end early, and of the call that runs.
         self._stopped, self._running = -1, 0
         self._lock = threading.Lock()
 
@@ -90,20 +97,20 @@ class RankActor:
         _LOG.info("rank loaded", rank=number, pid=os.getpid(), load_s=seconds)
 
     @ray.method(concurrency_group="compute")
-    def call(self, number: int, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
+    def call(self, number: int, call: MethodCall[object]) -> object:
+        """Call a method of the rank. `number`: that of the call, for `stop`."""
         with self._lock:
             self._running = number
-        if name == "add_up":
-            self._reach(CrashPoint.RANK_BEFORE_COPIES)
-        answer = getattr(self._rank, name)(*args, **options)
-        if name == "step":
-            self._reach(CrashPoint.RANK_AFTER_STEP)
-        return answer
+        return self.call_beside(call)
 
-    def call_beside(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> object:
-        """A method that runs beside others, in a concurrency group of its own."""
-        self._reach(_BEFORE_WRITES[name])
-        return getattr(self._rank, name)(*args, **options)
+    def call_beside(self, call: MethodCall[object]) -> object:
+        """Call a method that runs beside others, in a concurrency group of its own."""
+        if point := _BEFORE.get(call.name):
+            self._reach(point)
+        answer = call.on(self._rank)
+        if point := _AFTER.get(call.name):
+            self._reach(point)
+        return answer
 
     @ray.method(concurrency_group="control")
     def stop(self, number: int) -> None:
@@ -112,17 +119,17 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def place(self) -> tuple[str, str]:
-        """Its node, and which of its GPUs it has; "": none."""
+        """The node of the process, and the GPU that it has there; "": none."""
         return _place()
 
     @ray.method(concurrency_group="control")
     def see(self, gpus: str) -> None:
-        """See these, before any is used."""
+        """Make these GPUs visible to the process. Called before it uses any."""
         set_visible_gpus(gpus)
 
     @ray.method(concurrency_group="control")
     def ping(self) -> str:
-        """Which device it has, in words."""
+        """The device of the process, in words."""
         return _device_in_words()
 
     def _is_stopped(self) -> bool:
@@ -145,7 +152,7 @@ def _device_in_words() -> str:
 
 
 class Ranks:
-    """The peers of one worker; each load has new ones."""
+    """Starts the peers of one worker, and joins them. Each load has new ones."""
 
     def __init__(
         self, log_level: str, crash_points: Path | None, compiled: Path, max_silence_s: float
@@ -153,9 +160,9 @@ class Ranks:
         self._arguments = log_level, crash_points, compiled
         self._max_silence_s = max_silence_s
         self._peers: list[RayPeer] = []
-        # For the load to come.
+        # The peers of the next load.
         self._started: list[RayPeer] = []
-        # As Ray has given it to this process.
+        # The node and GPU that Ray has given to this process.
         self._place = _place()
         self._name = f"rank 0 on {_device_in_words()}"
         self._creation = Creation(self._name, tuple)
@@ -167,10 +174,10 @@ class Ranks:
 
     @contextmanager
     def created(self, spec: TrainerSpec, policy_id: str) -> Generator[list[RayPeer], None, None]:
-        """What `join` gives; a trainer is made of it inside.
+        """Join the peers, and watch all ranks while the block builds the trainer.
 
-        Raises what the first rank raised that failed, `WorkerLostError` where one is lost. No peer
-        lives then, and `failure` has it, until the next creation.
+        Raises the error of the first rank that fails, `WorkerLostError` where one is lost. Then no
+        peer lives, and `failure` returns the error until the next creation.
         """
         self._creation = Creation(self._name, lambda: self._peers)
         if spec.num_workers == 1:
@@ -182,7 +189,7 @@ class Ranks:
             peer.end_creation()
 
     def failure(self) -> RatoonError | WorkerLostError | None:
-        """Why the newest creation of several ranks has failed, which may not have ended."""
+        """Why the newest creation of several ranks has failed, even before it ends."""
         return self._creation.failure()
 
     def join(self, spec: TrainerSpec, policy_id: str) -> list[RayPeer]:
@@ -219,8 +226,10 @@ class Ranks:
         return self._peers
 
     def _see_all(self) -> None:
-        """Have all ranks of one node see all of their GPUs, for CUDA maps the memory of no other
-        one."""
+        """Make the GPUs of all ranks of a node visible to each of them.
+
+        CUDA maps the memory of visible GPUs only.
+        """
         places = [self._place, *(peer.place() for peer in self._peers)]
         own, *others = seen_by_ranks(places)
         for peer, gpus in zip(self._peers, others, strict=True):

@@ -15,11 +15,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 T = TypeVar("T")
-# For a process to come up, on a machine that is busy with others.
+# Seconds that a process may take to come up, on a busy machine.
 START_S = 300.0
-# How often an actor that computes is asked whether it is there, of the time that it has to answer.
+# Pings of an actor that computes, within the time that it has to answer one.
 ASKED_TIMES = 6
-# And at least so often, as it may say that the call will never end.
+# The longest pause between two pings: an answer may say that the call will never end.
 _ASKED_S = 2.0
 _GONE_S = 10.0
 _POLL_S = 0.05

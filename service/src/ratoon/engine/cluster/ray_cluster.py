@@ -9,7 +9,6 @@ Free capacity is checked before it is reserved.
 from __future__ import annotations
 
 import os
-from typing import cast
 
 import ray
 from prometheus_client import disable_created_metrics
@@ -25,7 +24,7 @@ from ratoon.engine.journal.tables import await_database
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import PolicySpec, ReferencePolicy
 from ratoon.engine.worker.backends import BackendInfo, list_backends
-from ratoon.engine.worker.tasks import WorkerPort
+from ratoon.engine.worker.tasks import RemoteWorker
 from ratoon.errors import invalid
 from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import make_folder, remove_leftovers
@@ -48,7 +47,7 @@ def open_engine(settings: EngineSettings) -> Engine:
 
 
 class RayCluster:
-    """`engine.Cluster` with one detached worker per policy."""
+    """Where workers run: one detached process per policy, with those of its other ranks."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -58,6 +57,7 @@ class RayCluster:
         return worker_device(self._settings)
 
     async def check(self, spec: PolicySpec) -> None:
+        """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with the wanted and free amounts."""
         if self.device != "cpu":
             is_one_node = spec.parallel.shard is Shard.WEIGHTS
             await check_free_gpus(spec.parallel.num_workers, on_one_node=is_one_node)
@@ -66,21 +66,25 @@ class RayCluster:
             raise invalid("parallel.num_workers", spec.parallel.num_workers, expected)
 
     def require_gpu(self) -> None:
+        """Raises RESOURCE_EXHAUSTED where a policy would now get a CPU for want of GPUs."""
         if self._settings.device == "auto" and self.device == "cpu":
             raise no_gpus(1, {})
 
-    def worker(self, policy_id: str, num_workers: int) -> WorkerPort:
+    def worker(self, policy_id: str, num_workers: int) -> RemoteWorker:
+        """A policy's worker; no process is started before it is fenced."""
         on_gpus = self.device != "cpu"
-        worker = RayWorker(policy_id, self._settings, num_workers, on_gpus=on_gpus)
-        return cast("WorkerPort", worker)
+        return RayWorker(policy_id, self._settings, num_workers, on_gpus=on_gpus)
 
     async def end_worker(self, policy_id: str) -> None:
+        """End the policy's worker, if any, and release its resources."""
         await RayWorker(policy_id, self._settings, 1, on_gpus=False).release()
 
     async def close(self) -> None:
+        """End the processes that belong to no policy."""
         await end_spare(self._settings.namespace)
 
     async def backends(self) -> tuple[BackendInfo, ...]:
+        """Kernel backends on the workers' device."""
         if self.device == "cpu":
             return await ask(make_spare(self._settings).backends.remote())
         node = on_gpu_node()
@@ -88,6 +92,7 @@ class RayCluster:
         return await ask(task.remote())
 
     def trainer(self, spec: PolicySpec) -> TrainerSpec:
+        """What the policy's worker is to load."""
         # Wider weights need no separate master copy.
         is_bf16 = spec.model.dtype is ModelDtype.BFLOAT16
         return TrainerSpec(

@@ -1,6 +1,6 @@
-"""How rank 0's process asks a rank in another one: an actor's calls, as `rank_group` has them.
+"""Calls a rank in another process: the `rank_group.Peer` of rank 0's process, over an actor.
 
-One that is lost stays lost, so that a worker that has lost one finds it out once.
+A rank that was lost once stays lost, so every later call fails at once.
 """
 
 # Ray's decorators are only partly typed.
@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ratoon.engine.cluster.creation import Step
 from ratoon.engine.cluster.ray_calls import ASKED_TIMES
 from ratoon.engine.worker.tasks import WorkerLostError
+from ratoon.method_call import MethodCall, MethodNames
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -27,15 +28,19 @@ if TYPE_CHECKING:
 
     from ratoon.engine.cluster.ranks import RankActor
     from ratoon.train.copies import Meeting
+    from ratoon.train.rank import Rank
     from ratoon.train.spec import TrainerSpec
+else:
+    # The module of the class imports torch.
+    Rank = MethodNames()
 
-# The methods that run beside others, each on a thread of its own.
-_BESIDE = {"write_states": "files", "write_weights": "versions"}
+# Concurrency groups of the `Rank` methods that run beside others, each on a thread of its own.
+_BESIDE = {Rank.write_states.__name__: "files", Rank.write_weights.__name__: "versions"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """`rank_group.Pending`, of an actor's answer."""
+    """A `rank_group.Pending`: an actor's answer to come."""
 
     peer: RayPeer
     reference: ObjectRef[object]
@@ -54,14 +59,14 @@ class _Pending:
 
 
 class RayPeer:
-    """`rank_group.Peer`, of an actor that is lost once it answers nothing for `max_silence_s`."""
+    """A `rank_group.Peer`: an actor, lost once it answers nothing for `max_silence_s`."""
 
     def __init__(self, actor: ActorProxy[RankActor], number: int, max_silence_s: float) -> None:
         self._actor = actor
         self._number = number
         self._max_silence_s = max_silence_s
         self._is_lost = False
-        # What `is_lost` has asked it, and since when that or nothing is under way.
+        # The ping of `is_lost` that is under way, if any, and since when there is this one or none.
         self._asked: ObjectRef[Any] | None = None
         self._since = time.monotonic()
         self._numbers = count(1)
@@ -69,7 +74,7 @@ class RayPeer:
         self._last = 0
         # The rank's name in messages, with its device once that is known.
         self._name = f"rank {number}"
-        # What it was asked last, while it is created, and how often it was.
+        # While it is created: its newest call, and the number of calls so far.
         self._newest: _Pending | None = None
         self._is_created = False
         self._num_asked = 0
@@ -80,15 +85,15 @@ class RayPeer:
         self._name += f" on {self._get(self._actor.ping.remote(), timeout_s)}"
 
     def place(self) -> tuple[str, str]:
-        """Its node, and which of its GPUs it has. Raises `WorkerLostError`."""
+        """The node of its process, and the GPU that it has there. Raises `WorkerLostError`."""
         return cast("tuple[str, str]", self._get(self._actor.place.remote(), self._max_silence_s))
 
     def see(self, gpus: str) -> None:
-        """Have it see these. Raises `WorkerLostError`."""
+        """Make these GPUs visible to its process. Raises `WorkerLostError`."""
         self._get(self._actor.see.remote(gpus), self._max_silence_s)
 
     def load(self, spec: TrainerSpec, meeting: Meeting) -> None:
-        """Begin to; the first call waits for it, and raises what it raised."""
+        """Begin to load the model. The first call waits for that, and raises what it raised."""
         reference = self._actor.load.remote(spec, meeting, self._number)
         self._load = self._newest = _Pending(self, cast("ObjectRef[object]", reference))
         self._num_asked = 1
@@ -113,7 +118,7 @@ class RayPeer:
         return None
 
     def end_creation(self) -> None:
-        """Keep no result any more."""
+        """Drop the newest call: it is not watched any more."""
         self._is_created, self._newest = True, None
 
     def wait(self, reference: ObjectRef[object]) -> object:
@@ -125,7 +130,7 @@ class RayPeer:
         return self._get(reference, self._max_silence_s)
 
     def is_lost(self) -> bool:
-        """Whether it is by now: asks whether it lives, every so often, and waits for nothing."""
+        """Whether the rank is known to be lost. Pings it every so often, and never waits."""
         silent_s = time.monotonic() - self._since
         if self._is_lost or (self._asked is None and silent_s < self._max_silence_s / ASKED_TIMES):
             return self._is_lost
@@ -140,19 +145,20 @@ class RayPeer:
         self._since = time.monotonic()
         return self._is_lost
 
-    def start(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> _Pending:
+    def start(self, call: MethodCall[Any]) -> _Pending:
+        """See `rank_group.Peer.start`. Raises `WorkerLostError`, and what `load` raised."""
         if self._is_lost:
             raise WorkerLostError(f"{self._name} is lost")
         self._num_asked += 1
         if self._load is not None:
             self._load.result()
             self._load = None
-        if name in _BESIDE:
-            beside = cast("Any", self._actor.call_beside).options(concurrency_group=_BESIDE[name])
-            reference = beside.remote(name, args, options)
+        if group := _BESIDE.get(call.name):
+            beside = cast("Any", self._actor.call_beside).options(concurrency_group=group)
+            reference = beside.remote(call)
         else:
             self._last = next(self._numbers)
-            reference = self._actor.call.remote(self._last, name, args, options)
+            reference = self._actor.call.remote(self._last, call)
         pending = _Pending(self, reference)
         self._newest = None if self._is_created else pending
         return pending

@@ -1,6 +1,6 @@
-"""A policy's worker over Ray: a process of its own, started or taken when it is first fenced.
+"""A policy's worker over Ray: the process that the engine starts, or takes, when it first fences.
 
-A lost worker raises `WorkerLostError`; one that answers nothing for too long is lost.
+A lost worker raises `WorkerLostError`. A worker that stays silent for too long counts as lost.
 """
 
 # Ray's decorators are only partly typed.
@@ -8,8 +8,8 @@ A lost worker raises `WorkerLostError`; one that answers nothing for too long is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray import ObjectRef
@@ -21,15 +21,26 @@ from ratoon.engine.cluster.ray_calls import START_S, ActorLostError, ask_living
 from ratoon.engine.cluster.worker_process import end_worker, find_worker, make_worker
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.tasks import WorkerLostError, WorkerStatus
+from ratoon.engine.worker.worker import WorkerCore
+from ratoon.method_call import MethodCall
 
 if TYPE_CHECKING:
     from ratoon.engine.cluster.worker_process import Worker
 
+P = ParamSpec("P")
 T = TypeVar("T")
+# The concurrency group of each method that does not wait for the trainer; all others run on
+# "compute", one at a time.
+_GROUPS = {
+    WorkerCore.progress.__name__: "control",
+    WorkerCore.cancel.__name__: "control",
+    WorkerCore.publish.__name__: "versions",
+    WorkerCore.write_snapshot.__name__: "files",
+}
 
 
 class RayWorker:
-    """`WorkerPort` by name: methods not defined here are forwarded to the worker."""
+    """`RemoteWorker` over an actor."""
 
     def __init__(
         self, policy_id: str, settings: EngineSettings, num_workers: int, *, on_gpus: bool
@@ -44,35 +55,39 @@ class RayWorker:
         self._is_up = False
 
     async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
+        """See `RemoteWorker.fence`."""
         worker = self._handle = self._handle or await self._find_or_make(on_one_node=on_one_node)
         await self._ask(worker, worker.fence.remote(token))
-        return await self._ask(worker, worker.status.remote())
+        return await self.call(WorkerCore.status)
+
+    async def call(
+        self,
+        method: Callable[Concatenate[WorkerCore, P], T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        """See `RemoteWorker.call`."""
+        if self._handle is None:
+            # A call after `release` must not start another worker.
+            raise WorkerLostError(f"policy {self._policy_id} has no worker")
+        call = MethodCall.of(method, *args, **options)
+        run = cast("Any", self._handle.call)
+        if group := _GROUPS.get(call.name):
+            run = run.options(concurrency_group=group)
+        return await self._ask(self._handle, cast("ObjectRef[T]", run.remote(call)))
 
     async def replace(self) -> None:
+        """See `RemoteWorker.replace`."""
         handle, self._handle, self._is_up = self._handle, None, False
         if handle is not None:
-            # At once: whether it is the policy's, one that hangs would not say.
+            # First and without a question: a worker that hangs would not say whose it is.
             ray.kill(cast("Any", handle))
         await end_worker(self._policy_id, self._settings.namespace)
 
     async def release(self) -> None:
+        """See `RemoteWorker.release`."""
         await self.replace()
         free_gpus(self._policy_id)
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
-        """Forward any other method."""
-
-        async def call(*args: object) -> object:
-            worker = self._worker()
-            return await self._ask(worker, getattr(worker, name).remote(*args))
-
-        return call
-
-    def _worker(self) -> Worker:
-        """The worker. A call after `release` must not start another one."""
-        if self._handle is None:
-            raise WorkerLostError(f"policy {self._policy_id} has no worker")
-        return self._handle
 
     async def _find_or_make(self, *, on_one_node: bool) -> Worker:
         """The policy's worker, found or started. Raises RESOURCE_EXHAUSTED."""
@@ -92,7 +107,7 @@ class RayWorker:
     async def _ask(self, worker: Worker, reference: ObjectRef[T]) -> T:
         max_silence_s = self._settings.max_silence_s if self._is_up else START_S
         try:
-            answer = await ask_living(reference, worker.progress.remote, max_silence_s)
+            answer = await ask_living(reference, worker.ping.remote, max_silence_s)
         except ActorLostError as err:
             raise WorkerLostError(str(err)) from err
         self._is_up = True

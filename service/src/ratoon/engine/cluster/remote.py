@@ -1,27 +1,27 @@
-"""The engine's actor as an object: how every other process calls the engine."""
+"""Connects a process to the engine's actor, and maps what can go wrong to `RatoonError`."""
 
 # Ray's decorators are only partly typed.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ray import ObjectRef
 
-from ratoon.engine.client import EngineClient
+from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.settings import ENGINE_NAME
 from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
+from ratoon.method_call import MethodCall
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
     from ratoon.engine.cluster.engine_actor import EngineActor
-    from ratoon.engine.engine import Engine
 
 _LOG = get_logger("client")
 T = TypeVar("T")
@@ -32,21 +32,12 @@ async def connect(namespace: str) -> EngineClient:
     found = find_actor(ENGINE_NAME, namespace)
     if found is None:
         raise RatoonError(ErrorCode.UNAVAILABLE, f"no engine runs as {namespace}")
-    engine = cast("Engine", _RemoteEngine(cast("ActorProxy[EngineActor]", found)))
-    return EngineClient(engine, await engine.settings())
+    actor = cast("ActorProxy[EngineActor]", found)
 
+    async def send(call: MethodCall[Awaitable[Any]]) -> Any:
+        return await _answer(actor.call.remote(call))
 
-class _RemoteEngine:
-    """Forwards the engine's methods by name to its process."""
-
-    def __init__(self, actor: ActorProxy[EngineActor]) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
-        async def call(*args: object) -> object:
-            return await _answer(self._actor.call.remote(name, *args))
-
-        return call
+    return EngineClient(send, await send(MethodCall.of(Engine.settings)))
 
 
 async def _answer(reference: ObjectRef[T]) -> T:

@@ -1,8 +1,9 @@
 """The worker's process: a detached actor around `worker.WorkerCore`.
 
-Trainer calls run on one thread, always the same, except for writing snapshots and versions;
-`fence`, `progress` and `cancel` never wait for them. Processes that look the actor up import this
-module, so the constructor imports torch.
+Each concurrency group has threads of its own. All calls of the trainer run on "compute", which is
+one thread, so they never overlap. "files" writes snapshots and "versions" writes published weights
+beside them; "control" answers at any time. Processes that look the actor up import this module, so
+torch is imported by the constructor.
 """
 
 # Ray's decorators are only partly typed.
@@ -18,25 +19,14 @@ from typing import TYPE_CHECKING
 import ray
 
 from ratoon.engine.crash_points import make_reach
-from ratoon.engine.types import Progress
 from ratoon.engine.worker.backends import BackendInfo, list_backends
-from ratoon.engine.worker.tasks import (
-    GradientFile,
-    GradientRequest,
-    Loaded,
-    LoadRequest,
-    Outcome,
-    Task,
-    WorkerLostError,
-    WorkerStatus,
-)
+from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
-from ratoon.stream.manifest import WeightManifest
+from ratoon.method_call import MethodCall
 
 if TYPE_CHECKING:
     from ratoon.engine.worker.compile_cache import CompileCache
-    from ratoon.train.saved_state import AsOf
     from ratoon.train.spec import TrainerSpec
     from ratoon.train.trainer import Trainer
 
@@ -56,9 +46,10 @@ class WorkerActor:
         compiled: Path,
         max_silence_s: float,
     ) -> None:
-        """`policy_id` "": none yet (a spare). `num_workers`: its ranks. `compiled`: where compiled
-        kernels are kept, and the rates of GPUs that were measured. `max_silence_s`: after which
-        another rank is lost.
+        """`policy_id` "": the process is a spare. `num_workers`: the policy's ranks.
+
+        `compiled`: the folder of compiled kernels and of the measured rates of GPUs.
+        `max_silence_s`: another rank that answers nothing for so long is lost.
         """
         configure_logging(log_level)
         started = time.perf_counter()
@@ -109,63 +100,21 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def fence(self, token: int) -> None:
+        """See `WorkerCore.fence`. Raises `WorkerLostError` too, where a rank failed to start."""
         self._core.fence(token)
         if failure := self._ranks.failure():
             raise WorkerLostError(str(failure)) from failure
 
     @ray.method(concurrency_group="control")
-    def progress(self) -> Progress:
-        """Raises what a creation of several ranks has failed with: it may never return."""
+    def ping(self) -> None:
+        """Answers while the process lives, whatever else it does.
+
+        Raises the failure of a creation of several ranks, as its call may never return.
+        """
         if failure := self._ranks.failure():
             raise failure
-        return self._core.progress()
-
-    @ray.method(concurrency_group="control")
-    def cancel(self, operation_id: str) -> None:
-        self._core.cancel(operation_id)
 
     @ray.method(concurrency_group="compute")
-    def status(self) -> WorkerStatus:
-        return self._core.status()
-
-    @ray.method(concurrency_group="compute")
-    def load(self, token: int, request: LoadRequest) -> Loaded:
-        return self._core.load(token, self._policy_id, request)
-
-    @ray.method(concurrency_group="compute")
-    def apply(self, token: int, task: Task) -> Outcome:
-        return self._core.apply(token, task)
-
-    @ray.method(concurrency_group="compute")
-    def skip(self, token: int, seq: int, outcome: Outcome) -> None:
-        self._core.skip(token, seq, outcome)
-
-    @ray.method(concurrency_group="compute")
-    def forward(self, token: int, task: Task) -> Outcome:
-        return self._core.forward(token, task)
-
-    @ray.method(concurrency_group="compute")
-    def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
-        self._core.restore(token, tasks)
-
-    @ray.method(concurrency_group="compute")
-    def hold(self, token: int, version: int) -> None:
-        self._core.hold(token, version)
-
-    @ray.method(concurrency_group="versions")
-    def publish(
-        self, token: int, version: int, weights_root: str, created_at: float, deltas: bool
-    ) -> WeightManifest:
-        return self._core.publish(token, version, weights_root, created_at, deltas)
-
-    @ray.method(concurrency_group="compute")
-    def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
-        return self._core.write_gradients(token, request)
-
-    @ray.method(concurrency_group="compute")
-    def snapshot(self, token: int) -> str:
-        return self._core.snapshot(token)
-
-    @ray.method(concurrency_group="files")
-    def write_snapshot(self, token: int, folder: str, as_of: AsOf) -> int:
-        return self._core.write_snapshot(token, folder, as_of)
+    def call(self, call: MethodCall[object]) -> object:
+        """Call a method of the core: on the compute thread, unless the caller names a group."""
+        return call.on(self._core)

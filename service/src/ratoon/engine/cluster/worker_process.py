@@ -23,7 +23,7 @@ from ratoon.engine.settings import EngineSettings
 if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy
 
-    Worker = ActorProxy[WorkerActor]
+    Worker = ActorProxy["WorkerActor"]
 
 T = TypeVar("T")
 _SPARE = "ratoon-spare-worker"

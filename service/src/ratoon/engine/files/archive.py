@@ -30,51 +30,53 @@ _MAX_DELETIONS = 65_536
 
 
 class Archive:
-    """Copies of a policy's files; this class keeps none, as the local disk has the only copy.
+    """Where a policy's copies go. This one keeps none: the local disk has the only copy.
 
-    Methods raise UNAVAILABLE where the store does not answer, except `start` and the drops, whose
-    work the next start does.
+    Methods raise UNAVAILABLE if the store does not answer, except `start` and `drop_*`, which leave
+    their work to the next start.
     """
 
     async def start(self) -> None:
-        """Remove what interrupted writers left."""
+        """Remove what interrupted writers left in the store."""
 
     async def stop(self) -> None:
         """Begin no more deletions, and wait for the one under way."""
 
     def abandon(self) -> None:
-        """Begin no more deletions."""
+        """Begin no more deletions. Does not wait for the one under way."""
 
     async def keep_body(self, digest: str, body: bytes) -> None:
-        """Copy a body."""
+        """Copy a body to the store."""
 
     def drop_body(self, digest: str) -> None:
-        """Delete a body in the background."""
+        """Delete a body's copy in the background."""
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
-        """Restore bodies that the disk lacks and the archive has."""
+        """Restore bodies that the disk lacks and the store has."""
 
     async def body_names(self) -> frozenset[str]:
+        """Digests of the bodies in the store."""
         return frozenset()
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
         """Copy a checkpoint that is not journaled yet, replacing any of the same name."""
 
     def drop_checkpoint(self, checkpoint_id: str) -> None:
-        """Delete a checkpoint in the background."""
+        """Delete a checkpoint's copy in the background."""
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
-        """Restore a missing checkpoint, if the archive has it whole; "": there is none."""
+        """Restore a checkpoint that the disk lacks, if the store has it whole; "": do nothing."""
 
     async def checkpoint_names(self) -> frozenset[str]:
+        """Ids of the checkpoints in the store."""
         return frozenset()
 
     async def forget(self) -> None:
-        """Delete all copies. Raises UNAVAILABLE."""
+        """Delete all copies of the policy."""
 
 
 class BlobArchive(Archive):
-    """An archive in an object store, or any other `Blobs`."""
+    """Copies in an object store, or in any other `Blobs`."""
 
     def __init__(self, blobs: Blobs, paths: PolicyPaths) -> None:
         self._blobs = blobs
@@ -191,20 +193,20 @@ class _Deletions:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def spare(self, key: str) -> None:
-        """Do not delete the key; on return it is not being deleted either."""
+        """Cancel the deletion of a key, or wait for its end if it is under way."""
         self._waiting.pop(key, None)
         if key == self._key:
             async with self._lock:
                 pass
 
     async def stop(self) -> None:
-        """Delete nothing more; on return nothing is being deleted."""
+        """Delete nothing more, and wait for the deletion under way."""
         self.abandon()
         async with self._lock:
             pass
 
     def abandon(self) -> None:
-        """Begin no more deletions."""
+        """Delete nothing more. Does not wait for the deletion under way."""
         self._waiting.clear()
 
     async def _run(self) -> None:
@@ -267,7 +269,10 @@ class ArchivedBodyFiles(BodyFiles):
 
 
 def open_archive(storage_url: str, paths: PolicyPaths) -> Archive:
-    """The archive of one policy; "": none. Raises INVALID_ARGUMENT for a URL of another kind."""
+    """The archive of one policy; `storage_url` "": it keeps no copies.
+
+    Raises INVALID_ARGUMENT for a URL of another kind.
+    """
     return BlobArchive(open_store(storage_url), paths) if storage_url else Archive()
 
 
@@ -287,5 +292,5 @@ def open_store(storage_url: str) -> ObjectStore:
 
 
 def _left_behind(reason: str) -> None:
-    """Log that deletions were left; the next start makes them."""
+    """Log that a deletion is left to the next start."""
     _LOG.warning("not deleted from the archive", error=reason)

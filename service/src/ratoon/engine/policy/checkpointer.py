@@ -29,6 +29,7 @@ from ratoon.engine.journal.records import (
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import CheckpointInfo, OperationKind
 from ratoon.engine.worker.tasks import FencedError
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 from ratoon.train.saved_state import AsOf
@@ -141,7 +142,7 @@ class Checkpointer:
         )
         run.reach(CrashPoint.ENGINE_BEFORE_CHECKPOINT)
         try:
-            digest = await run.ports.worker.snapshot(run.token)
+            digest = await run.ports.worker.call(WorkerCore.snapshot, run.token)
         except RatoonError as error:
             self._failed(info, error)
             return
@@ -195,7 +196,9 @@ class Checkpointer:
             # An attempt that failed before it was journaled leaves a folder.
             await _drop(run, info.checkpoint_id)
             as_of = AsOf(seq=info.seq, replay_from_seq=info.replay_from_seq)
-            size_bytes = await run.ports.worker.write_snapshot(run.token, str(folder), as_of)
+            size_bytes = await run.ports.worker.call(
+                WorkerCore.write_snapshot, run.token, str(folder), as_of
+            )
             await run.archive.keep_checkpoint(info.checkpoint_id)
             checkpoint = replace(checkpoint, info=replace(info, size_bytes=size_bytes))
         run.reach(CrashPoint.ENGINE_BEFORE_COVER)

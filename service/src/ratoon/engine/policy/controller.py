@@ -39,6 +39,7 @@ from ratoon.engine.policy.views import OperationViews, view_of
 from ratoon.engine.refusals import cancelled, draining, policy_not_ready, superseded
 from ratoon.engine.types import Acknowledgement, FailedResult, ForwardResult, Operation, PolicyState
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import GradientManifest, WeightManifest
 
@@ -185,7 +186,7 @@ class Controller:
         if not live.is_final:
             live.cancel_requested = True
             with contextlib.suppress(WorkerLostError):  # The turn loop recovers.
-                await self._run.ports.worker.cancel(operation_id)
+                await self._run.ports.worker.call(WorkerCore.cancel, operation_id)
         return await self._views.of(live)
 
     async def weight_manifest(

@@ -43,6 +43,7 @@ from ratoon.engine.types import (
     StepResult,
 )
 from ratoon.engine.worker.tasks import Choices, Outcome, Task
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError, invalid
 
 _JOURNAL_STATE = {
@@ -83,7 +84,7 @@ class Executor:
         run = self._run
         error = cancelled(record.operation_id)
         outcome = Outcome.unrun(record.operation_id, OperationState.CANCELLED, error)
-        await run.ports.worker.skip(run.token, record.seq, outcome)
+        await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
         if record.state is JournalState.FAILED and record.effect.adds_to_window:
             run.window = run.window.with_failed(record.seq)
 
@@ -96,7 +97,7 @@ class Executor:
         except RatoonError as error:
             outcome = Outcome.unrun(live.operation_id, OperationState.FAILED, error)
         else:
-            call = run.ports.worker.forward(run.token, task)
+            call = run.ports.worker.call(WorkerCore.forward, run.token, task)
             outcome = await self._lost_workers.counted(live.operation_id, call)
         await run.bodies.release(live.operation_id, live.record.body_digest)
         self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
@@ -122,7 +123,7 @@ class Executor:
             selected = run.window.select(command.include_seqs)
             if selected != run.window.applied:
                 await self._restore(selected)
-        call = run.ports.worker.apply(run.token, task)
+        call = run.ports.worker.call(WorkerCore.apply, run.token, task)
         return await self._lost_workers.counted(live.operation_id, call)
 
     async def _task(self, live: LiveOperation) -> Task:
@@ -137,14 +138,16 @@ class Executor:
     ) -> Outcome:
         """Have the worker count the operation's seq without running it."""
         outcome = Outcome.unrun(live.operation_id, state, error, live.record.started_at)
-        await self._run.ports.worker.skip(self._run.token, live.record.seq, outcome)
+        await self._run.ports.worker.call(
+            WorkerCore.skip, self._run.token, live.record.seq, outcome
+        )
         return outcome
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         """Have the worker compute the gradients of these ForwardBackwards again."""
         run, records = self._run, self._run.window.records
         tasks = tuple(records[seq].to_task(run.paths) for seq in seqs)
-        await run.ports.worker.restore(run.token, tasks)
+        await run.ports.worker.call(WorkerCore.restore, run.token, tasks)
 
     async def _archived(self, outcome: Outcome) -> Outcome:
         """Archive a saved checkpoint; where that fails, the save fails."""

@@ -49,6 +49,7 @@ from ratoon.engine.worker.tasks import (
     UnusableCheckpointError,
     WorkerStatus,
 )
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.files import make_folder
@@ -341,7 +342,7 @@ async def _load_adopted(run: PolicyRun, loss: JournalLoss) -> Checkpoint:
         digests=run.replays,
     )
     try:
-        await run.ports.worker.load(run.token, request)
+        await run.ports.worker.call(WorkerCore.load, run.token, run.policy_id, request)
     except UnusableCheckpointError as error:
         raise await refused(run, loss, f". --{Choice.FROM_EVIDENCE} failed: {error}") from error
     return checkpoint if run.replays else replace(checkpoint, weights_digest="")

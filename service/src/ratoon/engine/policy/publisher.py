@@ -25,6 +25,7 @@ from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import superseded
 from ratoon.engine.types import Acknowledgement, OperationResult, PublishKind, StepResult
 from ratoon.engine.worker.tasks import FencedError
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.files import remove_folder
@@ -284,7 +285,9 @@ class Publisher(Awaited):
         self._version, self._state = version, PublicationState.HELD
         try:
             self._lost_workers.check(name)
-            await self._lost_workers.counted(name, run.ports.worker.hold(run.token, version))
+            await self._lost_workers.counted(
+                name, run.ports.worker.call(WorkerCore.hold, run.token, version)
+            )
         except RatoonError as error:
             self._refuse(version, error)
             return error
@@ -307,7 +310,9 @@ class Publisher(Awaited):
         run, started = self._run, time.perf_counter()
         run.reach(CrashPoint.ENGINE_BEFORE_PUBLISH)
         root, deltas = str(run.paths.weights), run.spec.publish.deltas
-        call = run.ports.worker.publish(run.token, version, root, run.ports.now(), deltas)
+        call = run.ports.worker.call(
+            WorkerCore.publish, run.token, version, root, run.ports.now(), deltas
+        )
         try:
             await self._lost_workers.counted(str(version), call)
         except RatoonError as error:

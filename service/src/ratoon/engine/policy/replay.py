@@ -38,6 +38,7 @@ from ratoon.engine.worker.tasks import (
     UnusableCheckpointError,
     differences,
 )
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.log import get_logger
 
 _LOG = get_logger("replay")
@@ -158,7 +159,9 @@ async def _load(run: PolicyRun, history: PolicyHistory) -> tuple[Base, Loaded]:
         )
         await run.archive.restore_checkpoint(base.checkpoint_id)
         try:
-            return base, await run.ports.worker.load(run.token, request)
+            return base, await run.ports.worker.call(
+                WorkerCore.load, run.token, run.policy_id, request
+            )
         except UnusableCheckpointError as error:
             unusable(run, error)
             faults.append(str(error))
@@ -210,12 +213,16 @@ class Replayer:
         run = self._run
         run.reach(CrashPoint.ENGINE_IN_REPLAY)
         if record.state is not JournalState.APPLIED or not record.effect.is_replayed:
-            await run.ports.worker.skip(run.token, record.seq, _journaled_outcome(record))
+            await run.ports.worker.call(
+                WorkerCore.skip, run.token, record.seq, _journaled_outcome(record)
+            )
             return
         await self._select(record)
         if isinstance(record.command, LoadCheckpointCommand):
             await run.archive.restore_checkpoint(record.command.checkpoint_id)
-        outcome = await run.ports.worker.apply(run.token, record.to_task(run.paths))
+        outcome = await run.ports.worker.call(
+            WorkerCore.apply, run.token, record.to_task(run.paths)
+        )
         self.num_run += 1
         self._check(record, outcome)
         if _is_gradient(record):
@@ -242,7 +249,7 @@ class Replayer:
                 )
         tasks = tuple(self._window[seq].to_task(run.paths) for seq in seqs)
         self.num_run += len(tasks)
-        await run.ports.worker.restore(run.token, tasks)
+        await run.ports.worker.call(WorkerCore.restore, run.token, tasks)
 
     def _check(self, record: OperationRecord, outcome: Outcome) -> None:
         name = f"{record.kind} {record.seq}"

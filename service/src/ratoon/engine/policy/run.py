@@ -20,7 +20,7 @@ from ratoon.engine.journal.records import OperationEnd, OperationRecord
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.queue import Ledger, Sequencer, Window
 from ratoon.engine.types import PolicySpec, PolicyState, Recovery
-from ratoon.engine.worker.tasks import Numerics, Outcome, WorkerPort
+from ratoon.engine.worker.tasks import Numerics, Outcome, RemoteWorker
 from ratoon.metrics import Change, MetricsSink
 from ratoon.train.spec import TrainerSpec
 
@@ -30,7 +30,7 @@ class Ports:
     """The world outside the controller. `now` gives seconds since the epoch."""
 
     journal: Journal
-    worker: WorkerPort
+    worker: RemoteWorker
     metrics: MetricsSink
     now: Callable[[], float]
 

@@ -40,6 +40,7 @@ from ratoon.engine.worker.tasks import (
     WorkerLostError,
     WorkerStatus,
 )
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
@@ -217,7 +218,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> tuple[Loaded, in
         )
         await run.archive.restore_checkpoint(base.checkpoint_id)
         try:
-            loaded = await run.ports.worker.load(run.token, request)
+            loaded = await run.ports.worker.call(WorkerCore.load, run.token, run.policy_id, request)
         except UnusableCheckpointError as error:
             unusable(run, error)
         else:

@@ -32,6 +32,7 @@ from ratoon.engine.policy.startup import start_policy
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.tasks import FencedError, GradientRequest, WorkerLostError
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
 from ratoon.stream.manifest import GradientManifest, WeightFile
@@ -384,7 +385,7 @@ class GradientReads:
             max_bytes=run.limits.max_gradient_bytes,
             min_free_disk_bytes=run.limits.min_free_disk_bytes,
         )
-        written = await run.ports.worker.write_gradients(run.token, request)
+        written = await run.ports.worker.call(WorkerCore.write_gradients, run.token, request)
         return GradientManifest(
             policy_id=run.policy_id,
             version=run.version,

@@ -14,6 +14,7 @@ from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import draining, operation_not_found, seq_gap
 from ratoon.engine.types import Operation
 from ratoon.engine.worker.tasks import WorkerLostError
+from ratoon.engine.worker.worker import WorkerCore
 
 # How often the progress of a running operation is refreshed.
 _PROGRESS_S = 0.25
@@ -128,7 +129,7 @@ class OperationViews:
 
     async def _ask_progress(self, live: LiveOperation) -> None:
         with contextlib.suppress(WorkerLostError):
-            live.progress = await self._run.ports.worker.progress()
+            live.progress = await self._run.ports.worker.call(WorkerCore.progress)
 
     def _missing(self, live: LiveOperation) -> int:
         """The missing seq that blocks a queued operation; 0: none."""

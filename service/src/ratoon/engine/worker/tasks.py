@@ -1,15 +1,16 @@
-"""Requests of a controller to its worker, and the answers. No torch: both sides import it.
+"""The values that pass between a controller and its policy's worker. No torch is imported here.
 
-Paths are absolute, on storage that both sides see. Equal digests of `Numerics` mean equal fields.
+Paths are absolute, on storage that both processes see. Equal digests of `Numerics` mean equal
+fields.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ratoon.engine.commands import Command
 from ratoon.engine.files.paths import PolicyPaths
@@ -18,16 +19,18 @@ from ratoon.engine.types import (
     FailedResult,
     OperationResult,
     OperationState,
-    Progress,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import Counters
-from ratoon.stream.manifest import WeightManifest
-from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 
+if TYPE_CHECKING:
+    from ratoon.engine.worker.worker import WorkerCore
+
+P = ParamSpec("P")
+T = TypeVar("T")
 NO_FORWARD = ""
 
 
@@ -198,87 +201,36 @@ class WorkerStatus:
     last_outcome: Outcome | None
 
 
-class WorkerPort(Protocol):
-    """A policy's worker, as its controller sees it.
+class RemoteWorker(Protocol):
+    """A policy's worker, as its controller reaches it.
 
-    Every call raises `WorkerLostError` where the worker is gone and `FencedError` where it has seen
-    a newer fencing token. `apply` raises nothing else: a task's failure is part of its outcome.
+    Every method raises `WorkerLostError` where the worker is gone and `FencedError` where it has
+    seen a newer fencing token.
     """
 
     async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
         """Raise the fencing token, let the running task end, and return the worker's status.
 
-        Starts a worker where there is none, on GPUs of one node if they have to be. Raises
+        Starts a worker where there is none, with GPUs of a single node if `on_one_node`. Raises
         RESOURCE_EXHAUSTED where there is no capacity.
         """
         ...
 
-    async def load(self, token: int, request: LoadRequest) -> Loaded:
-        """Build the trainer.
-
-        Raises `RatoonError` where the spec cannot be served, `UnusableCheckpointError`.
-        """
+    async def call(
+        self,
+        method: Callable[Concatenate[WorkerCore, P], T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        """Call a method of the worker's `WorkerCore`. Raises what the method raises."""
         ...
 
     async def replace(self) -> None:
-        """End the worker; the next `fence` starts another."""
+        """End the worker; the next `fence` starts another one."""
         ...
 
     async def release(self) -> None:
         """End the worker and release its resources, until the next `fence`."""
-        ...
-
-    async def apply(self, token: int, task: Task) -> Outcome:
-        """Plan and run the task whose seq is next; for the last seq, return its stored outcome."""
-        ...
-
-    async def skip(self, token: int, seq: int, outcome: Outcome) -> None:
-        """Count a seq that does not run."""
-        ...
-
-    async def forward(self, token: int, task: Task) -> Outcome:
-        """Run a Forward that has no seq."""
-        ...
-
-    async def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
-        """Make the open window hold exactly the gradients of these ForwardBackwards."""
-        ...
-
-    async def hold(self, token: int, version: int) -> None:
-        """Copy the weights, which are of this version; raises `RatoonError`.
-
-        The copy replaces an earlier one, once a publication under way is over.
-        """
-        ...
-
-    async def publish(
-        self, token: int, version: int, weights_root: str, created_at: float, deltas: bool
-    ) -> WeightManifest:
-        """Write the copy for readers. Runs beside other calls. Raises `RatoonError`."""
-        ...
-
-    async def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
-        """Write sums of the open window as a result file. Raises `RatoonError`."""
-        ...
-
-    async def snapshot(self, token: int) -> str:
-        """Copy the state at the last step boundary; returns its digest. Raises `RatoonError`.
-
-        The copy replaces an earlier one, and is held until it is written.
-        """
-        ...
-
-    async def write_snapshot(self, token: int, folder: str, as_of: AsOf) -> int:
-        """Write the copy as a checkpoint and read it back; returns its size in bytes.
-
-        Runs beside other calls. Raises `RatoonError`; there is no folder then.
-        """
-        ...
-
-    async def progress(self) -> Progress: ...
-
-    async def cancel(self, operation_id: str) -> None:
-        """Ask the running or next task to stop before it changes weights."""
         ...
 
 

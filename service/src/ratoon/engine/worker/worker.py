@@ -1,11 +1,24 @@
-"""A policy's worker: the one place where its weights change.
+"""A policy's worker: the only process that changes its weights, and each operation does so once.
 
-It refuses an older fencing token, or a seq other than the next, before it touches any state. For
-the last seq it returns the stored outcome.
+The controller numbers a policy's operations (seq 1, 2, 3, ...) and journals their outcomes. Both
+processes, and any call between them, may be lost at any moment. So a controller may send an
+operation without knowing whether the worker has already run it. Three checks, made before any state
+is touched, keep it from running twice or out of order:
 
-States: bare -> loaded -> lost. A failure that leaves the trainer's state in doubt, or a failed
-device, loses the worker: it refuses every call, and the controller replaces the process. No torch
-is imported here: the trainer comes in as an argument.
+1. The token. Each controller has a higher fencing token than the ones before it, and sends it with
+   every call. The worker refuses a token below the highest one it has seen (`fence`), so a
+   controller that was replaced can change nothing more.
+2. The seq. `apply` runs an operation only if its seq follows the last one; a gap is refused.
+3. The stored outcome. If the last seq comes again, for the same operation, `apply` returns the
+   outcome that it has stored, and runs nothing.
+
+A task that fails counts as run, with the failure as its outcome, if weights and moments are
+provably what they were before it (`_guarded`). If they are not, the worker is lost: it refuses
+every call from then on, and the controller replaces the process and rebuilds the state from a
+checkpoint and the journal.
+
+States: bare -> loaded -> lost; `load` leads from bare or loaded to loaded, or to bare if it fails.
+No torch is imported here: the trainer is built by a function that the process passes in.
 """
 
 from __future__ import annotations
@@ -21,11 +34,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ratoon.engine.crash_points import CrashPoint, Reach
 from ratoon.engine.refusals import disk_fault, unexpected
-from ratoon.engine.types import (
-    OperationState,
-    Progress,
-    StepResult,
-)
+from ratoon.engine.types import OperationState, Progress, StepResult
 from ratoon.engine.worker.meter import Meter
 from ratoon.engine.worker.runner import TaskRunner, write_checkpoint, write_gradients
 from ratoon.engine.worker.tasks import (
@@ -62,7 +71,7 @@ _NO_OPERATION = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeldWeights:
-    """`seq`, `digest`: the state's that the weights are of; "": it has none."""
+    """A copy of the weights. `seq`, `digest`: of the state that it was made of; "": no digest."""
 
     version: int
     kind: WeightKind
@@ -74,43 +83,49 @@ class _HeldWeights:
 class WorkerOrderError(Exception):
     """Controller and worker disagree on the order.
 
-    The seq is neither the last nor the next, or it is the last one of another operation.
+    The seq is neither the last nor the next one, or it is the last one of another operation.
     """
 
 
 class WorkerCore:
-    """`fence`, `progress` and `cancel` are thread-safe; all else runs on one thread.
+    """The controller calls its public methods, through `RemoteWorker.call`.
 
-    `publish` and `write_snapshot` have a thread of their own each.
+    Any thread may call `fence`, `progress` and `cancel`. `publish` and `write_snapshot` have a
+    thread of their own each. All other methods run on one thread, the compute thread.
     """
 
     def __init__(self, create_trainer: Callable[[TrainerSpec], Trainer], reach: Reach) -> None:
+        """`reach`: called at each crash point, where tests may kill the process."""
         self._create_trainer = create_trainer
         self._reach = reach
-        self._runner: TaskRunner | None = None
         self._token = 0
         self._token_lock = threading.Lock()
         self._is_lost = False
+        # The loaded policy; `_unload` resets these.
+        self._runner: TaskRunner | None = None
         self._policy_id = ""
         self._last_seq = 0
         self._last_outcome: Outcome | None = None
         self._takes_digests = False
         self._digest = ""
-        # To be written by `write_snapshot`.
+        # A copy of the state, which `write_snapshot` writes.
         self._snapshot: Snapshot | None = None
-        # Written by `publish`, which has the lock meanwhile, and what it gave.
+        # A copy of the weights, and the manifest once `publish` has written it. `publish` holds the
+        # lock meanwhile.
         self._held: _HeldWeights | None = None
         self._published: WeightManifest | None = None
         self._held_lock = threading.Lock()
+        # The running task.
         self._meter = Meter()
         self._cancelled_id = _NO_OPERATION
 
-    # From any thread.
+    # Exactly once: the token, the seq, the stored outcome.
 
     def fence(self, token: int) -> None:
-        """Refuse older fencing tokens from now on. Raises `FencedError` where this one is older.
+        """Refuse tokens below this one from now on. Every method with a token calls it first.
 
-        Raises `WorkerLostError` where the worker is lost, as does every call with a token.
+        Raises `FencedError` where `token` is itself below an earlier one, and `WorkerLostError`
+        where the worker is lost.
         """
         with self._token_lock:
             if token < self._token:
@@ -119,64 +134,12 @@ class WorkerCore:
         if self._is_lost:
             raise WorkerLostError("the trainer failed, and what it held is not known")
 
-    def progress(self) -> Progress:
-        return self._meter.progress()
-
-    def cancel(self, operation_id: str) -> None:
-        """Stop this operation, running or next, before it changes weights."""
-        self._cancelled_id = operation_id
-
-    # From the compute thread.
-
-    def status(self) -> WorkerStatus:
-        """Current state. Runs on the compute thread, so after the task that was running."""
-        return WorkerStatus(
-            is_loaded=self._runner is not None,
-            version=self._runner.version if self._runner else 0,
-            numerics=self._runner.trainer.fingerprint() if self._runner else {},
-            weights_digest=self._digest,
-            last_seq=self._last_seq,
-            last_outcome=self._last_outcome,
-        )
-
-    def load(self, token: int, policy_id: str, request: LoadRequest) -> Loaded:
-        """Load the policy from a checkpoint or its initial weights.
-
-        Raises `RatoonError`, and `UnusableCheckpointError`.
-        """
-        self.fence(token)
-        self._runner = self._snapshot = None
-        with self._held_lock:
-            self._held = self._published = None
-        # Layers have reference cycles: without this an earlier trainer would stay on the device,
-        # and the memory that is free decides what is kept for a backward.
-        collect_all()
-        started = time.perf_counter()
-        try:
-            trainer = self._create_trainer(request.trainer)
-            if isinstance(request.source, CheckpointWeights):
-                _load_checkpoint(trainer, request.source)
-            trainer.version = request.version
-            loaded = time.perf_counter()
-            self._takes_digests = request.digests
-            self._digest = trainer.state_digest() if request.digests else ""
-        except (RatoonError, UnusableCheckpointError):
-            raise
-        except (WorkerLostError, CopyFailedError) as err:
-            raise self._lost(str(err)) from err
-        except Exception as err:
-            self._is_lost = True
-            raise unexpected(err) from err
-        self._runner = TaskRunner(request.trainer, trainer)
-        self._policy_id = policy_id
-        self._last_seq, self._last_outcome = request.last_seq, None
-        digest_s = time.perf_counter() - loaded
-        seconds = {"load_s": round(loaded - started, 3), "digest_s": round(digest_s, 3)}
-        _LOG.info("policy loaded", policy_id=policy_id, version=request.version, **seconds)
-        return Loaded(info=trainer.info(), numerics=trainer.fingerprint())
-
     def apply(self, token: int, task: Task) -> Outcome:
-        """Run the task whose seq is next, or return the last one's stored outcome."""
+        """Run the task whose seq is next, or return the stored outcome of the last one.
+
+        A task's failure is part of its outcome. Raises `FencedError`, `WorkerLostError` and
+        `WorkerOrderError`.
+        """
         self.fence(token)
         runner = self._loaded()
         if task.seq == self._last_seq and self._last_outcome is not None:
@@ -195,7 +158,10 @@ class WorkerCore:
         return outcome
 
     def skip(self, token: int, seq: int, outcome: Outcome) -> None:
-        """Count a seq that ended without running."""
+        """Count a seq whose operation ended without running, as one that was cancelled.
+
+        `outcome` is stored as if the operation had run. Raises `WorkerOrderError` as `apply` does.
+        """
         self.fence(token)
         self._loaded()
         if seq == self._last_seq:
@@ -204,120 +170,17 @@ class WorkerCore:
         self._check_next(seq)
         self._last_seq, self._last_outcome = seq, outcome
 
-    def forward(self, token: int, task: Task) -> Outcome:
-        """Run a Forward that has no seq."""
-        self.fence(token)
-        return self._run(self._loaded(), task)
+    def _check_last(self, operation_id: str) -> None:
+        last = self._last_outcome
+        if last is not None and last.operation_id != operation_id:
+            message = f"{operation_id} has the seq {self._last_seq} of {last.operation_id}"
+            raise WorkerOrderError(message)
 
-    def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
-        """Restore the window by running its ForwardBackwards again. Raises `WorkerLostError`."""
-        self.fence(token)
-        try:
-            self._loaded().restore(tasks)
-        except Exception as err:
-            raise self._lost("the open window could not be restored") from err
+    def _check_next(self, seq: int) -> None:
+        if seq != self._last_seq + 1:
+            raise WorkerOrderError(f"seq {seq} after {self._last_seq}")
 
-    def hold(self, token: int, version: int) -> None:
-        """Hold a copy of the weights, for `publish`; waits for a publication under way.
-
-        Raises `RatoonError` and `WorkerLostError`.
-        """
-        self.fence(token)
-        runner = self._loaded()
-        assert version == runner.version, "weights stand still while they are copied"
-        with self._held_lock:
-            self._held = self._published = None
-            copy = self._guarded(runner, "hold", runner.trainer.copy_weights)
-            self._held = _HeldWeights(
-                version=version,
-                kind=runner.weight_kind,
-                copy=copy,
-                seq=self._last_seq,
-                digest=self._digest if self._takes_digests else "",
-            )
-
-    def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
-        """Write sums of the open window as a result file; changes nothing.
-
-        Raises INVALID_ARGUMENT, WINDOW_EMPTY, WINDOW_POISONED, RESOURCE_EXHAUSTED, and
-        `WorkerLostError`.
-        """
-        self.fence(token)
-        runner = self._loaded()
-        return self._guarded(runner, "gradients", partial(write_gradients, runner.trainer, request))
-
-    def snapshot(self, token: int) -> str:
-        """Hold a copy of the state at the last step boundary; returns its digest.
-
-        Raises `RatoonError` and `WorkerLostError`.
-        """
-        self.fence(token)
-        runner = self._loaded()
-        self._snapshot = None
-        self._snapshot = snapshot = self._guarded(runner, "snapshot", runner.trainer.snapshot)
-        self._reach(CrashPoint.WORKER_BEFORE_CHECKPOINT)
-        return snapshot.digest
-
-    # From threads of their own.
-
-    def publish(
-        self, token: int, version: int, weights_root: str, created_at: float, deltas: bool = False
-    ) -> WeightManifest:
-        """Write the held weights for readers, once; returns their manifest.
-
-        Raises `RatoonError`, with the copy held still, and `WorkerLostError`, where a rank is lost
-        that has a share of it; nothing is visible then.
-        """
-        with self._held_lock:
-            self.fence(token)
-            held = self._held
-            if held is None or held.version != version:
-                raise RatoonError(ErrorCode.INTERNAL, f"no copy of version {version} is held")
-            if self._published is None:
-                self._reach(CrashPoint.WORKER_BEFORE_PUBLISH)
-                self._published = self._write(held, Path(weights_root), created_at, deltas)
-                self._reach(CrashPoint.WORKER_AFTER_PUBLISH)
-            return self._published
-
-    def write_snapshot(self, token: int, folder: str, as_of: AsOf) -> int:
-        """Write the held copy, read it back, and release it; returns its size in bytes."""
-        self.fence(token)
-        snapshot, self._snapshot = self._snapshot, None
-        if snapshot is None:
-            raise RatoonError(ErrorCode.INTERNAL, "no copy of the state is held")
-        size_bytes = write_checkpoint(snapshot, Path(folder), as_of)
-        self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
-        return size_bytes
-
-    def _write(
-        self, held: _HeldWeights, root: Path, created_at: float, deltas: bool
-    ) -> WeightManifest:
-        args = root, self._policy_id, held.version, held.kind, held.copy.write, created_at
-        made_by = MadeBy(seq=held.seq, state_digest=held.digest)
-        try:
-            return publish_version(*args, deltas=deltas, made_by=made_by)
-        except RatoonError:
-            raise
-        except WorkerLostError as err:
-            raise self._lost(f"version {held.version} was not written: {err}") from err
-        except OSError as err:
-            raise disk_fault(f"version {held.version}", err) from err
-        except Exception as err:
-            _LOG.exception("failed", what=f"publication of version {held.version}")
-            raise unexpected(err) from err
-
-    def _with_digest(self, runner: TaskRunner, task: Task, outcome: Outcome) -> Outcome:
-        """The outcome, with the digest of the resulting state."""
-        if outcome.state is not OperationState.DONE or not self._takes_digests:
-            return outcome
-        if task.command.effect.changes_weights:
-            started = time.perf_counter()
-            self._digest = runner.trainer.state_digest()
-            if isinstance(result := outcome.result, StepResult):
-                seconds = replace(result.report.seconds, digest=time.perf_counter() - started)
-                report = replace(result.report, seconds=seconds)
-                outcome = replace(outcome, result=replace(result, report=report))
-        return replace(outcome, weights_digest=self._digest)
+    # Running a task: either it is done, or nothing has changed, or the worker is lost.
 
     def _run(self, runner: TaskRunner, task: Task) -> Outcome:
         self._meter = Meter(started=time.perf_counter())
@@ -350,16 +213,17 @@ class WorkerCore:
         call: Callable[[], T],
         may_have_stepped: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Run a call. Raises `RatoonError` where the trainer is unchanged but for window gradients.
+        """Run a call of the trainer.
 
-        Raises `WorkerLostError` where more may have changed.
+        Raises `RatoonError` where weights and moments are as before (the open window's gradients
+        may not be), and otherwise declares the worker lost and raises `WorkerLostError`.
         """
         try:
             return call()
         except RatoonError:
             raise
         except (WorkerLostError, CopyFailedError) as err:
-            # One of its ranks, or the way to it.
+            # A rank is gone, or cannot be reached.
             raise self._lost(str(err)) from err
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             _LOG.exception("failed", what=what)
@@ -376,11 +240,120 @@ class WorkerCore:
             raise self._lost("the trainer's state has changed")
         raise failure
 
+    def _with_digest(self, runner: TaskRunner, task: Task, outcome: Outcome) -> Outcome:
+        """The outcome, with the digest of the state that the task left."""
+        if outcome.state is not OperationState.DONE or not self._takes_digests:
+            return outcome
+        if task.command.effect.changes_weights:
+            started = time.perf_counter()
+            self._digest = runner.trainer.state_digest()
+            if isinstance(result := outcome.result, StepResult):
+                seconds = replace(result.report.seconds, digest=time.perf_counter() - started)
+                report = replace(result.report, seconds=seconds)
+                outcome = replace(outcome, result=replace(result, report=report))
+        return replace(outcome, weights_digest=self._digest)
+
     def _lost(self, reason: str) -> WorkerLostError:
-        """Mark the worker lost; returns the error to raise."""
+        """Mark the worker as lost; returns the error to raise."""
         self._is_lost, self._runner = True, None
         _LOG.error("worker lost", reason=reason)
         return WorkerLostError(reason)
+
+    # Loading, and what has no seq.
+
+    def load(self, token: int, policy_id: str, request: LoadRequest) -> Loaded:
+        """Load the policy as of `request.last_seq`, from a checkpoint or its initial weights.
+
+        Raises `RatoonError` where the spec cannot be served, and `UnusableCheckpointError`; the
+        worker is bare then, as a new one is.
+        """
+        self.fence(token)
+        self._unload()
+        started = time.perf_counter()
+        try:
+            trainer = self._create_trainer(request.trainer)
+            if isinstance(request.source, CheckpointWeights):
+                _load_checkpoint(trainer, request.source)
+            trainer.version = request.version
+            loaded = time.perf_counter()
+            digest = trainer.state_digest() if request.digests else ""
+        except (RatoonError, UnusableCheckpointError):
+            raise
+        except (WorkerLostError, CopyFailedError) as err:
+            raise self._lost(str(err)) from err
+        except Exception as err:
+            self._is_lost = True
+            raise unexpected(err) from err
+        self._runner = TaskRunner(request.trainer, trainer)
+        self._policy_id, self._last_seq = policy_id, request.last_seq
+        self._takes_digests, self._digest = request.digests, digest
+        digest_s = time.perf_counter() - loaded
+        seconds = {"load_s": round(loaded - started, 3), "digest_s": round(digest_s, 3)}
+        _LOG.info("policy loaded", policy_id=policy_id, version=request.version, **seconds)
+        return Loaded(info=trainer.info(), numerics=trainer.fingerprint())
+
+    def _unload(self) -> None:
+        """Drop the loaded policy with all that is known of it."""
+        self._runner = self._last_outcome = self._snapshot = None
+        self._policy_id, self._last_seq = "", 0
+        self._takes_digests, self._digest = False, ""
+        with self._held_lock:
+            self._held = self._published = None
+        # Layers have reference cycles: without this an earlier trainer would stay on the device,
+        # and the memory that is free decides what is kept for a backward.
+        collect_all()
+
+    def _loaded(self) -> TaskRunner:
+        if self._runner is None:
+            raise WorkerLostError("no policy is loaded")
+        return self._runner
+
+    def forward(self, token: int, task: Task) -> Outcome:
+        """Run a Forward that has no seq. It changes nothing, so it may run any number of times."""
+        self.fence(token)
+        return self._run(self._loaded(), task)
+
+    def restore(self, token: int, tasks: tuple[Task, ...]) -> None:
+        """Make the open window hold exactly the gradients of these ForwardBackwards.
+
+        Runs them again. Raises `WorkerLostError` where that fails.
+        """
+        self.fence(token)
+        try:
+            self._loaded().restore(tasks)
+        except Exception as err:
+            raise self._lost("the open window could not be restored") from err
+
+    def write_gradients(self, token: int, request: GradientRequest) -> GradientFile:
+        """Write sums of the open window as a result file; changes nothing.
+
+        Raises INVALID_ARGUMENT, WINDOW_EMPTY, WINDOW_POISONED, RESOURCE_EXHAUSTED, and
+        `WorkerLostError`.
+        """
+        self.fence(token)
+        runner = self._loaded()
+        return self._guarded(runner, "gradients", partial(write_gradients, runner.trainer, request))
+
+    # Status and progress.
+
+    def status(self) -> WorkerStatus:
+        """The state that a new controller finds. Waits for the running task."""
+        return WorkerStatus(
+            is_loaded=self._runner is not None,
+            version=self._runner.version if self._runner else 0,
+            numerics=self._runner.trainer.fingerprint() if self._runner else {},
+            weights_digest=self._digest,
+            last_seq=self._last_seq,
+            last_outcome=self._last_outcome,
+        )
+
+    def progress(self) -> Progress:
+        """The progress of the running task, or else of the last one. Never waits."""
+        return self._meter.progress()
+
+    def cancel(self, operation_id: str) -> None:
+        """Stop this operation, running or next, before it changes weights. Never waits."""
+        self._cancelled_id = operation_id
 
     def _on_progress(self, done: int, planned: int, tokens: int) -> None:
         self._meter.done, self._meter.planned, self._meter.tokens = done, planned, tokens
@@ -390,20 +363,90 @@ class WorkerCore:
     def _is_cancelled(self, operation_id: str) -> Callable[[], bool]:
         return lambda: self._cancelled_id == operation_id
 
-    def _loaded(self) -> TaskRunner:
-        if self._runner is None:
-            raise WorkerLostError("no policy is loaded")
-        return self._runner
+    # Copies of the state and of the weights, which other threads write while training goes on.
 
-    def _check_last(self, operation_id: str) -> None:
-        last = self._last_outcome
-        if last is not None and last.operation_id != operation_id:
-            message = f"{operation_id} has the seq {self._last_seq} of {last.operation_id}"
-            raise WorkerOrderError(message)
+    def snapshot(self, token: int) -> str:
+        """Copy the state at the last step boundary, for `write_snapshot`; returns its digest.
 
-    def _check_next(self, seq: int) -> None:
-        if seq != self._last_seq + 1:
-            raise WorkerOrderError(f"seq {seq} after {self._last_seq}")
+        The copy replaces an earlier one. Raises `RatoonError` and `WorkerLostError`.
+        """
+        self.fence(token)
+        runner = self._loaded()
+        self._snapshot = None
+        self._snapshot = snapshot = self._guarded(runner, "snapshot", runner.trainer.snapshot)
+        self._reach(CrashPoint.WORKER_BEFORE_CHECKPOINT)
+        return snapshot.digest
+
+    def write_snapshot(self, token: int, folder: str, as_of: AsOf) -> int:
+        """Write the copied state as a checkpoint, read it back, and drop the copy.
+
+        Runs beside other calls. Returns the size in bytes. Raises `RatoonError`; there is no folder
+        then.
+        """
+        self.fence(token)
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            raise RatoonError(ErrorCode.INTERNAL, "no copy of the state is held")
+        size_bytes = write_checkpoint(snapshot, Path(folder), as_of)
+        self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
+        return size_bytes
+
+    def hold(self, token: int, version: int) -> None:
+        """Copy the weights, which have this version, for `publish`.
+
+        The copy replaces an earlier one, once a publication under way is over. Raises `RatoonError`
+        and `WorkerLostError`.
+        """
+        self.fence(token)
+        runner = self._loaded()
+        assert version == runner.version, "weights stand still while they are copied"
+        with self._held_lock:
+            self._held = self._published = None
+            copy = self._guarded(runner, "hold", runner.trainer.copy_weights)
+            self._held = _HeldWeights(
+                version=version,
+                kind=runner.weight_kind,
+                copy=copy,
+                seq=self._last_seq,
+                digest=self._digest if self._takes_digests else "",
+            )
+
+    def publish(
+        self, token: int, version: int, weights_root: str, created_at: float, deltas: bool = False
+    ) -> WeightManifest:
+        """Write the copied weights for readers, once; returns their manifest.
+
+        Runs beside other calls. Nothing is visible to readers if it raises `RatoonError`, which
+        leaves the copy for another try, or `WorkerLostError`, where a rank with a share of the
+        weights is lost.
+        """
+        with self._held_lock:
+            self.fence(token)
+            held = self._held
+            if held is None or held.version != version:
+                raise RatoonError(ErrorCode.INTERNAL, f"no copy of version {version} is held")
+            if self._published is None:
+                self._reach(CrashPoint.WORKER_BEFORE_PUBLISH)
+                self._published = self._write(held, Path(weights_root), created_at, deltas)
+                self._reach(CrashPoint.WORKER_AFTER_PUBLISH)
+            return self._published
+
+    def _write(
+        self, held: _HeldWeights, root: Path, created_at: float, deltas: bool
+    ) -> WeightManifest:
+        args = root, self._policy_id, held.version, held.kind, held.copy.write, created_at
+        made_by = MadeBy(seq=held.seq, state_digest=held.digest)
+        try:
+            return publish_version(*args, deltas=deltas, made_by=made_by)
+        except RatoonError:
+            raise
+        except WorkerLostError as err:
+            raise self._lost(f"version {held.version} was not written: {err}") from err
+        except OSError as err:
+            raise disk_fault(f"version {held.version}", err) from err
+        except Exception as err:
+            _LOG.exception("failed", what=f"publication of version {held.version}")
+            raise unexpected(err) from err
 
 
 def _may_have_stepped(task: Task, trainer: Trainer, version: int) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
 from queue import Empty, Full, Queue
 from threading import Event, Thread
 from typing import cast
@@ -30,18 +31,30 @@ from ratoon.train.report.clock import Moment
 _AHEAD = 2
 # How often one that waits asks whether to go on.
 _ASK_S = 0.2
-# For the others to end a pass that was stopped: they ask between micro-batches.
+# Seconds for other ranks to end a pass that was stopped: they look between micro-batches.
 _END_S = 600.0
 _SILENT = "another rank is gone, or its machine does not answer"
-# What ranks tell one another before each turn: a rank's gradients follow; they do not, as nothing
-# flowed or as it has none in this turn; nor will any others, as it was stopped. And behind a turn,
-# of those that go by an outbox: they were taken from there.
-_SENDS, _NOTHING, _STOPPED, _TAKEN = 1, 0, -1, 2
+
+
+class Signal(IntEnum):
+    """A word that ranks tell one another: the first three before each turn, the last after it."""
+
+    # The rank's pass was stopped: neither this turn's gradients nor any later ones follow.
+    STOPPED = -1
+    # No gradients follow: none flowed, or the rank has no turn in this step.
+    NOTHING = 0
+    # The rank's gradients follow.
+    SENDS = 1
+    # The rank has taken its parts from the others' outboxes, which may be filled again.
+    TAKEN = 2
 
 
 def handed_bytes(layers: Sequence[Mapping[str, Tensor]], num_ranks: int) -> int:
-    """Most that gradients take on their way, beside sums: those of the layer that runs, of those
-    ahead, of the one that is sent; and what the others send of a rank's share of one."""
+    """The most bytes that gradients take on their way, besides the sums.
+
+    They are the gradients of the layer that runs, of the layers that the backward is ahead, and of
+    the layer being sent, and the parts that other ranks send for this rank's share of one layer.
+    """
     most = max((sum(p.nbytes for p in layer.values()) for layer in layers), default=0)
     return (_AHEAD + 2) * most + math.ceil(most * (num_ranks - 1) / num_ranks)
 
@@ -59,9 +72,9 @@ _END = _Layer(math.inf, {}, None)
 
 
 class LayerExchange:
-    """One pass of one rank: what its backwards hand over, and the thread that passes it on.
+    """Passes on the gradients of one rank's backwards, during one pass, in a thread of its own.
 
-    States: open; finished or stopped; joined. But for the thread, one thread at a time calls it.
+    States: open; finished or stopped; joined. Apart from that thread, one thread at a time uses it.
     """
 
     def __init__(
@@ -74,29 +87,29 @@ class LayerExchange:
         is_cancelled: Callable[[], bool],
         outbox: Outbox | None = None,
     ) -> None:
-        """`parts`: of each layer those of each rank; `shards`: this rank's sums, by part; `outbox`:
-        by which gradients go, None: by messages."""
+        """`parts`: by layer, then by rank. `shards`: this rank's sums, by part. `outbox`: the way
+        that gradients take; None: by messages."""
         self._layers, self._parts, self._shards = layers, parts, shards
         self._outbox = outbox
         self._copies, self._steps, self._is_cancelled = copies, steps, is_cancelled
         self._device = next(p.device for layer in layers for p in layer.values())
-        # Of the backward: the layer that it is in, its number among all, and what it has of it.
+        # The number of the backward, the slot that it is in, and the gradients that it has there.
         self._backward, self._slot, self._pending = 0, 0, dict[str, Tensor]()
         self._num_slots = sum(turn.rank == copies.rank for step in steps for turn in step)
         self._handed = Queue[_Layer](_AHEAD)
-        # What the thread has taken off and not passed on.
+        # A layer that the thread has taken off the queue and not passed on.
         self._head: _Layer | None = None
         self._is_stopped = Event()
         self._other_is_stopped = False
         self._error: Exception | None = None
-        # Of what was done to the sums before, which the thread adds to.
+        # Earlier work on the sums, which must be over before the thread adds to them.
         self._begun = Moment(self._device)
-        # Of no use to a process that ends.
+        # A daemon: a process that ends does not wait for it.
         self._thread = Thread(target=self._run, name="gradients", daemon=True)
         self._thread.start()
 
     def take(self, layer: int, name: str, gradient: Tensor) -> None:
-        """One parameter's gradient of a backward, which goes from the last layer down."""
+        """Take one parameter's gradient; a backward goes from the last layer down."""
         down = len(self._layers) - 1 - layer
         slot = self._backward * len(self._layers) + down
         if slot < self._slot or name in self._pending:
@@ -122,7 +135,7 @@ class LayerExchange:
         self._check()
 
     def stop(self) -> None:
-        """Hand nothing over any more, and have the others know."""
+        """Hand nothing over any more, and let the other ranks know."""
         self._is_stopped.set()
         try:
             while True:
@@ -144,7 +157,7 @@ class LayerExchange:
             raise CopyFailedError(f"other ranks have not ended a pass within {_END_S:g} s")
 
     def _hand_over(self) -> None:
-        """What there is of a layer; what lacks is zero."""
+        """Give the thread the layer's gradients; a parameter without one gets zeros."""
         if not self._pending:
             return
         assert self._slot < self._num_slots, "more backwards than planned"
@@ -176,7 +189,7 @@ class LayerExchange:
 
     @torch.no_grad()
     def _run(self) -> None:
-        """The thread. It goes through all turns whatever happens: others wait for it there."""
+        """The thread: it takes part in every step, even after an error, as others wait there."""
         with self._on_own_stream():
             self._begun.wait()
             for step in self._steps:
@@ -194,9 +207,9 @@ class LayerExchange:
         rank = self._copies.rank
         mine = next((turn for turn in step if turn.rank == rank), None)
         gradients = None if mine is None else self._next(mine.slot)
-        word = _NOTHING if gradients is None else _SENDS
+        word = Signal.NOTHING if gradients is None else Signal.SENDS
         if self._is_stopped.is_set():
-            gradients, word = None, _STOPPED
+            gradients, word = None, Signal.STOPPED
         owners = [] if mine is None else self._owners(mine)
         senders = [turn for turn in step if turn is not mine and self._parts[turn.layer][rank]]
         peers = sorted({*owners, *(turn.rank for turn in senders)})
@@ -206,8 +219,8 @@ class LayerExchange:
             if self._outbox is not None:
                 self._outbox.put(mine.layer, gradients)
         heard = self._copies.tell(peers, word)
-        self._other_is_stopped |= _STOPPED in heard.values()
-        senders = [turn for turn in senders if heard.get(turn.rank) == _SENDS]
+        self._other_is_stopped |= Signal.STOPPED in heard.values()
+        senders = [turn for turn in senders if heard.get(turn.rank) == Signal.SENDS]
         try:
             terms |= {turn.rank: self._room(turn) for turn in senders}
             if self._outbox is None:
@@ -223,14 +236,14 @@ class LayerExchange:
             Moment(self._device).wait()
         finally:
             if self._outbox is not None:
-                heard = self._copies.tell(heard, _TAKEN)
+                heard = self._copies.tell(heard, Signal.TAKEN)
         if len(heard) < len(peers):
             raise CopyFailedError(f"ranks {sorted({*peers} - heard.keys())} are gone")
 
     def _messages(
         self, layer: int, gradients: Mapping[str, Tensor] | None, peers: Collection[int]
     ) -> list[Copy]:
-        """Each peer's parts of a layer's gradients, where there are any."""
+        """Copies of each peer's parts of a layer's gradients, if there are gradients."""
         if gradients is None:
             return []
         others = [peer for peer in sorted(peers) if self._parts[layer][peer]]
@@ -241,7 +254,7 @@ class LayerExchange:
         ]
 
     def _add(self, terms: Sequence[tuple[int, list[Tensor]]]) -> None:
-        """What there is of layers, for this rank's parts of them, in order."""
+        """Add gradients, given by layer, to the sums of this rank's parts, in order."""
         by_layer: dict[int, list[list[Tensor]]] = {}
         for layer, of_parts in terms:
             by_layer.setdefault(layer, []).append(of_parts)
@@ -251,7 +264,7 @@ class LayerExchange:
                 add_terms(self._shards[part.name], of_part)
 
     def _next(self, slot: int) -> dict[str, Tensor] | None:
-        """What the backward hands over for a slot; None where it has left it out."""
+        """The gradients that the backward hands over for a slot; None if it skipped the slot."""
         if self._head is None:
             self._head = self._handed.get()
         if self._head.slot > slot:
@@ -267,7 +280,7 @@ class LayerExchange:
         return [rank for rank, parts in by_rank if parts and rank != turn.rank]
 
     def _room(self, turn: Turn) -> list[Tensor]:
-        """For what another rank sends."""
+        """Empty tensors for this rank's parts of the layer that another rank sends."""
         layer = self._layers[turn.layer]
         own = self._parts[turn.layer][self._copies.rank]
         return [part.empty_like(layer[part.parameter]) for part in own]

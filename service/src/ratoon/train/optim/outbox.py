@@ -1,7 +1,7 @@
-"""A layer's gradients where the other ranks of a node take their parts of them.
+"""Memory from which the other ranks of a node copy their parts of a layer's gradients.
 
-The devices' copy engines take them. NCCL's kernel has 24 of an H200's 132 multiprocessors, beside
-which a product that wants all of them takes twice as long.
+The devices' copy engines do so. NCCL's kernel would take 24 of an H200's 132 multiprocessors, and a
+matrix product beside it, which wants all of them, would take twice as long.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ratoon.train.report.clock import Moment
 class Outbox:
     """Owns room for one layer's gradients, and maps that of the other ranks.
 
-    Not thread-safe. A rank tells the others once it has put a layer there, and puts the next there
-    once they have told it that they have taken theirs.
+    Not thread-safe. A rank tells the others once it has put a layer there, and puts the next layer
+    there once they have told it that they have taken their parts.
     """
 
     def __init__(
@@ -28,18 +28,18 @@ class Outbox:
         parts: Sequence[Sequence[Sequence[Part]]],
         rank: int,
     ) -> None:
-        """`layers`: what gradients are like; `parts`: of each layer those of each rank."""
+        """`layers`: tensors of the gradients' shape and dtype. `parts`: by layer, then by rank."""
         self._parts, self._rank = parts, rank
         self._places = [Places.of([part for own in each for part in own]) for each in parts]
         like = next(p for layer in layers for p in layer.values())
         self._device = like.device
         size = max(places.size for places in self._places)
         self._memory = SharedMemory(size, like.dtype, like.device)
-        # By rank, then layer.
+        # Views of the parts: by rank, then by layer, then by part.
         self._rooms: list[list[dict[str, Tensor]]] = []
 
     def handle(self) -> Handle:
-        """For `open` on the others."""
+        """The handle of this rank's room, which the others need for `open`."""
         return self._memory.handle()
 
     def open(self, handles: Sequence[Handle]) -> None:
@@ -51,7 +51,7 @@ class Outbox:
         self._rooms = [[places.views(each) for places in self._places] for each in memories]
 
     def put(self, layer: int, gradients: Mapping[str, Tensor]) -> None:
-        """Have the other ranks' parts of a layer's gradients there; waits until they are."""
+        """Copy the other ranks' parts of a layer's gradients there, and wait for the device."""
         room = self._rooms[self._rank][layer]
         for rank, parts in enumerate(self._parts[layer]):
             for part in parts if rank != self._rank else ():
@@ -66,5 +66,5 @@ class Outbox:
 
 
 def outbox_bytes(layers: Sequence[Mapping[str, Tensor]]) -> int:
-    """About what the room takes."""
+    """Bytes of the room, approximately."""
     return max((sum(p.nbytes for p in layer.values()) for layer in layers), default=0)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Shares:
-    """The parts of this rank and of the others, and how tensors get from one to another."""
+    """Assigns parts of the parameters to ranks, and copies tensors between their owners."""
 
     def __init__(self, parts: Sequence[Part], copies: Copies) -> None:
         self._copies = copies
@@ -23,7 +23,7 @@ class Shares:
         self._by_rank = shared_out(parts, copies.size)
 
     def by_rank(self, parameters: Collection[str]) -> list[list[Part]]:
-        """The parts of some parameters that each rank has."""
+        """The parts of some parameters, by the rank that owns them."""
         return [[part for part in own if part.parameter in parameters] for own in self._by_rank]
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -32,14 +32,18 @@ class Shares:
         return {part.name: part.of(tensors[part.parameter]) for part in own}
 
     def in_order(self, found: Iterable[Mapping[str, T]]) -> list[T]:
-        """What ranks found of their parts, by their names: all in the order of parameters."""
+        """Values that ranks found for their parts, in the order of parameters.
+
+        `found`: of each rank, by the names of its parts.
+        """
         by_name = {name: one for each in found for name, one in each.items()}
         return [by_name[part.name] for part in self._parts]
 
-    def add_up(self, sums: Mapping[str, Tensor]) -> None:
-        """Add to this rank's parts those of all others, in the order of ranks.
+    def reduce_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Add the other ranks' sums to this rank's parts, in the order of ranks.
 
-        Of `sums`, contiguous tensors by parameter; the other ranks' parts of them stay as they are.
+        `sums`: contiguous tensors by parameter, changed in place. Parts that other ranks own stay
+        as they are.
         """
         for batches in self._batches(sums):
             own = [part.of(sums[part.parameter]) for part in batches[self._copies.rank]]
@@ -59,8 +63,11 @@ class Shares:
                     total = total + terms[peer][index]
                 part.copy_(total)
 
-    def hand_out(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give every rank the parts that others have, in place; contiguous, by parameter."""
+    def broadcast_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Send every rank the parts that this one owns, and receive theirs.
+
+        `tensors`: contiguous weights by parameter, changed in place.
+        """
         flat = {name: tensor.detach() for name, tensor in tensors.items()}
         for batches in self._batches(flat):
             own = [part.of(flat[part.parameter]) for part in batches[self._copies.rank]]
@@ -74,9 +81,9 @@ class Shares:
             )
 
     def deal(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """This rank's parts of what rank 0 has on the CPU, by parameter; the others give None.
+        """This rank's parts of the tensors that rank 0 has on the CPU; the others give None.
 
-        Parts that are copied are float32 and flat.
+        `tensors`: by parameter. Parts that are copied arrive as flat float32 tensors.
         """
         if tensors is None:
             return self._receive()
@@ -108,15 +115,15 @@ class Shares:
 
 
 def _batches(by_rank: Sequence[Sequence[Part]]) -> Iterator[list[list[Part]]]:
-    """Parts of each of several ranks that are copied at a time, of `PART` elements or little
-    more."""
+    """Cut the parts of several ranks into batches of about `PART` elements a rank, each copied at
+    a time."""
     rests = [list(parts) for parts in by_rank]
     while len(rests) > 1 and any(rests):
         yield [_taken(rest) for rest in rests]
 
 
 def _taken(parts: list[Part]) -> list[Part]:
-    """Parts off the front, of `PART` elements together or little more."""
+    """Take parts off the front, `PART` elements together or slightly more."""
     taken: list[Part] = []
     while parts and sum(part.stop - part.start for part in taken) < PART:
         taken.append(parts.pop(0))

@@ -1,8 +1,8 @@
-"""Gradient sums of one of several ranks: of decoder layers it keeps those of its own parts alone.
+"""Gradient sums of a rank that keeps, of decoder layers, only the sums of its own parts.
 
-While a backward goes on, a thread sends the gradients of each layer that is through to the owners
-of its parts, in the parameters' own dtype, and adds what comes for this rank's parts. The order in
-which that is sent and added is a function of the plan (`turns_of`), so an update repeats its bits.
+While a backward runs, a thread sends the gradients of each finished layer to the owners of its
+parts, in the parameters' own dtype, and adds what it receives for this rank's parts. The order of
+sending and adding is a function of the plan (`turns_of`), so an update repeats its bits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ratoon.train.optim.turns import turns_of
 
 
 class ShardedSums(GradientSums):
-    """Of parameters outside of the layers a rank has whole sums, as of one device.
+    """Gradient sums: whole ones of parameters outside of layers, of layers those of own parts.
 
-    Outside of `of_pass` gradients of parts that are not this rank's are dropped: what runs then is
-    this rank's alone.
+    Outside of `of_pass` the gradients of other ranks' parts are dropped, as no other rank takes
+    part in what runs then.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class ShardedSums(GradientSums):
         *,
         are_neighbours: bool,
     ) -> None:
-        """`layers`: names of the parameters of each; `are_neighbours`: ranks map each other's
-        memory, that of `outbox`, before the first pass."""
+        """`layers`: the parameters' names, by layer. `are_neighbours`: ranks map each other's
+        `outbox` before the first pass."""
         sharded = {name for layer in layers for name in layer}
         super().__init__({n: p for n, p in parameters.items() if n not in sharded})
         self._layers = [{name: parameters[name] for name in layer} for layer in layers]
@@ -65,7 +65,7 @@ class ShardedSums(GradientSums):
         return self._shards
 
     def sum_of(self, name: str) -> Tensor:
-        """Of a parameter that is sharded: zeros but for this rank's parts."""
+        """A parameter's sum; of one in a layer, zeros outside of this rank's parts."""
         for layer, by_rank in zip(self._layers, self._parts, strict=True):
             if name in layer:
                 whole = torch.zeros_like(layer[name], dtype=wide_dtype(layer[name]))
@@ -85,10 +85,11 @@ class ShardedSums(GradientSums):
 
     @contextmanager
     def of_pass(self, plan: UpdatePlan, is_cancelled: Callable[[], bool]) -> Iterator[None]:
-        """Inside, all ranks run the backwards of their parts of `plan`.
+        """Exchange gradients while the block runs this rank's backwards of `plan`.
 
-        However it is left, no rank waits for this one then. Raises CANCELLED where another rank was
-        stopped, or this one while it waited; `CopyFailedError` where one is gone.
+        All ranks enter it for the same plan. However it is left, no rank waits for this one any
+        more. Raises CANCELLED where another rank was stopped, or this one while it waited, and
+        `CopyFailedError` where one is gone.
         """
         steps = turns_of(plan, self._copies.size, len(self._layers))
         self._exchange = exchange = LayerExchange(

@@ -1,6 +1,6 @@
-"""In which order the ranks of a policy hand the gradients of decoder layers to their owners.
+"""The order in which the ranks of a policy send the gradients of decoder layers to their owners.
 
-All ranks know the plan, and so this order: it decides who waits for whom, and in which order an
+All ranks compute it from the plan. It decides which rank waits for which, and in which order an
 owner adds.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.waves import runs_of
 
-# A backward takes as long as so many forwards.
+# Time of a backward, in forwards.
 _BACKWARD_COST = 2
 
 
@@ -29,12 +29,12 @@ class Turn:
 
 
 def turns_of(plan: UpdatePlan, num_ranks: int, num_layers: int) -> list[tuple[Turn, ...]]:
-    """Turns that are taken together, at most one per rank, by rank; each rank's by their slots.
+    """Steps of turns that are taken together, at most one per rank, ordered by rank.
 
-    In the order in which backwards get there if ranks are as fast as one another, by tokens: so
-    whoever has more micro-batches, or shorter ones, hardly waits for the others. A rank that has
-    fewer backwards than planned, as a stage that nothing is predicted from has none, leaves turns
-    over at its end.
+    Steps are in the order in which backwards would reach them if all ranks processed tokens equally
+    fast, so a rank with more micro-batches, or shorter ones, hardly waits for the others. Each
+    rank's turns are in the order of slots. A rank that runs fewer backwards than planned (a stage
+    that predicts nothing has none) leaves its last turns unused.
     """
     timed = sorted(
         (time, rank, slot)
@@ -51,7 +51,7 @@ def turns_of(plan: UpdatePlan, num_ranks: int, num_layers: int) -> list[tuple[Tu
 
 
 def _times(micro_batches: tuple[MicroBatch, ...], num_layers: int) -> Iterator[int]:
-    """When a rank gets to each slot, in tokens times layers."""
+    """The time at which a rank reaches each slot, in tokens times layers."""
     now = 0
     for micro_batch in micro_batches:
         for tokens, is_backward in _runs(micro_batch):
@@ -64,7 +64,7 @@ def _times(micro_batches: tuple[MicroBatch, ...], num_layers: int) -> Iterator[i
 
 
 def _runs(micro_batch: MicroBatch) -> Iterator[tuple[int, bool]]:
-    """Tokens of each forward and backward."""
+    """The tokens of each forward and backward of a micro-batch, in order."""
     if not micro_batch.stages:
         yield micro_batch.packed_tokens, False
         yield micro_batch.packed_tokens, True

@@ -1,16 +1,24 @@
-"""A Ray of this machine alone, with no more processes than the service needs.
+"""Everything that the service uses of Ray beyond what Ray promises to keep.
 
-`ray.init` would also start a dashboard and wait for it, an autoscaler monitor and a log monitor.
-The service uses none of them; `ray_logs` reads the logs.
+No other module names `ray._private`, `ray._common` or `ray._raylet`. An upgrade of Ray must keep
+what `tests/engine/test_ray_private.py` checks; if it does not, this is the module to change.
 """
+
+# Ray does not type what it keeps to itself.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import ray
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
     enable_token_auth_by_default,
@@ -18,7 +26,18 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.state import available_resources_per_node
+from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
+# The resource that only the head has.
+HEAD_RESOURCE = HEAD_NODE_RESOURCE_NAME
+# The name of a link, beside the session folders, to the latest of them.
+SESSION_LATEST = ray_constants.SESSION_LATEST
+# Nothing recovers without these two, and Ray restarts neither on a single machine.
+_ESSENTIAL = (
+    ray_constants.PROCESS_TYPE_RAYLET,
+    ray_constants.PROCESS_TYPE_GCS_SERVER,
+)
 # Without this every call is reported to a dashboard that does not run, and kept in the head's
 # memory.
 _NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
@@ -27,12 +46,40 @@ _AS_NICE_AS_THIS = {"worker_niceness": 0}
 # Ray waits as long for its node.
 _RAYLET_S = 30.0
 _POLL_S = 0.02
-# Nothing recovers without these two, and Ray restarts neither on a single machine.
-_ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+
+
+def free_resources_by_node() -> dict[str, dict[str, float]]:
+    """The free resources of each live node, by node id."""
+    return cast("dict[str, dict[str, float]]", available_resources_per_node())
+
+
+def forget_token() -> None:
+    """Make Ray read its token anew, as the environment names it."""
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def hide_token_notices() -> None:
+    """Keep Ray from logging at every start that it requires a token."""
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+
+
+@contextmanager
+def on_loopback() -> Generator[None, None, None]:
+    """A Ray started within the block has a loopback address, and its processes listen there."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 class LocalRay:
-    """Ray's processes, from construction to `end`; they end with this process in any case."""
+    """A Ray of this machine alone, with no more processes than the service needs.
+
+    `ray.init` would also start a dashboard and wait for it, an autoscaler monitor and a log
+    monitor. The processes live from construction to `end`; they end with this process in any case.
+    """
 
     def __init__(self, *, num_cpus: int, object_store_bytes: int, temp_folder: str) -> None:
         """Ray requires the token that the environment names, unless token auth is off there."""
@@ -44,11 +91,9 @@ class LocalRay:
             object_store_memory=object_store_bytes,
             temp_dir=temp_folder,
             include_dashboard=False,
-            include_log_monitor=cast("Any", False),  # Ray says that it is text.
+            include_log_monitor=cast("Any", False),  # Ray declares it as text.
             no_monitor=True,
-            _system_config=cast(
-                "Any", _NO_REPORTS | _AS_NICE_AS_THIS
-            ),  # Ray says that they are texts.
+            _system_config=cast("Any", _NO_REPORTS | _AS_NICE_AS_THIS),  # Declared as texts.
         )
         self._node = _Head(
             parameters,
@@ -80,7 +125,7 @@ class LocalRay:
 
 class _Head(Node):
     def start_api_server(self, **_: Any) -> None:
-        """None: even without a dashboard Ray would start this process, and wait for it."""
+        """Start none: even without a dashboard Ray would start this process, and wait for it."""
         self._webui_url = ""
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
