@@ -41,7 +41,7 @@ from harness.service import Service
 from ratoon_client import Group as Rollouts
 from ratoon_client import Loss, Optim, Parallel, PolicySession, RatoonClient
 from ratoon_client import group as make_group
-from ratoon_client.policy_options import Shard
+from ratoon_client.values import Shard
 
 # The first update of each kind compiles.
 NUM_LEFT_OUT = 1

@@ -28,8 +28,7 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
 from ratoon_client import Group as Rollouts
 from ratoon_client import Loss, Optim, RatoonClient, RatoonClientError, group, rollout
-from ratoon_client.policy_options import ModelDtype
-from ratoon_client.results import StepResult
+from ratoon_client.values import ModelDtype, StepResult
 
 Row = dict[str, Any]
 

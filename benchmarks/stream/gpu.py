@@ -27,7 +27,7 @@ from benchmarks.service.start import PATIENCE_S
 from harness.gpu_results import write_result
 from harness.service import Service
 from ratoon_client import ClientConfig, Loss, Optim, Publish, RatoonClient
-from ratoon_client.policy_options import PublishKind
+from ratoon_client.values import PublishKind
 
 BEGIN = "<!-- streams of a GPU: written by benchmarks/stream/gpu.py -->"
 END = "<!-- end of streams of a GPU -->"

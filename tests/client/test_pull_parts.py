@@ -15,8 +15,8 @@ import pytest
 import xxhash
 
 from ratoon_client import ClientConfig, IntegrityError, TransportError
-from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.transport.grpc_wire import GrpcTransport
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.checks import check_manifest
 from ratoon_client.weights.chunks import chunk_ranges
 from ratoon_client.weights.partial import PartialFile

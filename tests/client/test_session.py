@@ -66,7 +66,7 @@ def test_a_seq_given_by_the_caller_is_used_and_leaves_no_gap(client: RatoonClien
 def test_a_seq_that_another_has_taken_is_an_error_that_helps(client: RatoonClient):
     session = client.policy("p")
     session.next_seq()
-    client.discard_gradients("p", seq=1)
+    client.policy("p").discard_gradients(seq=1)
     with pytest.raises(RatoonApiError, match=r"KEY_REUSED: .*resync\(\)") as caught:
         session.update(one_group(), loss=LOSS, optim=OPTIM)
     assert (caught.value.code, caught.value.field) == ("KEY_REUSED", "key.seq")
@@ -107,7 +107,7 @@ def _lost_answers(service: FakeService, name: str) -> Iterator[None]:
 def test_resync_asks_the_service(client: RatoonClient):
     session = client.policy("p")
     assert session.next_seq() == 1
-    client.update("p", one_group(), loss=LOSS, optim=OPTIM, seq=1)
+    client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM, seq=1)
     assert session.resync() == 2
 
 

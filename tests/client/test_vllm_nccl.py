@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ratoon_client import EngineError, VllmNcclAdapter
-from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights import vllm_nccl
 from tests.client.nccl_engine import FILE, WAIT_S, digest
 

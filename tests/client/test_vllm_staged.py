@@ -23,7 +23,7 @@ import xxhash
 from safetensors.torch import save
 
 from ratoon_client import AsyncRatoonClient, EngineError, StagedVllmAdapter
-from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.vllm_staged import register
 from tests.client import fake_vllm
 from tests.client.fake_engine import FILE, serving_engine

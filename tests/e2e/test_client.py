@@ -35,7 +35,7 @@ from ratoon_client import (
     group,
     rollout,
 )
-from ratoon_client.results import PhaseSeconds
+from ratoon_client.values import PhaseSeconds
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.running_service import Service

@@ -219,8 +219,8 @@ def _update(
         for reward in (0.0, 1.0)
     ]
     groups = [group("g", MARKER, rollouts)]
-    return client.update(
-        "marked", groups, loss=Loss("grpo"), optim=Optim(learning_rate=1e-4), seq=seq
+    return client.policy("marked").update(
+        groups, loss=Loss("grpo"), optim=Optim(learning_rate=1e-4), seq=seq
     )
 
 

@@ -14,7 +14,7 @@ from ratoon_client import (
     SglangAdapter,
     VllmAdapter,
 )
-from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.committed import COMMITTED_NAME
 from tests.client.conftest import versions
 from tests.client.fake_engine import FILE, ROOT, START, FakeEngine, HangError, serving_engine

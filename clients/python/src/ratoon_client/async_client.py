@@ -11,29 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
-from ratoon_client import calls
 from ratoon_client.arguments import all_of, check_seconds
 from ratoon_client.caller import Caller
 from ratoon_client.config import ClientConfig, with_api_key, with_timeouts, with_tls_files
 from ratoon_client.errors import RatoonApiError
-from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import POLL_S, AsyncOperationHandle
-from ratoon_client.policy_options import PolicyOptions
-from ratoon_client.results import (
-    Checkpoint,
-    ForwardResult,
-    GradientManifest,
-    Health,
-    ImportMode,
-    ImportResult,
-    Operation,
-    OperationResult,
-    Policy,
-    ServerInfo,
-    StepResult,
-    WeightFile,
-    WeightManifest,
-)
 from ratoon_client.rollouts import Group
 from ratoon_client.session import AsyncPolicySession
 from ratoon_client.transport.target import (
@@ -42,7 +24,22 @@ from ratoon_client.transport.target import (
     check_target,
     open_transport,
 )
+from ratoon_client.upload import set_batch
+from ratoon_client.values import (
+    Checkpoint,
+    ForwardResult,
+    GradientManifest,
+    Health,
+    Operation,
+    OperationResult,
+    Policy,
+    PolicyOptions,
+    ServerInfo,
+    WeightFile,
+    WeightManifest,
+)
 from ratoon_client.weights.adapter import Adapter
+from ratoon_client.weights.calls import HOLD_S, ack_weights, weight_manifest
 from ratoon_client.weights.fetch import fetch_chunk, fetch_result_file
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.weights.receiver import AsyncWeightReceiver, ReceiverEvent, log_event
@@ -50,9 +47,6 @@ from ratoon_client.wire import rpcs
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.encode import group_messages, policy_spec_message, request_message
 from ratoon_proto.v1 import service_pb2
-
-# How long a version is held for a receiver that says nothing more.
-HOLD_S = 600.0
 
 
 class AsyncRatoonClient:
@@ -135,69 +129,6 @@ class AsyncRatoonClient:
         """Sequenced calls with their keys made for you. Nothing is sent yet."""
         return AsyncPolicySession(self._caller, policy_id)
 
-    async def update(
-        self,
-        policy_id: str,
-        groups: Sequence[Group],
-        *,
-        loss: Loss,
-        optim: Optim,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[StepResult]:
-        """Forward and backward over all groups, then one optimizer step."""
-        key = calls.operation_key(seq, request_id)
-        call = await calls.update(
-            self._caller,
-            policy_id,
-            groups,
-            loss=loss,
-            optim=optim,
-            expected_version=expected_version,
-        )
-        return await call.send(self._caller, key)
-
-    async def forward_backward(
-        self,
-        policy_id: str,
-        groups: Sequence[Group],
-        *,
-        loss: Loss,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[StepResult]:
-        """Add the gradients of a batch to the window."""
-        key = calls.operation_key(seq, request_id)
-        call = await calls.forward_backward(
-            self._caller, policy_id, groups, loss=loss, expected_version=expected_version
-        )
-        return await call.send(self._caller, key)
-
-    async def optim_step(
-        self,
-        policy_id: str,
-        *,
-        optim: Optim,
-        include_seqs: Sequence[int] = (),
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[StepResult]:
-        """Divide, clip and apply the window's gradients."""
-        call = calls.optim_step(
-            policy_id, optim=optim, expected_version=expected_version, include_seqs=include_seqs
-        )
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
-
-    async def discard_gradients(
-        self, policy_id: str, *, seq: int | None = None, request_id: str | None = None
-    ) -> AsyncOperationHandle[None]:
-        """End the window without a step."""
-        call = calls.discard_gradients(policy_id)
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
-
     async def forward(
         self,
         policy_id: str,
@@ -206,20 +137,25 @@ class AsyncRatoonClient:
         with_entropy: bool = False,
         use_reference: bool = False,
         expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
     ) -> AsyncOperationHandle[ForwardResult]:
-        """Log-probs, and entropy; without a key it reads the newest version."""
-        key = calls.operation_key(seq, request_id)
-        call = await calls.forward(
-            self._caller,
-            policy_id,
-            groups,
+        """Compute log-probs by the policy's newest version; no gradient, and no place in its order.
+
+        Args:
+            policy_id: The policy.
+            groups: The batch; large ones are uploaded in parts.
+            with_entropy: Whether to compute entropies too.
+            use_reference: Whether to run the frozen reference in place of the policy.
+            expected_version: The operation fails with VERSION_MISMATCH at another version.
+        """
+        request = request_message(
+            service_pb2.ForwardRequest,
+            policy_id=policy_id,
             with_entropy=with_entropy,
             use_reference=use_reference,
             expected_version=expected_version,
         )
-        return await call.send(self._caller, key)
+        await set_batch(self._caller, request, groups)
+        return AsyncOperationHandle(self._caller, await self._caller.call(rpcs.FORWARD, request))
 
     async def upload_part(
         self, policy_id: str, upload_id: str, part_index: int, groups: Sequence[Group]
@@ -260,50 +196,6 @@ class AsyncRatoonClient:
         request = request_message(service_pb2.CancelOperationRequest, operation_id=operation_id)
         return decode(await self._caller.call(rpcs.CANCEL_OPERATION, request), Operation)
 
-    async def save_checkpoint(
-        self,
-        policy_id: str,
-        checkpoint_id: str = "",
-        *,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[Checkpoint]:
-        """Without an id the service names it from seq and version."""
-        call = calls.save_checkpoint(policy_id, checkpoint_id)
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
-
-    async def load_checkpoint(
-        self,
-        policy_id: str,
-        checkpoint_id: str,
-        *,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[Checkpoint]:
-        call = calls.load_checkpoint(policy_id, checkpoint_id)
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
-
-    async def import_weights(
-        self,
-        policy_id: str,
-        folder: str,
-        *,
-        mode: ImportMode = "full",
-        reset_optimizer: bool = False,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[ImportResult]:
-        """Replace the weights by a folder's below the server's models root, or add those."""
-        call = calls.import_weights(
-            policy_id,
-            folder,
-            mode=mode,
-            reset_optimizer=reset_optimizer,
-            expected_version=expected_version,
-        )
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
-
     async def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:
         request = request_message(service_pb2.ListCheckpointsRequest, policy_id=policy_id)
         answer = await self._caller.call(rpcs.LIST_CHECKPOINTS, request)
@@ -325,15 +217,9 @@ class AsyncRatoonClient:
         seconds for a version that is not there yet, or for a newest other than `known_version`,
         which is answered again where none came.
         """
-        check_seconds("wait_s", wait_s)
-        request = request_message(
-            service_pb2.GetWeightManifestRequest,
-            policy_id=policy_id,
-            version=version,
-            known_version=known_version,
-            wait_s=wait_s,
+        return await weight_manifest(
+            self._caller, policy_id, version, known_version=known_version, wait_s=wait_s
         )
-        return decode(await self._caller.weight_manifest(request), WeightManifest)
 
     async def watch_weights(
         self, policy_id: str, *, known_version: int | None = None
@@ -372,17 +258,14 @@ class AsyncRatoonClient:
         `receiver_id` is the same over the receiver's restarts. `holds_version` is kept until its
         next call, at most `hold_s` seconds.
         """
-        check_seconds("hold_s", hold_s)
-        request = request_message(
-            service_pb2.AckWeightsRequest,
-            policy_id=policy_id,
-            receiver_id=receiver_id,
+        return await ack_weights(
+            self._caller,
+            policy_id,
+            receiver_id,
             version=version,
             holds_version=holds_version,
-            hold_s=0.0 if holds_version is None else hold_s,
+            hold_s=hold_s,
         )
-        answer = await self._caller.call(rpcs.ACK_WEIGHTS, request)
-        return answer.published_version if answer.HasField("published_version") else None
 
     async def gradient_manifest(self, policy_id: str, names: Sequence[str]) -> GradientManifest:
         """Gradient sums of the open window as a file, of tensors named as in published weights.
@@ -431,7 +314,7 @@ class AsyncRatoonClient:
     ) -> AsyncWeightReceiver:
         """Versions into an engine as they are published; without `adapter` into `root` alone."""
         return AsyncWeightReceiver(
-            self,
+            self._caller,
             policy_id,
             root,
             adapter,

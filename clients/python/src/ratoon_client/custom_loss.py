@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ratoon_client.arrays import FloatsLike, ValueArray, number, value_array
 from ratoon_client.errors import InvalidArgumentError
-from ratoon_client.loss import Loss
 from ratoon_client.rollouts import Group
+from ratoon_client.values import Loss
 
 # float32 [R] a rollout, all groups' one after the other, 0 at tokens that are not trained ->
 # the loss, and its gradient with respect to each of these arrays.

@@ -18,7 +18,7 @@ from ratoon_client.caller import Caller, may_pass
 from ratoon_client.errors import RatoonClientError, ResultTimeoutError
 from ratoon_client.outcome import outcome
 from ratoon_client.progress import progress_bar
-from ratoon_client.results import Operation
+from ratoon_client.values import Operation
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERATION
 from ratoon_proto.v1 import operation_pb2, service_pb2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from ratoon_client.arguments import all_of, check_type
 from ratoon_client.arrays import (
@@ -25,8 +25,8 @@ from ratoon_client.arrays import (
     value_array,
 )
 from ratoon_client.errors import InvalidArgumentError
+from ratoon_proto.types import SamplerLogprobsKind, SamplerLogprobsKindName, VersionSpan
 
-SamplerLogprobsKind = Literal["processed", "raw"]
 GivenT = TypeVar("GivenT")
 T = TypeVar("T")
 
@@ -47,14 +47,6 @@ class ContentSegment:
     trained: bool
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Response tokens from `first_token` up to the next span's were sampled by `version`."""
-
-    first_token: int
-    version: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One sampled continuation; R is the number of its response tokens over all segments.
@@ -70,7 +62,7 @@ class Rollout:
     reference_logprobs: ValueArray | None
     token_weights: ValueArray | None
     temperature: float | None
-    sampler_logprobs_kind: SamplerLogprobsKind | None
+    sampler_logprobs_kind: SamplerLogprobsKind | SamplerLogprobsKindName | None
     top_p: float | None
     top_k: int | None
     policy_version: int | None
@@ -102,7 +94,7 @@ def rollout(
     reference_logprobs: FloatsLike | None = None,
     token_weights: FloatsLike | None = None,
     temperature: float | None = None,
-    sampler_logprobs_kind: SamplerLogprobsKind | None = None,
+    sampler_logprobs_kind: SamplerLogprobsKind | SamplerLogprobsKindName | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
     policy_version: int | None = None,

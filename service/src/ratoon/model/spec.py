@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ratoon_proto.types import (
+    FullTuning,
+    LoraTuning,
+)
+
 PRESET_NAMES = ("tiny", "small")
 
 
@@ -27,22 +32,6 @@ class FolderBase:
     """A Hugging Face model folder; `folder` is an absolute path below the models root."""
 
     folder: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullTuning:
-    """Every parameter is trained."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraTuning:
-    """Low-rank adapters (Hu et al., 2021); no target_modules: all of attention and MLP, or of the
-    experts in its place.
-    """
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +65,15 @@ class ModelInfo:
     # Tokens that attention goes back to in all layers or in some, 0 where no layer has a window. No
     # sequence is longer, so that attention is full.
     sliding_window: int = 0
+
+
+__all__ = [
+    "PRESET_NAMES",
+    "FolderBase",
+    "FullTuning",
+    "LoraTuning",
+    "ModelDtype",
+    "ModelInfo",
+    "ModelSpec",
+    "PresetBase",
+]
