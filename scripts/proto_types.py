@@ -132,7 +132,7 @@ class Writer:
     def _enum(self, enum: EnumDescriptor) -> str:
         names = enum_names(enum)
         lines = [f"class {enum.name}({_bases(enum.name, 'WireEnum')}):"]
-        doc = _docstring(self._comments.get(enum.full_name, f"Values of {enum.name}."))
+        doc = _docstring(self._comments[enum.full_name])
         doc.append("")
         for name in names:
             value = f"{enum.values_by_number[0].name.removesuffix('UNSPECIFIED')}{name.upper()}"

@@ -151,7 +151,7 @@ def test_plain_lists_are_taken_where_the_contract_says_so() -> None:
 def test_the_document_says_what_the_contract_says() -> None:
     """Descriptions come from the comments of the .proto files."""
     report = MODELS["StepReport"].model_json_schema()
-    assert report["description"].startswith("What one ForwardBackward, Update or OptimStep did;")
+    assert report["description"].startswith("Figures of one ForwardBackward or Update, or of")
     assert "k3 estimate" in report["properties"]["sampler_kl"]["description"]
     kinds = MODELS["KlConfig"].model_json_schema()["$defs"]["KlKind"]
     assert kinds["enum"] == ["k1", "k2", "k3", "k1_plus", "k3_plus"]

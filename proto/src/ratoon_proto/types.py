@@ -15,7 +15,7 @@ from ratoon_proto import bases
 
 
 class Sequencing(bases.WireEnum):
-    """Values of Sequencing."""
+    """Who orders the calls to a policy."""
 
     CLIENT = "client"
     """The caller gives `seq`, contiguous from 1. The default."""
@@ -27,27 +27,31 @@ SequencingName = Literal["client", "server"]
 
 
 class Recovery(bases.WireEnum):
-    """Values of Recovery."""
+    """What the service does with operations past the last checkpoint after a failure."""
 
     REPLAY = "replay"
+    """They are run again, to the same bits."""
     FAIL = "fail"
+    """They fail, and their versions are never used again."""
 
 
 RecoveryName = Literal["replay", "fail"]
 
 
 class OnChangedNumerics(bases.WireEnum):
-    """Values of OnChangedNumerics."""
+    """What a replay does on a device or with libraries whose numerics are others."""
 
     STOP = "stop"
+    """The replay stops, and the policy is FAILED."""
     REBASE = "rebase"
+    """The policy goes on from what the replay gives, and saves a checkpoint at once."""
 
 
 OnChangedNumericsName = Literal["stop", "rebase"]
 
 
 class PublishKind(bases.WireEnum):
-    """Values of PublishKind."""
+    """When a version's weights are written for readers."""
 
     EVERY = "every"
     EVERY_N = "every_n"
@@ -59,7 +63,7 @@ PublishKindName = Literal["every", "every_n", "on_request"]
 
 
 class ModelDtype(bases.WireEnum):
-    """Values of ModelDtype."""
+    """The dtype of the weights on the device."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -71,9 +75,10 @@ ModelDtypeName = Literal["float32", "bfloat16"]
 
 
 class ReferencePolicy(bases.WireEnum):
-    """Values of ReferencePolicy."""
+    """The frozen reference of a KL term, which the service computes."""
 
     NONE = "none"
+    """There is none."""
     BASE = "base"
     """The weights at creation; for LoRA the adapter off."""
 
@@ -82,15 +87,15 @@ ReferencePolicyName = Literal["none", "base"]
 
 
 class Shard(bases.WireEnum):
-    """What devices of one policy share out, beside their groups and the optimizer's states."""
+    """How the devices of one policy are sharded, beside their groups and the optimizer's states."""
 
     STATES = "states"
-    """Nothing more: each device has all weights and all gradients."""
+    """No more is sharded: each device has all weights and all gradients."""
     GRADIENTS = "gradients"
-    """Gradients of the decoder's layers, too: each device has all weights."""
+    """Gradients of the decoder's layers are sharded too; each device has all weights."""
     WEIGHTS = "weights"
-    """Weights of the decoder's layers, too: devices of one node read them from each other. Of LoRA
-    those of the base, and nothing else.
+    """Weights of the decoder's layers are sharded too: devices of one node read them from each
+    other. With LoRA only the base's weights are sharded.
     """
 
 
@@ -98,7 +103,7 @@ ShardName = Literal["states", "gradients", "weights"]
 
 
 class PolicyState(bases.WireEnum):
-    """Values of PolicyState."""
+    """Where a policy stands."""
 
     CREATING = "creating"
     READY = "ready"
@@ -107,7 +112,7 @@ class PolicyState(bases.WireEnum):
 
 
 class LossKind(bases.WireEnum):
-    """Values of LossKind."""
+    """A loss; docs/api.md has its formula and defaults."""
 
     GRPO = "grpo"
     PPO_CLIP = "ppo_clip"
@@ -138,7 +143,7 @@ LossKindName = Literal[
 
 
 class AdvantageKind(bases.WireEnum):
-    """Values of AdvantageKind."""
+    """How advantages are made of rewards."""
 
     GROUP_MEAN_STD = "group_mean_std"
     """(reward - mean) / (std + 1e-6), std unbiased; a group of one: mean 0, std 1."""
@@ -166,11 +171,14 @@ AdvantageKindName = Literal[
 
 
 class OldLogprobsKind(bases.WireEnum):
-    """Values of OldLogprobsKind."""
+    """Where the old log-probs of the ratio come from."""
 
     SAMPLER = "sampler"
+    """Rollout.sampler_logprobs."""
     GIVEN = "given"
+    """Rollout.old_logprobs."""
     FROM_FORWARD = "from_forward"
+    """The log-probs of a Forward, which the service has kept."""
     ON_POLICY = "on_policy"
     """The current log-probs, detached: the ratio is 1."""
 
@@ -179,7 +187,7 @@ OldLogprobsKindName = Literal["sampler", "given", "from_forward", "on_policy"]
 
 
 class KlKind(bases.WireEnum):
-    """Values of KlKind."""
+    """An estimate of the KL divergence to the reference, from the log-probs of the token."""
 
     K1 = "k1"
     """logp - ref."""
@@ -196,7 +204,7 @@ KlKindName = Literal["k1", "k2", "k3", "k1_plus", "k3_plus"]
 
 
 class ReferenceKind(bases.WireEnum):
-    """Values of ReferenceKind."""
+    """The reference of a KL term."""
 
     GIVEN = "given"
     """reference_logprobs sent with the rollouts."""
@@ -209,7 +217,7 @@ ReferenceKindName = Literal["given", "frozen"]
 
 
 class CorrectionMode(bases.WireEnum):
-    """Values of CorrectionMode."""
+    """What becomes of correction weights beyond their bounds."""
 
     TRUNCATE = "truncate"
     """min(weight, high)."""
@@ -221,9 +229,10 @@ CorrectionModeName = Literal["truncate", "mask"]
 
 
 class CorrectionLevel(bases.WireEnum):
-    """Values of CorrectionLevel."""
+    """What has one correction weight."""
 
     TOKEN = "token"
+    """Each token has its own."""
     SEQUENCE = "sequence"
     """One weight a rollout: the product over its trained tokens."""
     GEOMETRIC = "geometric"
@@ -236,7 +245,7 @@ CorrectionLevelName = Literal["token", "sequence", "geometric"]
 
 
 class TokenWeight(bases.WireEnum):
-    """Values of TokenWeight."""
+    """The weight of a token's term in the sum."""
 
     PER_TOKEN = "per_token"
     PER_SEQUENCE = "per_sequence"
@@ -247,7 +256,7 @@ TokenWeightName = Literal["per_token", "per_sequence"]
 
 
 class DivideBy(bases.WireEnum):
-    """Values of DivideBy."""
+    """The counter of the window that its sums are divided by."""
 
     TOKENS = "tokens"
     SEQUENCES = "sequences"
@@ -261,7 +270,7 @@ DivideByName = Literal["tokens", "sequences", "groups", "constant", "none"]
 
 
 class SharedTokens(bases.WireEnum):
-    """What a response token shared by several rollouts counts."""
+    """How often a response token counts that several rollouts share."""
 
     SUM = "sum"
     """Every rollout's term, as if each were trained alone. The default."""
@@ -273,7 +282,7 @@ SharedTokensName = Literal["sum", "once"]
 
 
 class StalenessAction(bases.WireEnum):
-    """Values of StalenessAction."""
+    """What becomes of rollouts that are too old."""
 
     REFUSE = "refuse"
     DROP = "drop"
@@ -302,7 +311,7 @@ class SkipReason(bases.SkipReasonMethods, bases.WireEnum):
 
 
 class OperationKind(bases.WireEnum):
-    """Values of OperationKind."""
+    """The call that an operation is."""
 
     CREATE_POLICY = "create_policy"
     DELETE_POLICY = "delete_policy"
@@ -317,7 +326,7 @@ class OperationKind(bases.WireEnum):
 
 
 class OperationState(bases.OperationStateMethods, bases.WireEnum):
-    """Values of OperationState."""
+    """Where an operation stands; the last three states are final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -339,7 +348,7 @@ SamplerLogprobsKindName = Literal["processed", "raw"]
 
 
 class WeightKind(bases.WireEnum):
-    """Values of WeightKind."""
+    """What a version's files are."""
 
     FULL = "full"
     """A model folder that transformers loads."""
@@ -348,7 +357,7 @@ class WeightKind(bases.WireEnum):
 
 
 class ImportMode(bases.WireEnum):
-    """Values of ImportMode."""
+    """How imported values change the weights."""
 
     FULL = "full"
     """The folder's values replace the weights. The default."""
@@ -361,7 +370,7 @@ ImportModeName = Literal["full", "delta"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullTuning:
-    """Every parameter is trained."""
+    """Full tuning: every parameter is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,13 +378,14 @@ class LoraTuning:
     """Low-rank adapters (Hu et al., 2021)."""
 
     rank: int
-    """At most the smallest dimension of the matrices that are adapted."""
+    """Rank of the adapters, at most the smallest dimension of the matrices that are adapted."""
     alpha: float
-    """In [2^-20, 2^20]; what an adapter adds is scaled by alpha / rank."""
+    """Scale of the adapters, in [2^-20, 2^20]: what they add is multiplied by alpha / rank."""
     _: KW_ONLY
     target_modules: tuple[str, ...] = ()
-    """Default: every linear projection of attention and MLP. An expert has factors of its own for
-    each of gate_proj, up_proj and down_proj, which are named together or not at all.
+    """The projections to adapt. Default: every linear projection of attention and MLP. An expert
+    has factors of its own for each of gate_proj, up_proj and down_proj, which are named together or
+    not at all.
     """
 
     if TYPE_CHECKING:
@@ -411,8 +421,8 @@ class PublishConfig:
     _: KW_ONLY
     every_n: int = 0
     deltas: bool = False
-    """With each version, the delta to it from the newest one before it, where that is less than
-    half as large.
+    """Whether to publish with each version the delta to it from the newest one before it, where
+    that is less than half as large.
     """
 
     if TYPE_CHECKING:
@@ -434,14 +444,14 @@ class ParallelLayout:
     """How the policy is spread over workers."""
 
     num_workers: int = 1
-    """Devices that train it, each with groups of its own and a share of the optimizer's states.
-    Default 1. At most the GPUs that are free; on CPUs the machine's cores.
+    """Number of devices that train it, each with groups of its own and a share of the optimizer's
+    states. Default 1. At most the GPUs that are free; on CPUs the machine's cores.
     """
     shard: Shard | None = None
-    """Default: the first that fits."""
+    """How they are sharded. Default: the first that fits."""
     sequence_ranks: int | None = None
-    """Devices that run one group together, each a share of its tokens and heads; they divide
-    `num_workers`. Default: what each plan chooses.
+    """Number of devices that run one group together, each a share of its tokens and heads; it
+    divides `num_workers`. Default: what each plan chooses.
     """
 
     if TYPE_CHECKING:
@@ -460,27 +470,30 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsGuard:
-    """When a step is skipped though its numbers are finite, and when the policy is given up. A
-    limit left out is none; each is > 0.
+    """When a step is skipped although its numbers are finite, and when the policy is given up. A
+    limit that is left out does not apply; each limit is above 0.
     """
 
     max_grad_norm_to_step: float | None = None
-    """Of the gradient norm before clipping."""
+    """Limit of the gradient norm before clipping."""
     max_reference_kl_to_step: float | None = None
-    """Of StepReport.kl and StepReport.sampler_kl, where the step has them."""
+    """Limits of StepReport.kl and StepReport.sampler_kl, in nats a token, where the step has them.
+    """
     max_sampler_kl_to_step: float | None = None
     max_skipped_in_row: int = 5
-    """Steps skipped for their numbers, one after the other, that fail the policy. Default 5; 0:
+    """How many steps in a row that are skipped for their numbers fail the policy. Default 5; 0:
     never.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """Exactly one of `preset` and `model_folder`; `full` (the default) or `lora`."""
+    """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default)
+    or `lora`.
+    """
 
     policy_id: str
-    """[a-z0-9][a-z0-9_-]{0,63}."""
+    """The policy's id: [a-z0-9][a-z0-9_-]{0,63}."""
     _: KW_ONLY
     preset: str | None = None
     """A built-in random model: tiny, small."""
@@ -491,17 +504,17 @@ class PolicySpec:
     optimizer: AdamWConfig = AdamWConfig()
     dtype: ModelDtype = ModelDtype.FLOAT32
     seed: int = 0
-    """Of random initial weights and LoRA adapters."""
+    """Seed of random initial weights and LoRA adapters."""
     sequencing: Sequencing = Sequencing.CLIENT
     deterministic: bool = True
-    """Default true."""
+    """Whether the same operations give the same bits. Default true."""
     recovery: Recovery = Recovery.REPLAY
     on_changed_numerics: OnChangedNumerics = OnChangedNumerics.STOP
     publish: PublishConfig = PublishConfig()
     keep_versions: int = 2
-    """Default 2."""
+    """How many published versions are kept. Default 2."""
     micro_batch_tokens: int | None = None
-    """Packed tokens of one micro-batch. Default: the server's; absent there, too, each plan
+    """Most packed tokens of one micro-batch. Default: the server's; absent there, too, each plan
     chooses.
     """
     reference: ReferencePolicy = ReferencePolicy.NONE
@@ -567,22 +580,22 @@ class Policy:
     """
     attention_backend: str
     published_version: int | None = None
-    """Newest version whose weights can be fetched."""
+    """The newest version whose weights can be fetched."""
     failure: str
-    """Why it is failed; empty where it is not."""
+    """Why the policy failed; empty where it has not."""
     optimizer_states: str
-    """What is kept beside the weights, by its name in worker.optimizer_states; for auto what it
-    chose, which stays. Empty until the model is loaded.
+    """The optimizer's states, by their name in worker.optimizer_states; for `auto` those that it
+    chose, which stay. Empty until the model is loaded.
     """
     shard: str
-    """What its devices share out, by its name in ParallelLayout.shard; where that was left out what
-    was chosen, which stays. Empty until the model is loaded.
+    """How its devices are sharded, by a name of ParallelLayout.shard; where that was left out, as
+    the service chose, which stays. Empty until the model is loaded.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class OldLogprobs:
-    """Where the ratio's old log-probs come from."""
+    """The source of the ratio's old log-probs."""
 
     kind: OldLogprobsKind
     _: KW_ONLY
@@ -633,7 +646,7 @@ class KlConfig:
 
 @dataclass(frozen=True, slots=True)
 class RolloutCorrection:
-    """Weight exp(old - sampler) on the policy-gradient term."""
+    """A weight exp(old - sampler) on the policy-gradient term."""
 
     mode: CorrectionMode
     level: CorrectionLevel
@@ -659,8 +672,8 @@ class RolloutCorrection:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionMask:
-    """Terms whose weight exp(old - sampler) is outside [low, high] have no policy gradient: a
-    token's own, or all of a rollout's by its product or geometric mean. Others keep what
+    """A mask: terms whose weight exp(old - sampler) is outside [low, high] have no policy gradient:
+    a token's own, or all of a rollout's by its product or geometric mean. Others keep what
     `correction` says.
     """
 
@@ -684,12 +697,12 @@ class CorrectionMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongFilter:
-    """Truncated rollouts are dropped after advantages."""
+    """A filter that drops truncated rollouts, after advantages are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """Soft overlong punishment, added to the reward before advantages (DAPO, eq. 13)."""
+    """A soft punishment of length, added to the reward before advantages (DAPO, eq. 13)."""
 
     max_tokens: int
     buffer_tokens: int
@@ -699,7 +712,7 @@ class OverlongPenalty:
 
 @dataclass(frozen=True, slots=True)
 class StalenessConfig:
-    """Rollouts sampled more than max_versions versions ago."""
+    """A limit of age: what becomes of rollouts sampled more than max_versions versions ago."""
 
     max_versions: int
     action: StalenessAction
@@ -718,8 +731,8 @@ class StalenessConfig:
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """What is left out has the loss's own default; at most one of `overlong_filter` and
-    `overlong_penalty`.
+    """A loss. Fields that are left out have the loss's own defaults; at most one of
+    `overlong_filter` and `overlong_penalty` is given.
     """
 
     kind: LossKind
@@ -745,16 +758,16 @@ class LossConfig:
     """
     staleness: StalenessConfig | None = None
     router_aux_loss_coefficient: float = 0.0
-    """Of models with experts alone, not negative: each counted term has in addition so many times
-    the balance loss of its rollout, summed over layers (docs/decisions/0022-experts.md). Default:
-    0, off.
+    """Coefficient of the router's balance loss of the rollout, summed over layers, which is added
+    to each counted term (docs/decisions/0022-experts.md). Only for models with experts, not
+    negative. Default: 0, off.
     """
     allow_truncated_sampling: bool = False
     """Sampler log-probs of rollouts with top_p or top_k are renormalised over the tokens that were
     left: refused where they enter a ratio or a correction, unless this says that it is known.
     """
     correction_mask: CorrectionMask | None = None
-    """With or without a correction, at the same level or another."""
+    """A mask that goes with or without a correction, at the same level or another."""
     tau_positive: float | None = None
     """sapo alone: temperatures of its gate for positive and for other advantages; 1 and 1.05."""
     tau_negative: float | None = None
@@ -823,7 +836,7 @@ class OptimStepConfig:
     response.
     """
     beta1: float | None = None
-    """Of AdamW, for this step. Default: the policy's."""
+    """Numbers of AdamW for this step. Default: the policy's."""
     beta2: float | None = None
     eps: float | None = None
     tensor_grad_norms: bool = False
@@ -860,16 +873,16 @@ class OptimStepConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSeconds:
-    """Seconds of each phase."""
+    """Seconds that each phase took."""
 
     plan: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     optimizer: float = 0.0
     publish: float = 0.0
-    """Of the copy of the weights, which is published beside what runs next."""
+    """Time to copy the weights, which are published while the next operation runs."""
     digest: float = 0.0
-    """Of the digest of weights and moments, by which a recovery is known to be exact."""
+    """Time to digest weights and moments, by which a recovery is known to be exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -897,23 +910,23 @@ class SelfCheckReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGradNorm:
-    """The gradient of one trained tensor. As grad_norm: after division, before clipping."""
+    """The gradient of one trained tensor, after division and before clipping, as grad_norm."""
 
     name: str
-    """The parameter's: model.layers.3.mlp.up_proj.weight. Fused experts are one tensor."""
+    """The parameter's name: model.layers.3.mlp.up_proj.weight. Fused experts are one tensor."""
     norm: float
-    """Over its elements: the root of the sum of squares, and the largest absolute value."""
+    """The root of the sum of squares of its elements, and their largest absolute value."""
     max_abs: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterReport:
-    """What the router of one layer of a model with experts did. All tokens of the rollouts that
+    """Figures of the router of one layer of a model with experts. All tokens of the rollouts that
     were run count, prompts too, one that rollouts share as often as each would run it alone.
     """
 
     layer: int
-    """From 0; dense layers have none."""
+    """Index of the layer, from 0; dense layers have no report."""
     max_load: float
     """Choices of the busiest expert over the mean of all experts: 1 where all are chosen as often,
     at most experts / experts per token.
@@ -927,20 +940,22 @@ class RouterReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport(bases.StepReportMethods):
-    """What one ForwardBackward, Update or OptimStep did; of an OptimStep, its whole window. Means
-    and fractions are over what the loss counts (each counted token once, but loss,
+    """Figures of one ForwardBackward or Update, or of an OptimStep's whole window. Means and
+    fractions are over what the loss counts (each counted token once, but loss,
     policy_gradient_loss, kl and entropy, which carry the token weight), unless said otherwise. No
     figure depends on how rollouts are cut into calls and micro-batches. A figure that was not
     computed is absent.
     """
 
     loss: float | None = None
-    """Absent of a Forward, and where no token counts; 0 where rollouts count but were not run."""
+    """Mean loss; absent from a Forward's report, and where no token counts; 0 where rollouts count
+    but were not run.
+    """
     policy_gradient_loss: float | None = None
     kl: float | None = None
-    """Mean of the KL estimate to the reference; absent without one."""
+    """Mean of the KL estimate to the reference; absent without a reference."""
     entropy: float | None = None
-    """Absent, as every other mean over tokens, where no token was run."""
+    """Mean entropy in nats; absent, like every other mean over tokens, where no token was run."""
     clip_fraction_low: float | None = None
     clip_fraction_high: float | None = None
     ratio_max: float | None = None
@@ -949,11 +964,13 @@ class StepReport(bases.StepReportMethods):
     """k3 estimate of KL(sampler || trainer) over trained tokens; absent without sampler_logprobs.
     """
     sampler_gap_max: float | None = None
-    """Largest |logp - sampler logp|; see also 52 and 53."""
+    """Largest |logp - sampler logp|; sampler_gap_mean and sampler_gap_abs_mean are the means."""
     grad_norm: float | None = None
-    """After division, before clipping; absent before an optimizer step."""
+    """Norm of the gradient after division, before clipping; absent before an optimizer step."""
     reward_mean: float | None = None
-    """Over all rollouts as sent, dropped ones too, before any penalty; absent without rewards."""
+    """Mean reward over all rollouts as sent, dropped ones too, before any penalty; absent without
+    rewards.
+    """
     num_groups: int = 0
     num_sequences: int = 0
     trained_tokens: int = 0
@@ -975,27 +992,29 @@ class StepReport(bases.StepReportMethods):
     """Replicated FLOPs, attention counted non-causal, over the peak."""
     peak_memory_bytes: int = 0
     staleness_mean: float | None = None
-    """Versions between sampling and the step, over rollouts that say one that the policy has
-    reached; of a rollout with spans that of its oldest. See also 76.
+    """Versions between sampling and the step, over rollouts that name a version which the policy
+    has reached; for a rollout with spans, that of its oldest.
     """
     staleness_max: int | None = None
     dropped_stale: int = 0
     dropped_truncated: int = 0
     dropped_zero_variance: int = 0
     skipped: bool = False
-    """Of an optimizer step: the window was discarded, weights and version are as before."""
+    """Whether an optimizer step was skipped: its window was discarded, and weights and version are
+    as before.
+    """
     warnings: tuple[str, ...] = ()
     self_check: SelfCheckReport | None = None
-    """Absent where no self-check was due."""
+    """The self-check; absent where none was due."""
     skip_reason: SkipReason | None = None
-    """Absent unless skipped."""
+    """Why the step was skipped; absent unless it was."""
     old_kl: float | None = None
     """k3 estimate of KL(old || policy), token by token, of the old log-probs that the loss uses:
     mean of exp(d) - d - 1, d = logp - old logp. Absent where it uses none.
     """
     ratio_mean: float | None = None
-    """Of the importance ratio that the loss is built on (of gspo the sequence's, at each of its
-    tokens); absent where it has none.
+    """Mean and least importance ratio that the loss is built on (for gspo the sequence's, at each
+    of its tokens); absent where it has none.
     """
     ratio_min: float | None = None
     ratio_p01: float | None = None
@@ -1005,7 +1024,7 @@ class StepReport(bases.StepReportMethods):
     ratio_p50: float | None = None
     ratio_p99: float | None = None
     clip_fraction_dual: float | None = None
-    """Tokens that the dual clip holds; they are in clip_fraction_high too."""
+    """Fraction of tokens that the dual clip holds; clip_fraction_high counts them too."""
     correction_masked_fraction: float | None = None
     """Rollout correction and its mask, absent without either: tokens masked, tokens held at `high`,
     mean of the weights as applied (0 where masked), and their effective sample size over the number
@@ -1017,26 +1036,28 @@ class StepReport(bases.StepReportMethods):
     reward_std: float | None = None
     """Standard deviations are of the values themselves (divided by n)."""
     advantage_mean: float | None = None
-    """Over counted tokens, as the loss takes them; absent for cross_entropy."""
+    """Advantages over counted tokens, as the loss takes them; absent for cross_entropy."""
     advantage_std: float | None = None
     zero_variance_fraction: float | None = None
     """Groups of more than one whose rewards are all equal (as for drop_zero_variance_groups), over
     all groups as sent, dropped or not; absent without rewards.
     """
     truncated_fraction: float = 0.0
-    """Over all rollouts as sent: marked truncated; response tokens, context ones too."""
+    """Fraction of all rollouts as sent that are marked truncated, and their response tokens,
+    context ones too.
+    """
     response_length_mean: float = 0.0
     response_length_max: int = 0
     sampler_gap_mean: float | None = None
     """logp - sampler logp, signed and absolute, in nats; absent without sampler_logprobs."""
     sampler_gap_abs_mean: float | None = None
     tensor_grad_norms: tuple[TensorGradNorm, ...] = ()
-    """Where OptimStepConfig.tensor_grad_norms asks for it, and a token counts; in the model's
-    order.
+    """Gradients of single tensors in the model's order, where OptimStepConfig.tensor_grad_norms
+    asks for them and a token counts.
     """
     clip_fraction_positive: float | None = None
-    """Of the terms with a positive (negative) advantage, the share that the clip holds; absent
-    without such a term, or without a clip.
+    """Share of the terms with a positive (negative) advantage that the clip holds; absent without
+    such a term, or without a clip.
     """
     clip_fraction_negative: float | None = None
     clamped_ratios: int = 0
@@ -1051,28 +1072,28 @@ class StepReport(bases.StepReportMethods):
     what was run.
     """
     token_staleness_mean: float | None = None
-    """Mean of the same over response tokens, each by the version of its own span."""
+    """Mean staleness over response tokens, each by the version of its own span."""
     changed_share: float | None = None
-    """Where OptimStepConfig.changed_share asks for it: of the trained bfloat16 weights, the share
-    whose bits the step changed, which a delta has to carry. Absent for wider weights and skipped
+    """Share of the trained bfloat16 weights whose bits the step changed, which a delta has to
+    carry, where OptimStepConfig.changed_share asks for it. Absent for wider weights and skipped
     steps.
     """
     rank_seconds: tuple[float, ...] = ()
-    """Of a policy of several workers: seconds of forward and backward on each of them, of which the
-    longest is in `seconds`; the others wait for it.
+    """Seconds of forward and backward on each of several workers; `seconds` has the longest, for
+    which the others wait.
     """
     rank_gap: float | None = None
-    """Of the plan: by its model, how much longer the longest worker's share is than the mean, as a
-    share of the mean. Absent with one worker.
+    """How much longer the longest worker's share is than the mean by the plan's model, as a share
+    of the mean. Absent with one worker.
     """
     routers: tuple[RouterReport, ...] = ()
-    """Of each layer with experts."""
+    """The routers, one for each layer with experts."""
     router_aux_loss: float | None = None
     """Mean balance loss of a rollout, weighted as the loss, summed over layers, without its
     coefficient; absent where that is 0.
     """
     route_mismatch: float | None = None
-    """Of tokens with recorded routes, over layers, the share whose own router would choose other
+    """Share of the tokens with recorded routes, over layers, whose own router would choose other
     experts, counted as the routers' other figures; absent without routes.
     """
     route_conflicts: int = 0
@@ -1080,7 +1101,7 @@ class StepReport(bases.StepReportMethods):
     differ there or before; as if all that was run were packed together.
     """
     planned_memory_bytes: int | None = None
-    """Of an optimizer step: what peak_memory_bytes was planned to be at most, of the GPU that was
+    """The most that an optimizer step's peak_memory_bytes was planned to be, on the GPU that was
     planned the most; absent on a CPU.
     """
 
@@ -1099,9 +1120,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorDetail:
-    """The one shape of every error, in trailers (ratoon-error-bin), HTTP bodies and failed
-    operations.
-    """
+    """An error, in trailers (ratoon-error-bin), HTTP bodies and failed operations."""
 
     code: str
     """Upper snake case, one row of the table in docs/api.md."""
@@ -1147,12 +1166,12 @@ class ForwardResult:
     """A serialized ForwardOutput."""
     report: StepReport = StepReport()
     version: int
-    """Of the weights that answered."""
+    """The version of the weights that answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult(bases.StepResultMethods):
-    """What a ForwardBackward, OptimStep or Update made."""
+    """The result of a ForwardBackward, OptimStep or Update."""
 
     version: int
     """The policy's version after the operation."""
@@ -1161,27 +1180,29 @@ class StepResult(bases.StepResultMethods):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportResult:
-    """What an ImportWeights read and made."""
+    """The result of an ImportWeights."""
 
     version: int
     """The policy's version after the operation."""
     num_tensors: int
-    """Tensors of the folder, bytes of its files."""
+    """Number of tensors in the folder, and size of its files in bytes."""
     size_bytes: int
     dtypes: tuple[str, ...]
-    """Of the tensors, by safetensors' names: BF16, F32."""
+    """Dtypes of the tensors, by safetensors' names: BF16, F32."""
     digest: str
-    """Of the folder's files, 32 hexadecimal digits: who replays the operation takes no others."""
+    """Digest of the folder's files, 32 hexadecimal digits: a replay of the operation takes no
+    others.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmptyResult:
-    """Done, and nothing to say."""
+    """The result of an operation that has nothing to say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation(bases.OperationMethods):
-    """The handle of a call; one of the results once it is final, none before."""
+    """The handle of a call. It has one of the results once it is final, and none before."""
 
     operation_id: str
     policy_id: str
@@ -1228,7 +1249,7 @@ class WeightFile:
     """A file of a version's weights."""
 
     name: str
-    """model-00001-of-00002.safetensors, config.json, ..."""
+    """Its name: model-00001-of-00002.safetensors, config.json, ..."""
     size_bytes: int
     digest: str
     """xxh3-128 of the whole file, 32 hexadecimal digits."""
@@ -1236,11 +1257,11 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightDelta:
-    """What makes a version's files out of those of `parent_version`."""
+    """A delta that makes a version's files out of those of `parent_version`."""
 
     parent_version: int
     file: WeightFile
-    """Fetched as a file of the version that the delta leads to."""
+    """The delta itself, fetched as a file of the version that it leads to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1253,10 +1274,10 @@ class WeightManifest:
     files: tuple[WeightFile, ...]
     created_at: datetime
     deltas: tuple[WeightDelta, ...]
-    """Not among `files`."""
+    """Deltas that lead to the version; their files are not among `files`."""
     changed_share: float | None = None
-    """Of the values of the newest version before it, how many have other bits: 0 to 1. Absent: not
-    compared.
+    """Share of the values, 0 to 1, that have other bits than in the newest version before it.
+    Absent: not compared.
     """
 
 
@@ -1266,11 +1287,11 @@ class GradientManifest:
 
     policy_id: str
     version: int
-    """Of the weights."""
+    """The version of the weights."""
     file: WeightFile
-    """In safetensors, float32, not divided; kept for the server's result_ttl_s."""
+    """A file in safetensors' format, float32, not divided; kept for the server's result_ttl_s."""
     seqs: tuple[int, ...]
-    """The window's ForwardBackwards."""
+    """Seqs of the window's ForwardBackwards."""
     trained_tokens: int
     num_sequences: int
     num_groups: int
@@ -1278,7 +1299,7 @@ class GradientManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What the server takes at most; sizes in bytes, waits in seconds."""
+    """Limits of the server; sizes in bytes, waits in seconds."""
 
     max_body_bytes: int
     max_fetch_bytes: int
@@ -1300,7 +1321,7 @@ class BackendInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What the server is."""
+    """Versions, backends and limits of the server."""
 
     version: str
     api_version: str
