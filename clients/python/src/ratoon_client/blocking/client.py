@@ -143,18 +143,27 @@ def _faced(loop: LoopThread, answer: Any) -> Any:
 
 
 class RatoonClient(_Face[AsyncRatoonClient]):
-    """A client of one service; use it as a context manager or with `close`.
+    """A client of one service; a context manager, or use `close`.
 
-    `target` is `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
-    `grpcs://...` or `https://...`. `api_key` goes with every call, and without TLS to this machine
-    alone, unless `config` has `plain_text_key` or RATOON_PLAIN_TEXT_KEY is 1. Files in PEM:
-    `ca_file` has the authorities to verify the service with, `cert_file` and `key_file` are the
-    client's own. What is left out is taken from `config`, or else from the environment's
-    RATOON_API_KEY, RATOON_CA_FILE, RATOON_CERT_FILE and RATOON_KEY_FILE. `timeout_s` bounds a call
-    with its retries, `attempt_timeout_s` each try.
+    Args:
+        target: `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
+            `grpcs://...` or `https://...`.
+        api_key: Goes with every call. Without TLS it goes to this machine only, unless `config`
+            has `plain_text_key` or RATOON_PLAIN_TEXT_KEY is 1. Default: RATOON_API_KEY.
+        ca_file: Authorities to verify the service with, in PEM. Default: RATOON_CA_FILE.
+        cert_file: The client's own certificate, in PEM. Default: RATOON_CERT_FILE.
+        key_file: The certificate's key, in PEM. Default: RATOON_KEY_FILE.
+        timeout_s: Seconds that a call may take with its retries.
+        attempt_timeout_s: Seconds that each try of a call may take.
+        config: Further settings; arguments above take precedence over its values.
 
-    Calls raise RatoonApiError for what the service refuses, TransportError where it does not
-    answer.
+    Raises:
+        InvalidArgumentError: An argument has no form on the wire. Methods raise it too, before
+            anything is sent.
+        RatoonApiError: The service refuses a call.
+        TransportError: The service does not answer.
+        UnusableClientError: The client is closed, belongs to another process, or is called on its
+            own thread.
     """
 
     def __init__(
@@ -193,9 +202,10 @@ class RatoonClient(_Face[AsyncRatoonClient]):
         self.close()
 
     def close(self) -> None:
-        """Drop the connection, for good; operations on the service go on.
+        """Close the connection for good; operations on the service go on.
 
-        Does nothing the second time, and in a process that was forked from the client's.
+        A second call does nothing, and so does a call in a process that was forked from the
+        client's.
         """
         if self._loop.is_running:
             self._loop.run(self._async.close())
