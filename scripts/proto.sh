@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generate the Python code of proto/ratoon/v1 into a folder: scripts/proto.sh DESTINATION
+# Generate the Python code of proto/ratoon/v1, protoc's and ours, into a folder: scripts/proto.sh DESTINATION
 # With --check, generate into a temporary folder instead and compare with what is checked in.
 #
 # The virtual path ratoon_proto/v1 is mapped onto proto/ratoon/v1, so that the generated modules
