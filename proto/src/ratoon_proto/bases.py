@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self, cast
-
-if TYPE_CHECKING:
-    from ratoon_proto import types
+from typing import Any, Self
 
 UNSPECIFIED = "unspecified"
 
@@ -62,7 +59,8 @@ class OperationMethods:
     @property
     def is_final(self) -> bool:
         """Whether the operation has ended, in whatever way."""
-        return cast("types.Operation", self).state.is_final
+        operation: Any = self
+        return operation.state.is_final
 
 
 class SkipReasonMethods:
@@ -81,7 +79,7 @@ class StepReportMethods:
 
     def __str__(self) -> str:
         """The figures that a training loop prints, in one line; `none` was not computed."""
-        report = cast("types.StepReport", self)
+        report: Any = self
         shown = [
             f"reward {_figure(report.reward_mean, '.3g')}",
             f"loss {_figure(report.loss, '+.3g')}",
@@ -111,7 +109,7 @@ class StepResultMethods:
 
     def __str__(self) -> str:
         """The version and the report's figures, in one line."""
-        result = cast("types.StepResult", self)
+        result: Any = self
         return f"version {result.version}, {result.report}"
 
 
