@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -45,6 +45,7 @@ from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import GradientManifest, WeightFile, WeightKind, WeightManifest
 from ratoon.train.report.step_report import PhaseSeconds, StepReport, TensorGradNorm
+from ratoon_proto.types import BackendInfo
 
 INFO = ModelInfo(
     num_parameters=1000,
@@ -76,14 +77,6 @@ _KINDS = {
     "LoadCheckpointCommand": OperationKind.LOAD_CHECKPOINT,
     "ImportWeightsCommand": OperationKind.IMPORT_WEIGHTS,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeBackend:
-    op: str
-    name: str
-    available: bool
-    unavailable_reason: str
 
 
 class FakeEngine:
@@ -414,12 +407,12 @@ class FakeEngine:
                 return self._folder / name, file
         raise RatoonError(ErrorCode.WEIGHTS_NOT_FOUND, f"no file {name}", field="name")
 
-    async def backends(self) -> Sequence[FakeBackend]:
+    async def backends(self) -> Sequence[BackendInfo]:
         return [
-            FakeBackend(
+            BackendInfo(
                 op="tree_attention", name="reference", available=True, unavailable_reason=""
             ),
-            FakeBackend(
+            BackendInfo(
                 op="tree_attention", name="hopper", available=False, unavailable_reason="no GPU"
             ),
         ]

@@ -243,7 +243,7 @@ def test_a_certificate_changes_under_waiting_callers(running: Running, updated: 
         after = [running.serial(scheme) for scheme in WIRES]
         assert after == [serial, serial] != before
         assert not any(one.done() for one in waiting)
-        grpc.discard_gradients(updated, seq=2).result()
+        grpc.policy(updated).discard_gradients(seq=2).result()
         assert [one.result().version for one in waiting] == [2, 2]
 
 
