@@ -64,7 +64,7 @@ fmt: env-dev ## format and fix what can be fixed
 lock: ## resolve deploy/*.lock anew, at the versions of constraints.txt
 	@PYTHON=$(PYTHON) scripts/lock.sh
 
-proto: env-proto ## generate proto/src/ratoon_proto/v1
+proto: env-proto ## generate proto/src/ratoon_proto/v1 and types.py
 	@scripts/proto.sh proto/src
 
 proto-check: env-proto ## check that the generated code is what protoc writes

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generate the Python code of proto/ratoon/v1 into a folder: scripts/proto.sh DESTINATION
+# Generate the Python code of proto/ratoon/v1, protoc's and ours, into a folder: scripts/proto.sh DESTINATION
 # With --check, generate into a temporary folder instead and compare with what is checked in.
 #
 # The virtual path ratoon_proto/v1 is mapped onto proto/ratoon/v1, so that the generated modules
@@ -23,12 +23,15 @@ generate() {
   # Comments are not in the generated code; the OpenAPI document has them.
   local set=$destination/descriptors.tmp
   "${protoc[@]}" --include_source_info --descriptor_set_out="$set" "${sources[@]}"
-  "$bin/python" scripts/proto_comments.py "$set" >"$destination/ratoon_proto/v1/comments.json"
+  local comments=$destination/ratoon_proto/v1/comments.json
+  "$bin/python" scripts/proto_comments.py "$set" >"$comments"
+  PYTHONPATH=$checked_in "$bin/python" scripts/proto_types.py "$set" "$comments" \
+    >"$destination/ratoon_proto/types.py"
   rm "$set"
 }
 
 list_generated() {
-  (cd "$1" && find ratoon_proto/v1 \( -name '*_pb2*.py*' -o -name comments.json \) -not -path '*/__pycache__/*' | sort)
+  (cd "$1" && find ratoon_proto \( -name '*_pb2*.py*' -o -name comments.json -o -path ratoon_proto/types.py \) -not -path '*/__pycache__/*' | sort)
 }
 
 check() {

@@ -233,7 +233,7 @@ def run(names: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
         with Service(root, auth={"required": True}, crash_points=False) as service:
             with RatoonClient(service.grpc, api_key=keys["good"]) as client:
                 client.create_policy(POLICY, preset="tiny").result()
-                saved = client.save_checkpoint(POLICY, seq=1)
+                saved = client.policy(POLICY).save_checkpoint(seq=1)
                 saved.result()
             for name in names:
                 attacks[name] = asyncio.run(

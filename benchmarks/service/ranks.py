@@ -41,7 +41,7 @@ from harness.service import Service
 from ratoon_client import Group as Rollouts
 from ratoon_client import Loss, Optim, Parallel, PolicySession, RatoonClient
 from ratoon_client import group as make_group
-from ratoon_client.policy_options import Shard
+from ratoon_proto.types import ShardName
 
 # The first update of each kind compiles.
 NUM_LEFT_OUT = 1
@@ -85,7 +85,7 @@ WORKS = {
 ONE, STATES, GRADIENTS, WEIGHTS, TOGETHER = "one", "states", "gradients", "weights", "together"
 # Case `states` with half of the devices.
 HALF = "half"
-_SHARDS: dict[str, Shard] = {STATES: "states", GRADIENTS: "gradients", WEIGHTS: "weights"}
+_SHARDS: dict[str, ShardName] = {STATES: "states", GRADIENTS: "gradients", WEIGHTS: "weights"}
 # Cases of a dense model; those of a model with experts shard more, and have no long prompts.
 CASES = (
     *((ONE, work) for work in (GROUPS, GROUP, LONG)),

@@ -28,8 +28,8 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
 from ratoon_client import Group as Rollouts
 from ratoon_client import Loss, Optim, RatoonClient, RatoonClientError, group, rollout
-from ratoon_client.policy_options import ModelDtype
-from ratoon_client.results import StepResult
+from ratoon_client.values import StepResult
+from ratoon_proto.types import ModelDtypeName
 
 Row = dict[str, Any]
 
@@ -60,7 +60,7 @@ class Plan:
     """
 
     model: ModelSize
-    dtype: ModelDtype
+    dtype: ModelDtypeName
     group: Group
     longer_by: int = 0
     num_updates: int = 1

@@ -27,7 +27,7 @@ from benchmarks.service.start import PATIENCE_S
 from harness.gpu_results import write_result
 from harness.service import Service
 from ratoon_client import ClientConfig, Loss, Optim, Publish, RatoonClient
-from ratoon_client.policy_options import PublishKind
+from ratoon_proto.types import PublishKindName
 
 BEGIN = "<!-- streams of a GPU: written by benchmarks/stream/gpu.py -->"
 END = "<!-- end of streams of a GPU -->"
@@ -164,7 +164,7 @@ def _updates(
 
     `visible_s` begins at the end of the step: with what the trainer was held for.
     """
-    kind: PublishKind = "every"
+    kind: PublishKindName = "every"
     client.create_policy(
         start.POLICY,
         model_folder=MODEL,

@@ -46,12 +46,12 @@ from ratoon.engine.types import (
     Progress,
     StepResult,
 )
-from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import GradientManifest, WeightFile, WeightKind, WeightManifest
 from ratoon.train.report.step_report import PhaseSeconds, StepReport, TensorGradNorm
+from ratoon_proto.types import BackendInfo
 
 INFO = ModelInfo(
     num_parameters=1000,

@@ -8,14 +8,14 @@ from typing import Any
 
 from ratoon.api.contract import SERVICE
 from ratoon.api.convert.checks import CHECKPOINT_ID, POLICY_ID, RECEIVER_ID, UPLOAD_ID
-from ratoon.api.convert.enums import DEFAULTS
 from ratoon.api.http.files import CHUNK_DIGEST
 from ratoon.api.http.schema.models import body_of
 from ratoon.config import LimitsConfig
 from ratoon.engine.commands import REQUEST_ID
 from ratoon.errors import ERROR_TABLE
-from ratoon.rollout.raw import SamplerLogprobsKind
 from ratoon.train.loss.kinds import LOSSES
+from ratoon_proto.fields import default_text, fields_of
+from ratoon_proto.v1 import policy_pb2, service_pb2, training_pb2
 from tests.api.wires import HTTP_ALONE, OTHER_ROUTES, ROUTES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -46,18 +46,15 @@ def test_defaults_and_ids_are_those_of_the_code() -> None:
     stated = dict(
         re.findall(r"(\w+) `(\w+)`", TEXT.split("`UNSPECIFIED`) is: ")[1].split(". Loss")[0])
     )
-    names = {
-        "ImportMode": "mode",
-        "ModelDtype": "dtype",
-        "OnChangedNumerics": "on_changed_numerics",
-        "PublishKind": "publish",
-        "Recovery": "recovery",
-        "ReferencePolicy": "reference",
-        "Sequencing": "sequencing",
-        "SharedTokens": "shared_tokens",
+    files = (policy_pb2, service_pb2, training_pb2)
+    messages = [m for file in files for m in file.DESCRIPTOR.message_types_by_name.values()]
+    own = {
+        "publish" if message.name == "PublishConfig" else field.name: default_text(field)
+        for message in messages
+        for field in fields_of(message)
+        if field.enum_type is not None and default_text(field)
     }
-    own = {enum: member for enum, member in DEFAULTS.items() if enum is not SamplerLogprobsKind}
-    assert stated == {names[enum.__name__]: str(member) for enum, member in own.items()}
+    assert stated == own
     for pattern in (POLICY_ID, UPLOAD_ID, CHECKPOINT_ID, RECEIVER_ID, REQUEST_ID):
         # A pattern's exceptions are told in words.
         allowed = re.sub(r"^\(\?!.*?\)", "", pattern.pattern)

@@ -7,8 +7,8 @@ import pytest
 
 from ratoon.engine.commands import RequestKey, SeqKey, UpdateCommand
 from ratoon.rollout.serial import batch_from_bytes
-from ratoon.train import config
 from ratoon.train.config import (
+    AdvantageKind,
     CorrectionLevel,
     CorrectionMode,
     LossKind,
@@ -138,7 +138,7 @@ LOSSES = {
             kind=LossKind.SAPO,
             tau_positive=0.9,
             tau_negative=2.0,
-            advantage=config.AdvantageKind.GROUP_MEAN_BATCH_STD,
+            advantage=AdvantageKind.GROUP_MEAN_BATCH_STD,
         ),
     ),
     "entropy": (
@@ -168,9 +168,7 @@ LOSSES = {
             correction=RolloutCorrection(
                 mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=2.0
             ),
-            correction_mask=config.CorrectionMask(
-                level=CorrectionLevel.GEOMETRIC, low=0.99, high=1.01
-            ),
+            correction_mask=CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.99, high=1.01),
         ),
     ),
 }

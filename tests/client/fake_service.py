@@ -190,6 +190,7 @@ class FakeService:
             spec=policy_pb2.PolicySpec(
                 policy_id=request.policy_id,
                 preset="tiny",
+                keep_versions=3,
                 sequencing=policy.sequencing,  # pyright: ignore[reportArgumentType]
             ),
             state=policy_pb2.POLICY_STATE_READY,

@@ -250,10 +250,8 @@ async def test_both_clients_have_the_same_calls(url: str):
 
     assert calls(AsyncRatoonClient) == calls(RatoonClient)
     async with AsyncRatoonClient(url) as client:
-        handle = await client.update("p", one_group(), loss=LOSS, optim=OPTIM, seq=1)
+        handle = await client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM, seq=1)
         assert (await handle.result()).version == 1
         assert [state.state async for state in handle.watch()] == ["done"]
         assert (await client.get_operation(handle.operation_id)).step is not None
         assert (await client.cancel_operation(handle.operation_id)).state == "done"
-        with pytest.raises(InvalidArgumentError, match="one of them"):
-            await client.discard_gradients("p", seq=2, request_id="x")

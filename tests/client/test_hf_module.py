@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ratoon_client import EngineError
-from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.hf_module import ModuleAdapter
+from ratoon_proto.types import WeightKind
 
 FILE = "model.safetensors"
 
@@ -43,7 +44,7 @@ def manifest(version: int, kind: Literal["full", "adapter"] = "full") -> WeightM
     return WeightManifest(
         policy_id="p",
         version=version,
-        kind=kind,
+        kind=WeightKind(kind),
         deltas=(),
         files=(file,),
         created_at=datetime.now(UTC),

@@ -220,7 +220,7 @@ def test_a_folder_is_imported(service: FakeService, client: RatoonClient):
     delta = session.import_weights("outer/step-2", mode="delta", reset_optimizer=True)
     operation = delta.wait()
     assert (operation.kind, operation.imported) == ("import_weights", delta.result())
-    client.import_weights("p", "outer/step-3", seq=3).result()
+    client.policy("p").import_weights("outer/step-3", seq=3).result()
     first, second, third = (r for name, r in service.requests if name == "ImportWeights")
     assert first == service_pb2.ImportWeightsRequest(
         policy_id="p",

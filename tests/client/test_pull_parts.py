@@ -15,12 +15,13 @@ import pytest
 import xxhash
 
 from ratoon_client import ClientConfig, IntegrityError, TransportError
-from ratoon_client.results import WeightFile, WeightManifest
 from ratoon_client.transport.grpc_wire import GrpcTransport
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.checks import check_manifest
 from ratoon_client.weights.chunks import chunk_ranges
 from ratoon_client.weights.partial import PartialFile
 from ratoon_client.weights.threads import in_thread
+from ratoon_proto.types import WeightKind
 from ratoon_proto.v1 import service_pb2
 
 FILE = WeightFile(name="a.bin", size_bytes=3, digest="0" * 32)
@@ -47,7 +48,7 @@ def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], text: str):
     manifest = WeightManifest(
         policy_id=changes.get("policy_id", "p"),
         version=changes.get("version", 3),
-        kind="full",
+        kind=WeightKind.FULL,
         files=changes.get("files", (file,) * (2 if "twice" in changes else 1)),
         created_at=datetime.now(UTC),
         deltas=(),

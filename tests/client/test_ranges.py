@@ -21,10 +21,10 @@ from ratoon_client import (
     TlsError,
     TransportError,
 )
-from ratoon_client.results import WeightFile
 from ratoon_client.transport.http_wire import HttpTransport
 from ratoon_client.transport.ranges import RangeReader
 from ratoon_client.transport.tls import ssl_context
+from ratoon_client.values import WeightFile
 from tests.certificates import make_authority
 
 DATA = bytes(range(256)) * 4

@@ -135,7 +135,7 @@ def test_versions_of_this_host_are_followed_from_its_folder(
     ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def receiver(client: RatoonClient, *_: object, **__: object) -> Any:
-        asked.append(client._client._config.weights_root)
+        asked.append(client._async._config.weights_root)
         return SimpleNamespace(follow=lambda: None)
 
     asked: list[Path | None] = []

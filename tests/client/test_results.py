@@ -1,58 +1,16 @@
-"""Typed results against the contract, field by field."""
+"""Answers of the service as values."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
 
-from ratoon_client import IntegrityError, StepReport, results
-from ratoon_client.policy_options import NumericsGuard
-from ratoon_client.results import Operation, StepResult
+from ratoon_client import IntegrityError, Operation, StepReport, StepResult
 from ratoon_client.wire.decode import decode, decode_forward
 from ratoon_proto.codec import encode_array
-from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2
-
-_FILES = (operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2)
-_MESSAGES = {
-    message.full_name: message
-    for file in _FILES
-    for message in file.DESCRIPTOR.message_types_by_name.values()
-}
-TYPES = {
-    "ratoon.v1.NumericsGuard": NumericsGuard,
-    "ratoon.v1.CheckpointInfo": results.Checkpoint,
-    "ratoon.v1.HealthResponse": results.Health,
-} | {
-    name: vars(results)[message.name]
-    for name, message in _MESSAGES.items()
-    if message.name in vars(results) and message.name != "ForwardResult"
-}
-# Full tuning is the absence of lora; outputs and empty results have no value of their own.
-_NO_FIELD = {
-    "ratoon.v1.PolicySpec": {"full"},
-    "ratoon.v1.Operation": {"forward", "empty"},
-}
-
-
-@pytest.mark.parametrize("name", sorted(TYPES))
-def test_a_result_has_the_fields_of_its_message(name: str):
-    ours = {field.name: field for field in fields(TYPES[name])}
-    theirs = {
-        field.name: field
-        for field in _MESSAGES[name].fields
-        if field.name not in _NO_FIELD.get(name, set())
-    }
-    assert ours.keys() == theirs.keys()
-    for field_name, field in theirs.items():
-        may_be_absent = field.has_presence and field.type != FieldDescriptor.TYPE_MESSAGE
-        if may_be_absent:
-            assert ours[field_name].default is None, field_name
-        if not field.has_presence:
-            assert ours[field_name].default is MISSING, field_name
+from ratoon_proto.v1 import operation_pb2, training_pb2
 
 
 def test_a_step_is_a_line_of_figures_and_says_which_are_missing():

@@ -25,7 +25,7 @@ from ratoon_client import (
     group,
     rollout,
 )
-from ratoon_client.calls import operation_key
+from ratoon_client.sender import operation_key
 from ratoon_client.wire.encode import (
     group_message,
     group_messages,
@@ -189,7 +189,7 @@ def test_what_has_no_form_on_the_wire_is_refused_by_field(arguments, field: str)
         (lambda: loss_message(Loss("grpo", kl=Staleness(1, "drop"))), "loss.kl"),  # pyright: ignore[reportArgumentType]
         (
             lambda: loss_message(Loss("grpo", old_logprobs=FromForward(5))),  # pyright: ignore[reportArgumentType]
-            "loss.old_logprobs.operation_id",
+            "loss.old_logprobs.forward_operation_id",
         ),
         (lambda: optim_message(1e-4), "optim"),  # pyright: ignore[reportArgumentType]
         (lambda: optim_message(Optim(learning_rate="1e-4")), "optim.learning_rate"),  # pyright: ignore[reportArgumentType]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ratoon_client import (
     AsyncRatoonClient,
+    InvalidArgumentError,
     PolicySession,
     RatoonApiError,
     RatoonClient,
     TransportError,
+    sender,
 )
 from ratoon_proto.v1 import policy_pb2
 from tests.client.conftest import CONFIG
@@ -66,7 +70,7 @@ def test_a_seq_given_by_the_caller_is_used_and_leaves_no_gap(client: RatoonClien
 def test_a_seq_that_another_has_taken_is_an_error_that_helps(client: RatoonClient):
     session = client.policy("p")
     session.next_seq()
-    client.discard_gradients("p", seq=1)
+    client.policy("p").discard_gradients(seq=1)
     with pytest.raises(RatoonApiError, match=r"KEY_REUSED: .*resync\(\)") as caught:
         session.update(one_group(), loss=LOSS, optim=OPTIM)
     assert (caught.value.code, caught.value.field) == ("KEY_REUSED", "key.seq")
@@ -107,7 +111,7 @@ def _lost_answers(service: FakeService, name: str) -> Iterator[None]:
 def test_resync_asks_the_service(client: RatoonClient):
     session = client.policy("p")
     assert session.next_seq() == 1
-    client.update("p", one_group(), loss=LOSS, optim=OPTIM, seq=1)
+    client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM, seq=1)
     assert session.resync() == 2
 
 
@@ -122,6 +126,37 @@ def test_under_server_sequencing_each_call_has_its_own_request_id(
     assert len(set(keys)) == 3
     assert all(isinstance(key, str) and len(key) == 32 for key in keys)
     assert session.next_seq() == 0
+
+
+def test_a_request_id_of_the_callers_own_is_the_key(service: FakeService, client: RatoonClient):
+    """A call with a key of its own asks the service for nothing first."""
+    service.policies["p"].sequencing = policy_pb2.SEQUENCING_SERVER
+    session = client.policy("p")
+    first = session.update(one_group(), loss=LOSS, optim=OPTIM, request_id="mine")
+    again = session.update(one_group(), loss=LOSS, optim=OPTIM, request_id="mine")
+    assert (again.operation_id, again.seq) == (first.operation_id, first.seq)
+    assert list(service.policies["p"].keys) == ["mine"]
+    assert service.calls["GetPolicy"] == 0
+    with pytest.raises(InvalidArgumentError, match="one of them"):
+        session.discard_gradients(seq=2, request_id="x")
+
+
+def test_a_request_is_hashed_beside_the_event_loop(
+    service: FakeService, client: RatoonClient, monkeypatch: pytest.MonkeyPatch
+):
+    """64 MiB were serialised and hashed on it, and all other calls stood still."""
+    threads: list[str] = []
+
+    def said(*call: Any) -> object:
+        threads.append(threading.current_thread().name)
+        return original(*call)
+
+    original = sender._said
+    monkeypatch.setattr(sender, "_said", said)
+    service.policies["p"].sequencing = policy_pb2.SEQUENCING_SERVER
+    client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    assert len(threads) == 1
+    assert threads[0] not in ("ratoon-client", threading.current_thread().name)
 
 
 @pytest.mark.parametrize("is_large", [False, True])

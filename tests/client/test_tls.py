@@ -207,7 +207,7 @@ def test_a_new_certificate_is_shown_while_a_caller_waits(setup: Setup, wire: str
     with setup.client(wire) as client, ThreadPoolExecutor() as threads:
         client.create_policy("p", preset="tiny").result()
         engine.hold = True
-        update = client.update("p", one_group(), loss=LOSS, optim=OPTIM, seq=1)
+        update = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM, seq=1)
         waiting = threads.submit(update.result)
         after = setup.replace()
         assert setup.serial(wire) == after != before

@@ -45,7 +45,7 @@ def test_a_batch_over_the_threshold_is_uploaded_and_is_the_same_batch(
 
     whole = ClientConfig(timeout_s=5.0, upload_above_bytes=size_bytes)
     with RatoonClient(url, config=whole) as client:
-        again = client.update("p", groups, loss=LOSS, optim=OPTIM, seq=1)
+        again = client.policy("p").update(groups, loss=LOSS, optim=OPTIM, seq=1)
     assert again.operation_id == handle.operation_id
     assert service.calls["UploadPart"] == request.upload.num_parts  # pyright: ignore[reportAttributeAccessIssue]
 

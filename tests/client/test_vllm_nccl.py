@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ratoon_client import EngineError, VllmNcclAdapter
-from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights import vllm_nccl
+from ratoon_proto.types import WeightKind
 from tests.client.nccl_engine import FILE, WAIT_S, digest
 
 # A broadcast of several waits for its reader: more than sockets hold.
@@ -31,7 +32,7 @@ CHUNK_BYTES = 4 * BIG
 MANIFEST = WeightManifest(
     policy_id="p",
     version=1,
-    kind="full",
+    kind=WeightKind.FULL,
     deltas=(),
     files=(WeightFile(name=FILE, size_bytes=0, digest="0" * 32),),
     created_at=datetime.now(UTC),

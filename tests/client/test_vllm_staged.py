@@ -23,8 +23,9 @@ import xxhash
 from safetensors.torch import save
 
 from ratoon_client import AsyncRatoonClient, EngineError, StagedVllmAdapter
-from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.vllm_staged import register
+from ratoon_proto.types import WeightKind
 from tests.client import fake_vllm
 from tests.client.fake_engine import FILE, serving_engine
 from tests.client.fake_service import FakeService
@@ -99,7 +100,7 @@ def version(root: Path, number: int, data: bytes | None = None) -> tuple[Path, W
     manifest = WeightManifest(
         policy_id="p",
         version=number,
-        kind="full",
+        kind=WeightKind.FULL,
         deltas=(),
         files=(
             WeightFile(name="config.json", size_bytes=2, digest="0" * 32),
@@ -304,7 +305,7 @@ async def test_a_version_of_several_files_and_float32_is_loaded(
     several = WeightManifest(
         policy_id="p",
         version=1,
-        kind="full",
+        kind=WeightKind.FULL,
         deltas=(),
         files=tuple(files),
         created_at=manifest.created_at,

@@ -35,7 +35,7 @@ from ratoon_client import (
     group,
     rollout,
 )
-from ratoon_client.results import PhaseSeconds
+from ratoon_proto.types import PhaseSeconds
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.running_service import Service
@@ -304,14 +304,18 @@ def test_a_retry_over_another_wire_or_in_parts_is_the_same_operation(
     """The payload hash is over the validated form, so it does not know how the batch came."""
     policy_id = policies["gateway"]
     seq = clients["gateway"].get_policy(policy_id).next_seq
-    first = clients["gateway"].update(policy_id, batch(), loss=Loss("grpo"), optim=OPTIM, seq=seq)
-    again = clients[name].update(policy_id, batch(), loss=Loss("grpo"), optim=OPTIM, seq=seq)
+    first = (
+        clients["gateway"]
+        .policy(policy_id)
+        .update(batch(), loss=Loss("grpo"), optim=OPTIM, seq=seq)
+    )
+    again = clients[name].policy(policy_id).update(batch(), loss=Loss("grpo"), optim=OPTIM, seq=seq)
     assert again.operation_id == first.operation_id
     assert again.result() == first.result()
     states: list[Operation] = list(clients[name].operation(first.operation_id).watch())
     assert states[-1].state == "done"
     with pytest.raises(RatoonApiError) as caught:
-        clients[name].update(policy_id, batch()[:1], loss=Loss("grpo"), optim=OPTIM, seq=seq)
+        clients[name].policy(policy_id).update(batch()[:1], loss=Loss("grpo"), optim=OPTIM, seq=seq)
     assert caught.value.code == "KEY_REUSED"
 
 

@@ -219,8 +219,8 @@ def _update(
         for reward in (0.0, 1.0)
     ]
     groups = [group("g", MARKER, rollouts)]
-    return client.update(
-        "marked", groups, loss=Loss("grpo"), optim=Optim(learning_rate=1e-4), seq=seq
+    return client.policy("marked").update(
+        groups, loss=Loss("grpo"), optim=Optim(learning_rate=1e-4), seq=seq
     )
 
 
@@ -243,7 +243,7 @@ def test_a_certificate_changes_under_waiting_callers(running: Running, updated: 
         after = [running.serial(scheme) for scheme in WIRES]
         assert after == [serial, serial] != before
         assert not any(one.done() for one in waiting)
-        grpc.discard_gradients(updated, seq=2).result()
+        grpc.policy(updated).discard_gradients(seq=2).result()
         assert [one.result().version for one in waiting] == [2, 2]
 
 

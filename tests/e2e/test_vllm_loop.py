@@ -13,6 +13,7 @@ import pytest
 
 from examples import vllm_loop
 from ratoon_client import EngineError, RatoonClient, WeightManifest
+from ratoon_proto.types import WeightKind
 from tests.client.fake_engine import FILE, serving_engine
 from tests.running_service import Service
 from tests.sampling_engine import SamplingEngine
@@ -142,7 +143,7 @@ async def test_a_version_counts_as_served_once_its_commit_has_ended(tmp_path: Pa
         WeightManifest(
             policy_id="p",
             version=version,
-            kind="full",
+            kind=WeightKind.FULL,
             files=(),
             created_at=datetime(2026, 1, 1, tzinfo=UTC),
             deltas=(),

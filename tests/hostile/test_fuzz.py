@@ -19,7 +19,7 @@ from ratoon.api.convert.policy import policy_spec
 from ratoon.engine.types import EmptyResult
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon.train.loss import checks
-from ratoon_client.results import Operation
+from ratoon_client.values import Operation
 from ratoon_client.wire.decode import decode
 from ratoon_proto.codec import decode_tensor
 from tests.hostile import corpus

@@ -55,7 +55,7 @@ async def test_cuts_lose_no_update_and_double_none(service: Service, num_seeds: 
     async def train(name: str, transport: str | None) -> None:
         async with (
             AsyncRatoonClient(service.addresses.grpc) as direct,
-            tiny_policy(direct, name, publish=Publish("every_n", num_updates)) as policy_id,
+            tiny_policy(direct, name, publish=Publish("every_n", every_n=num_updates)) as policy_id,
         ):
             if transport is None:
                 for version in range(num_updates):

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
-from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor import (
+    Descriptor,
+    EnumDescriptor,
+    FieldDescriptor,
+    MethodDescriptor,
+    OneofDescriptor,
+)
 
+from ratoon_proto.bases import UNSPECIFIED
 from ratoon_proto.v1 import options_pb2
-
-UNSPECIFIED = "unspecified"
 
 
 class FieldError(ValueError):
@@ -59,6 +64,19 @@ def is_required(field: FieldDescriptor) -> bool:
 def list_dtype(field: FieldDescriptor) -> str:
     """dtype of the tensor that a plain JSON list becomes; "" where there is none."""
     return cast("Any", field.GetOptions()).Extensions[options_pb2.list_dtype]
+
+
+def default_text(field: FieldDescriptor) -> str:
+    """What absence means, as the .proto file says it; "" where it says nothing."""
+    return cast("Any", field.GetOptions()).Extensions[options_pb2.default_value]
+
+
+def is_from_zero(message: Descriptor) -> bool:
+    return cast("Any", message.GetOptions()).Extensions[options_pb2.from_zero]
+
+
+def is_one_field(union: OneofDescriptor) -> bool:
+    return cast("Any", union.GetOptions()).Extensions[options_pb2.one_field]
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Values into a message, by the names of its fields: parsed JSON, a dataclass, a pydantic model.
+"""Values into a message, by the names of its fields: a dataclass, parsed JSON, a pydantic model.
 
-A value is what the field takes, or stands for it: an enum's short name, base64 text of bytes,
-RFC 3339 text or seconds since the epoch of a time, an array of a tensor. None: absent.
+A value is what the field takes, or stands for it: an enum's short name, base64 text of bytes, an
+array of a tensor; a datetime, RFC 3339 text or seconds since the epoch of a time. None is absent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import base64
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import fields, is_dataclass
-from typing import Any, cast
+from datetime import datetime
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -21,21 +23,43 @@ from ratoon_proto.codec import encode_array
 from ratoon_proto.fields import FieldError, Place, enum_number, is_map, is_required, json_places
 from ratoon_proto.v1.tensor_pb2 import Tensor
 
+MessageT = TypeVar("MessageT", bound=Message)
 FLOATS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 _NANOS = 10**9
 _MAX_SHOWN = 80
 
 
-def fill(message: Message, values: Any, path: str = "", *, skip: Collection[str] = ()) -> None:
-    """Write `values`, names and what they hold, into `message`; `path` is the message's own.
+def to_proto(kind: type[MessageT], value: object, path: str = "") -> MessageT:
+    """Make a message of a value; see `fill` for what it may be and what is raised."""
+    message = kind()
+    fill(message, value, path)
+    return message
 
-    Raises FieldError for a value that its field does not take, for none where one is required and
-    for two that exclude each other; KeyError for a name that is no field's: that is our bug.
+
+def fill(message: Message, values: Any, path: str = "", *, skip: Collection[str] = ()) -> None:
+    """Write values into a message.
+
+    Args:
+        message: The message, which keeps what it has in other fields.
+        values: Names of fields, or of unions of messages, and what they hold.
+        path: The message's own place, for errors.
+        skip: Names to leave alone.
+
+    Raises:
+        FieldError: A field does not take its value, a required one has none, or two exclude each
+            other.
+        KeyError: A name is no field's, which is our bug.
     """
     places = json_places(message.DESCRIPTOR)
     for name, value in _items(values):
-        if name not in skip:
-            _fill_place(message, places[name], name, value, f"{path}.{name}" if path else name)
+        if name in skip:
+            continue
+        own = f"{path}.{name}" if path else name
+        place = places.get(name)
+        if place is None:
+            _fill_union(message, message.DESCRIPTOR.oneofs_by_name[name], value, own)
+        else:
+            _fill_place(message, place, name, value, own)
 
 
 def fill_known(message: Message, values: Any) -> None:
@@ -80,10 +104,27 @@ def _known(field: FieldDescriptor, value: Any) -> Any:
 
 def _items(values: Any) -> Iterable[tuple[str, Any]]:
     if is_dataclass(values):
-        return ((field.name, getattr(values, field.name)) for field in fields(values))
+        return ((name, getattr(values, name)) for name in _names(type(values)))
     if isinstance(values, str | list | tuple):
         raise TypeError("a value without names")
     return cast("Any", dict(values)).items()
+
+
+@cache
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def _fill_union(message: Message, union: Any, value: Any, path: str) -> None:
+    """Write a message of a union, which the class of the value names."""
+    if value is None:
+        return
+    names = {parent.__name__ for parent in type(value).__mro__}
+    member = next((field for field in union.fields if field.message_type.name in names), None)
+    if member is None:
+        kinds = [f"a value of type {field.message_type.name}" for field in union.fields]
+        raise FieldError(path, repr(value)[:_MAX_SHOWN], f"{', '.join(kinds)} or None")
+    _fill_place(message, Place(field=member, parent=None), member.name, value, path)
 
 
 def _fill_place(message: Message, place: Place, name: str, value: Any, path: str) -> None:
@@ -140,6 +181,8 @@ def _set_child(child: Message, value: Any, path: str) -> None:
     elif isinstance(child, Timestamp):
         if isinstance(value, str):
             child.FromJsonString(value)
+        elif isinstance(value, datetime):
+            child.FromDatetime(value)
         else:
             child.FromNanoseconds(round(value * _NANOS))
     elif isinstance(child, Tensor) and isinstance(value, np.ndarray):

@@ -14,8 +14,9 @@ from ratoon_client import (
     SglangAdapter,
     VllmAdapter,
 )
-from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.committed import COMMITTED_NAME
+from ratoon_proto.types import WeightKind
 from tests.client.conftest import versions
 from tests.client.fake_engine import FILE, ROOT, START, FakeEngine, HangError, serving_engine
 from tests.client.fake_service import FakeService
@@ -235,7 +236,7 @@ async def test_lora_versions_have_a_name_each(
         return WeightManifest(
             policy_id=policy_id,
             version=version,
-            kind="adapter",
+            kind=WeightKind.ADAPTER,
             deltas=(),
             files=(file,),
             created_at=datetime.now(UTC),

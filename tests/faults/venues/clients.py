@@ -15,9 +15,8 @@ from typing import Any
 
 from ratoon_client import AsyncRatoonClient, Group, Loss, Optim, group, rollout
 from ratoon_client.errors import RatoonApiError, RatoonClientError
-from ratoon_client.loss import FromForward
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.results import Operation
+from ratoon_client.values import FromForward, Operation
 from tests.faults.judge.calls import (
     LEARNING_RATE,
     NO_VERSION,
@@ -116,13 +115,13 @@ class Player:
         key: dict[str, Any] = {"request_id": f"call-{call.number}"}
         if self._has_seqs:
             key = {"seq": seq}
-        client, policy_id = self._client, self.policy_id
+        # A session a call: calls with keys of their own wait for no other.
+        session = self._client.policy(self.policy_id)
         expected = NO_VERSION if call.is_refused else None
         optim = Optim(learning_rate=LEARNING_RATE)
         match call.kind:
             case Kind.UPDATE:
-                return await client.update(
-                    policy_id,
+                return await session.update(
                     self._groups(call),
                     loss=self._loss(call),
                     optim=optim,
@@ -130,8 +129,7 @@ class Player:
                     **key,
                 )
             case Kind.FORWARD_BACKWARD:
-                return await client.forward_backward(
-                    policy_id,
+                return await session.forward_backward(
                     self._groups(call),
                     loss=self._loss(call),
                     expected_version=expected,
@@ -140,20 +138,19 @@ class Player:
             case Kind.OPTIM_STEP:
                 seqs = self.notes.seqs
                 includes = [seqs[number] for number in call.includes if number in seqs]
-                return await client.optim_step(
-                    policy_id, optim=optim, include_seqs=includes, expected_version=expected, **key
+                return await session.optim_step(
+                    optim=optim, include_seqs=includes, expected_version=expected, **key
                 )
             case Kind.DISCARD_GRADIENTS:
-                return await client.discard_gradients(policy_id, **key)
+                return await session.discard_gradients(**key)
             case Kind.FORWARD:
-                return await client.forward(policy_id, self._groups(call), with_entropy=True, **key)
+                return await session.forward(self._groups(call), with_entropy=True, **key)
             case Kind.SAVE_CHECKPOINT:
-                return await client.save_checkpoint(policy_id, call.checkpoint_id, **key)
+                return await session.save_checkpoint(call.checkpoint_id, **key)
             case Kind.LOAD_CHECKPOINT:
-                return await client.load_checkpoint(policy_id, call.checkpoint_id, **key)
+                return await session.load_checkpoint(call.checkpoint_id, **key)
             case Kind.IMPORT_WEIGHTS:
-                return await client.import_weights(
-                    policy_id,
+                return await session.import_weights(
                     import_folder(call, self.seed),
                     mode="full" if call.replaces else "delta",
                     reset_optimizer=call.resets,

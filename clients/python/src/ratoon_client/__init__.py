@@ -1,10 +1,12 @@
 """Client of the Ratoon policy-update service."""
 
 from ratoon_client.async_client import AsyncRatoonClient
-from ratoon_client.blocking.client import RatoonClient
-from ratoon_client.blocking.operation import OperationHandle
-from ratoon_client.blocking.receiver import WeightReceiver
-from ratoon_client.blocking.session import PolicySession
+from ratoon_client.blocking.client import (
+    OperationHandle,
+    PolicySession,
+    RatoonClient,
+    WeightReceiver,
+)
 from ratoon_client.config import ClientConfig
 from ratoon_client.custom_loss import CustomLoss, by_autograd
 from ratoon_client.errors import (
@@ -18,44 +20,42 @@ from ratoon_client.errors import (
     TransportError,
     UnusableClientError,
 )
-from ratoon_client.loss import (
+from ratoon_client.operation import AsyncOperationHandle
+from ratoon_client.rollouts import Group, Rollout, Segment, group, rollout
+from ratoon_client.session import AsyncPolicySession
+from ratoon_client.values import (
+    AdamW,
+    Checkpoint,
     Correction,
     CorrectionMask,
-    FromForward,
-    Kl,
-    Loss,
-    Optim,
-    OverlongFilter,
-    OverlongPenalty,
-    Staleness,
-)
-from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.policy_options import (
-    AdamW,
-    Lora,
-    NumericsGuard,
-    Parallel,
-    PolicyOptions,
-    Publish,
-)
-from ratoon_client.results import (
-    Checkpoint,
     ForwardResult,
+    FromForward,
     GradientManifest,
     Health,
     ImportResult,
+    Kl,
+    Lora,
+    Loss,
+    NumericsGuard,
+    OldLogprobs,
     Operation,
+    Optim,
+    OverlongFilter,
+    OverlongPenalty,
+    Parallel,
     Policy,
+    PolicyOptions,
     Progress,
+    Publish,
     ServerInfo,
+    Staleness,
     StepReport,
     StepResult,
+    VersionSpan,
     WeightDelta,
     WeightFile,
     WeightManifest,
 )
-from ratoon_client.rollouts import Group, Rollout, Segment, VersionSpan, group, rollout
-from ratoon_client.session import AsyncPolicySession
 from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.pull import PulledWeights
 from ratoon_client.weights.receiver import (
@@ -97,6 +97,7 @@ __all__ = [
     "Lora",
     "Loss",
     "NumericsGuard",
+    "OldLogprobs",
     "Operation",
     "OperationHandle",
     "Optim",

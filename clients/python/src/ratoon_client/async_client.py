@@ -11,29 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
-from ratoon_client import calls
 from ratoon_client.arguments import all_of, check_seconds
 from ratoon_client.caller import Caller
 from ratoon_client.config import ClientConfig, with_api_key, with_timeouts, with_tls_files
 from ratoon_client.errors import RatoonApiError
-from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import POLL_S, AsyncOperationHandle
-from ratoon_client.policy_options import PolicyOptions
-from ratoon_client.results import (
-    Checkpoint,
-    ForwardResult,
-    GradientManifest,
-    Health,
-    ImportMode,
-    ImportResult,
-    Operation,
-    OperationResult,
-    Policy,
-    ServerInfo,
-    StepResult,
-    WeightFile,
-    WeightManifest,
-)
 from ratoon_client.rollouts import Group
 from ratoon_client.session import AsyncPolicySession
 from ratoon_client.transport.target import (
@@ -42,7 +24,22 @@ from ratoon_client.transport.target import (
     check_target,
     open_transport,
 )
+from ratoon_client.upload import set_batch
+from ratoon_client.values import (
+    Checkpoint,
+    ForwardResult,
+    GradientManifest,
+    Health,
+    Operation,
+    OperationResult,
+    Policy,
+    PolicyOptions,
+    ServerInfo,
+    WeightFile,
+    WeightManifest,
+)
 from ratoon_client.weights.adapter import Adapter
+from ratoon_client.weights.calls import HOLD_S, ack_weights, weight_manifest
 from ratoon_client.weights.fetch import fetch_chunk, fetch_result_file
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.weights.receiver import AsyncWeightReceiver, ReceiverEvent, log_event
@@ -51,23 +48,28 @@ from ratoon_client.wire.decode import decode
 from ratoon_client.wire.encode import group_messages, policy_spec_message, request_message
 from ratoon_proto.v1 import service_pb2
 
-# How long a version is held for a receiver that says nothing more.
-HOLD_S = 600.0
-
 
 class AsyncRatoonClient:
-    """Use it on one event loop, and as a context manager or with `close`.
+    """A client of one service for asyncio, on one event loop; a context manager, or use `close`.
 
-    `target` is `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
-    `grpcs://...` or `https://...`. `api_key` goes with every call, and without TLS to this machine
-    alone, unless `config` has `plain_text_key` or RATOON_PLAIN_TEXT_KEY is 1. Files in PEM:
-    `ca_file` has the authorities to verify the service with, `cert_file` and `key_file` are the
-    client's own. What is left out is taken from `config`, or else from the environment's
-    RATOON_API_KEY, RATOON_CA_FILE, RATOON_CERT_FILE and RATOON_KEY_FILE. `timeout_s` bounds a call
-    with its retries, `attempt_timeout_s` each try.
+    Args:
+        target: `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
+            `grpcs://...` or `https://...`.
+        api_key: Goes with every call. Without TLS it goes to this machine only, unless `config`
+            has `plain_text_key` or RATOON_PLAIN_TEXT_KEY is 1. Default: RATOON_API_KEY.
+        ca_file: Authorities to verify the service with, in PEM. Default: RATOON_CA_FILE.
+        cert_file: The client's own certificate, in PEM. Default: RATOON_CERT_FILE.
+        key_file: The certificate's key, in PEM. Default: RATOON_KEY_FILE.
+        timeout_s: Seconds that a call may take with its retries.
+        attempt_timeout_s: Seconds that each try of a call may take.
+        config: Further settings; arguments above take precedence over its values.
 
-    Calls raise RatoonApiError for what the service refuses, TransportError where it does not
-    answer.
+    Raises:
+        InvalidArgumentError: An argument has no form on the wire. Methods raise it too, before
+            anything is sent.
+        RatoonApiError: The service refuses a call.
+        TransportError: The service does not answer.
+        UnusableClientError: The client is closed, or belongs to another process.
     """
 
     def __init__(
@@ -103,13 +105,25 @@ class AsyncRatoonClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drop the connection, for good; operations on the service go on."""
+        """Close the connection for good; operations on the service go on."""
         await self._caller.close()
 
     async def create_policy(
         self, policy_id: str, **options: Unpack[PolicyOptions]
     ) -> AsyncOperationHandle[Policy]:
-        """Build a policy. The same options again are the same operation, others POLICY_EXISTS."""
+        """Build a policy.
+
+        Args:
+            policy_id: Its id: [a-z0-9][a-z0-9_-]{0,63}.
+            **options: Fields of a PolicySpec; one of `preset` and `model_folder` is required.
+
+        Returns:
+            The handle of the operation, which is done once the policy can be trained. The same
+            call again is the same operation.
+
+        Raises:
+            RatoonApiError: POLICY_EXISTS, where the policy exists with other options.
+        """
         spec = policy_spec_message(policy_id, options)
         request = request_message(service_pb2.CreatePolicyRequest, spec=spec)
         return AsyncOperationHandle(
@@ -117,86 +131,28 @@ class AsyncRatoonClient:
         )
 
     async def delete_policy(self, policy_id: str) -> AsyncOperationHandle[None]:
-        """Never retried: a second one could meet a policy of that id made in between."""
+        """Remove a policy with its weights and checkpoints.
+
+        The call is sent once: a second one could meet a policy of that id made in between.
+        """
         request = request_message(service_pb2.DeletePolicyRequest, policy_id=policy_id)
         return AsyncOperationHandle(
             self._caller, await self._caller.call(rpcs.DELETE_POLICY, request)
         )
 
     async def get_policy(self, policy_id: str) -> Policy:
+        """Read a policy as it is now."""
         request = request_message(service_pb2.GetPolicyRequest, policy_id=policy_id)
         return decode(await self._caller.call(rpcs.GET_POLICY, request), Policy)
 
     async def list_policies(self) -> list[Policy]:
+        """Read all policies that the caller may see."""
         answer = await self._caller.call(rpcs.LIST_POLICIES, service_pb2.ListPoliciesRequest())
         return [decode(policy, Policy) for policy in answer.policies]
 
     def policy(self, policy_id: str) -> AsyncPolicySession:
-        """Sequenced calls with their keys made for you. Nothing is sent yet."""
+        """Begin a session of sequenced calls to a policy, which makes their keys; sends nothing."""
         return AsyncPolicySession(self._caller, policy_id)
-
-    async def update(
-        self,
-        policy_id: str,
-        groups: Sequence[Group],
-        *,
-        loss: Loss,
-        optim: Optim,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[StepResult]:
-        """Forward and backward over all groups, then one optimizer step."""
-        key = calls.operation_key(seq, request_id)
-        call = await calls.update(
-            self._caller,
-            policy_id,
-            groups,
-            loss=loss,
-            optim=optim,
-            expected_version=expected_version,
-        )
-        return await call.send(self._caller, key)
-
-    async def forward_backward(
-        self,
-        policy_id: str,
-        groups: Sequence[Group],
-        *,
-        loss: Loss,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[StepResult]:
-        """Add the gradients of a batch to the window."""
-        key = calls.operation_key(seq, request_id)
-        call = await calls.forward_backward(
-            self._caller, policy_id, groups, loss=loss, expected_version=expected_version
-        )
-        return await call.send(self._caller, key)
-
-    async def optim_step(
-        self,
-        policy_id: str,
-        *,
-        optim: Optim,
-        include_seqs: Sequence[int] = (),
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[StepResult]:
-        """Divide, clip and apply the window's gradients."""
-        call = calls.optim_step(
-            policy_id, optim=optim, expected_version=expected_version, include_seqs=include_seqs
-        )
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
-
-    async def discard_gradients(
-        self, policy_id: str, *, seq: int | None = None, request_id: str | None = None
-    ) -> AsyncOperationHandle[None]:
-        """End the window without a step."""
-        call = calls.discard_gradients(policy_id)
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
 
     async def forward(
         self,
@@ -206,25 +162,40 @@ class AsyncRatoonClient:
         with_entropy: bool = False,
         use_reference: bool = False,
         expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
     ) -> AsyncOperationHandle[ForwardResult]:
-        """Log-probs, and entropy; without a key it reads the newest version."""
-        key = calls.operation_key(seq, request_id)
-        call = await calls.forward(
-            self._caller,
-            policy_id,
-            groups,
+        """Compute log-probs by the policy's newest version; no gradient, and no place in its order.
+
+        Args:
+            policy_id: The policy.
+            groups: The batch; large ones are uploaded in parts.
+            with_entropy: Whether to compute entropies too.
+            use_reference: Whether to run the frozen reference in place of the policy.
+            expected_version: The operation fails with VERSION_MISMATCH at another version.
+        """
+        request = request_message(
+            service_pb2.ForwardRequest,
+            policy_id=policy_id,
             with_entropy=with_entropy,
             use_reference=use_reference,
             expected_version=expected_version,
         )
-        return await call.send(self._caller, key)
+        await set_batch(self._caller, request, groups)
+        return AsyncOperationHandle(self._caller, await self._caller.call(rpcs.FORWARD, request))
 
     async def upload_part(
         self, policy_id: str, upload_id: str, part_index: int, groups: Sequence[Group]
     ) -> int:
-        """One part of a batch; gives its serialized bytes. Large calls do this by themselves."""
+        """Upload one part of a batch; calls with large batches do so by themselves.
+
+        Args:
+            policy_id: The policy that the batch is for.
+            upload_id: A name of the caller's choice: [a-zA-Z0-9_-]{1,64}.
+            part_index: The part's place, from 0.
+            groups: Whole groups.
+
+        Returns:
+            The part's serialized size in bytes.
+        """
         request = request_message(
             service_pb2.UploadPartRequest,
             policy_id=policy_id,
@@ -235,14 +206,14 @@ class AsyncRatoonClient:
         return (await self._caller.call(rpcs.UPLOAD_PART, request)).num_bytes
 
     async def operation(self, operation_id: str) -> AsyncOperationHandle[OperationResult]:
-        """The handle of an operation that somebody else started."""
+        """Get the handle of any operation by its id, whoever started it."""
         request = request_message(service_pb2.GetOperationRequest, operation_id=operation_id)
         return AsyncOperationHandle(
             self._caller, await self._caller.call(rpcs.GET_OPERATION, request)
         )
 
     async def get_operation(self, operation_id: str, *, wait_s: float = 0.0) -> Operation:
-        """The operation once it has ended, or as it stands after `wait_s` seconds."""
+        """Read an operation once it has ended, or as it stands after `wait_s` seconds."""
         check_seconds("wait_s", wait_s)
         request = request_message(
             service_pb2.GetOperationRequest, operation_id=operation_id, wait_s=wait_s
@@ -256,55 +227,12 @@ class AsyncRatoonClient:
         return decode(message, Operation)
 
     async def cancel_operation(self, operation_id: str) -> Operation:
-        """Stop it before its optimizer step; one that has ended stays as it is."""
+        """Stop an operation before its optimizer step; one that has ended stays as it is."""
         request = request_message(service_pb2.CancelOperationRequest, operation_id=operation_id)
         return decode(await self._caller.call(rpcs.CANCEL_OPERATION, request), Operation)
 
-    async def save_checkpoint(
-        self,
-        policy_id: str,
-        checkpoint_id: str = "",
-        *,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[Checkpoint]:
-        """Without an id the service names it from seq and version."""
-        call = calls.save_checkpoint(policy_id, checkpoint_id)
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
-
-    async def load_checkpoint(
-        self,
-        policy_id: str,
-        checkpoint_id: str,
-        *,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[Checkpoint]:
-        call = calls.load_checkpoint(policy_id, checkpoint_id)
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
-
-    async def import_weights(
-        self,
-        policy_id: str,
-        folder: str,
-        *,
-        mode: ImportMode = "full",
-        reset_optimizer: bool = False,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> AsyncOperationHandle[ImportResult]:
-        """Replace the weights by a folder's below the server's models root, or add those."""
-        call = calls.import_weights(
-            policy_id,
-            folder,
-            mode=mode,
-            reset_optimizer=reset_optimizer,
-            expected_version=expected_version,
-        )
-        return await call.send(self._caller, calls.operation_key(seq, request_id))
-
     async def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:
+        """Read a policy's checkpoints."""
         request = request_message(service_pb2.ListCheckpointsRequest, policy_id=policy_id)
         answer = await self._caller.call(rpcs.LIST_CHECKPOINTS, request)
         return [decode(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
@@ -317,33 +245,42 @@ class AsyncRatoonClient:
         known_version: int | None = None,
         wait_s: float = 0.0,
     ) -> WeightManifest:
-        """The files of a version; None is the newest.
+        """Read the manifest of a version: its files with their digests.
 
-        A version that an ended operation made is waited for while the service writes it, ten
-        minutes at most, whatever `known_version` and `wait_s` are: what is answered is never older
-        than the newest that the caller was told of. Beyond that the call waits up to `wait_s`
-        seconds for a version that is not there yet, or for a newest other than `known_version`,
-        which is answered again where none came.
+        While the service writes a version that an ended operation made, the call waits for it, ten
+        minutes at most: the answer is never older than the newest version that the caller was told
+        of.
+
+        Args:
+            policy_id: The policy.
+            version: The version. Default: the newest published.
+            known_version: Given without `version`: wait for a newest version other than this one,
+                which is the answer where no other came.
+            wait_s: Seconds to wait for a version that no operation has made yet.
+
+        Raises:
+            RatoonApiError: WEIGHTS_NOT_FOUND, where there is no such version.
         """
-        check_seconds("wait_s", wait_s)
-        request = request_message(
-            service_pb2.GetWeightManifestRequest,
-            policy_id=policy_id,
-            version=version,
-            known_version=known_version,
-            wait_s=wait_s,
+        return await weight_manifest(
+            self._caller, policy_id, version, known_version=known_version, wait_s=wait_s
         )
-        return decode(await self._caller.weight_manifest(request), WeightManifest)
 
     async def watch_weights(
         self, policy_id: str, *, known_version: int | None = None
     ) -> AsyncGenerator[WeightManifest, None]:
-        """The newest version, unless it is `known_version`, then each time it is another.
+        """Follow the newest version of a policy.
 
-        A version that an ended operation made is waited for while the service writes it. A slow
-        caller gets only the newest, which after a LoadCheckpoint may have a lower number. Lost
-        connections are made again; raises TransportError where the service has answered nothing for
-        the client's `timeout_s`.
+        Args:
+            policy_id: The policy.
+            known_version: A version that is not wanted as the first.
+
+        Yields:
+            The newest manifest, then another each time the newest version changes. A slow caller
+            gets only the newest, whose number may be lower after a LoadCheckpoint.
+
+        Raises:
+            TransportError: The service has answered nothing for the client's `timeout_s`. Lost
+                connections are made again until then.
         """
         while True:
             try:
@@ -367,27 +304,36 @@ class AsyncRatoonClient:
         holds_version: int | None = None,
         hold_s: float = HOLD_S,
     ) -> int | None:
-        """Say what a receiver serves and reads; gives the newest published version, if any.
+        """Tell the service what a receiver serves and reads.
 
-        `receiver_id` is the same over the receiver's restarts. `holds_version` is kept until its
-        next call, at most `hold_s` seconds.
+        Args:
+            policy_id: The policy.
+            receiver_id: The receiver's name, which stays the same over its restarts.
+            version: The version that it serves; None: none.
+            holds_version: A version that it reads, which the service keeps until the receiver's
+                next call.
+            hold_s: Seconds that `holds_version` is kept at most.
+
+        Returns:
+            The newest published version; None: there is none.
         """
-        check_seconds("hold_s", hold_s)
-        request = request_message(
-            service_pb2.AckWeightsRequest,
-            policy_id=policy_id,
-            receiver_id=receiver_id,
+        return await ack_weights(
+            self._caller,
+            policy_id,
+            receiver_id,
             version=version,
             holds_version=holds_version,
-            hold_s=0.0 if holds_version is None else hold_s,
+            hold_s=hold_s,
         )
-        answer = await self._caller.call(rpcs.ACK_WEIGHTS, request)
-        return answer.published_version if answer.HasField("published_version") else None
 
     async def gradient_manifest(self, policy_id: str, names: Sequence[str]) -> GradientManifest:
-        """Gradient sums of the open window as a file, of tensors named as in published weights.
+        """Have gradient sums of the open window written to a file.
 
-        The service reads them between two operations, which is waited for, ten minutes a try.
+        The service reads them between two operations; each try waits ten minutes for that.
+
+        Args:
+            policy_id: The policy.
+            names: Names of tensors, as in published weights.
         """
         names = all_of("names", names, str)
         request = request_message(
@@ -397,15 +343,29 @@ class AsyncRatoonClient:
         return decode(message, GradientManifest)
 
     async def fetch_file(self, policy_id: str, file: WeightFile) -> bytes:
-        """A whole file of a manifest in memory, verified; of gradients, `safetensors.numpy.load`
-        reads it.
+        """Fetch and verify a whole file of a manifest, into memory.
+
+        `safetensors.numpy.load` reads a file of gradients.
+
+        Raises:
+            IntegrityError: The bytes are not what the file's digest says.
         """
         return await fetch_result_file(self._caller, policy_id, file.digest, file.size_bytes)
 
     async def fetch_weights(
         self, policy_id: str, digest: str, *, offset: int, length: int
     ) -> bytes:
-        """One chunk of a file of a manifest, or of a result file, verified."""
+        """Fetch and verify one chunk of a file of a manifest, or of a result file.
+
+        Args:
+            policy_id: The policy.
+            digest: The file's digest.
+            offset: First byte of the chunk.
+            length: Bytes of the chunk.
+
+        Raises:
+            IntegrityError: The bytes are not what the chunk's digest says.
+        """
         return await fetch_chunk(self._caller, policy_id, digest, offset=offset, length=length)
 
     async def pull_weights(
@@ -416,7 +376,21 @@ class AsyncRatoonClient:
         *,
         keep: int | None = KEEP_VERSIONS,
     ) -> PulledWeights:
-        """Bring `folder`/version-N up to date; see `weights.pull.pull_weights`."""
+        """Pull a version into `folder`/version-N; `folder`/latest then names the newest.
+
+        Files that an earlier version or the service's folder on this host has are linked, an
+        interrupted pull goes on where it stopped, and deltas are fetched in place of files where
+        that is fewer bytes. On any failure the folder stays as it was.
+
+        Args:
+            policy_id: The policy.
+            folder: A folder for versions of this policy.
+            version: The version. Default: the newest published.
+            keep: How many of the last pulled versions stay; None: all.
+
+        Raises:
+            IntegrityError: Bytes are not what their digests say.
+        """
         return await pull_weights(self._caller, policy_id, Path(folder), version=version, keep=keep)
 
     def weight_receiver(
@@ -429,9 +403,19 @@ class AsyncRatoonClient:
         keep: int = KEEP_VERSIONS,
         on_event: Callable[[ReceiverEvent], None] = log_event,
     ) -> AsyncWeightReceiver:
-        """Versions into an engine as they are published; without `adapter` into `root` alone."""
+        """Make a receiver, which brings versions into an engine as they are published.
+
+        Args:
+            policy_id: The policy.
+            root: A folder of this receiver's own.
+            adapter: How a version comes into the engine. Default: versions only reach `root`.
+            receiver_id: Its name in the service's metrics. Default: made from this host and `root`.
+            keep: How many versions stay in `root`, 2 or more.
+            on_event: Called on the event loop for each version that the engine took, and by
+                `follow` for each failure.
+        """
         return AsyncWeightReceiver(
-            self,
+            self._caller,
             policy_id,
             root,
             adapter,
@@ -441,11 +425,16 @@ class AsyncRatoonClient:
         )
 
     async def server_info(self) -> ServerInfo:
+        """Read the service's versions, backends and limits."""
         request = service_pb2.GetServerInfoRequest()
         return decode(await self._caller.call(rpcs.GET_SERVER_INFO, request), ServerInfo)
 
     async def health(self) -> Health:
-        """How the service is now; asked once. Raises TransportError where it does not answer."""
+        """Ask once how the service is now.
+
+        Raises:
+            TransportError: The service does not answer.
+        """
         try:
             message = await self._caller.call(rpcs.HEALTH, service_pb2.HealthRequest())
         except RatoonApiError as error:

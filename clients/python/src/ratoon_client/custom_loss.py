@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ratoon_client.arrays import FloatsLike, ValueArray, number, value_array
 from ratoon_client.errors import InvalidArgumentError
-from ratoon_client.loss import Loss
 from ratoon_client.rollouts import Group
+from ratoon_client.values import Loss
 
 # float32 [R] a rollout, all groups' one after the other, 0 at tokens that are not trained ->
 # the loss, and its gradient with respect to each of these arrays.
@@ -30,10 +30,12 @@ WEIGHTED = Loss("cross_entropy", token_weight="per_token", shared_tokens="sum")
 def by_autograd(
     loss_of: Callable[[list[Any]], Any], as_tensor: Callable[[NDArray[np.float32]], Any]
 ) -> CustomLoss:
-    """A loss of torch's tensors, differentiated by torch, which is not imported here.
+    """Make a custom loss of a function of torch's tensors, which torch differentiates.
 
-    `as_tensor` makes a tensor of an array: `torch.from_numpy`. `loss_of` gives a scalar tensor;
-    what it does not use has a gradient of zero.
+    Args:
+        loss_of: From log-probs, one tensor a rollout, to a scalar tensor. Log-probs that it does
+            not use have a gradient of zero.
+        as_tensor: Makes a tensor of an array: `torch.from_numpy`. Torch is not imported here.
     """
 
     def differentiated(
@@ -55,10 +57,14 @@ def by_autograd(
 def weighted(
     groups: Sequence[Group], logprobs: Sequence[NDArray[np.float32]], loss_of: CustomLoss
 ) -> tuple[float, list[Group]]:
-    """The loss, and `groups` with the token weights that have its gradient.
+    """Weight tokens so that their weighted sum of log-probs has the gradient of a loss.
 
-    Raises InvalidArgumentError where `loss_of` gives a gradient of another shape or a number that
-    is not finite.
+    Returns:
+        The loss, and `groups` with those token weights.
+
+    Raises:
+        InvalidArgumentError: `loss_of` gives a gradient of another shape, or a number that is not
+            finite.
     """
     loss, gradients = loss_of(list(logprobs))
     loss = number("loss", loss)

@@ -18,19 +18,19 @@ from ratoon_client.caller import Caller, may_pass
 from ratoon_client.errors import RatoonClientError, ResultTimeoutError
 from ratoon_client.outcome import outcome
 from ratoon_client.progress import progress_bar
-from ratoon_client.results import Operation
+from ratoon_client.values import Operation
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERATION
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 ResultT = TypeVar("ResultT")
-# Of one long poll, in seconds: more than the 30 that a service waits behind a missing seq, which it
-# may count anew for each poll, and less than the 60 after which proxies cut.
+# Seconds of one long poll: more than the 30 that a service waits behind a missing seq, which it may
+# count anew for each poll, and less than the 60 after which proxies cut a connection.
 POLL_S = 40.0
 
 
 class AsyncOperationHandle(Generic[ResultT]):
-    """Of one operation; holds the newest state seen."""
+    """The handle of one operation; it holds the newest state seen."""
 
     def __init__(self, caller: Caller, message: operation_pb2.Operation) -> None:
         self._caller = caller
@@ -38,34 +38,52 @@ class AsyncOperationHandle(Generic[ResultT]):
 
     @property
     def operation_id(self) -> str:
+        """The operation's id, by which `client.operation` finds it again."""
         return self._newest.operation_id
 
     @property
     def seq(self) -> int:
-        """0 where the operation is not sequenced."""
+        """The operation's place in its policy's order; 0: it has none."""
         return self._newest.seq
 
     async def status(self) -> Operation:
-        """The operation as it stands."""
+        """Read the operation as it stands."""
         return decode(await self._get(0.0, timeout_s=self._caller.config.timeout_s), Operation)
 
     async def wait(self, timeout_s: float | None = None) -> Operation:
-        """The operation once it has ended, however it ended. Raises as `result` for the wait."""
+        """Wait until the operation has ended, in whatever way.
+
+        Args:
+            timeout_s: Seconds to wait; None: as long as it takes.
+
+        Raises:
+            ResultTimeoutError, RatoonApiError or TransportError: As for `result`, but not where
+                the operation failed.
+        """
         return decode(await self._wait(timeout_s), Operation)
 
     async def result(self, timeout_s: float | None = None, *, progress: bool = False) -> ResultT:
-        """What the operation made; None waits for as long as it takes.
+        """Wait for what the operation makes.
 
-        Raises RatoonApiError where it failed or was cancelled, and where a wait ends behind a
-        missing seq, which SEQ_GAP names and which may still be sent; ResultTimeoutError where
-        `timeout_s` is over; TransportError where the service has not answered for the client's
-        `timeout_s`. `progress` draws a bar on standard error.
+        Args:
+            timeout_s: Seconds to wait; None: as long as it takes.
+            progress: Whether to draw a bar on standard error.
+
+        Raises:
+            RatoonApiError: The operation failed or was cancelled. SEQ_GAP: the wait ended behind a
+                missing seq, which `details["missing_seq"]` names and which may still be sent.
+            ResultTimeoutError: `timeout_s` is over; the operation goes on.
+            TransportError: The service has not answered for the client's `timeout_s`.
         """
         final = await (self._drawn_wait(timeout_s) if progress else self._wait(timeout_s))
         return cast("ResultT", await outcome(self._caller, final))
 
     async def watch(self) -> AsyncGenerator[Operation, None]:
-        """The operation now and as it changes, up to its end; survives a dropped stream."""
+        """Follow the operation as it changes, through lost connections.
+
+        Yields:
+            The operation now, then after each change, up to its end.
+        """
         request = service_pb2.WatchOperationRequest(operation_id=self.operation_id)
         failing_since: float | None = None
         while True:
@@ -87,13 +105,13 @@ class AsyncOperationHandle(Generic[ResultT]):
             await asyncio.sleep(0.2)
 
     async def cancel(self) -> Operation:
-        """Stop it before its optimizer step; one that has ended stays as it is."""
+        """Stop the operation before its optimizer step; one that has ended stays as it is."""
         request = service_pb2.CancelOperationRequest(operation_id=self.operation_id)
         self._newest = await self._caller.call(CANCEL_OPERATION, request)
         return decode(self._newest, Operation)
 
     async def _drawn_wait(self, timeout_s: float | None) -> operation_pb2.Operation:
-        """Only drawing depends on the watch, which has no end behind a missing seq."""
+        """Wait and draw; only drawing uses the watch, which has no end behind a missing seq."""
         with progress_bar() as show:
             drawing = asyncio.create_task(self._draw(show))
             try:

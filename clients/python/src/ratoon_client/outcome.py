@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from ratoon_client.caller import Caller
 from ratoon_client.errors import IntegrityError, RatoonApiError
-from ratoon_client.results import (
+from ratoon_client.values import (
     Checkpoint,
     ForwardResult,
     ImportResult,

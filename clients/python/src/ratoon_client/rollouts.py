@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from ratoon_client.arguments import all_of, check_type
 from ratoon_client.arrays import (
@@ -25,15 +25,15 @@ from ratoon_client.arrays import (
     value_array,
 )
 from ratoon_client.errors import InvalidArgumentError
+from ratoon_proto.types import SamplerLogprobsKind, SamplerLogprobsKindName, VersionSpan
 
-SamplerLogprobsKind = Literal["processed", "raw"]
 GivenT = TypeVar("GivenT")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens of a multi-turn rollout; not trained means context: attended to only."""
+    """A run of tokens of a multi-turn rollout; one that is not trained is context only."""
 
     tokens: IntsLike
     trained: bool
@@ -47,19 +47,12 @@ class ContentSegment:
     trained: bool
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Response tokens from `first_token` up to the next span's were sampled by `version`."""
-
-    first_token: int
-    version: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sampled continuation; R is the number of its response tokens over all segments.
+    """One sampled continuation, as `rollout` makes it.
 
-    `content` is int32 [R], or segments; per-token arrays are float32 [R], the mask bool [R].
+    R is the number of its response tokens, over all segments. `content` is int32 [R] or segments,
+    the mask is bool [R], and the other per-token arrays are float32 [R].
     """
 
     content: TokenArray | tuple[ContentSegment, ...]
@@ -70,7 +63,7 @@ class Rollout:
     reference_logprobs: ValueArray | None
     token_weights: ValueArray | None
     temperature: float | None
-    sampler_logprobs_kind: SamplerLogprobsKind | None
+    sampler_logprobs_kind: SamplerLogprobsKind | SamplerLogprobsKindName | None
     top_p: float | None
     top_k: int | None
     policy_version: int | None
@@ -102,7 +95,7 @@ def rollout(
     reference_logprobs: FloatsLike | None = None,
     token_weights: FloatsLike | None = None,
     temperature: float | None = None,
-    sampler_logprobs_kind: SamplerLogprobsKind | None = None,
+    sampler_logprobs_kind: SamplerLogprobsKind | SamplerLogprobsKindName | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
     policy_version: int | None = None,
@@ -111,13 +104,36 @@ def rollout(
     routed_experts: RoutesLike | None = None,
     routed_experts_start: int = 0,
 ) -> Rollout:
-    """A rollout of `response` or of `segments`, with a `reward` or ready `advantages`.
+    """Make a rollout of `response` or of `segments`, with a `reward` or ready `advantages`.
 
-    Per-token arrays have one value per response token, context segments included. `version_spans`:
-    where weights changed in flight; the first begins at token 0. `routed_experts`, integers
-    [tokens, layers with experts, experts per token]: where the sampler sent tokens of prompt and
-    response, from `routed_experts_start` on (vLLM's `CompletionOutput.routed_experts`). Raises
-    InvalidArgumentError naming the argument that has no form on the wire.
+    Per-token arrays have one value for each of the R response tokens, context segments included.
+
+    Args:
+        response: Token ids [R].
+        segments: Runs of tokens of a multi-turn rollout, in order, in place of `response`.
+        reward: The rollout's reward.
+        advantages: Ready-made advantages [R], in place of a reward.
+        loss_mask: Which tokens are trained [R]. Default: all that are no context.
+        sampler_logprobs: Log-probs by the sampler [R], in nats.
+        old_logprobs: Log-probs for the ratio of `old_logprobs="given"` [R].
+        reference_logprobs: Log-probs by the reference of a KL term [R].
+        token_weights: Signed weights of `cross_entropy` [R]. Default: 1.
+        temperature: The sampling temperature. Default: 1.
+        sampler_logprobs_kind: Whether `sampler_logprobs` are `processed`, computed after the
+            division by the temperature, or `raw`. Required at a temperature other than 1.
+        top_p: The sampler's top-p, where it had one.
+        top_k: The sampler's top-k, where it had one.
+        policy_version: The version that sampled the rollout.
+        truncated: Whether the response hit the length limit.
+        version_spans: Which version sampled which tokens, where weights changed in flight; the
+            first span begins at token 0.
+        routed_experts: Which experts the sampler sent tokens of prompt and response to, integers
+            [tokens, layers with experts, experts per token], from `routed_experts_start` on
+            (vLLM's `CompletionOutput.routed_experts`).
+        routed_experts_start: The token of the first row of `routed_experts`.
+
+    Raises:
+        InvalidArgumentError: An argument, which the error names, has no form on the wire.
     """
 
     def optional(field: str, given: GivenT | None, read: Callable[[str, GivenT], T]) -> T | None:
@@ -149,7 +165,16 @@ def rollout(
 
 
 def group(group_id: str, prompt: IntsLike, rollouts: Sequence[Rollout]) -> Group:
-    """A group of rollouts that continue `prompt`. Raises InvalidArgumentError."""
+    """Make a group of rollouts that continue one prompt.
+
+    Args:
+        group_id: A name of the caller's choice.
+        prompt: Token ids [P]; P may be 0.
+        rollouts: The rollouts, as `rollout` makes them.
+
+    Raises:
+        InvalidArgumentError: An argument has no form on the wire.
+    """
     check_type("group_id", group_id, str)
     return Group(
         group_id=group_id,

@@ -5,33 +5,52 @@ An upload is named by its content: the same groups again are the same parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
 from ratoon_client.caller import Caller
+from ratoon_client.rollouts import Group
+from ratoon_client.wire.encode import group_messages
 from ratoon_client.wire.rpcs import UPLOAD_PART
 from ratoon_proto.v1 import rollout_pb2, service_pb2
 
 # Services take it whole, unless their max_body_bytes is some 128 KiB or less: they are not asked.
 _SMALL_BYTES = 64 * 1024
-BatchSource = rollout_pb2.RolloutBatch | rollout_pb2.UploadedBatch
+BatchRequest = (
+    service_pb2.UpdateRequest | service_pb2.ForwardBackwardRequest | service_pb2.ForwardRequest
+)
 
 
-async def batch_source(
+async def set_batch(caller: Caller, request: BatchRequest, groups: Sequence[Group]) -> None:
+    """Put groups into a request, or upload them and name the upload there.
+
+    Threads encode, copy and hash the groups: a large batch would hold up the event loop.
+    """
+    messages = await asyncio.to_thread(group_messages, groups)
+    upload = await _uploaded(caller, request.policy_id, messages)
+    if upload is None:
+        await asyncio.to_thread(request.batch.groups.extend, messages)
+        request.batch.SetInParent()
+    else:
+        request.upload.CopyFrom(upload)
+
+
+async def _uploaded(
     caller: Caller, policy_id: str, groups: list[rollout_pb2.RolloutGroup]
-) -> BatchSource:
-    """The groups themselves, or, where client or service want them cut, the upload of them."""
+) -> rollout_pb2.UploadedBatch | None:
+    """Upload groups where client or service want them cut; None: they go with the call."""
     config = caller.config
     size_bytes = sum(group.ByteSize() for group in groups)
     if size_bytes <= min(config.upload_above_bytes, _SMALL_BYTES):
-        return rollout_pb2.RolloutBatch(groups=groups)
+        return None
     # A body in base64 is a third larger than its bytes.
     most_bytes = (await caller.limits()).max_body_bytes // 2
     if size_bytes <= min(config.upload_above_bytes, most_bytes):
-        return rollout_pb2.RolloutBatch(groups=groups)
+        return None
     part_bytes = min(config.part_bytes, most_bytes)
-    upload_id = _name(groups, part_bytes)
+    upload_id = await asyncio.to_thread(_name, groups, part_bytes)
     num_parts = 0
     for part in split_parts(groups, part_bytes):
         request = service_pb2.UploadPartRequest(

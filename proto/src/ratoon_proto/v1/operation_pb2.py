@@ -28,41 +28,49 @@ from ratoon_proto.v1 import policy_pb2 as ratoon__proto_dot_v1_dot_policy__pb2
 from ratoon_proto.v1 import training_pb2 as ratoon__proto_dot_v1_dot_training__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fratoon_proto/v1/operation.proto\x12\tratoon.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dratoon_proto/v1/options.proto\x1a\x1cratoon_proto/v1/policy.proto\x1a\x1eratoon_proto/v1/training.proto\"~\n\x08Progress\x12\x1a\n\x12micro_batches_done\x18\x01 \x01(\x03\x12\x1d\n\x15micro_batches_planned\x18\x02 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x03 \x01(\x01\x12\x12\n\x05\x65ta_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_eta_s\"\xd3\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x0b\n\x03got\x18\x04 \x01(\t\x12\x10\n\x08\x65xpected\x18\x05 \x01(\t\x12\x11\n\tretryable\x18\x06 \x01(\x08\x12\x34\n\x07\x64\x65tails\x18\x07 \x03(\x0b\x32#.ratoon.v1.ErrorDetail.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa8\x01\n\x0e\x43heckpointInfo\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0b\n\x03seq\x18\x03 \x01(\x03\x12\x17\n\x0freplay_from_seq\x18\x04 \x01(\x03\x12\x34\n\ncreated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\"0\n\nResultFile\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xa4\x01\n\rForwardResult\x12*\n\x06inline\x18\x01 \x01(\x0b\x32\x18.ratoon.v1.ForwardOutputH\x00\x12%\n\x04\x66ile\x18\x02 \x01(\x0b\x32\x15.ratoon.v1.ResultFileH\x00\x12%\n\x06report\x18\x03 \x01(\x0b\x32\x15.ratoon.v1.StepReport\x12\x0f\n\x07version\x18\x04 \x01(\x03\x42\x08\n\x06output\"D\n\nStepResult\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12%\n\x06report\x18\x02 \x01(\x0b\x32\x15.ratoon.v1.StepReport\"h\n\x0cImportResult\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x13\n\x0bnum_tensors\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x64types\x18\x04 \x03(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\r\n\x0b\x45mptyResult\"\xb0\x05\n\tOperation\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.ratoon.v1.OperationKind\x12\x0b\n\x03seq\x18\x04 \x01(\x03\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12(\n\x05state\x18\x06 \x01(\x0e\x32\x19.ratoon.v1.OperationState\x12\x16\n\x0e\x62locked_by_seq\x18\x07 \x01(\x03\x12%\n\x08progress\x18\x08 \x01(\x0b\x32\x13.ratoon.v1.Progress\x12\x34\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12.\n\nstarted_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inished_at\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\'\n\x05\x65rror\x18\x0c \x01(\x0b\x32\x16.ratoon.v1.ErrorDetailH\x00\x12#\n\x06policy\x18\r \x01(\x0b\x32\x11.ratoon.v1.PolicyH\x00\x12%\n\x04step\x18\x0e \x01(\x0b\x32\x15.ratoon.v1.StepResultH\x00\x12+\n\x07\x66orward\x18\x0f \x01(\x0b\x32\x18.ratoon.v1.ForwardResultH\x00\x12/\n\ncheckpoint\x18\x10 \x01(\x0b\x32\x19.ratoon.v1.CheckpointInfoH\x00\x12\'\n\x05\x65mpty\x18\x11 \x01(\x0b\x32\x16.ratoon.v1.EmptyResultH\x00\x12+\n\x08imported\x18\x12 \x01(\x0b\x32\x17.ratoon.v1.ImportResultH\x00\x42\x08\n\x06result*\xff\x02\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12 \n\x1cOPERATION_KIND_CREATE_POLICY\x10\x01\x12 \n\x1cOPERATION_KIND_DELETE_POLICY\x10\x02\x12\x19\n\x15OPERATION_KIND_UPDATE\x10\x03\x12#\n\x1fOPERATION_KIND_FORWARD_BACKWARD\x10\x04\x12\x1d\n\x19OPERATION_KIND_OPTIM_STEP\x10\x05\x12$\n OPERATION_KIND_DISCARD_GRADIENTS\x10\x06\x12\x1a\n\x16OPERATION_KIND_FORWARD\x10\x07\x12\"\n\x1eOPERATION_KIND_SAVE_CHECKPOINT\x10\x08\x12\"\n\x1eOPERATION_KIND_LOAD_CHECKPOINT\x10\t\x12!\n\x1dOPERATION_KIND_IMPORT_WEIGHTS\x10\n*\xbf\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x01\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x02\x12\x18\n\x14OPERATION_STATE_DONE\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04\x12\x1d\n\x19OPERATION_STATE_CANCELLED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fratoon_proto/v1/operation.proto\x12\tratoon.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dratoon_proto/v1/options.proto\x1a\x1cratoon_proto/v1/policy.proto\x1a\x1eratoon_proto/v1/training.proto\"\x84\x01\n\x08Progress\x12\x1a\n\x12micro_batches_done\x18\x01 \x01(\x03\x12\x1d\n\x15micro_batches_planned\x18\x02 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x03 \x01(\x01\x12\x12\n\x05\x65ta_s\x18\x04 \x01(\x01H\x00\x88\x01\x01:\x04\x90\xb5\x18\x01\x42\x08\n\x06_eta_s\"\xd3\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x0b\n\x03got\x18\x04 \x01(\t\x12\x10\n\x08\x65xpected\x18\x05 \x01(\t\x12\x11\n\tretryable\x18\x06 \x01(\x08\x12\x34\n\x07\x64\x65tails\x18\x07 \x03(\x0b\x32#.ratoon.v1.ErrorDetail.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa8\x01\n\x0e\x43heckpointInfo\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0b\n\x03seq\x18\x03 \x01(\x03\x12\x17\n\x0freplay_from_seq\x18\x04 \x01(\x03\x12\x34\n\ncreated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\"0\n\nResultFile\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xac\x01\n\rForwardResult\x12*\n\x06inline\x18\x01 \x01(\x0b\x32\x18.ratoon.v1.ForwardOutputH\x00\x12%\n\x04\x66ile\x18\x02 \x01(\x0b\x32\x15.ratoon.v1.ResultFileH\x00\x12-\n\x06report\x18\x03 \x01(\x0b\x32\x15.ratoon.v1.StepReportB\x06\x9a\xb5\x18\x02{}\x12\x0f\n\x07version\x18\x04 \x01(\x03\x42\x08\n\x06output\"L\n\nStepResult\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12-\n\x06report\x18\x02 \x01(\x0b\x32\x15.ratoon.v1.StepReportB\x06\x9a\xb5\x18\x02{}\"h\n\x0cImportResult\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x13\n\x0bnum_tensors\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x64types\x18\x04 \x03(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\r\n\x0b\x45mptyResult\"\xb8\x05\n\tOperation\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.ratoon.v1.OperationKind\x12\x0b\n\x03seq\x18\x04 \x01(\x03\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12(\n\x05state\x18\x06 \x01(\x0e\x32\x19.ratoon.v1.OperationState\x12\x16\n\x0e\x62locked_by_seq\x18\x07 \x01(\x03\x12-\n\x08progress\x18\x08 \x01(\x0b\x32\x13.ratoon.v1.ProgressB\x06\x9a\xb5\x18\x02{}\x12\x34\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12.\n\nstarted_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inished_at\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\'\n\x05\x65rror\x18\x0c \x01(\x0b\x32\x16.ratoon.v1.ErrorDetailH\x00\x12#\n\x06policy\x18\r \x01(\x0b\x32\x11.ratoon.v1.PolicyH\x00\x12%\n\x04step\x18\x0e \x01(\x0b\x32\x15.ratoon.v1.StepResultH\x00\x12+\n\x07\x66orward\x18\x0f \x01(\x0b\x32\x18.ratoon.v1.ForwardResultH\x00\x12/\n\ncheckpoint\x18\x10 \x01(\x0b\x32\x19.ratoon.v1.CheckpointInfoH\x00\x12\'\n\x05\x65mpty\x18\x11 \x01(\x0b\x32\x16.ratoon.v1.EmptyResultH\x00\x12+\n\x08imported\x18\x12 \x01(\x0b\x32\x17.ratoon.v1.ImportResultH\x00\x42\x08\n\x06result*\xff\x02\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12 \n\x1cOPERATION_KIND_CREATE_POLICY\x10\x01\x12 \n\x1cOPERATION_KIND_DELETE_POLICY\x10\x02\x12\x19\n\x15OPERATION_KIND_UPDATE\x10\x03\x12#\n\x1fOPERATION_KIND_FORWARD_BACKWARD\x10\x04\x12\x1d\n\x19OPERATION_KIND_OPTIM_STEP\x10\x05\x12$\n OPERATION_KIND_DISCARD_GRADIENTS\x10\x06\x12\x1a\n\x16OPERATION_KIND_FORWARD\x10\x07\x12\"\n\x1eOPERATION_KIND_SAVE_CHECKPOINT\x10\x08\x12\"\n\x1eOPERATION_KIND_LOAD_CHECKPOINT\x10\t\x12!\n\x1dOPERATION_KIND_IMPORT_WEIGHTS\x10\n*\xbf\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x01\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x02\x12\x18\n\x14OPERATION_STATE_DONE\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04\x12\x1d\n\x19OPERATION_STATE_CANCELLED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ratoon_proto.v1.operation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PROGRESS']._loaded_options = None
+  _globals['_PROGRESS']._serialized_options = b'\220\265\030\001'
   _globals['_ERRORDETAIL_DETAILSENTRY']._loaded_options = None
   _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_options = b'8\001'
   _globals['_CHECKPOINTINFO'].fields_by_name['created_at']._loaded_options = None
   _globals['_CHECKPOINTINFO'].fields_by_name['created_at']._serialized_options = b'\210\265\030\001'
+  _globals['_FORWARDRESULT'].fields_by_name['report']._loaded_options = None
+  _globals['_FORWARDRESULT'].fields_by_name['report']._serialized_options = b'\232\265\030\002{}'
+  _globals['_STEPRESULT'].fields_by_name['report']._loaded_options = None
+  _globals['_STEPRESULT'].fields_by_name['report']._serialized_options = b'\232\265\030\002{}'
+  _globals['_OPERATION'].fields_by_name['progress']._loaded_options = None
+  _globals['_OPERATION'].fields_by_name['progress']._serialized_options = b'\232\265\030\002{}'
   _globals['_OPERATION'].fields_by_name['created_at']._loaded_options = None
   _globals['_OPERATION'].fields_by_name['created_at']._serialized_options = b'\210\265\030\001'
-  _globals['_OPERATIONKIND']._serialized_start=1785
-  _globals['_OPERATIONKIND']._serialized_end=2168
-  _globals['_OPERATIONSTATE']._serialized_start=2171
-  _globals['_OPERATIONSTATE']._serialized_end=2362
-  _globals['_PROGRESS']._serialized_start=172
-  _globals['_PROGRESS']._serialized_end=298
-  _globals['_ERRORDETAIL']._serialized_start=301
-  _globals['_ERRORDETAIL']._serialized_end=512
-  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_start=466
-  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_end=512
-  _globals['_CHECKPOINTINFO']._serialized_start=515
-  _globals['_CHECKPOINTINFO']._serialized_end=683
-  _globals['_RESULTFILE']._serialized_start=685
-  _globals['_RESULTFILE']._serialized_end=733
-  _globals['_FORWARDRESULT']._serialized_start=736
-  _globals['_FORWARDRESULT']._serialized_end=900
-  _globals['_STEPRESULT']._serialized_start=902
-  _globals['_STEPRESULT']._serialized_end=970
-  _globals['_IMPORTRESULT']._serialized_start=972
-  _globals['_IMPORTRESULT']._serialized_end=1076
-  _globals['_EMPTYRESULT']._serialized_start=1078
-  _globals['_EMPTYRESULT']._serialized_end=1091
-  _globals['_OPERATION']._serialized_start=1094
-  _globals['_OPERATION']._serialized_end=1782
+  _globals['_OPERATIONKIND']._serialized_start=1816
+  _globals['_OPERATIONKIND']._serialized_end=2199
+  _globals['_OPERATIONSTATE']._serialized_start=2202
+  _globals['_OPERATIONSTATE']._serialized_end=2393
+  _globals['_PROGRESS']._serialized_start=173
+  _globals['_PROGRESS']._serialized_end=305
+  _globals['_ERRORDETAIL']._serialized_start=308
+  _globals['_ERRORDETAIL']._serialized_end=519
+  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_start=473
+  _globals['_ERRORDETAIL_DETAILSENTRY']._serialized_end=519
+  _globals['_CHECKPOINTINFO']._serialized_start=522
+  _globals['_CHECKPOINTINFO']._serialized_end=690
+  _globals['_RESULTFILE']._serialized_start=692
+  _globals['_RESULTFILE']._serialized_end=740
+  _globals['_FORWARDRESULT']._serialized_start=743
+  _globals['_FORWARDRESULT']._serialized_end=915
+  _globals['_STEPRESULT']._serialized_start=917
+  _globals['_STEPRESULT']._serialized_end=993
+  _globals['_IMPORTRESULT']._serialized_start=995
+  _globals['_IMPORTRESULT']._serialized_end=1099
+  _globals['_EMPTYRESULT']._serialized_start=1101
+  _globals['_EMPTYRESULT']._serialized_end=1114
+  _globals['_OPERATION']._serialized_start=1117
+  _globals['_OPERATION']._serialized_end=1813
 # @@protoc_insertion_point(module_scope)

@@ -40,7 +40,8 @@ class _OperationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operati
     OPERATION_KIND_LOAD_CHECKPOINT: _OperationKind.ValueType  # 9
     OPERATION_KIND_IMPORT_WEIGHTS: _OperationKind.ValueType  # 10
 
-class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper): ...
+class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper):
+    """The call that an operation is."""
 
 OPERATION_KIND_UNSPECIFIED: OperationKind.ValueType  # 0
 OPERATION_KIND_CREATE_POLICY: OperationKind.ValueType  # 1
@@ -68,7 +69,8 @@ class _OperationStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operat
     OPERATION_STATE_FAILED: _OperationState.ValueType  # 4
     OPERATION_STATE_CANCELLED: _OperationState.ValueType  # 5
 
-class OperationState(_OperationState, metaclass=_OperationStateEnumTypeWrapper): ...
+class OperationState(_OperationState, metaclass=_OperationStateEnumTypeWrapper):
+    """Where an operation stands; the last three states are final."""
 
 OPERATION_STATE_UNSPECIFIED: OperationState.ValueType  # 0
 OPERATION_STATE_QUEUED: OperationState.ValueType  # 1
@@ -114,7 +116,7 @@ Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class ErrorDetail(_message.Message):
-    """The one shape of every error, in trailers (ratoon-error-bin), HTTP bodies and failed operations."""
+    """An error, in trailers (ratoon-error-bin), HTTP bodies and failed operations."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -252,7 +254,7 @@ class ForwardResult(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Of the weights that answered."""
+    """The version of the weights that answered."""
     @_builtins.property
     def inline(self) -> _training_pb2.ForwardOutput: ...
     @_builtins.property
@@ -281,7 +283,7 @@ Global___ForwardResult: _TypeAlias = ForwardResult  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):
-    """What a ForwardBackward, OptimStep or Update made."""
+    """The result of a ForwardBackward, OptimStep or Update."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -307,7 +309,7 @@ Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
 
 @_typing.final
 class ImportResult(_message.Message):
-    """What an ImportWeights read and made."""
+    """The result of an ImportWeights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -319,13 +321,13 @@ class ImportResult(_message.Message):
     version: _builtins.int
     """The policy's version after the operation."""
     num_tensors: _builtins.int
-    """Tensors of the folder, bytes of its files."""
+    """Number of tensors in the folder, and size of its files in bytes."""
     size_bytes: _builtins.int
     digest: _builtins.str
-    """Of the folder's files, 32 hexadecimal digits: who replays the operation takes no others."""
+    """Digest of the folder's files, 32 hexadecimal digits: a replay of the operation takes no others."""
     @_builtins.property
     def dtypes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the tensors, by safetensors' names: BF16, F32."""
+        """Dtypes of the tensors, by safetensors' names: BF16, F32."""
 
     def __init__(
         self,
@@ -346,7 +348,7 @@ Global___ImportResult: _TypeAlias = ImportResult  # noqa: Y015
 
 @_typing.final
 class EmptyResult(_message.Message):
-    """Done, and nothing to say."""
+    """The result of an operation that has nothing to say."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -363,7 +365,7 @@ Global___EmptyResult: _TypeAlias = EmptyResult  # noqa: Y015
 
 @_typing.final
 class Operation(_message.Message):
-    """The handle of a call; one of the results once it is final, none before."""
+    """The handle of a call. It has one of the results once it is final, and none before."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dratoon_proto/v1/options.proto\x12\tratoon.v1\x1a google/protobuf/descriptor.proto:1\n\x08required\x12\x1d.google.protobuf.FieldOptions\x18\xd1\x86\x03 \x01(\x08:3\n\nlist_dtype\x12\x1d.google.protobuf.FieldOptions\x18\xd2\x86\x03 \x01(\t:/\n\x04\x66lat\x12\x1f.google.protobuf.MessageOptions\x18\xd1\x86\x03 \x01(\x08:.\n\x04http\x12\x1e.google.protobuf.MethodOptions\x18\xd1\x86\x03 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dratoon_proto/v1/options.proto\x12\tratoon.v1\x1a google/protobuf/descriptor.proto:1\n\x08required\x12\x1d.google.protobuf.FieldOptions\x18\xd1\x86\x03 \x01(\x08:3\n\nlist_dtype\x12\x1d.google.protobuf.FieldOptions\x18\xd2\x86\x03 \x01(\t:6\n\rdefault_value\x12\x1d.google.protobuf.FieldOptions\x18\xd3\x86\x03 \x01(\t:/\n\x04\x66lat\x12\x1f.google.protobuf.MessageOptions\x18\xd1\x86\x03 \x01(\x08:4\n\tfrom_zero\x12\x1f.google.protobuf.MessageOptions\x18\xd2\x86\x03 \x01(\x08:2\n\tone_field\x12\x1d.google.protobuf.OneofOptions\x18\xd1\x86\x03 \x01(\x08:.\n\x04http\x12\x1e.google.protobuf.MethodOptions\x18\xd1\x86\x03 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

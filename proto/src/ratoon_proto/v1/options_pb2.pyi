@@ -12,14 +12,25 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 REQUIRED_FIELD_NUMBER: _builtins.int
 LIST_DTYPE_FIELD_NUMBER: _builtins.int
+DEFAULT_VALUE_FIELD_NUMBER: _builtins.int
 FLAT_FIELD_NUMBER: _builtins.int
+FROM_ZERO_FIELD_NUMBER: _builtins.int
+ONE_FIELD_FIELD_NUMBER: _builtins.int
 HTTP_FIELD_NUMBER: _builtins.int
 required: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.bool]
 """A request without it is refused; an answer always has it."""
 list_dtype: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.str]
 """JSON takes a plain list of one dimension for this tensor too, as an array of this dtype."""
+default_value: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.str]
+"""What absence means, in value classes: a number, true or false, the short name of an enum value, or
+{} for the message with all its defaults. Without presence, zero is absence.
+"""
 flat: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MessageOptions, _builtins.bool]
 """In JSON its fields stand where the message itself would."""
+from_zero: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MessageOptions, _builtins.bool]
+"""Its value class has zero as the default of every field: it is filled bit by bit."""
+one_field: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.OneofOptions, _builtins.bool]
+"""In value classes it is one field, and the class of its value tells which message it is."""
 http: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _builtins.str]
 """Method and path. `{name}` in the path is a field of the request (an absent one is `latest`); the
 others are the query of a GET and the body of anything else. Absent: not offered over HTTP.

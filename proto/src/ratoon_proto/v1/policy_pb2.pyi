@@ -32,7 +32,8 @@ class _SequencingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sequencing
     SEQUENCING_SERVER: _Sequencing.ValueType  # 2
     """The caller gives `request_id`; the server assigns the next seq on arrival."""
 
-class Sequencing(_Sequencing, metaclass=_SequencingEnumTypeWrapper): ...
+class Sequencing(_Sequencing, metaclass=_SequencingEnumTypeWrapper):
+    """Who orders the calls to a policy."""
 
 SEQUENCING_UNSPECIFIED: Sequencing.ValueType  # 0
 SEQUENCING_CLIENT: Sequencing.ValueType  # 1
@@ -49,13 +50,18 @@ class _RecoveryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Recovery.Val
     DESCRIPTOR: _descriptor.EnumDescriptor
     RECOVERY_UNSPECIFIED: _Recovery.ValueType  # 0
     RECOVERY_REPLAY: _Recovery.ValueType  # 1
+    """They are run again, to the same bits."""
     RECOVERY_FAIL: _Recovery.ValueType  # 2
+    """They fail, and their versions are never used again."""
 
-class Recovery(_Recovery, metaclass=_RecoveryEnumTypeWrapper): ...
+class Recovery(_Recovery, metaclass=_RecoveryEnumTypeWrapper):
+    """What the service does with operations past the last checkpoint after a failure."""
 
 RECOVERY_UNSPECIFIED: Recovery.ValueType  # 0
 RECOVERY_REPLAY: Recovery.ValueType  # 1
+"""They are run again, to the same bits."""
 RECOVERY_FAIL: Recovery.ValueType  # 2
+"""They fail, and their versions are never used again."""
 Global___Recovery: _TypeAlias = Recovery  # noqa: Y015
 
 class _OnChangedNumerics:
@@ -66,13 +72,18 @@ class _OnChangedNumericsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnC
     DESCRIPTOR: _descriptor.EnumDescriptor
     ON_CHANGED_NUMERICS_UNSPECIFIED: _OnChangedNumerics.ValueType  # 0
     ON_CHANGED_NUMERICS_STOP: _OnChangedNumerics.ValueType  # 1
+    """The replay stops, and the policy is FAILED."""
     ON_CHANGED_NUMERICS_REBASE: _OnChangedNumerics.ValueType  # 2
+    """The policy goes on from what the replay gives, and saves a checkpoint at once."""
 
-class OnChangedNumerics(_OnChangedNumerics, metaclass=_OnChangedNumericsEnumTypeWrapper): ...
+class OnChangedNumerics(_OnChangedNumerics, metaclass=_OnChangedNumericsEnumTypeWrapper):
+    """What a replay does on a device or with libraries whose numerics are others."""
 
 ON_CHANGED_NUMERICS_UNSPECIFIED: OnChangedNumerics.ValueType  # 0
 ON_CHANGED_NUMERICS_STOP: OnChangedNumerics.ValueType  # 1
+"""The replay stops, and the policy is FAILED."""
 ON_CHANGED_NUMERICS_REBASE: OnChangedNumerics.ValueType  # 2
+"""The policy goes on from what the replay gives, and saves a checkpoint at once."""
 Global___OnChangedNumerics: _TypeAlias = OnChangedNumerics  # noqa: Y015
 
 class _PublishKind:
@@ -87,7 +98,8 @@ class _PublishKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PublishKi
     PUBLISH_KIND_ON_REQUEST: _PublishKind.ValueType  # 3
     """Versions are published when their manifest is asked for."""
 
-class PublishKind(_PublishKind, metaclass=_PublishKindEnumTypeWrapper): ...
+class PublishKind(_PublishKind, metaclass=_PublishKindEnumTypeWrapper):
+    """When a version's weights are written for readers."""
 
 PUBLISH_KIND_UNSPECIFIED: PublishKind.ValueType  # 0
 PUBLISH_KIND_EVERY: PublishKind.ValueType  # 1
@@ -107,7 +119,8 @@ class _ModelDtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelDtype
     MODEL_DTYPE_BFLOAT16: _ModelDtype.ValueType  # 2
     """Gradients are summed in float32; what else is kept is the server's worker.optimizer_states."""
 
-class ModelDtype(_ModelDtype, metaclass=_ModelDtypeEnumTypeWrapper): ...
+class ModelDtype(_ModelDtype, metaclass=_ModelDtypeEnumTypeWrapper):
+    """The dtype of the weights on the device."""
 
 MODEL_DTYPE_UNSPECIFIED: ModelDtype.ValueType  # 0
 MODEL_DTYPE_FLOAT32: ModelDtype.ValueType  # 1
@@ -123,13 +136,16 @@ class _ReferencePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refer
     DESCRIPTOR: _descriptor.EnumDescriptor
     REFERENCE_POLICY_UNSPECIFIED: _ReferencePolicy.ValueType  # 0
     REFERENCE_POLICY_NONE: _ReferencePolicy.ValueType  # 1
+    """There is none."""
     REFERENCE_POLICY_BASE: _ReferencePolicy.ValueType  # 2
     """The weights at creation; for LoRA the adapter off."""
 
-class ReferencePolicy(_ReferencePolicy, metaclass=_ReferencePolicyEnumTypeWrapper): ...
+class ReferencePolicy(_ReferencePolicy, metaclass=_ReferencePolicyEnumTypeWrapper):
+    """The frozen reference of a KL term, which the service computes."""
 
 REFERENCE_POLICY_UNSPECIFIED: ReferencePolicy.ValueType  # 0
 REFERENCE_POLICY_NONE: ReferencePolicy.ValueType  # 1
+"""There is none."""
 REFERENCE_POLICY_BASE: ReferencePolicy.ValueType  # 2
 """The weights at creation; for LoRA the adapter off."""
 Global___ReferencePolicy: _TypeAlias = ReferencePolicy  # noqa: Y015
@@ -145,28 +161,28 @@ class _ShardEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Shard.ValueType
     for LoRA, states.
     """
     SHARD_STATES: _Shard.ValueType  # 1
-    """Nothing more: each device has all weights and all gradients."""
+    """No more is sharded: each device has all weights and all gradients."""
     SHARD_GRADIENTS: _Shard.ValueType  # 2
-    """Gradients of the decoder's layers, too: each device has all weights."""
+    """Gradients of the decoder's layers are sharded too; each device has all weights."""
     SHARD_WEIGHTS: _Shard.ValueType  # 3
-    """Weights of the decoder's layers, too: devices of one node read them from each other. Of LoRA
-    those of the base, and nothing else.
+    """Weights of the decoder's layers are sharded too: devices of one node read them from each other.
+    With LoRA only the base's weights are sharded.
     """
 
 class Shard(_Shard, metaclass=_ShardEnumTypeWrapper):
-    """What devices of one policy share out, beside their groups and the optimizer's states."""
+    """How the devices of one policy are sharded, beside their groups and the optimizer's states."""
 
 SHARD_UNSPECIFIED: Shard.ValueType  # 0
 """The first of states and gradients that leaves a quarter of a GPU for activations; on CPUs, and
 for LoRA, states.
 """
 SHARD_STATES: Shard.ValueType  # 1
-"""Nothing more: each device has all weights and all gradients."""
+"""No more is sharded: each device has all weights and all gradients."""
 SHARD_GRADIENTS: Shard.ValueType  # 2
-"""Gradients of the decoder's layers, too: each device has all weights."""
+"""Gradients of the decoder's layers are sharded too; each device has all weights."""
 SHARD_WEIGHTS: Shard.ValueType  # 3
-"""Weights of the decoder's layers, too: devices of one node read them from each other. Of LoRA
-those of the base, and nothing else.
+"""Weights of the decoder's layers are sharded too: devices of one node read them from each other.
+With LoRA only the base's weights are sharded.
 """
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
 
@@ -182,7 +198,8 @@ class _PolicyStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PolicySta
     POLICY_STATE_FAILED: _PolicyState.ValueType  # 3
     POLICY_STATE_DELETING: _PolicyState.ValueType  # 4
 
-class PolicyState(_PolicyState, metaclass=_PolicyStateEnumTypeWrapper): ...
+class PolicyState(_PolicyState, metaclass=_PolicyStateEnumTypeWrapper):
+    """Where a policy stands."""
 
 POLICY_STATE_UNSPECIFIED: PolicyState.ValueType  # 0
 POLICY_STATE_CREATING: PolicyState.ValueType  # 1
@@ -193,7 +210,7 @@ Global___PolicyState: _TypeAlias = PolicyState  # noqa: Y015
 
 @_typing.final
 class FullTuning(_message.Message):
-    """Every parameter is trained."""
+    """Full tuning: every parameter is trained."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -218,13 +235,14 @@ class LoraTuning(_message.Message):
     ALPHA_FIELD_NUMBER: _builtins.int
     TARGET_MODULES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    """At most the smallest dimension of the matrices that are adapted."""
+    """Rank of the adapters, at most the smallest dimension of the matrices that are adapted."""
     alpha: _builtins.float
-    """In [2^-20, 2^20]; what an adapter adds is scaled by alpha / rank."""
+    """Scale of the adapters, in [2^-20, 2^20]: what they add is multiplied by alpha / rank."""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Default: every linear projection of attention and MLP. An expert has factors of its own for
-        each of gate_proj, up_proj and down_proj, which are named together or not at all.
+        """The projections to adapt. Default: every linear projection of attention and MLP. An expert has
+        factors of its own for each of gate_proj, up_proj and down_proj, which are named together or not
+        at all.
         """
 
     def __init__(
@@ -300,7 +318,9 @@ class PublishConfig(_message.Message):
     kind: Global___PublishKind.ValueType
     every_n: _builtins.int
     deltas: _builtins.bool
-    """With each version, the delta to it from the newest one before it, where that is less than half as large."""
+    """Whether to publish with each version the delta to it from the newest one before it, where that is
+    less than half as large.
+    """
     def __init__(
         self,
         *,
@@ -326,13 +346,13 @@ class ParallelLayout(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     SEQUENCE_RANKS_FIELD_NUMBER: _builtins.int
     num_workers: _builtins.int
-    """Devices that train it, each with groups of its own and a share of the optimizer's states.
-    Default 1. At most the GPUs that are free; on CPUs the machine's cores.
+    """Number of devices that train it, each with groups of its own and a share of the optimizer's
+    states. Default 1. At most the GPUs that are free; on CPUs the machine's cores.
     """
     shard: Global___Shard.ValueType
-    """Default: the first that fits."""
+    """How they are sharded. Default: the first that fits."""
     sequence_ranks: _builtins.int
-    """Devices that run one group together, each a share of its tokens and heads; they divide
+    """Number of devices that run one group together, each a share of its tokens and heads; it divides
     `num_workers`. Default: what each plan chooses.
     """
     def __init__(
@@ -359,8 +379,8 @@ Global___ParallelLayout: _TypeAlias = ParallelLayout  # noqa: Y015
 
 @_typing.final
 class NumericsGuard(_message.Message):
-    """When a step is skipped though its numbers are finite, and when the policy is given up. A limit
-    left out is none; each is > 0.
+    """When a step is skipped although its numbers are finite, and when the policy is given up. A limit
+    that is left out does not apply; each limit is above 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -370,12 +390,12 @@ class NumericsGuard(_message.Message):
     MAX_SAMPLER_KL_TO_STEP_FIELD_NUMBER: _builtins.int
     MAX_SKIPPED_IN_ROW_FIELD_NUMBER: _builtins.int
     max_grad_norm_to_step: _builtins.float
-    """Of the gradient norm before clipping."""
+    """Limit of the gradient norm before clipping."""
     max_reference_kl_to_step: _builtins.float
-    """Of StepReport.kl and StepReport.sampler_kl, where the step has them."""
+    """Limits of StepReport.kl and StepReport.sampler_kl, in nats a token, where the step has them."""
     max_sampler_kl_to_step: _builtins.float
     max_skipped_in_row: _builtins.int
-    """Steps skipped for their numbers, one after the other, that fail the policy. Default 5; 0: never."""
+    """How many steps in a row that are skipped for their numbers fail the policy. Default 5; 0: never."""
     def __init__(
         self,
         *,
@@ -409,7 +429,9 @@ Global___NumericsGuard: _TypeAlias = NumericsGuard  # noqa: Y015
 
 @_typing.final
 class PolicySpec(_message.Message):
-    """Exactly one of `preset` and `model_folder`; `full` (the default) or `lora`."""
+    """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default) or
+    `lora`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -433,23 +455,23 @@ class PolicySpec(_message.Message):
     ATTENTION_BACKEND_FIELD_NUMBER: _builtins.int
     NUMERICS_GUARD_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
-    """[a-z0-9][a-z0-9_-]{0,63}."""
+    """The policy's id: [a-z0-9][a-z0-9_-]{0,63}."""
     preset: _builtins.str
     """A built-in random model: tiny, small."""
     model_folder: _builtins.str
     """A Hugging Face model folder below the server's models root."""
     dtype: Global___ModelDtype.ValueType
     seed: _builtins.int
-    """Of random initial weights and LoRA adapters."""
+    """Seed of random initial weights and LoRA adapters."""
     sequencing: Global___Sequencing.ValueType
     deterministic: _builtins.bool
-    """Default true."""
+    """Whether the same operations give the same bits. Default true."""
     recovery: Global___Recovery.ValueType
     on_changed_numerics: Global___OnChangedNumerics.ValueType
     keep_versions: _builtins.int
-    """Default 2."""
+    """How many published versions are kept. Default 2."""
     micro_batch_tokens: _builtins.int
-    """Packed tokens of one micro-batch. Default: the server's; absent there, too, each plan chooses."""
+    """Most packed tokens of one micro-batch. Default: the server's; absent there, too, each plan chooses."""
     reference: Global___ReferencePolicy.ValueType
     attention_backend: _builtins.str
     """An attention backend by name. Default: the best available."""
@@ -552,16 +574,16 @@ class Policy(_message.Message):
     """
     attention_backend: _builtins.str
     published_version: _builtins.int
-    """Newest version whose weights can be fetched."""
+    """The newest version whose weights can be fetched."""
     failure: _builtins.str
-    """Why it is failed; empty where it is not."""
+    """Why the policy failed; empty where it has not."""
     optimizer_states: _builtins.str
-    """What is kept beside the weights, by its name in worker.optimizer_states; for auto what it chose,
-    which stays. Empty until the model is loaded.
+    """The optimizer's states, by their name in worker.optimizer_states; for `auto` those that it chose,
+    which stay. Empty until the model is loaded.
     """
     shard: _builtins.str
-    """What its devices share out, by its name in ParallelLayout.shard; where that was left out what was
-    chosen, which stays. Empty until the model is loaded.
+    """How its devices are sharded, by a name of ParallelLayout.shard; where that was left out, as the
+    service chose, which stays. Empty until the model is loaded.
     """
     @_builtins.property
     def spec(self) -> Global___PolicySpec: ...

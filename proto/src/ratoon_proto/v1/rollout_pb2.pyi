@@ -197,7 +197,7 @@ class Rollout(_message.Message):
 
     @_builtins.property
     def routed_experts(self) -> _tensor_pb2.Tensor:
-        """Of models with experts: which experts the sampler sent each token to (rollout routing replay).
+        """For models with experts: which experts the sampler sent each token to (rollout routing replay).
         uint8 or uint16 [tokens, layers with experts, experts per token], for tokens of the prompt and
         the response; tokens without a row, as the last one of vLLM and SGLang, are routed by the policy.
         """

@@ -35,7 +35,8 @@ class _ImportModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ImportMode
     IMPORT_MODE_DELTA: _ImportMode.ValueType  # 2
     """The folder's values are added to the weights, in float32 before any rounding."""
 
-class ImportMode(_ImportMode, metaclass=_ImportModeEnumTypeWrapper): ...
+class ImportMode(_ImportMode, metaclass=_ImportModeEnumTypeWrapper):
+    """How imported values change the weights."""
 
 IMPORT_MODE_UNSPECIFIED: ImportMode.ValueType  # 0
 IMPORT_MODE_FULL: ImportMode.ValueType  # 1
@@ -333,7 +334,7 @@ Global___DiscardGradientsRequest: _TypeAlias = DiscardGradientsRequest  # noqa: 
 
 @_typing.final
 class ForwardRequest(_message.Message):
-    """Without a key it is not sequenced: it reads the newest version."""
+    """A Forward without a key is not sequenced: it reads the newest version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -347,7 +348,7 @@ class ForwardRequest(_message.Message):
     policy_id: _builtins.str
     with_entropy: _builtins.bool
     use_reference: _builtins.bool
-    """Of the frozen reference instead of the policy."""
+    """Whether to run the frozen reference instead of the policy."""
     expected_version: _builtins.int
     @_builtins.property
     def key(self) -> Global___OperationKey:
@@ -609,7 +610,7 @@ class GetWeightManifestRequest(_message.Message):
     version: _builtins.int
     """Absent: the newest published."""
     known_version: _builtins.int
-    """Without `version`: what the caller has. The call waits until the newest version is another one,
+    """The version that the caller has, given without `version`. The call waits until the newest version is another one,
     which after a LoadCheckpoint may have a lower number.
     """
     wait_s: _builtins.float
@@ -647,7 +648,9 @@ class WatchWeightsRequest(_message.Message):
     KNOWN_VERSION_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     known_version: _builtins.int
-    """What the caller has: the first manifest is that of the newest version once it is another."""
+    """The version that the caller has: the first manifest is that of the newest version once it is
+    another.
+    """
     def __init__(
         self,
         *,
@@ -681,11 +684,11 @@ class AckWeightsRequest(_message.Message):
     receiver_id: _builtins.str
     """[a-zA-Z0-9._-]{1,64}, the same over restarts of the receiver."""
     version: _builtins.int
-    """What it serves now; absent: none."""
+    """The version that it serves now; absent: none."""
     holds_version: _builtins.int
     """A published version that it reads: kept until its next acknowledgement, at most `hold_s` seconds."""
     hold_s: _builtins.float
-    """With `holds_version` alone; above 0 and at most the server's `max_hold_s`."""
+    """How long to keep `holds_version`, which it comes with; above 0, at most the server's `max_hold_s`."""
     def __init__(
         self,
         *,
@@ -712,13 +715,13 @@ Global___AckWeightsRequest: _TypeAlias = AckWeightsRequest  # noqa: Y015
 
 @_typing.final
 class AckWeightsResponse(_message.Message):
-    """What there is to serve."""
+    """The answer to a receiver."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PUBLISHED_VERSION_FIELD_NUMBER: _builtins.int
     published_version: _builtins.int
-    """The newest; absent: none is published."""
+    """The newest published version; absent: none is."""
     def __init__(
         self,
         *,
@@ -746,7 +749,7 @@ class FetchWeightsRequest(_message.Message):
     digest: _builtins.str
     offset: _builtins.int
     length: _builtins.int
-    """At most 16 MiB."""
+    """Number of bytes, at most 16 MiB."""
     def __init__(
         self,
         *,
@@ -835,7 +838,7 @@ Global___ImportWeightsRequest: _TypeAlias = ImportWeightsRequest  # noqa: Y015
 
 @_typing.final
 class GetGradientManifestRequest(_message.Message):
-    """Whose gradients, at least one."""
+    """The tensors whose gradients are read, at least one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -844,7 +847,7 @@ class GetGradientManifestRequest(_message.Message):
     policy_id: _builtins.str
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the tensors, as in published weights: model.layers.3.mlp.up_proj.weight."""
+        """Names of the tensors, as in published weights: model.layers.3.mlp.up_proj.weight."""
 
     def __init__(
         self,
@@ -877,7 +880,7 @@ Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
 class ServerLimits(_message.Message):
-    """What the server takes at most; sizes in bytes, waits in seconds."""
+    """Limits of the server; sizes in bytes, waits in seconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -943,7 +946,7 @@ Global___BackendInfo: _TypeAlias = BackendInfo  # noqa: Y015
 
 @_typing.final
 class ServerInfo(_message.Message):
-    """What the server is."""
+    """Versions, backends and limits of the server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1021,7 +1024,7 @@ Global___HealthRequest: _TypeAlias = HealthRequest  # noqa: Y015
 
 @_typing.final
 class HealthResponse(_message.Message):
-    """Whether the server can take work."""
+    """The health of the server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -294,7 +294,7 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AckWeights(self, request, context):
-        """What a receiver serves, and which version is to be kept while it reads it.
+        """Says what a receiver serves, and which version is to be kept while it reads it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -323,14 +323,14 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """What the server is and what it takes at most.
+        """The server's versions, backends and limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
-        """Whether the server can take work.
+        """The health of the server: whether it can take work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

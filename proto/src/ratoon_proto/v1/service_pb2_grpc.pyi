@@ -77,7 +77,7 @@ class PolicyServiceStub:
     gets the newest alone.
     """
     AckWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]
-    """What a receiver serves, and which version is to be kept while it reads it."""
+    """Says what a receiver serves, and which version is to be kept while it reads it."""
     FetchWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]
     """One chunk of a file of a manifest, of weights or gradients, or of a result file."""
     ImportWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]
@@ -87,9 +87,9 @@ class PolicyServiceStub:
     GetGradientManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]
     """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetServerInfoRequest, _service_pb2.ServerInfo]
-    """What the server is and what it takes at most."""
+    """The server's versions, backends and limits."""
     Health: _grpc.UnaryUnaryMultiCallable[_service_pb2.HealthRequest, _service_pb2.HealthResponse]
-    """Whether the server can take work."""
+    """The health of the server: whether it can take work."""
 
 @_typing.type_check_only
 class PolicyServiceAsyncStub(PolicyServiceStub):
@@ -137,7 +137,7 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     gets the newest alone.
     """
     AckWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.AckWeightsRequest, _service_pb2.AckWeightsResponse]  # type: ignore[assignment]
-    """What a receiver serves, and which version is to be kept while it reads it."""
+    """Says what a receiver serves, and which version is to be kept while it reads it."""
     FetchWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.FetchWeightsRequest, _service_pb2.FetchWeightsResponse]  # type: ignore[assignment]
     """One chunk of a file of a manifest, of weights or gradients, or of a result file."""
     ImportWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]  # type: ignore[assignment]
@@ -147,9 +147,9 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     GetGradientManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]  # type: ignore[assignment]
     """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_service_pb2.GetServerInfoRequest, _service_pb2.ServerInfo]  # type: ignore[assignment]
-    """What the server is and what it takes at most."""
+    """The server's versions, backends and limits."""
     Health: _aio.UnaryUnaryMultiCallable[_service_pb2.HealthRequest, _service_pb2.HealthResponse]  # type: ignore[assignment]
-    """Whether the server can take work."""
+    """The health of the server: whether it can take work."""
 
 class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
     """The policy-update service. Calls that return Operation answer once the operation is durably
@@ -308,7 +308,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.AckWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.AckWeightsResponse, _abc.Awaitable[_service_pb2.AckWeightsResponse]]:
-        """What a receiver serves, and which version is to be kept while it reads it."""
+        """Says what a receiver serves, and which version is to be kept while it reads it."""
 
     @_abc_1.abstractmethod
     def FetchWeights(
@@ -342,7 +342,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.ServerInfo, _abc.Awaitable[_service_pb2.ServerInfo]]:
-        """What the server is and what it takes at most."""
+        """The server's versions, backends and limits."""
 
     @_abc_1.abstractmethod
     def Health(
@@ -350,6 +350,6 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.HealthRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.HealthResponse, _abc.Awaitable[_service_pb2.HealthResponse]]:
-        """Whether the server can take work."""
+        """The health of the server: whether it can take work."""
 
 def add_PolicyServiceServicer_to_server(servicer: PolicyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

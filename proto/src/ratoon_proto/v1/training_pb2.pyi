@@ -39,7 +39,8 @@ class _LossKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossKind.Val
     LOSS_KIND_SAPO: _LossKind.ValueType  # 10
     LOSS_KIND_IPO: _LossKind.ValueType  # 11
 
-class LossKind(_LossKind, metaclass=_LossKindEnumTypeWrapper): ...
+class LossKind(_LossKind, metaclass=_LossKindEnumTypeWrapper):
+    """A loss; docs/api.md has its formula and defaults."""
 
 LOSS_KIND_UNSPECIFIED: LossKind.ValueType  # 0
 LOSS_KIND_GRPO: LossKind.ValueType  # 1
@@ -77,7 +78,8 @@ class _AdvantageKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Advanta
     rollouts of the operation.
     """
 
-class AdvantageKind(_AdvantageKind, metaclass=_AdvantageKindEnumTypeWrapper): ...
+class AdvantageKind(_AdvantageKind, metaclass=_AdvantageKindEnumTypeWrapper):
+    """How advantages are made of rewards."""
 
 ADVANTAGE_KIND_UNSPECIFIED: AdvantageKind.ValueType  # 0
 """The loss's own: GROUP_MEAN for dr_grpo, else GROUP_MEAN_STD; GIVEN where rollouts carry advantages."""
@@ -107,20 +109,27 @@ class _OldLogprobsKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OldLo
     a sampler's numerics and the trainer's.
     """
     OLD_LOGPROBS_KIND_SAMPLER: _OldLogprobsKind.ValueType  # 1
+    """Rollout.sampler_logprobs."""
     OLD_LOGPROBS_KIND_GIVEN: _OldLogprobsKind.ValueType  # 2
+    """Rollout.old_logprobs."""
     OLD_LOGPROBS_KIND_FROM_FORWARD: _OldLogprobsKind.ValueType  # 3
+    """The log-probs of a Forward, which the service has kept."""
     OLD_LOGPROBS_KIND_ON_POLICY: _OldLogprobsKind.ValueType  # 4
     """The current log-probs, detached: the ratio is 1."""
 
-class OldLogprobsKind(_OldLogprobsKind, metaclass=_OldLogprobsKindEnumTypeWrapper): ...
+class OldLogprobsKind(_OldLogprobsKind, metaclass=_OldLogprobsKindEnumTypeWrapper):
+    """Where the old log-probs of the ratio come from."""
 
 OLD_LOGPROBS_KIND_UNSPECIFIED: OldLogprobsKind.ValueType  # 0
 """SAMPLER for losses with a ratio; refused for gspo, whose clip is narrower than the difference between
 a sampler's numerics and the trainer's.
 """
 OLD_LOGPROBS_KIND_SAMPLER: OldLogprobsKind.ValueType  # 1
+"""Rollout.sampler_logprobs."""
 OLD_LOGPROBS_KIND_GIVEN: OldLogprobsKind.ValueType  # 2
+"""Rollout.old_logprobs."""
 OLD_LOGPROBS_KIND_FROM_FORWARD: OldLogprobsKind.ValueType  # 3
+"""The log-probs of a Forward, which the service has kept."""
 OLD_LOGPROBS_KIND_ON_POLICY: OldLogprobsKind.ValueType  # 4
 """The current log-probs, detached: the ratio is 1."""
 Global___OldLogprobsKind: _TypeAlias = OldLogprobsKind  # noqa: Y015
@@ -142,7 +151,8 @@ class _KlKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlKind.ValueTy
     """The value of k1, of k3, with the gradient of k2."""
     KL_KIND_K3_PLUS: _KlKind.ValueType  # 5
 
-class KlKind(_KlKind, metaclass=_KlKindEnumTypeWrapper): ...
+class KlKind(_KlKind, metaclass=_KlKindEnumTypeWrapper):
+    """An estimate of the KL divergence to the reference, from the log-probs of the token."""
 
 KL_KIND_UNSPECIFIED: KlKind.ValueType  # 0
 KL_KIND_K1: KlKind.ValueType  # 1
@@ -168,7 +178,8 @@ class _ReferenceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Referen
     REFERENCE_KIND_FROZEN: _ReferenceKind.ValueType  # 2
     """The policy's frozen reference (its base weights; for LoRA the adapter off), computed packed."""
 
-class ReferenceKind(_ReferenceKind, metaclass=_ReferenceKindEnumTypeWrapper): ...
+class ReferenceKind(_ReferenceKind, metaclass=_ReferenceKindEnumTypeWrapper):
+    """The reference of a KL term."""
 
 REFERENCE_KIND_UNSPECIFIED: ReferenceKind.ValueType  # 0
 REFERENCE_KIND_GIVEN: ReferenceKind.ValueType  # 1
@@ -189,7 +200,8 @@ class _CorrectionModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Correc
     CORRECTION_MODE_MASK: _CorrectionMode.ValueType  # 2
     """weight where low <= weight <= high, else 0."""
 
-class CorrectionMode(_CorrectionMode, metaclass=_CorrectionModeEnumTypeWrapper): ...
+class CorrectionMode(_CorrectionMode, metaclass=_CorrectionModeEnumTypeWrapper):
+    """What becomes of correction weights beyond their bounds."""
 
 CORRECTION_MODE_UNSPECIFIED: CorrectionMode.ValueType  # 0
 CORRECTION_MODE_TRUNCATE: CorrectionMode.ValueType  # 1
@@ -206,15 +218,18 @@ class _CorrectionLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Corre
     DESCRIPTOR: _descriptor.EnumDescriptor
     CORRECTION_LEVEL_UNSPECIFIED: _CorrectionLevel.ValueType  # 0
     CORRECTION_LEVEL_TOKEN: _CorrectionLevel.ValueType  # 1
+    """Each token has its own."""
     CORRECTION_LEVEL_SEQUENCE: _CorrectionLevel.ValueType  # 2
     """One weight a rollout: the product over its trained tokens."""
     CORRECTION_LEVEL_GEOMETRIC: _CorrectionLevel.ValueType  # 3
     """The geometric mean over its trained tokens, exp(mean(old - sampler)): it does not grow with length."""
 
-class CorrectionLevel(_CorrectionLevel, metaclass=_CorrectionLevelEnumTypeWrapper): ...
+class CorrectionLevel(_CorrectionLevel, metaclass=_CorrectionLevelEnumTypeWrapper):
+    """What has one correction weight."""
 
 CORRECTION_LEVEL_UNSPECIFIED: CorrectionLevel.ValueType  # 0
 CORRECTION_LEVEL_TOKEN: CorrectionLevel.ValueType  # 1
+"""Each token has its own."""
 CORRECTION_LEVEL_SEQUENCE: CorrectionLevel.ValueType  # 2
 """One weight a rollout: the product over its trained tokens."""
 CORRECTION_LEVEL_GEOMETRIC: CorrectionLevel.ValueType  # 3
@@ -232,7 +247,8 @@ class _TokenWeightEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenWeig
     TOKEN_WEIGHT_PER_SEQUENCE: _TokenWeight.ValueType  # 2
     """1 / trained tokens of the rollout."""
 
-class TokenWeight(_TokenWeight, metaclass=_TokenWeightEnumTypeWrapper): ...
+class TokenWeight(_TokenWeight, metaclass=_TokenWeightEnumTypeWrapper):
+    """The weight of a token's term in the sum."""
 
 TOKEN_WEIGHT_UNSPECIFIED: TokenWeight.ValueType  # 0
 TOKEN_WEIGHT_PER_TOKEN: TokenWeight.ValueType  # 1
@@ -254,7 +270,8 @@ class _DivideByEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DivideBy.Val
     """The sequences times divide_constant."""
     DIVIDE_BY_NONE: _DivideBy.ValueType  # 5
 
-class DivideBy(_DivideBy, metaclass=_DivideByEnumTypeWrapper): ...
+class DivideBy(_DivideBy, metaclass=_DivideByEnumTypeWrapper):
+    """The counter of the window that its sums are divided by."""
 
 DIVIDE_BY_UNSPECIFIED: DivideBy.ValueType  # 0
 DIVIDE_BY_TOKENS: DivideBy.ValueType  # 1
@@ -278,7 +295,7 @@ class _SharedTokensEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SharedTo
     """Only the first rollout's that trains it."""
 
 class SharedTokens(_SharedTokens, metaclass=_SharedTokensEnumTypeWrapper):
-    """What a response token shared by several rollouts counts."""
+    """How often a response token counts that several rollouts share."""
 
 SHARED_TOKENS_UNSPECIFIED: SharedTokens.ValueType  # 0
 SHARED_TOKENS_SUM: SharedTokens.ValueType  # 1
@@ -297,7 +314,8 @@ class _StalenessActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stale
     STALENESS_ACTION_REFUSE: _StalenessAction.ValueType  # 1
     STALENESS_ACTION_DROP: _StalenessAction.ValueType  # 2
 
-class StalenessAction(_StalenessAction, metaclass=_StalenessActionEnumTypeWrapper): ...
+class StalenessAction(_StalenessAction, metaclass=_StalenessActionEnumTypeWrapper):
+    """What becomes of rollouts that are too old."""
 
 STALENESS_ACTION_UNSPECIFIED: StalenessAction.ValueType  # 0
 STALENESS_ACTION_REFUSE: StalenessAction.ValueType  # 1
@@ -344,7 +362,7 @@ Global___SkipReason: _TypeAlias = SkipReason  # noqa: Y015
 
 @_typing.final
 class OldLogprobs(_message.Message):
-    """Where the ratio's old log-probs come from."""
+    """The source of the ratio's old log-probs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -405,7 +423,7 @@ Global___KlConfig: _TypeAlias = KlConfig  # noqa: Y015
 
 @_typing.final
 class RolloutCorrection(_message.Message):
-    """Weight exp(old - sampler) on the policy-gradient term."""
+    """A weight exp(old - sampler) on the policy-gradient term."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -438,7 +456,7 @@ Global___RolloutCorrection: _TypeAlias = RolloutCorrection  # noqa: Y015
 
 @_typing.final
 class CorrectionMask(_message.Message):
-    """Terms whose weight exp(old - sampler) is outside [low, high] have no policy gradient: a token's
+    """A mask: terms whose weight exp(old - sampler) is outside [low, high] have no policy gradient: a token's
     own, or all of a rollout's by its product or geometric mean. Others keep what `correction` says.
     """
 
@@ -475,7 +493,7 @@ Global___CorrectionMask: _TypeAlias = CorrectionMask  # noqa: Y015
 
 @_typing.final
 class OverlongFilter(_message.Message):
-    """Truncated rollouts are dropped after advantages."""
+    """A filter that drops truncated rollouts, after advantages are computed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -492,7 +510,7 @@ Global___OverlongFilter: _TypeAlias = OverlongFilter  # noqa: Y015
 
 @_typing.final
 class OverlongPenalty(_message.Message):
-    """Soft overlong punishment, added to the reward before advantages (DAPO, eq. 13)."""
+    """A soft punishment of length, added to the reward before advantages (DAPO, eq. 13)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -522,7 +540,7 @@ Global___OverlongPenalty: _TypeAlias = OverlongPenalty  # noqa: Y015
 
 @_typing.final
 class StalenessConfig(_message.Message):
-    """Rollouts sampled more than max_versions versions ago."""
+    """A limit of age: what becomes of rollouts sampled more than max_versions versions ago."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -546,7 +564,9 @@ Global___StalenessConfig: _TypeAlias = StalenessConfig  # noqa: Y015
 
 @_typing.final
 class LossConfig(_message.Message):
-    """What is left out has the loss's own default; at most one of `overlong_filter` and `overlong_penalty`."""
+    """A loss. Fields that are left out have the loss's own defaults; at most one of `overlong_filter` and
+    `overlong_penalty` is given.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -588,8 +608,9 @@ class LossConfig(_message.Message):
     of the largest. Default: true for dapo, else false.
     """
     router_aux_loss_coefficient: _builtins.float
-    """Of models with experts alone, not negative: each counted term has in addition so many times the
-    balance loss of its rollout, summed over layers (docs/decisions/0022-experts.md). Default: 0, off.
+    """Coefficient of the router's balance loss of the rollout, summed over layers, which is added to
+    each counted term (docs/decisions/0022-experts.md). Only for models with experts, not negative.
+    Default: 0, off.
     """
     allow_truncated_sampling: _builtins.bool
     """Sampler log-probs of rollouts with top_p or top_k are renormalised over the tokens that were left:
@@ -616,7 +637,7 @@ class LossConfig(_message.Message):
     def staleness(self) -> Global___StalenessConfig: ...
     @_builtins.property
     def correction_mask(self) -> Global___CorrectionMask:
-        """With or without a correction, at the same level or another."""
+        """A mask that goes with or without a correction, at the same level or another."""
 
     def __init__(
         self,
@@ -714,7 +735,7 @@ class OptimStepConfig(_message.Message):
     divide_constant: _builtins.float
     """DIVIDE_BY_CONSTANT only, which multiplies it with the sequences: Dr. GRPO's length of a response."""
     beta1: _builtins.float
-    """Of AdamW, for this step. Default: the policy's."""
+    """Numbers of AdamW for this step. Default: the policy's."""
     beta2: _builtins.float
     eps: _builtins.float
     tensor_grad_norms: _builtins.bool
@@ -777,7 +798,7 @@ Global___OptimStepConfig: _TypeAlias = OptimStepConfig  # noqa: Y015
 
 @_typing.final
 class PhaseSeconds(_message.Message):
-    """Seconds of each phase."""
+    """Seconds that each phase took."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -792,9 +813,9 @@ class PhaseSeconds(_message.Message):
     backward: _builtins.float
     optimizer: _builtins.float
     publish: _builtins.float
-    """Of the copy of the weights, which is published beside what runs next."""
+    """Time to copy the weights, which are published while the next operation runs."""
     digest: _builtins.float
-    """Of the digest of weights and moments, by which a recovery is known to be exact."""
+    """Time to digest weights and moments, by which a recovery is known to be exact."""
     def __init__(
         self,
         *,
@@ -875,7 +896,7 @@ Global___SelfCheckReport: _TypeAlias = SelfCheckReport  # noqa: Y015
 
 @_typing.final
 class TensorGradNorm(_message.Message):
-    """The gradient of one trained tensor. As grad_norm: after division, before clipping."""
+    """The gradient of one trained tensor, after division and before clipping, as grad_norm."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -883,9 +904,9 @@ class TensorGradNorm(_message.Message):
     NORM_FIELD_NUMBER: _builtins.int
     MAX_ABS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The parameter's: model.layers.3.mlp.up_proj.weight. Fused experts are one tensor."""
+    """The parameter's name: model.layers.3.mlp.up_proj.weight. Fused experts are one tensor."""
     norm: _builtins.float
-    """Over its elements: the root of the sum of squares, and the largest absolute value."""
+    """The root of the sum of squares of its elements, and their largest absolute value."""
     max_abs: _builtins.float
     def __init__(
         self,
@@ -904,7 +925,7 @@ Global___TensorGradNorm: _TypeAlias = TensorGradNorm  # noqa: Y015
 
 @_typing.final
 class RouterReport(_message.Message):
-    """What the router of one layer of a model with experts did. All tokens of the rollouts that were run
+    """Figures of the router of one layer of a model with experts. All tokens of the rollouts that were run
     count, prompts too, one that rollouts share as often as each would run it alone.
     """
 
@@ -915,7 +936,7 @@ class RouterReport(_message.Message):
     UNUSED_EXPERTS_FIELD_NUMBER: _builtins.int
     ENTROPY_FIELD_NUMBER: _builtins.int
     layer: _builtins.int
-    """From 0; dense layers have none."""
+    """Index of the layer, from 0; dense layers have no report."""
     max_load: _builtins.float
     """Choices of the busiest expert over the mean of all experts: 1 where all are chosen as often, at
     most experts / experts per token.
@@ -942,7 +963,7 @@ Global___RouterReport: _TypeAlias = RouterReport  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
-    """What one ForwardBackward, Update or OptimStep did; of an OptimStep, its whole window. Means and
+    """Figures of one ForwardBackward or Update, or of an OptimStep's whole window. Means and
     fractions are over what the loss counts (each counted token once, but loss, policy_gradient_loss,
     kl and entropy, which carry the token weight), unless said otherwise. No figure depends on how
     rollouts are cut into calls and micro-batches. A figure that was not computed is absent.
@@ -1020,12 +1041,12 @@ class StepReport(_message.Message):
     ROUTE_CONFLICTS_FIELD_NUMBER: _builtins.int
     PLANNED_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
-    """Absent of a Forward, and where no token counts; 0 where rollouts count but were not run."""
+    """Mean loss; absent from a Forward's report, and where no token counts; 0 where rollouts count but were not run."""
     policy_gradient_loss: _builtins.float
     kl: _builtins.float
-    """Mean of the KL estimate to the reference; absent without one."""
+    """Mean of the KL estimate to the reference; absent without a reference."""
     entropy: _builtins.float
-    """Absent, as every other mean over tokens, where no token was run."""
+    """Mean entropy in nats; absent, like every other mean over tokens, where no token was run."""
     clip_fraction_low: _builtins.float
     clip_fraction_high: _builtins.float
     ratio_max: _builtins.float
@@ -1033,11 +1054,13 @@ class StepReport(_message.Message):
     sampler_kl: _builtins.float
     """k3 estimate of KL(sampler || trainer) over trained tokens; absent without sampler_logprobs."""
     sampler_gap_max: _builtins.float
-    """Largest |logp - sampler logp|; see also 52 and 53."""
+    """Largest |logp - sampler logp|; sampler_gap_mean and sampler_gap_abs_mean are the means."""
     grad_norm: _builtins.float
-    """After division, before clipping; absent before an optimizer step."""
+    """Norm of the gradient after division, before clipping; absent before an optimizer step."""
     reward_mean: _builtins.float
-    """Over all rollouts as sent, dropped ones too, before any penalty; absent without rewards."""
+    """Mean reward over all rollouts as sent, dropped ones too, before any penalty; absent without
+    rewards.
+    """
     num_groups: _builtins.int
     num_sequences: _builtins.int
     trained_tokens: _builtins.int
@@ -1058,24 +1081,26 @@ class StepReport(_message.Message):
     """Replicated FLOPs, attention counted non-causal, over the peak."""
     peak_memory_bytes: _builtins.int
     staleness_mean: _builtins.float
-    """Versions between sampling and the step, over rollouts that say one that the policy has reached; of
-    a rollout with spans that of its oldest. See also 76.
+    """Versions between sampling and the step, over rollouts that name a version which the policy has
+    reached; for a rollout with spans, that of its oldest.
     """
     staleness_max: _builtins.int
     dropped_stale: _builtins.int
     dropped_truncated: _builtins.int
     dropped_zero_variance: _builtins.int
     skipped: _builtins.bool
-    """Of an optimizer step: the window was discarded, weights and version are as before."""
+    """Whether an optimizer step was skipped: its window was discarded, and weights and version are as
+    before.
+    """
     skip_reason: Global___SkipReason.ValueType
-    """Absent unless skipped."""
+    """Why the step was skipped; absent unless it was."""
     old_kl: _builtins.float
     """k3 estimate of KL(old || policy), token by token, of the old log-probs that the loss uses:
     mean of exp(d) - d - 1, d = logp - old logp. Absent where it uses none.
     """
     ratio_mean: _builtins.float
-    """Of the importance ratio that the loss is built on (of gspo the sequence's, at each of its
-    tokens); absent where it has none.
+    """Mean and least importance ratio that the loss is built on (for gspo the sequence's, at each of
+    its tokens); absent where it has none.
     """
     ratio_min: _builtins.float
     ratio_p01: _builtins.float
@@ -1085,7 +1110,7 @@ class StepReport(_message.Message):
     ratio_p50: _builtins.float
     ratio_p99: _builtins.float
     clip_fraction_dual: _builtins.float
-    """Tokens that the dual clip holds; they are in clip_fraction_high too."""
+    """Fraction of tokens that the dual clip holds; clip_fraction_high counts them too."""
     correction_masked_fraction: _builtins.float
     """Rollout correction and its mask, absent without either: tokens masked, tokens held at `high`,
     mean of the weights as applied (0 where masked), and their effective sample size over the
@@ -1098,22 +1123,24 @@ class StepReport(_message.Message):
     reward_std: _builtins.float
     """Standard deviations are of the values themselves (divided by n)."""
     advantage_mean: _builtins.float
-    """Over counted tokens, as the loss takes them; absent for cross_entropy."""
+    """Advantages over counted tokens, as the loss takes them; absent for cross_entropy."""
     advantage_std: _builtins.float
     zero_variance_fraction: _builtins.float
     """Groups of more than one whose rewards are all equal (as for drop_zero_variance_groups), over all
     groups as sent, dropped or not; absent without rewards.
     """
     truncated_fraction: _builtins.float
-    """Over all rollouts as sent: marked truncated; response tokens, context ones too."""
+    """Fraction of all rollouts as sent that are marked truncated, and their response tokens, context
+    ones too.
+    """
     response_length_mean: _builtins.float
     response_length_max: _builtins.int
     sampler_gap_mean: _builtins.float
     """logp - sampler logp, signed and absolute, in nats; absent without sampler_logprobs."""
     sampler_gap_abs_mean: _builtins.float
     clip_fraction_positive: _builtins.float
-    """Of the terms with a positive (negative) advantage, the share that the clip holds; absent without
-    such a term, or without a clip.
+    """Share of the terms with a positive (negative) advantage that the clip holds; absent without such a
+    term, or without a clip.
     """
     clip_fraction_negative: _builtins.float
     clamped_ratios: _builtins.int
@@ -1127,21 +1154,21 @@ class StepReport(_message.Message):
     entropy or router term. Token and attention counts, speeds and means (but the losses) are of what was run.
     """
     token_staleness_mean: _builtins.float
-    """Mean of the same over response tokens, each by the version of its own span."""
+    """Mean staleness over response tokens, each by the version of its own span."""
     changed_share: _builtins.float
-    """Where OptimStepConfig.changed_share asks for it: of the trained bfloat16 weights, the share whose
-    bits the step changed, which a delta has to carry. Absent for wider weights and skipped steps.
+    """Share of the trained bfloat16 weights whose bits the step changed, which a delta has to carry,
+    where OptimStepConfig.changed_share asks for it. Absent for wider weights and skipped steps.
     """
     rank_gap: _builtins.float
-    """Of the plan: by its model, how much longer the longest worker's share is than the mean, as a
-    share of the mean. Absent with one worker.
+    """How much longer the longest worker's share is than the mean by the plan's model, as a share of the
+    mean. Absent with one worker.
     """
     router_aux_loss: _builtins.float
     """Mean balance loss of a rollout, weighted as the loss, summed over layers, without its
     coefficient; absent where that is 0.
     """
     route_mismatch: _builtins.float
-    """Of tokens with recorded routes, over layers, the share whose own router would choose other experts,
+    """Share of the tokens with recorded routes, over layers, whose own router would choose other experts,
     counted as the routers' other figures; absent without routes.
     """
     route_conflicts: _builtins.int
@@ -1149,8 +1176,8 @@ class StepReport(_message.Message):
     there or before; as if all that was run were packed together.
     """
     planned_memory_bytes: _builtins.int
-    """Of an optimizer step: what peak_memory_bytes was planned to be at most, of the GPU that was
-    planned the most; absent on a CPU.
+    """The most that an optimizer step's peak_memory_bytes was planned to be, on the GPU that was planned
+    the most; absent on a CPU.
     """
     @_builtins.property
     def seconds(self) -> Global___PhaseSeconds: ...
@@ -1158,21 +1185,23 @@ class StepReport(_message.Message):
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def self_check(self) -> Global___SelfCheckReport:
-        """Absent where no self-check was due."""
+        """The self-check; absent where none was due."""
 
     @_builtins.property
     def tensor_grad_norms(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorGradNorm]:
-        """Where OptimStepConfig.tensor_grad_norms asks for it, and a token counts; in the model's order."""
+        """Gradients of single tensors in the model's order, where OptimStepConfig.tensor_grad_norms asks for
+        them and a token counts.
+        """
 
     @_builtins.property
     def rank_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of a policy of several workers: seconds of forward and backward on each of them, of which the
-        longest is in `seconds`; the others wait for it.
+        """Seconds of forward and backward on each of several workers; `seconds` has the longest, for which
+        the others wait.
         """
 
     @_builtins.property
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterReport]:
-        """Of each layer with experts."""
+        """The routers, one for each layer with experts."""
 
     def __init__(
         self,

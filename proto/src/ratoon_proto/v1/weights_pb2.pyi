@@ -32,7 +32,8 @@ class _WeightKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightKind
     WEIGHT_KIND_ADAPTER: _WeightKind.ValueType  # 2
     """An adapter folder that peft loads."""
 
-class WeightKind(_WeightKind, metaclass=_WeightKindEnumTypeWrapper): ...
+class WeightKind(_WeightKind, metaclass=_WeightKindEnumTypeWrapper):
+    """What a version's files are."""
 
 WEIGHT_KIND_UNSPECIFIED: WeightKind.ValueType  # 0
 WEIGHT_KIND_FULL: WeightKind.ValueType  # 1
@@ -51,7 +52,7 @@ class WeightFile(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """model-00001-of-00002.safetensors, config.json, ..."""
+    """Its name: model-00001-of-00002.safetensors, config.json, ..."""
     size_bytes: _builtins.int
     digest: _builtins.str
     """xxh3-128 of the whole file, 32 hexadecimal digits."""
@@ -72,7 +73,7 @@ Global___WeightFile: _TypeAlias = WeightFile  # noqa: Y015
 
 @_typing.final
 class WeightDelta(_message.Message):
-    """What makes a version's files out of those of `parent_version`."""
+    """A delta that makes a version's files out of those of `parent_version`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -81,7 +82,7 @@ class WeightDelta(_message.Message):
     parent_version: _builtins.int
     @_builtins.property
     def file(self) -> Global___WeightFile:
-        """Fetched as a file of the version that the delta leads to."""
+        """The delta itself, fetched as a file of the version that it leads to."""
 
     def __init__(
         self,
@@ -114,8 +115,8 @@ class WeightManifest(_message.Message):
     version: _builtins.int
     kind: Global___WeightKind.ValueType
     changed_share: _builtins.float
-    """Of the values of the newest version before it, how many have other bits: 0 to 1. Absent: not
-    compared.
+    """Share of the values, 0 to 1, that have other bits than in the newest version before it. Absent:
+    not compared.
     """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightFile]: ...
@@ -123,7 +124,7 @@ class WeightManifest(_message.Message):
     def created_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightDelta]:
-        """Not among `files`."""
+        """Deltas that lead to the version; their files are not among `files`."""
 
     def __init__(
         self,
@@ -161,17 +162,17 @@ class GradientManifest(_message.Message):
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     version: _builtins.int
-    """Of the weights."""
+    """The version of the weights."""
     trained_tokens: _builtins.int
     num_sequences: _builtins.int
     num_groups: _builtins.int
     @_builtins.property
     def file(self) -> Global___WeightFile:
-        """In safetensors, float32, not divided; kept for the server's result_ttl_s."""
+        """A file in safetensors' format, float32, not divided; kept for the server's result_ttl_s."""
 
     @_builtins.property
     def seqs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The window's ForwardBackwards."""
+        """Seqs of the window's ForwardBackwards."""
 
     def __init__(
         self,

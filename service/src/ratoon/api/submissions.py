@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from ratoon.api.convert.checks import CHECKPOINT_ID, at_least, matched, required
-from ratoon.api.convert.enums import from_wire
 from ratoon.api.convert.groups import raw_groups
 from ratoon.api.convert.loss import loss_request, optim_request
+from ratoon.api.convert.records import read_enum
 from ratoon.config import LimitsConfig
 from ratoon.engine.commands import (
     DiscardGradientsCommand,
@@ -139,7 +139,7 @@ def import_weights(request: service_pb2.ImportWeightsRequest, policy: Policy) ->
     """The folder itself is looked at by the engine, once it knows that this is no retry."""
     command = ImportWeightsCommand(
         folder=plain_path("model_folder", request.model_folder),
-        mode=from_wire(request, "mode", ImportMode, "mode"),
+        mode=read_enum(request, "mode", ImportMode, "mode"),
         reset_optimizer=request.reset_optimizer,
         expected_version=_expected_version(request),
     )

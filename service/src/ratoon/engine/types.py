@@ -7,8 +7,6 @@ are complete.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from ratoon.model.spec import ModelInfo, ModelSpec
 from ratoon.train.config import (
@@ -18,62 +16,22 @@ from ratoon.train.config import (
     ParallelLayout,
 )
 from ratoon.train.report.step_report import StepReport
-
-if TYPE_CHECKING:
-    # Workers have no settings: they import no pydantic.
-    pass
-
-
-class Sequencing(StrEnum):
-    CLIENT = "client"
-    SERVER = "server"
-
-
-class Recovery(StrEnum):
-    REPLAY = "replay"
-    FAIL = "fail"
-
-
-class OnChangedNumerics(StrEnum):
-    STOP = "stop"
-    REBASE = "rebase"
-
-
-class PublishKind(StrEnum):
-    EVERY = "every"
-    EVERY_N = "every_n"
-    ON_REQUEST = "on_request"
-
-
-class ReferencePolicy(StrEnum):
-    NONE = "none"
-    BASE = "base"
-
-
-class ImportMode(StrEnum):
-    """Imported values replace the weights, or are added to them."""
-
-    FULL = "full"
-    DELTA = "delta"
-
-
-class PolicyState(StrEnum):
-    CREATING = "creating"
-    READY = "ready"
-    FAILED = "failed"
-    DELETING = "deleting"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishConfig:
-    """When a version's weights are written for readers; `every_n` counts versions.
-
-    With `deltas` also what makes them out of those of the newest version before.
-    """
-
-    kind: PublishKind
-    every_n: int
-    deltas: bool = False
+from ratoon_proto.types import (
+    EmptyResult,
+    ImportMode,
+    ImportResult,
+    OnChangedNumerics,
+    OperationKind,
+    OperationState,
+    PolicyState,
+    Progress,
+    PublishConfig,
+    PublishKind,
+    Recovery,
+    ReferencePolicy,
+    Sequencing,
+    StepResult,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,36 +69,6 @@ class Policy:
     failure: str = ""
 
 
-class OperationKind(StrEnum):
-    CREATE_POLICY = "create_policy"
-    DELETE_POLICY = "delete_policy"
-    UPDATE = "update"
-    FORWARD_BACKWARD = "forward_backward"
-    OPTIM_STEP = "optim_step"
-    DISCARD_GRADIENTS = "discard_gradients"
-    FORWARD = "forward"
-    SAVE_CHECKPOINT = "save_checkpoint"
-    LOAD_CHECKPOINT = "load_checkpoint"
-    IMPORT_WEIGHTS = "import_weights"
-
-    @property
-    def is_lifecycle(self) -> bool:
-        """Whether it creates or deletes a policy; such an operation has no command and no seq."""
-        return self in (OperationKind.CREATE_POLICY, OperationKind.DELETE_POLICY)
-
-
-class OperationState(StrEnum):
-    QUEUED = "queued"
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_final(self) -> bool:
-        return self in (OperationState.DONE, OperationState.FAILED, OperationState.CANCELLED)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledgement:
     """What a receiver of weights says of itself.
@@ -156,24 +84,8 @@ class Acknowledgement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Counts of micro-batches; `planned` is 0 until the batch is cut."""
-
-    micro_batches_done: int = 0
-    micro_batches_planned: int = 0
-    tokens_per_second: float = 0.0
-    eta_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyResult:
     policy: Policy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    version: int
-    report: StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,22 +111,6 @@ class CheckpointInfo:
     replay_from_seq: int
     created_at: float
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportResult:
-    """`dtypes`, of the folder's tensors, by safetensors' names; `digest`: of its files."""
-
-    version: int
-    num_tensors: int
-    size_bytes: int
-    dtypes: tuple[str, ...]
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmptyResult:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,3 +148,30 @@ class Operation:
     finished_at: float | None
     # None until the state is final.
     result: OperationResult | None
+
+
+__all__ = [
+    "Acknowledgement",
+    "CheckpointInfo",
+    "EmptyResult",
+    "FailedResult",
+    "ForwardResult",
+    "ImportMode",
+    "ImportResult",
+    "OnChangedNumerics",
+    "Operation",
+    "OperationKind",
+    "OperationResult",
+    "OperationState",
+    "Policy",
+    "PolicyResult",
+    "PolicySpec",
+    "PolicyState",
+    "Progress",
+    "PublishConfig",
+    "PublishKind",
+    "Recovery",
+    "ReferencePolicy",
+    "Sequencing",
+    "StepResult",
+]

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ratoon_proto.types import (
+    FullTuning,
+    LoraTuning,
+)
+
 PRESET_NAMES = ("tiny", "small")
 
 
@@ -27,21 +32,6 @@ class FolderBase:
     """A Hugging Face model folder; `folder` is an absolute path below the models root."""
 
     folder: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullTuning:
-    """Full fine-tuning: every parameter is trained."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraTuning:
-    """Low-rank adapters (Hu et al., 2021). Without target_modules they adapt all of attention and
-    of the MLP or the experts."""
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +66,15 @@ class ModelInfo:
     # Window of attention in all layers or in some, in tokens; 0 if no layer has a window. No
     # sequence is longer, so attention is full.
     sliding_window: int = 0
+
+
+__all__ = [
+    "PRESET_NAMES",
+    "FolderBase",
+    "FullTuning",
+    "LoraTuning",
+    "ModelDtype",
+    "ModelInfo",
+    "ModelSpec",
+    "PresetBase",
+]

@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class WeightKind(StrEnum):
-    FULL = "full"
-    ADAPTER = "adapter"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightFile:
-    """Size in bytes; digest is xxh3-128 of the whole file, 32 hexadecimal digits."""
-
-    name: str
-    size_bytes: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightDelta:
-    """Delta that makes a version's files out of those of `parent_version`."""
-
-    parent_version: int
-    file: WeightFile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientManifest:
-    """Gradient sums of an open window at `version`: a result file, and what divides them.
-
-    `seqs`: the window's ForwardBackwards.
-    """
-
-    policy_id: str
-    version: int
-    file: WeightFile
-    seqs: tuple[int, ...]
-    trained_tokens: int
-    num_sequences: int
-    num_groups: int
+from ratoon_proto.types import (
+    GradientManifest,
+    WeightDelta,
+    WeightFile,
+    WeightKind,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +45,13 @@ class WeightManifest:
     def fetchable(self) -> tuple[WeightFile, ...]:
         """The files of the version and of its deltas."""
         return (*self.files, *(delta.file for delta in self.deltas))
+
+
+__all__ = [
+    "GradientManifest",
+    "MadeBy",
+    "WeightDelta",
+    "WeightFile",
+    "WeightKind",
+    "WeightManifest",
+]

@@ -1,57 +1,169 @@
-"""The synchronous client, for any number of threads; `AsyncRatoonClient` documents its methods."""
+"""Blocking faces of the client's asynchronous classes, for any number of threads.
+
+`blocking(method)` is a method of the same name, arguments and documentation that waits for the
+answer on the client's own event loop. A handle, session or receiver in the answer becomes a
+blocking one, and an asynchronous generator an iterator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from functools import wraps
+from inspect import isasyncgen, iscoroutine, signature
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from types import MappingProxyType, TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
-from ratoon_client.async_client import HOLD_S, AsyncRatoonClient
+from ratoon_client.async_client import AsyncRatoonClient
 from ratoon_client.blocking.loop import LoopThread
-from ratoon_client.blocking.operation import OperationHandle
-from ratoon_client.blocking.receiver import WeightReceiver
-from ratoon_client.blocking.session import PolicySession
 from ratoon_client.config import ClientConfig
-from ratoon_client.loss import Loss, Optim
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.policy_options import PolicyOptions
-from ratoon_client.results import (
-    Checkpoint,
-    ForwardResult,
-    GradientManifest,
-    Health,
-    ImportMode,
-    ImportResult,
-    Operation,
-    OperationResult,
-    Policy,
-    ServerInfo,
-    StepResult,
-    WeightFile,
-    WeightManifest,
-)
-from ratoon_client.rollouts import Group
-from ratoon_client.weights.adapter import Adapter
-from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights
-from ratoon_client.weights.receiver import ReceiverEvent, log_event
+from ratoon_client.session import AsyncPolicySession
+from ratoon_client.weights.receiver import AsyncWeightReceiver
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ResultT = TypeVar("ResultT")
+AsyncT = TypeVar("AsyncT")
+# A method of an asynchronous class, and of its face.
+_Async = Callable[Concatenate[Any, P], T]
 
 
-class RatoonClient:
-    """A client of one service; use it as a context manager or with `close`.
+@overload
+def blocking(
+    method: _Async[P, Coroutine[Any, Any, AsyncOperationHandle[ResultT]]],
+) -> _Async[P, OperationHandle[ResultT]]: ...
+@overload
+def blocking(
+    method: _Async[P, Coroutine[Any, Any, tuple[T, AsyncOperationHandle[ResultT]]]],
+) -> _Async[P, tuple[T, OperationHandle[ResultT]]]: ...
+@overload
+def blocking(method: _Async[P, Coroutine[Any, Any, T]]) -> _Async[P, T]: ...
+@overload
+def blocking(method: _Async[P, AsyncGenerator[T, None]]) -> _Async[P, Iterator[T]]: ...
+@overload
+def blocking(method: _Async[P, AsyncPolicySession]) -> _Async[P, PolicySession]: ...
+@overload
+def blocking(method: _Async[P, AsyncWeightReceiver]) -> _Async[P, WeightReceiver]: ...
+def blocking(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the blocking method of an asynchronous one."""
 
-    `target` is `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
-    `grpcs://...` or `https://...`. `api_key` goes with every call, and without TLS to this machine
-    alone, unless `config` has `plain_text_key` or RATOON_PLAIN_TEXT_KEY is 1. Files in PEM:
-    `ca_file` has the authorities to verify the service with, `cert_file` and `key_file` are the
-    client's own. What is left out is taken from `config`, or else from the environment's
-    RATOON_API_KEY, RATOON_CA_FILE, RATOON_CERT_FILE and RATOON_KEY_FILE. `timeout_s` bounds a call
-    with its retries, `attempt_timeout_s` each try.
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loop: LoopThread = self._loop
+        answer = method(self._async, *args, **kwargs)
+        if isasyncgen(answer):
+            return loop.iterate(cast("AsyncGenerator[Any, None]", answer))
+        if iscoroutine(answer):
+            answer = loop.run(answer)
+        if isinstance(answer, tuple):
+            return tuple(_faced(loop, part) for part in cast("tuple[Any, ...]", answer))
+        return _faced(loop, answer)
 
-    Calls raise RatoonApiError for what the service refuses, TransportError where it does not
-    answer.
+    of_async = signature(method)
+    returned = str(of_async.return_annotation).replace("Async", "")
+    cast("Any", call).__signature__ = of_async.replace(return_annotation=returned)
+    return call
+
+
+class _Face(Generic[AsyncT]):
+    """An asynchronous object, and the loop that runs it."""
+
+    def __init__(self, loop: LoopThread, asynchronous: AsyncT) -> None:
+        self._loop = loop
+        self._async = asynchronous
+
+
+class OperationHandle(_Face[AsyncOperationHandle[ResultT]]):
+    """The handle of one operation; it holds the newest state seen."""
+
+    @property
+    def operation_id(self) -> str:
+        """The operation's id, by which `client.operation` finds it again."""
+        return self._async.operation_id
+
+    @property
+    def seq(self) -> int:
+        """The operation's place in its policy's order; 0: it has none."""
+        return self._async.seq
+
+    def result(self, timeout_s: float | None = None, *, progress: bool = False) -> ResultT:
+        """Wait for what the operation makes; see `AsyncOperationHandle.result`."""
+        return self._loop.run(self._async.result(timeout_s, progress=progress))
+
+    status = blocking(AsyncOperationHandle[Any].status)
+    wait = blocking(AsyncOperationHandle[Any].wait)
+    watch = blocking(AsyncOperationHandle[Any].watch)
+    cancel = blocking(AsyncOperationHandle[Any].cancel)
+
+
+class PolicySession(_Face[AsyncPolicySession]):
+    """Sequenced calls to one policy: one loop runs those of all threads, and seqs stay contiguous.
+
+    `AsyncPolicySession` says which keys calls have.
+    """
+
+    @property
+    def policy_id(self) -> str:
+        """The id of the policy."""
+        return self._async.policy_id
+
+    next_seq = blocking(AsyncPolicySession.next_seq)
+    resync = blocking(AsyncPolicySession.resync)
+    update = blocking(AsyncPolicySession.update)
+    forward_backward = blocking(AsyncPolicySession.forward_backward)
+    forward_backward_custom = blocking(AsyncPolicySession.forward_backward_custom)
+    optim_step = blocking(AsyncPolicySession.optim_step)
+    discard_gradients = blocking(AsyncPolicySession.discard_gradients)
+    forward = blocking(AsyncPolicySession.forward)
+    save_checkpoint = blocking(AsyncPolicySession.save_checkpoint)
+    load_checkpoint = blocking(AsyncPolicySession.load_checkpoint)
+    import_weights = blocking(AsyncPolicySession.import_weights)
+
+
+class WeightReceiver(_Face[AsyncWeightReceiver]):
+    """Brings versions into an engine; adapter and observer run on the client's own thread."""
+
+    sync_once = blocking(AsyncWeightReceiver.sync_once)
+    follow = blocking(AsyncWeightReceiver.follow)
+
+
+_FACES: Mapping[type[Any], type[_Face[Any]]] = MappingProxyType(
+    {
+        AsyncOperationHandle: OperationHandle,
+        AsyncPolicySession: PolicySession,
+        AsyncWeightReceiver: WeightReceiver,
+    }
+)
+
+
+def _faced(loop: LoopThread, answer: Any) -> Any:
+    face = _FACES.get(cast("type[Any]", type(answer)))
+    return answer if face is None else face(loop, answer)
+
+
+class RatoonClient(_Face[AsyncRatoonClient]):
+    """A client of one service; a context manager, or use `close`.
+
+    Args:
+        target: `grpc://host:port` (or just `host:port`), `http://host:port`, and with TLS
+            `grpcs://...` or `https://...`.
+        api_key: Goes with every call. Without TLS it goes to this machine only, unless `config`
+            has `plain_text_key` or RATOON_PLAIN_TEXT_KEY is 1. Default: RATOON_API_KEY.
+        ca_file: Authorities to verify the service with, in PEM. Default: RATOON_CA_FILE.
+        cert_file: The client's own certificate, in PEM. Default: RATOON_CERT_FILE.
+        key_file: The certificate's key, in PEM. Default: RATOON_KEY_FILE.
+        timeout_s: Seconds that a call may take with its retries.
+        attempt_timeout_s: Seconds that each try of a call may take.
+        config: Further settings; arguments above take precedence over its values.
+
+    Raises:
+        InvalidArgumentError: An argument has no form on the wire. Methods raise it too, before
+            anything is sent.
+        RatoonApiError: The service refuses a call.
+        TransportError: The service does not answer.
+        UnusableClientError: The client is closed, belongs to another process, or is called on its
+            own thread.
     """
 
     def __init__(
@@ -66,7 +178,7 @@ class RatoonClient:
         attempt_timeout_s: float | None = None,
         config: ClientConfig | None = None,
     ) -> None:
-        self._client = AsyncRatoonClient(
+        asynchronous = AsyncRatoonClient(
             target,
             api_key=api_key,
             ca_file=ca_file,
@@ -76,7 +188,7 @@ class RatoonClient:
             attempt_timeout_s=attempt_timeout_s,
             config=config,
         )
-        self._loop = LoopThread()
+        super().__init__(LoopThread(), asynchronous)
 
     def __enter__(self) -> Self:
         return self
@@ -90,272 +202,33 @@ class RatoonClient:
         self.close()
 
     def close(self) -> None:
-        """Drop the connection, for good; operations on the service go on.
+        """Close the connection for good; operations on the service go on.
 
-        Does nothing the second time, and in a process that was forked from the client's.
+        A second call does nothing, and so does a call in a process that was forked from the
+        client's.
         """
         if self._loop.is_running:
-            self._loop.run(self._client.close())
+            self._loop.run(self._async.close())
             self._loop.stop()
 
-    def create_policy(
-        self, policy_id: str, **options: Unpack[PolicyOptions]
-    ) -> OperationHandle[Policy]:
-        return self._handle(self._client.create_policy(policy_id, **options))
-
-    def delete_policy(self, policy_id: str) -> OperationHandle[None]:
-        return self._handle(self._client.delete_policy(policy_id))
-
-    def get_policy(self, policy_id: str) -> Policy:
-        return self._loop.run(self._client.get_policy(policy_id))
-
-    def list_policies(self) -> list[Policy]:
-        return self._loop.run(self._client.list_policies())
-
-    def policy(self, policy_id: str) -> PolicySession:
-        return PolicySession(self._loop, self._client.policy(policy_id))
-
-    def update(
-        self,
-        policy_id: str,
-        groups: Sequence[Group],
-        *,
-        loss: Loss,
-        optim: Optim,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> OperationHandle[StepResult]:
-        return self._handle(
-            self._client.update(
-                policy_id,
-                groups,
-                loss=loss,
-                optim=optim,
-                expected_version=expected_version,
-                seq=seq,
-                request_id=request_id,
-            )
-        )
-
-    def forward_backward(
-        self,
-        policy_id: str,
-        groups: Sequence[Group],
-        *,
-        loss: Loss,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> OperationHandle[StepResult]:
-        return self._handle(
-            self._client.forward_backward(
-                policy_id,
-                groups,
-                loss=loss,
-                expected_version=expected_version,
-                seq=seq,
-                request_id=request_id,
-            )
-        )
-
-    def optim_step(
-        self,
-        policy_id: str,
-        *,
-        optim: Optim,
-        include_seqs: Sequence[int] = (),
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> OperationHandle[StepResult]:
-        return self._handle(
-            self._client.optim_step(
-                policy_id,
-                optim=optim,
-                include_seqs=include_seqs,
-                expected_version=expected_version,
-                seq=seq,
-                request_id=request_id,
-            )
-        )
-
-    def discard_gradients(
-        self, policy_id: str, *, seq: int | None = None, request_id: str | None = None
-    ) -> OperationHandle[None]:
-        return self._handle(
-            self._client.discard_gradients(policy_id, seq=seq, request_id=request_id)
-        )
-
-    def forward(
-        self,
-        policy_id: str,
-        groups: Sequence[Group],
-        *,
-        with_entropy: bool = False,
-        use_reference: bool = False,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> OperationHandle[ForwardResult]:
-        return self._handle(
-            self._client.forward(
-                policy_id,
-                groups,
-                with_entropy=with_entropy,
-                use_reference=use_reference,
-                expected_version=expected_version,
-                seq=seq,
-                request_id=request_id,
-            )
-        )
-
-    def upload_part(
-        self, policy_id: str, upload_id: str, part_index: int, groups: Sequence[Group]
-    ) -> int:
-        return self._loop.run(self._client.upload_part(policy_id, upload_id, part_index, groups))
-
-    def operation(self, operation_id: str) -> OperationHandle[OperationResult]:
-        return self._handle(self._client.operation(operation_id))
-
-    def get_operation(self, operation_id: str, *, wait_s: float = 0.0) -> Operation:
-        return self._loop.run(self._client.get_operation(operation_id, wait_s=wait_s))
-
-    def cancel_operation(self, operation_id: str) -> Operation:
-        return self._loop.run(self._client.cancel_operation(operation_id))
-
-    def save_checkpoint(
-        self,
-        policy_id: str,
-        checkpoint_id: str = "",
-        *,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> OperationHandle[Checkpoint]:
-        return self._handle(
-            self._client.save_checkpoint(policy_id, checkpoint_id, seq=seq, request_id=request_id)
-        )
-
-    def load_checkpoint(
-        self,
-        policy_id: str,
-        checkpoint_id: str,
-        *,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> OperationHandle[Checkpoint]:
-        return self._handle(
-            self._client.load_checkpoint(policy_id, checkpoint_id, seq=seq, request_id=request_id)
-        )
-
-    def import_weights(
-        self,
-        policy_id: str,
-        folder: str,
-        *,
-        mode: ImportMode = "full",
-        reset_optimizer: bool = False,
-        expected_version: int | None = None,
-        seq: int | None = None,
-        request_id: str | None = None,
-    ) -> OperationHandle[ImportResult]:
-        return self._handle(
-            self._client.import_weights(
-                policy_id,
-                folder,
-                mode=mode,
-                reset_optimizer=reset_optimizer,
-                expected_version=expected_version,
-                seq=seq,
-                request_id=request_id,
-            )
-        )
-
-    def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:
-        return self._loop.run(self._client.list_checkpoints(policy_id))
-
-    def weight_manifest(
-        self,
-        policy_id: str,
-        version: int | None = None,
-        *,
-        known_version: int | None = None,
-        wait_s: float = 0.0,
-    ) -> WeightManifest:
-        return self._loop.run(
-            self._client.weight_manifest(
-                policy_id, version, known_version=known_version, wait_s=wait_s
-            )
-        )
-
-    def watch_weights(
-        self, policy_id: str, *, known_version: int | None = None
-    ) -> Iterator[WeightManifest]:
-        watch = self._client.watch_weights(policy_id, known_version=known_version)
-        return self._loop.iterate(watch)
-
-    def ack_weights(
-        self,
-        policy_id: str,
-        receiver_id: str,
-        *,
-        version: int | None = None,
-        holds_version: int | None = None,
-        hold_s: float = HOLD_S,
-    ) -> int | None:
-        return self._loop.run(
-            self._client.ack_weights(
-                policy_id,
-                receiver_id,
-                version=version,
-                holds_version=holds_version,
-                hold_s=hold_s,
-            )
-        )
-
-    def gradient_manifest(self, policy_id: str, names: Sequence[str]) -> GradientManifest:
-        return self._loop.run(self._client.gradient_manifest(policy_id, names))
-
-    def fetch_file(self, policy_id: str, file: WeightFile) -> bytes:
-        return self._loop.run(self._client.fetch_file(policy_id, file))
-
-    def fetch_weights(self, policy_id: str, digest: str, *, offset: int, length: int) -> bytes:
-        return self._loop.run(
-            self._client.fetch_weights(policy_id, digest, offset=offset, length=length)
-        )
-
-    def pull_weights(
-        self,
-        policy_id: str,
-        folder: Path | str,
-        version: int | None = None,
-        *,
-        keep: int | None = KEEP_VERSIONS,
-    ) -> PulledWeights:
-        return self._loop.run(self._client.pull_weights(policy_id, folder, version, keep=keep))
-
-    def weight_receiver(
-        self,
-        policy_id: str,
-        root: Path | str,
-        adapter: Adapter | None = None,
-        *,
-        receiver_id: str | None = None,
-        keep: int = KEEP_VERSIONS,
-        on_event: Callable[[ReceiverEvent], None] = log_event,
-    ) -> WeightReceiver:
-        receiver = self._client.weight_receiver(
-            policy_id, root, adapter, receiver_id=receiver_id, keep=keep, on_event=on_event
-        )
-        return WeightReceiver(self._loop, receiver)
-
-    def server_info(self) -> ServerInfo:
-        return self._loop.run(self._client.server_info())
-
-    def health(self) -> Health:
-        return self._loop.run(self._client.health())
-
-    def _handle(
-        self, call: Coroutine[Any, Any, AsyncOperationHandle[ResultT]]
-    ) -> OperationHandle[ResultT]:
-        return OperationHandle(self._loop, self._loop.run(call))
+    create_policy = blocking(AsyncRatoonClient.create_policy)
+    delete_policy = blocking(AsyncRatoonClient.delete_policy)
+    get_policy = blocking(AsyncRatoonClient.get_policy)
+    list_policies = blocking(AsyncRatoonClient.list_policies)
+    policy = blocking(AsyncRatoonClient.policy)
+    forward = blocking(AsyncRatoonClient.forward)
+    upload_part = blocking(AsyncRatoonClient.upload_part)
+    operation = blocking(AsyncRatoonClient.operation)
+    get_operation = blocking(AsyncRatoonClient.get_operation)
+    cancel_operation = blocking(AsyncRatoonClient.cancel_operation)
+    list_checkpoints = blocking(AsyncRatoonClient.list_checkpoints)
+    weight_manifest = blocking(AsyncRatoonClient.weight_manifest)
+    watch_weights = blocking(AsyncRatoonClient.watch_weights)
+    ack_weights = blocking(AsyncRatoonClient.ack_weights)
+    gradient_manifest = blocking(AsyncRatoonClient.gradient_manifest)
+    fetch_file = blocking(AsyncRatoonClient.fetch_file)
+    fetch_weights = blocking(AsyncRatoonClient.fetch_weights)
+    pull_weights = blocking(AsyncRatoonClient.pull_weights)
+    weight_receiver = blocking(AsyncRatoonClient.weight_receiver)
+    server_info = blocking(AsyncRatoonClient.server_info)
+    health = blocking(AsyncRatoonClient.health)

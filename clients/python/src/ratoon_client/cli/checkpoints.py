@@ -8,7 +8,7 @@ import typer
 
 from ratoon_client.cli.arguments import Seq
 from ratoon_client.cli.context import open_client, show, show_rows
-from ratoon_client.results import Checkpoint
+from ratoon_client.values import Checkpoint
 
 cli = typer.Typer(no_args_is_help=True)
 

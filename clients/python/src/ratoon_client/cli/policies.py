@@ -8,8 +8,8 @@ import typer
 from rich.markup import escape
 
 from ratoon_client.cli.context import open_client, show, show_rows
-from ratoon_client.policy_options import Lora, ModelDtype, PolicyOptions, Sequencing
-from ratoon_client.results import Policy
+from ratoon_client.values import Lora, Policy, PolicyOptions
+from ratoon_proto.types import ModelDtypeName, SequencingName
 
 cli = typer.Typer(no_args_is_help=True)
 
@@ -50,12 +50,12 @@ def create(
         typer.Option(help="Projections to adapt, as q_proj,v_proj. Default: all."),
     ] = None,
     dtype: Annotated[
-        ModelDtype | None,
+        ModelDtypeName | None,
         typer.Option(help="Dtype of the weights on the device."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of random weights.", min=0, max=2**64 - 1)] = 0,
     sequencing: Annotated[
-        Sequencing | None,
+        SequencingName | None,
         typer.Option(help="Who numbers the policy's calls."),
     ] = None,
 ) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from ratoon_client.blocking.operation import OperationHandle
+from ratoon_client.blocking.client import OperationHandle
 from ratoon_client.cli.arguments import Seq
 from ratoon_client.cli.context import open_client, show
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.jsonl import read_jsonl
-from ratoon_client.loss import AdvantageKind, GivenLogprobs, Loss, LossKind, Optim
 from ratoon_client.progress import describe
-from ratoon_client.results import Operation, StepResult
 from ratoon_client.rollouts import Group
+from ratoon_client.values import Loss, Operation, Optim, StepResult
+from ratoon_proto.types import AdvantageKindName, LossKindName
 
 LearningRate = Annotated[
     float, typer.Option("--learning-rate", "--lr", help="Learning rate of this step.", min=0.0)
@@ -33,13 +33,13 @@ def update(
         ),
     ],
     learning_rate: LearningRate,
-    loss: Annotated[LossKind, typer.Option(help="Kind of loss: see docs/api.md.")] = "grpo",
+    loss: Annotated[LossKindName, typer.Option(help="Kind of loss: see docs/api.md.")] = "grpo",
     advantage: Annotated[
-        AdvantageKind | None,
+        AdvantageKindName | None,
         typer.Option(help="Default: the loss's."),
     ] = None,
     old_logprobs: Annotated[
-        GivenLogprobs | None,
+        Literal["sampler", "given", "on_policy"] | None,
         typer.Option(help="Default: the loss's."),
     ] = None,
     clip_low: Annotated[

@@ -16,7 +16,7 @@ from ratoon_client.cli.arguments import Seq, Version, WeightsRoot
 from ratoon_client.cli.context import open_client, show, show_line, show_rows
 from ratoon_client.config import ClientConfig
 from ratoon_client.errors import InvalidArgumentError, RatoonApiError
-from ratoon_client.results import WeightManifest
+from ratoon_client.values import WeightManifest
 from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.pull import KEEP_VERSIONS
 from ratoon_client.weights.receiver import Received, ReceiverEvent

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from ratoon_client.results import WeightFile
+from ratoon_client.values import WeightFile
 from ratoon_client.wire.rpcs import RequestT, ResponseT, Rpc
 
 

@@ -18,8 +18,8 @@ from ratoon_client.errors import (
     TransportError,
     UnusableClientError,
 )
-from ratoon_client.results import WeightFile
 from ratoon_client.transport.tls import no_answer
+from ratoon_client.values import WeightFile
 from ratoon_client.weights.chunks import check_chunk
 from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import error_of

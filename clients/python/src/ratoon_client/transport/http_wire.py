@@ -16,11 +16,11 @@ from google.protobuf.message import Message
 
 from ratoon_client.config import ClientConfig
 from ratoon_client.errors import IntegrityError, RatoonApiError, RatoonClientError, TransportError
-from ratoon_client.results import WeightFile
 from ratoon_client.transport.events import read_events
 from ratoon_client.transport.ranges import PART_OF_FILE, WHOLE_FILE, RangeReader
 from ratoon_client.transport.routes import ROUTES, Route
 from ratoon_client.transport.tls import no_answer
+from ratoon_client.values import WeightFile
 from ratoon_client.weights.chunks import check_chunk, check_length
 from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import error_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ratoon_client.results import WeightManifest
+from ratoon_client.values import WeightManifest
 
 
 class Adapter(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratoon_client.results import WeightDelta, WeightFile, WeightManifest
+from ratoon_client.values import WeightDelta, WeightFile, WeightManifest
 from ratoon_client.weights.deltas import read_delta, rebuild
 from ratoon_client.weights.folder import VersionsFolder
 from ratoon_client.weights.threads import in_thread

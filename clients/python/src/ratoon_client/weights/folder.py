@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.checks import MANIFEST_NAME
 from ratoon_client.weights.file_lock import open_lock
 from ratoon_client.weights.partial import is_whole

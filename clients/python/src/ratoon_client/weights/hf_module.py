@@ -20,7 +20,7 @@ from safetensors import torch as safetensors_torch
 from torch import Tensor, nn
 
 from ratoon_client.errors import EngineError
-from ratoon_client.results import WeightManifest
+from ratoon_client.values import WeightManifest
 from ratoon_client.weights.threads import in_thread
 
 _NAMES_SHOWN = 3

@@ -16,7 +16,7 @@ from typing import Self
 import xxhash
 
 from ratoon_client.errors import IntegrityError
-from ratoon_client.results import WeightFile
+from ratoon_client.values import WeightFile
 from ratoon_client.weights.chunks import ChunkRange, digest_of
 
 _READ_BYTES = 2**20

@@ -18,7 +18,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from ratoon_client.results import WeightFile
+from ratoon_client.values import WeightFile
 from ratoon_client.weights.checks import is_plain_name
 from ratoon_client.weights.partial import is_whole
 

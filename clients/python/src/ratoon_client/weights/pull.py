@@ -16,7 +16,8 @@ from pathlib import Path
 from ratoon_client.caller import Caller, retried
 from ratoon_client.config import weights_root
 from ratoon_client.errors import IntegrityError, RatoonApiError
-from ratoon_client.results import WeightFile, WeightManifest
+from ratoon_client.values import WeightFile, WeightManifest
+from ratoon_client.weights.calls import weight_manifest
 from ratoon_client.weights.chain import Rebuilt, rebuild_missing
 from ratoon_client.weights.checks import check_manifest
 from ratoon_client.weights.chunks import ChunkRange, chunk_ranges
@@ -24,9 +25,6 @@ from ratoon_client.weights.folder import VersionsFolder
 from ratoon_client.weights.partial import PartialFile
 from ratoon_client.weights.published import published_folder, take_published
 from ratoon_client.weights.threads import in_thread
-from ratoon_client.wire.decode import decode
-from ratoon_client.wire.encode import request_message
-from ratoon_proto.v1 import service_pb2
 
 KEEP_VERSIONS = 2
 # A version may be retired while it is pulled; then the newest is another one.
@@ -113,10 +111,7 @@ def _settle(folder: VersionsFolder, version: int, *, is_latest: bool, keep: int 
 
 
 async def _manifest(caller: Caller, policy_id: str, version: int | None) -> WeightManifest:
-    request = request_message(
-        service_pb2.GetWeightManifestRequest, policy_id=policy_id, version=version
-    )
-    manifest = decode(await caller.weight_manifest(request), WeightManifest)
+    manifest = await weight_manifest(caller, policy_id, version)
     check_manifest(manifest, policy_id=policy_id, version=version)
     return manifest
 

@@ -15,12 +15,11 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tenacity
 import xxhash
 
-from ratoon_client.caller import may_pass
+from ratoon_client.caller import Caller, may_pass
 from ratoon_client.errors import (
     EngineError,
     IntegrityError,
@@ -29,16 +28,14 @@ from ratoon_client.errors import (
     RatoonClientError,
 )
 from ratoon_client.operation import POLL_S
-from ratoon_client.results import WeightManifest
+from ratoon_client.values import WeightManifest
 from ratoon_client.weights.adapter import Adapter, FolderAdapter
+from ratoon_client.weights.calls import ack_weights, weight_manifest
 from ratoon_client.weights.committed import Committed, read_committed, write_committed
 from ratoon_client.weights.file_lock import held
 from ratoon_client.weights.folder import VersionsFolder, files_of
-from ratoon_client.weights.pull import KEEP_VERSIONS
+from ratoon_client.weights.pull import KEEP_VERSIONS, pull_weights
 from ratoon_client.weights.threads import in_thread
-
-if TYPE_CHECKING:
-    from ratoon_client.async_client import AsyncRatoonClient
 
 _LOG = logging.getLogger("ratoon_client")
 _FIRST_RETRY_S = 0.5
@@ -92,7 +89,7 @@ class AsyncWeightReceiver:
 
     def __init__(
         self,
-        client: AsyncRatoonClient,
+        caller: Caller,
         policy_id: str,
         root: Path | str,
         adapter: Adapter | None = None,
@@ -103,7 +100,7 @@ class AsyncWeightReceiver:
     ) -> None:
         if keep < 2:
             raise InvalidArgumentError("keep", keep, "2 or more: what is served, and what comes")
-        self._client = client
+        self._caller = caller
         self._policy_id = policy_id
         # Engines are told whole paths.
         self._root = Path(root).absolute()
@@ -179,8 +176,8 @@ class AsyncWeightReceiver:
         """The newest version, where it is another than what is served."""
         known = None if served is None else served.version
         try:
-            newest = await self._client.weight_manifest(
-                self._policy_id, known_version=known, wait_s=wait_s
+            newest = await weight_manifest(
+                self._caller, self._policy_id, known_version=known, wait_s=wait_s
             )
         except RatoonApiError as error:
             if error.code != "WEIGHTS_NOT_FOUND":
@@ -198,8 +195,8 @@ class AsyncWeightReceiver:
         served = None if committed is None else committed.version
         await self._acknowledge(served, holds_version=newest.version)
         await self._make_room(newest, committed)
-        pulled = await self._client.pull_weights(
-            self._policy_id, self._root, newest.version, keep=None
+        pulled = await pull_weights(
+            self._caller, self._policy_id, self._root, version=newest.version, keep=None
         )
         if committed is not None:
             # Who ends in between leaves an engine of which nothing is known.
@@ -245,8 +242,12 @@ class AsyncWeightReceiver:
         One that does not hear it, or holds enough already, has its versions all the same.
         """
         try:
-            await self._client.ack_weights(
-                self._policy_id, self._receiver_id, version=version, holds_version=holds_version
+            await ack_weights(
+                self._caller,
+                self._policy_id,
+                self._receiver_id,
+                version=version,
+                holds_version=holds_version,
             )
         except RatoonClientError as error:
             _LOG.info("%s: not acknowledged: %s", self._policy_id, error)
@@ -268,8 +269,8 @@ class AsyncWeightReceiver:
         end = time.monotonic() + seconds
         if self._wanted is not None:
             try:
-                newest = await self._client.weight_manifest(
-                    self._policy_id, known_version=self._wanted, wait_s=seconds
+                newest = await weight_manifest(
+                    self._caller, self._policy_id, known_version=self._wanted, wait_s=seconds
                 )
             except RatoonClientError:
                 pass  # The next try says what is wrong.

@@ -16,7 +16,7 @@ from typing import Any
 import tenacity
 
 from ratoon_client.errors import EngineError
-from ratoon_client.results import WeightManifest
+from ratoon_client.values import WeightManifest
 from ratoon_client.weights.engine_http import EngineHttp
 from ratoon_client.weights.threads import in_thread
 

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from ratoon_client.errors import IntegrityError
-from ratoon_client.results import WeightFile
+from ratoon_client.values import WeightFile
 
 if TYPE_CHECKING:
     WeightTransferEngine = cast("Any", object)

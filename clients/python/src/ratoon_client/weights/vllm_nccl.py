@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from ratoon_client.errors import EngineError
-from ratoon_client.results import WeightManifest
+from ratoon_client.values import WeightManifest
 from ratoon_client.weights.vllm import VllmAdapter
 
 CHUNK_BYTES = 256 * 2**20

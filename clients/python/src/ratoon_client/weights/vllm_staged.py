@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ratoon_client.errors import EngineError
-from ratoon_client.results import WeightManifest
+from ratoon_client.values import WeightManifest
 from ratoon_client.weights.vllm import VllmAdapter
 
 _POLL_S = 0.05

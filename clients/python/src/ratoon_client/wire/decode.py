@@ -9,10 +9,10 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from ratoon_client import results
 from ratoon_client.errors import IntegrityError, RatoonApiError
+from ratoon_client.values import ForwardResult, StepReport
 from ratoon_proto.codec import CodecError, decode_tensor
-from ratoon_proto.records import to_record
+from ratoon_proto.records import from_proto
 from ratoon_proto.v1 import operation_pb2, training_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
 
@@ -21,12 +21,9 @@ _MAX_TENSOR_BYTES = 2**40
 
 
 def decode(message: Message, value_type: type[T]) -> T:
-    """The value of `value_type`, which is the one that belongs to the message.
-
-    Raises IntegrityError for what no service of this version says, a time that is none.
-    """
+    """Read an answer. Raises IntegrityError for what no service says, as a time out of range."""
     try:
-        return to_record(message, value_type)
+        return from_proto(message, value_type)
     except (ValueError, OverflowError, OSError) as err:
         raise IntegrityError(f"the answer is no {value_type.__name__}: {err}") from err
 
@@ -45,15 +42,15 @@ def error_of(detail: operation_pb2.ErrorDetail) -> RatoonApiError:
 
 def decode_forward(
     output: training_pb2.ForwardOutput, forward: operation_pb2.ForwardResult
-) -> results.ForwardResult:
+) -> ForwardResult:
     """Split the concatenated arrays by rollout. Raises IntegrityError where they do not fit."""
     offsets = _array(output.offsets, "offsets").astype(np.int64)
     logprobs = _array(output.logprobs, "logprobs")
     entropy = _array(output.entropy, "entropy") if output.HasField("entropy") else None
-    return results.ForwardResult(
+    return ForwardResult(
         logprobs=_split(logprobs, offsets),
         entropy=None if entropy is None else _split(entropy, offsets),
-        report=decode(forward.report, results.StepReport),
+        report=decode(forward.report, StepReport),
         version=forward.version,
     )
 

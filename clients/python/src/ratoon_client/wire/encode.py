@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
-from ratoon_client.arguments import all_of, check_type, shown
+from ratoon_client.arguments import all_of, check_type
 from ratoon_client.errors import InvalidArgumentError
-from ratoon_client.loss import FromForward, Loss, Optim, OverlongFilter, OverlongPenalty
-from ratoon_client.policy_options import (
+from ratoon_client.rollouts import Group, Rollout
+from ratoon_client.values import (
     AdamW,
     Lora,
+    Loss,
     NumericsGuard,
+    Optim,
     Parallel,
     PolicyOptions,
     Publish,
 )
-from ratoon_client.rollouts import Group, Rollout
 from ratoon_client.wire.rpcs import RequestT
 from ratoon_proto.codec import encode_array
 from ratoon_proto.fields import FieldError
@@ -82,54 +83,32 @@ def _rollout(rollout: Rollout, path: str) -> rollout_pb2.Rollout:
 
 def loss_message(loss: Loss) -> training_pb2.LossConfig:
     check_type("loss", loss, Loss)
-    message = training_pb2.LossConfig()
-    _fill(message, loss, "loss", skip=("old_logprobs", "overlong"))
-    match loss.old_logprobs:
-        case None:
-            pass
-        case FromForward(operation_id=operation_id):
-            check_type("loss.old_logprobs.operation_id", operation_id, str)
-            values = {"kind": "from_forward", "forward_operation_id": operation_id}
-            _fill(message.old_logprobs, values, "loss.old_logprobs")
-        case kind:
-            _fill(message.old_logprobs, {"kind": kind}, "loss.old_logprobs")
-    match loss.overlong:
-        case None:
-            pass
-        case OverlongFilter():
-            message.overlong_filter.SetInParent()
-        case OverlongPenalty() as penalty:
-            _fill(message.overlong_penalty, penalty, "loss.overlong")
-        case other:  # pyright: ignore[reportUnnecessaryComparison] - callers need not check types
-            raise InvalidArgumentError(
-                "loss.overlong", shown(other), "an OverlongFilter, an OverlongPenalty or None"
-            )
-    return message
+    return _message(training_pb2.LossConfig, loss, "loss")
 
 
 def optim_message(optim: Optim) -> training_pb2.OptimStepConfig:
     check_type("optim", optim, Optim)
-    message = training_pb2.OptimStepConfig()
-    _fill(message, optim, "optim")
-    return message
+    return _message(training_pb2.OptimStepConfig, optim, "optim")
 
 
 def request_message(kind: type[RequestT], /, **values: Any) -> RequestT:
-    """Of fields by name, None: absent. Raises InvalidArgumentError for other types."""
-    message = kind()
-    _fill(message, values, "")
-    return message
+    """Make a message of fields by name; None is absent. Raises InvalidArgumentError."""
+    return _message(kind, values, "")
 
 
 def policy_spec_message(policy_id: str, options: PolicyOptions) -> policy_pb2.PolicySpec:
-    message = policy_pb2.PolicySpec()
     for name, value in options.items():
         if name not in PolicyOptions.__annotations__:
             names = ", ".join(PolicyOptions.__annotations__)
             raise InvalidArgumentError(name, "an unknown option", f"one of {names}")
         if name in _OPTION_TYPES:
             check_type(name, value, _OPTION_TYPES[name])
-    _fill(message, {"policy_id": policy_id, **options}, "")
+    return _message(policy_pb2.PolicySpec, {"policy_id": policy_id, **options}, "")
+
+
+def _message(kind: type[RequestT], values: Any, path: str) -> RequestT:
+    message = kind()
+    _fill(message, values, path)
     return message
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.api.convert.checks import at_least, required
-from ratoon.api.convert.enums import from_wire
+from ratoon.api.convert.records import read_enum
 from ratoon.errors import invalid
 from ratoon.rollout.raw import RawGroup, RawRollout, RawSegment, SamplerLogprobsKind
 from ratoon_proto.codec import CodecError, decode_tensor
@@ -67,7 +67,7 @@ def _rollout(field: str, message: wire.Rollout, max_bytes: int) -> RawRollout:
         **{name: arrays.get(name) for name in _ARRAYS},
         reward=message.reward if message.HasField("reward") else None,
         temperature=message.temperature if message.HasField("temperature") else 1.0,
-        sampler_logprobs_kind=from_wire(
+        sampler_logprobs_kind=read_enum(
             message, "sampler_logprobs_kind", SamplerLogprobsKind, f"{field}.sampler_logprobs_kind"
         ),
         top_p=message.top_p if message.HasField("top_p") else None,

@@ -5,7 +5,9 @@ A final operation has exactly one result. A Forward's output is inline only if i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
 
@@ -19,12 +21,21 @@ from ratoon.engine.types import (
     ForwardResult,
     ImportResult,
     Operation,
-    OperationResult,
     PolicyResult,
     StepResult,
 )
 from ratoon_proto.v1 import operation_pb2 as wire
 from ratoon_proto.v1.training_pb2 import ForwardOutput
+
+# Results that the message holds as they are.
+_FIELDS: Mapping[type, str] = MappingProxyType(
+    {
+        CheckpointInfo: "checkpoint",
+        EmptyResult: "empty",
+        ImportResult: "imported",
+        StepResult: "step",
+    }
+)
 
 
 def operation_message(
@@ -32,32 +43,18 @@ def operation_message(
 ) -> wire.Operation:
     """`forward_output`: the serialized `ForwardOutput` to put inline; None: name its file."""
     message = write(wire.Operation(), operation, skip=("result",))
-    if operation.result is not None:
-        _set_result(message, operation.result, models_root, forward_output)
-    return message
-
-
-def _set_result(
-    message: wire.Operation,
-    result: OperationResult,
-    models_root: Path,
-    forward_output: bytes | None,
-) -> None:
-    match result:
+    match operation.result:
         case PolicyResult(policy=policy):
             message.policy.CopyFrom(policy_message(policy, models_root))
-        case StepResult():
-            write(message.step, result)
-        case ForwardResult():
+        case ForwardResult() as result:
             _set_forward(message.forward, result, forward_output)
-        case CheckpointInfo():
-            write(message.checkpoint, result)
-        case ImportResult():
-            write(message.imported, result)
-        case EmptyResult():
-            message.empty.SetInParent()
         case FailedResult(error=error):
             message.error.CopyFrom(detail_of_dict(error))
+        case None:
+            pass
+        case result:
+            write(message, {_FIELDS[type(result)]: result})
+    return message
 
 
 def _set_forward(message: wire.ForwardResult, result: ForwardResult, output: bytes | None) -> None:

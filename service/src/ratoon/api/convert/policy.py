@@ -6,7 +6,7 @@ written out in both directions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratoon.api.convert.checks import (
@@ -17,18 +17,14 @@ from ratoon.api.convert.checks import (
     positive,
     required,
 )
-from ratoon.api.convert.enums import from_wire
 from ratoon.api.convert.records import read, write
 from ratoon.engine.files.model_folders import model_folder
 from ratoon.engine.types import (
-    OnChangedNumerics,
     Policy,
     PolicySpec,
     PublishConfig,
     PublishKind,
     Recovery,
-    ReferencePolicy,
-    Sequencing,
 )
 from ratoon.errors import invalid, shown
 from ratoon.model.spec import (
@@ -40,13 +36,12 @@ from ratoon.model.spec import (
     ModelSpec,
     PresetBase,
 )
-from ratoon.train.config import AdamWConfig, NumericsGuard, ParallelLayout, Shard
+from ratoon.train.config import AdamWConfig, NumericsGuard, ParallelLayout
 from ratoon.train.loss.checks import require
 from ratoon.train.optim.resolve import check_adamw
+from ratoon_proto import types
 from ratoon_proto.v1 import policy_pb2 as wire
 
-KEEP_VERSIONS = 2
-NUM_WORKERS = 1
 _GUARD_LIMITS = (
     "max_grad_norm_to_step",
     "max_reference_kl_to_step",
@@ -67,98 +62,81 @@ class SpecDefaults:
 
 def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
     """Raises INVALID_ARGUMENT naming the field below `spec`."""
-    deterministic = message.deterministic if message.HasField("deterministic") else True
-    recovery = from_wire(message, "recovery", Recovery, "spec.recovery")
-    if recovery is Recovery.REPLAY and not deterministic:
+    spec = read(message, types.PolicySpec, "spec")
+    if spec.recovery is Recovery.REPLAY and not spec.deterministic:
         raise invalid("spec.recovery", "replay with deterministic false", "fail, or deterministic")
-    keep = message.keep_versions if message.HasField("keep_versions") else KEEP_VERSIONS
-    tokens = (
-        message.micro_batch_tokens
-        if message.HasField("micro_batch_tokens")
-        else defaults.micro_batch_tokens
-    )
+    tokens = spec.micro_batch_tokens
+    tokens = defaults.micro_batch_tokens if tokens is None else tokens
     return PolicySpec(
-        policy_id=matched("spec.policy_id", message.policy_id, POLICY_ID),
+        policy_id=matched("spec.policy_id", spec.policy_id, POLICY_ID),
         model=ModelSpec(
-            base=_base(message, defaults.models_root),
-            tuning=_tuning(message),
-            dtype=from_wire(message, "dtype", ModelDtype, "spec.dtype"),
-            seed=message.seed,
+            base=_base(spec, defaults.models_root),
+            tuning=_tuning(spec.lora),
+            dtype=ModelDtype(spec.dtype),
+            seed=spec.seed,
         ),
-        optimizer=_optimizer(message.optimizer),
-        sequencing=from_wire(message, "sequencing", Sequencing, "spec.sequencing"),
-        deterministic=deterministic,
-        recovery=recovery,
-        on_changed_numerics=from_wire(
-            message, "on_changed_numerics", OnChangedNumerics, "spec.on_changed_numerics"
-        ),
-        publish=_publish(message.publish),
-        keep_versions=at_least("spec.keep_versions", keep, 1),
+        optimizer=_optimizer(spec.optimizer),
+        sequencing=spec.sequencing,
+        deterministic=spec.deterministic,
+        recovery=spec.recovery,
+        on_changed_numerics=spec.on_changed_numerics,
+        publish=_publish(spec.publish),
+        keep_versions=at_least("spec.keep_versions", spec.keep_versions, 1),
         micro_batch_tokens=(
             None if tokens is None else at_least("spec.micro_batch_tokens", tokens, 1)
         ),
-        reference=from_wire(message, "reference", ReferencePolicy, "spec.reference"),
-        parallel=_parallel(message.parallel),
-        attention_backend=message.attention_backend,
-        numerics_guard=_guard(message.numerics_guard),
+        reference=spec.reference,
+        parallel=_parallel(spec.parallel),
+        attention_backend=spec.attention_backend or "",
+        numerics_guard=_guard(spec.numerics_guard),
     )
 
 
-def _base(message: wire.PolicySpec, models_root: Path) -> PresetBase | FolderBase:
-    match message.WhichOneof("base"):
-        case "preset":
-            if message.preset not in PRESET_NAMES:
-                expected = "one of " + ", ".join(PRESET_NAMES)
-                raise invalid("spec.preset", shown(message.preset), expected)
-            return PresetBase(name=message.preset)
-        case "model_folder":
-            folder = model_folder("spec.model_folder", message.model_folder, models_root)
-            return FolderBase(folder=str(folder))
-        case None:
-            raise required("spec.base", "preset or model_folder")
+def _base(spec: types.PolicySpec, models_root: Path) -> PresetBase | FolderBase:
+    if spec.preset is not None:
+        if spec.preset not in PRESET_NAMES:
+            expected = "one of " + ", ".join(PRESET_NAMES)
+            raise invalid("spec.preset", shown(spec.preset), expected)
+        return PresetBase(name=spec.preset)
+    if spec.model_folder is not None:
+        folder = model_folder("spec.model_folder", spec.model_folder, models_root)
+        return FolderBase(folder=str(folder))
+    raise required("spec.base", "preset or model_folder")
 
 
-def _tuning(message: wire.PolicySpec) -> FullTuning | LoraTuning:
-    if message.WhichOneof("tuning") != "lora":
+def _tuning(lora: LoraTuning | None) -> FullTuning | LoraTuning:
+    if lora is None:
         return FullTuning()
-    return LoraTuning(
-        rank=at_least("spec.lora.rank", message.lora.rank, 1),
-        alpha=positive("spec.lora.alpha", message.lora.alpha),
-        target_modules=tuple(message.lora.target_modules),
-    )
+    at_least("spec.lora.rank", lora.rank, 1)
+    positive("spec.lora.alpha", lora.alpha)
+    return lora
 
 
-def _optimizer(message: wire.AdamWConfig) -> AdamWConfig:
-    config = read(message, AdamWConfig, "spec.optimizer")
+def _optimizer(config: AdamWConfig) -> AdamWConfig:
     check_adamw("spec.optimizer", config)
     return config
 
 
-def _publish(message: wire.PublishConfig) -> PublishConfig:
-    kind = from_wire(message, "kind", PublishKind, "spec.publish.kind")
-    if kind is PublishKind.EVERY_N:
-        every_n = at_least("spec.publish.every_n", message.every_n, 1)
-        return PublishConfig(kind=kind, every_n=every_n, deltas=message.deltas)
-    if message.every_n not in (0, 1):
-        raise invalid("spec.publish.every_n", message.every_n, f"absent: kind is {kind}")
-    return PublishConfig(kind=kind, every_n=1, deltas=message.deltas)
+def _publish(publish: PublishConfig) -> PublishConfig:
+    every_n = publish.every_n
+    if publish.kind is PublishKind.EVERY_N:
+        at_least("spec.publish.every_n", every_n, 1)
+        return publish
+    if every_n not in (0, 1):
+        raise invalid("spec.publish.every_n", every_n, f"absent: kind is {publish.kind}")
+    return replace(publish, every_n=1)
 
 
-def _parallel(message: wire.ParallelLayout) -> ParallelLayout:
-    path = "spec.parallel"
-    ranks = at_least(f"{path}.num_workers", message.num_workers or NUM_WORKERS, 1)
-    shard = None
-    if message.HasField("shard"):
-        shard = from_wire(message, "shard", Shard, f"{path}.shard")
-    together = message.sequence_ranks if message.HasField("sequence_ranks") else None
+def _parallel(parallel: ParallelLayout) -> ParallelLayout:
+    ranks = at_least("spec.parallel.num_workers", parallel.num_workers, 1)
+    together = parallel.sequence_ranks
     if together is not None and (together < 1 or ranks % together):
         expected = f"a divisor of num_workers, {ranks}"
-        raise invalid(f"{path}.sequence_ranks", together, expected)
-    return ParallelLayout(num_workers=ranks, shard=shard, sequence_ranks=together)
+        raise invalid("spec.parallel.sequence_ranks", together, expected)
+    return parallel
 
 
-def _guard(message: wire.NumericsGuard) -> NumericsGuard:
-    guard = read(message, NumericsGuard, "spec.numerics_guard")
+def _guard(guard: NumericsGuard) -> NumericsGuard:
     at_least("spec.numerics_guard.max_skipped_in_row", guard.max_skipped_in_row, 0)
     for name in _GUARD_LIMITS:
         limit = getattr(guard, name)
@@ -171,17 +149,16 @@ def spec_message(spec: PolicySpec, models_root: Path) -> wire.PolicySpec:
     """The wire form, every default written out; a model folder is relative to the models root."""
     message = write(wire.PolicySpec(), spec, skip=("model", "keep_versions"))
     write(message, spec.model, skip=("base", "tuning"))
+    write(
+        message,
+        {"lora" if isinstance(spec.model.tuning, LoraTuning) else "full": spec.model.tuning},
+    )
     message.keep_versions = min(spec.keep_versions, INT32_MAX)
     match spec.model.base:
         case PresetBase(name=name):
             message.preset = name
         case FolderBase(folder=folder):
             message.model_folder = _relative(Path(folder), models_root)
-    match spec.model.tuning:
-        case FullTuning():
-            message.full.SetInParent()
-        case LoraTuning() as lora:
-            write(message.lora, lora)
     return message
 
 

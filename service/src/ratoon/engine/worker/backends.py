@@ -5,17 +5,7 @@ The call imports torch, so it is made in a process of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendInfo:
-    """`unavailable_reason` is empty where the backend can be used."""
-
-    op: str
-    name: str
-    available: bool
-    unavailable_reason: str
+from ratoon_proto.types import BackendInfo
 
 
 def list_backends() -> tuple[BackendInfo, ...]:

@@ -1,0 +1,166 @@
+"""Keys of one producer's sequenced calls to one policy.
+
+States: unknown (before the first call and after `resync`), then following the service. A seq is
+counted as taken only once the service has accepted it, and two calls never wait for an answer under
+one seq.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import xxhash
+
+from ratoon_client.arguments import check_type
+from ratoon_client.caller import Caller
+from ratoon_client.errors import InvalidArgumentError, RatoonApiError
+from ratoon_client.operation import AsyncOperationHandle
+from ratoon_client.wire import rpcs
+from ratoon_client.wire.encode import request_message
+from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2
+
+SequencedRpc = rpcs.Rpc[Any, operation_pb2.Operation]
+OperationKey = service_pb2.OperationKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """A call without its key."""
+
+    digest: bytes
+    has_batch: bool
+
+
+class Sender:
+    """Sends calls one at a time, each under a key; `AsyncPolicySession` says which."""
+
+    def __init__(self, caller: Caller, policy_id: str) -> None:
+        self._caller = caller
+        self._policy_id = policy_id
+        self._lock = asyncio.Lock()
+        self._next_seq: int | None = None
+        # Seqs beyond the next that calls have named and the service has accepted.
+        self._taken: set[int] = set()
+        self._is_server_sequenced = False
+        # Keys of calls that may have been accepted without an answer.
+        self._unanswered: dict[_Said, str] = {}
+
+    async def next_seq(self) -> int:
+        """The seq of the next call; 0 under server sequencing."""
+        async with self._lock:
+            return await self._known_seq()
+
+    async def resync(self) -> int:
+        """Forget what was counted, and ask the service for the next seq."""
+        async with self._lock:
+            self._next_seq = None
+            self._taken.clear()
+            self._unanswered.clear()
+            return await self._known_seq()
+
+    async def send(
+        self, rpc: SequencedRpc, request: Any, key: OperationKey | None
+    ) -> AsyncOperationHandle[Any]:
+        """Send a request that is complete but for its key; None is the sender's own key."""
+        if key is not None and key.WhichOneof("key") == "request_id":
+            handle = await self._send_with(key, rpc, request)
+            self._forget_alike()
+            return handle
+        async with self._lock:
+            is_counted = key is None
+            if key is None:
+                key = OperationKey(seq=await self._known_seq())
+                if self._is_server_sequenced:
+                    return await self._send_by_request_id(rpc, request)
+            try:
+                handle = await self._send_with(key, rpc, request)
+            except RatoonApiError as error:
+                if is_counted and error.code == "KEY_REUSED":
+                    raise _counted_elsewhere(error) from error
+                raise
+            self._taken.add(key.seq)
+            self._advance()
+            return handle
+
+    async def _send_by_request_id(
+        self, rpc: SequencedRpc, request: Any
+    ) -> AsyncOperationHandle[Any]:
+        # A request may be as large as a message can be.
+        said = await asyncio.to_thread(_said, rpc, request)
+        request_id = self._unanswered.setdefault(said, uuid.uuid4().hex)
+        try:
+            handle = await self._send_with(OperationKey(request_id=request_id), rpc, request)
+        except RatoonApiError as error:
+            # A try before the last may have been taken, unless it is refused whenever it comes.
+            if not error.retryable:
+                del self._unanswered[said]
+            raise
+        del self._unanswered[said]
+        self._forget_alike()
+        return handle
+
+    async def _send_with(
+        self, key: OperationKey, rpc: SequencedRpc, request: Any
+    ) -> AsyncOperationHandle[Any]:
+        request.key.CopyFrom(key)
+        return AsyncOperationHandle(self._caller, await self._caller.call(rpc, request))
+
+    def _advance(self) -> None:
+        """Pass over seqs that the service has accepted, once the next one is known."""
+        if self._next_seq is not None:
+            while self._next_seq in self._taken:
+                self._next_seq += 1
+            self._taken = {seq for seq in self._taken if seq > self._next_seq}
+
+    def _forget_alike(self) -> None:
+        """The next OptimStep after other calls is another step, whatever became of the last."""
+        self._unanswered = {said: key for said, key in self._unanswered.items() if said.has_batch}
+
+    async def _known_seq(self) -> int:
+        if self._next_seq is None:
+            request = request_message(service_pb2.GetPolicyRequest, policy_id=self._policy_id)
+            policy = await self._caller.call(rpcs.GET_POLICY, request)
+            self._is_server_sequenced = policy.spec.sequencing == policy_pb2.SEQUENCING_SERVER
+            self._next_seq = 0 if self._is_server_sequenced else policy.next_seq
+            self._advance()
+        return self._next_seq
+
+
+def operation_key(seq: int | None, request_id: str | None) -> OperationKey | None:
+    """The key that a caller names, at most one of the two. Raises InvalidArgumentError."""
+    if seq is not None and request_id is not None:
+        raise InvalidArgumentError("request_id", "seq and request_id", "one of them")
+    if seq is not None:
+        check_type("seq", seq, Integral)
+        return request_message(OperationKey, seq=seq)
+    if request_id is not None:
+        check_type("request_id", request_id, str)
+        return OperationKey(request_id=request_id)
+    return None
+
+
+def _said(rpc: SequencedRpc, request: Any) -> _Said:
+    said = rpc.name.encode() + request.SerializeToString(deterministic=True)
+    has_batch = "source" in request.DESCRIPTOR.oneofs_by_name
+    return _Said(digest=xxhash.xxh3_128_digest(said), has_batch=has_batch)
+
+
+def _counted_elsewhere(error: RatoonApiError) -> RatoonApiError:
+    """Another call has the seq that the session has counted to: with what to do."""
+    text = (
+        "another producer took it, as ratoonctl does, or a call of this session that was not"
+        " answered: resync() asks the service for the next free seq"
+    )
+    return RatoonApiError(
+        error.code,
+        f"{error.message}; {text}",
+        field=error.field,
+        got=error.got,
+        expected=error.expected,
+        retryable=error.retryable,
+        details=error.details,
+    )

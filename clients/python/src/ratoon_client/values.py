@@ -1,0 +1,158 @@
+"""What callers give and get: the values of `ratoon.v1` under the names that callers use.
+
+Enums may be given as text. `None` is the service's default, which docs/api.md states; the service
+judges numbers. The comments of the .proto files describe each field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratoon_proto.types import AdamWConfig as AdamW
+from ratoon_proto.types import CheckpointInfo as Checkpoint
+from ratoon_proto.types import (
+    CorrectionMask,
+    GradientManifest,
+    ImportMode,
+    ImportModeName,
+    ImportResult,
+    ModelDtype,
+    ModelDtypeName,
+    NumericsGuard,
+    OldLogprobs,
+    OnChangedNumerics,
+    OnChangedNumericsName,
+    Operation,
+    OverlongFilter,
+    OverlongPenalty,
+    Policy,
+    Progress,
+    Recovery,
+    RecoveryName,
+    ReferencePolicy,
+    ReferencePolicyName,
+    Sequencing,
+    SequencingName,
+    ServerInfo,
+    StepReport,
+    StepResult,
+    VersionSpan,
+    WeightDelta,
+    WeightFile,
+    WeightManifest,
+)
+from ratoon_proto.types import KlConfig as Kl
+from ratoon_proto.types import LoraTuning as Lora
+from ratoon_proto.types import LossConfig as Loss
+from ratoon_proto.types import OptimStepConfig as Optim
+from ratoon_proto.types import ParallelLayout as Parallel
+from ratoon_proto.types import PublishConfig as Publish
+from ratoon_proto.types import RolloutCorrection as Correction
+from ratoon_proto.types import StalenessConfig as Staleness
+
+__all__ = [
+    "AdamW",
+    "Checkpoint",
+    "Correction",
+    "CorrectionMask",
+    "ForwardResult",
+    "FromForward",
+    "GradientManifest",
+    "Health",
+    "ImportMode",
+    "ImportModeName",
+    "ImportResult",
+    "Kl",
+    "Lora",
+    "Loss",
+    "NumericsGuard",
+    "OldLogprobs",
+    "Operation",
+    "OperationResult",
+    "Optim",
+    "OverlongFilter",
+    "OverlongPenalty",
+    "Parallel",
+    "Policy",
+    "PolicyOptions",
+    "Progress",
+    "Publish",
+    "ServerInfo",
+    "Staleness",
+    "StepReport",
+    "StepResult",
+    "VersionSpan",
+    "WeightDelta",
+    "WeightFile",
+    "WeightManifest",
+]
+
+
+class FromForward(OldLogprobs):
+    """Old log-probs of a Forward of the same rollouts, which the service has kept."""
+
+    __slots__ = ()
+
+    def __init__(self, operation_id: str) -> None:
+        super().__init__("from_forward", forward_operation_id=operation_id)
+
+
+class PolicyOptions(TypedDict, total=False):
+    """Fields of a PolicySpec that `create_policy` takes; an absent one has the service's default.
+
+    One of `preset` and `model_folder` is required. Without `lora` every parameter is trained.
+    """
+
+    preset: str
+    model_folder: str
+    lora: Lora
+    optimizer: AdamW
+    dtype: ModelDtype | ModelDtypeName
+    seed: int
+    sequencing: Sequencing | SequencingName
+    deterministic: bool
+    recovery: Recovery | RecoveryName
+    on_changed_numerics: OnChangedNumerics | OnChangedNumericsName
+    publish: Publish
+    keep_versions: int
+    micro_batch_tokens: int
+    reference: ReferencePolicy | ReferencePolicyName
+    parallel: Parallel
+    attention_backend: str
+    numerics_guard: NumericsGuard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """Log-probs of a Forward, one float32 [R] array a rollout, in request order.
+
+    Attributes:
+        version: The version of the weights that answered.
+        logprobs: Zero at tokens that are not trained.
+        entropy: None unless it was asked for.
+        report: What the Forward did.
+    """
+
+    version: int
+    logprobs: tuple[NDArray[np.float32], ...]
+    entropy: tuple[NDArray[np.float32], ...] | None
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Whether the service can take work: `status` is "ok", or says what is wrong."""
+
+    status: str
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"
+
+
+# What `result()` gives, by the operation's kind; None where there is nothing to say.
+OperationResult = Policy | StepResult | ForwardResult | Checkpoint | ImportResult | None

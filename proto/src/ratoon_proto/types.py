@@ -1,0 +1,1332 @@
+"""Values of `ratoon.v1`, made by scripts/proto_types.py from the .proto files: do not edit.
+
+Times are in UTC. `ratoon_proto.records` reads values from messages, and `ratoon_proto.fill` writes
+messages from values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal
+
+from ratoon_proto import bases
+
+
+class Sequencing(bases.WireEnum):
+    """Who orders the calls to a policy."""
+
+    CLIENT = "client"
+    """The caller gives `seq`, contiguous from 1. The default."""
+    SERVER = "server"
+    """The caller gives `request_id`; the server assigns the next seq on arrival."""
+
+
+SequencingName = Literal["client", "server"]
+
+
+class Recovery(bases.WireEnum):
+    """What the service does with operations past the last checkpoint after a failure."""
+
+    REPLAY = "replay"
+    """They are run again, to the same bits."""
+    FAIL = "fail"
+    """They fail, and their versions are never used again."""
+
+
+RecoveryName = Literal["replay", "fail"]
+
+
+class OnChangedNumerics(bases.WireEnum):
+    """What a replay does on a device or with libraries whose numerics are others."""
+
+    STOP = "stop"
+    """The replay stops, and the policy is FAILED."""
+    REBASE = "rebase"
+    """The policy goes on from what the replay gives, and saves a checkpoint at once."""
+
+
+OnChangedNumericsName = Literal["stop", "rebase"]
+
+
+class PublishKind(bases.WireEnum):
+    """When a version's weights are written for readers."""
+
+    EVERY = "every"
+    EVERY_N = "every_n"
+    ON_REQUEST = "on_request"
+    """Versions are published when their manifest is asked for."""
+
+
+PublishKindName = Literal["every", "every_n", "on_request"]
+
+
+class ModelDtype(bases.WireEnum):
+    """The dtype of the weights on the device."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    """Gradients are summed in float32; what else is kept is the server's worker.optimizer_states.
+    """
+
+
+ModelDtypeName = Literal["float32", "bfloat16"]
+
+
+class ReferencePolicy(bases.WireEnum):
+    """The frozen reference of a KL term, which the service computes."""
+
+    NONE = "none"
+    """There is none."""
+    BASE = "base"
+    """The weights at creation; for LoRA the adapter off."""
+
+
+ReferencePolicyName = Literal["none", "base"]
+
+
+class Shard(bases.WireEnum):
+    """How the devices of one policy are sharded, beside their groups and the optimizer's states."""
+
+    STATES = "states"
+    """No more is sharded: each device has all weights and all gradients."""
+    GRADIENTS = "gradients"
+    """Gradients of the decoder's layers are sharded too; each device has all weights."""
+    WEIGHTS = "weights"
+    """Weights of the decoder's layers are sharded too: devices of one node read them from each
+    other. With LoRA only the base's weights are sharded.
+    """
+
+
+ShardName = Literal["states", "gradients", "weights"]
+
+
+class PolicyState(bases.WireEnum):
+    """Where a policy stands."""
+
+    CREATING = "creating"
+    READY = "ready"
+    FAILED = "failed"
+    DELETING = "deleting"
+
+
+class LossKind(bases.WireEnum):
+    """A loss; docs/api.md has its formula and defaults."""
+
+    GRPO = "grpo"
+    PPO_CLIP = "ppo_clip"
+    DAPO = "dapo"
+    DR_GRPO = "dr_grpo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    REINFORCE = "reinforce"
+    CROSS_ENTROPY = "cross_entropy"
+    SAPO = "sapo"
+    IPO = "ipo"
+
+
+LossKindName = Literal[
+    "grpo",
+    "ppo_clip",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "cispo",
+    "importance_sampling",
+    "reinforce",
+    "cross_entropy",
+    "sapo",
+    "ipo",
+]
+
+
+class AdvantageKind(bases.WireEnum):
+    """How advantages are made of rewards."""
+
+    GROUP_MEAN_STD = "group_mean_std"
+    """(reward - mean) / (std + 1e-6), std unbiased; a group of one: mean 0, std 1."""
+    GROUP_MEAN = "group_mean"
+    LEAVE_ONE_OUT = "leave_one_out"
+    """reward - mean of the others' rewards."""
+    NONE = "none"
+    """The reward itself."""
+    GIVEN = "given"
+    """Per-token advantages sent with the rollouts."""
+    GROUP_MEAN_BATCH_STD = "group_mean_batch_std"
+    """(reward - mean) / (std + 1e-6), mean of the group, unbiased std of the differences over all
+    rollouts of the operation.
+    """
+
+
+AdvantageKindName = Literal[
+    "group_mean_std",
+    "group_mean",
+    "leave_one_out",
+    "none",
+    "given",
+    "group_mean_batch_std",
+]
+
+
+class OldLogprobsKind(bases.WireEnum):
+    """Where the old log-probs of the ratio come from."""
+
+    SAMPLER = "sampler"
+    """Rollout.sampler_logprobs."""
+    GIVEN = "given"
+    """Rollout.old_logprobs."""
+    FROM_FORWARD = "from_forward"
+    """The log-probs of a Forward, which the service has kept."""
+    ON_POLICY = "on_policy"
+    """The current log-probs, detached: the ratio is 1."""
+
+
+OldLogprobsKindName = Literal["sampler", "given", "from_forward", "on_policy"]
+
+
+class KlKind(bases.WireEnum):
+    """An estimate of the KL divergence to the reference, from the log-probs of the token."""
+
+    K1 = "k1"
+    """logp - ref."""
+    K2 = "k2"
+    """(logp - ref)^2 / 2."""
+    K3 = "k3"
+    """exp(ref - logp) - (ref - logp) - 1."""
+    K1_PLUS = "k1_plus"
+    """The value of k1, of k3, with the gradient of k2."""
+    K3_PLUS = "k3_plus"
+
+
+KlKindName = Literal["k1", "k2", "k3", "k1_plus", "k3_plus"]
+
+
+class ReferenceKind(bases.WireEnum):
+    """The reference of a KL term."""
+
+    GIVEN = "given"
+    """reference_logprobs sent with the rollouts."""
+    FROZEN = "frozen"
+    """The policy's frozen reference (its base weights; for LoRA the adapter off), computed packed.
+    """
+
+
+ReferenceKindName = Literal["given", "frozen"]
+
+
+class CorrectionMode(bases.WireEnum):
+    """What becomes of correction weights beyond their bounds."""
+
+    TRUNCATE = "truncate"
+    """min(weight, high)."""
+    MASK = "mask"
+    """weight where low <= weight <= high, else 0."""
+
+
+CorrectionModeName = Literal["truncate", "mask"]
+
+
+class CorrectionLevel(bases.WireEnum):
+    """What has one correction weight."""
+
+    TOKEN = "token"
+    """Each token has its own."""
+    SEQUENCE = "sequence"
+    """One weight a rollout: the product over its trained tokens."""
+    GEOMETRIC = "geometric"
+    """The geometric mean over its trained tokens, exp(mean(old - sampler)): it does not grow with
+    length.
+    """
+
+
+CorrectionLevelName = Literal["token", "sequence", "geometric"]
+
+
+class TokenWeight(bases.WireEnum):
+    """The weight of a token's term in the sum."""
+
+    PER_TOKEN = "per_token"
+    PER_SEQUENCE = "per_sequence"
+    """1 / trained tokens of the rollout."""
+
+
+TokenWeightName = Literal["per_token", "per_sequence"]
+
+
+class DivideBy(bases.WireEnum):
+    """The counter of the window that its sums are divided by."""
+
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    GROUPS = "groups"
+    CONSTANT = "constant"
+    """The sequences times divide_constant."""
+    NONE = "none"
+
+
+DivideByName = Literal["tokens", "sequences", "groups", "constant", "none"]
+
+
+class SharedTokens(bases.WireEnum):
+    """How often a response token counts that several rollouts share."""
+
+    SUM = "sum"
+    """Every rollout's term, as if each were trained alone. The default."""
+    ONCE = "once"
+    """Only the first rollout's that trains it."""
+
+
+SharedTokensName = Literal["sum", "once"]
+
+
+class StalenessAction(bases.WireEnum):
+    """What becomes of rollouts that are too old."""
+
+    REFUSE = "refuse"
+    DROP = "drop"
+
+
+StalenessActionName = Literal["refuse", "drop"]
+
+
+class SkipReason(bases.SkipReasonMethods, bases.WireEnum):
+    """Why an optimizer step was skipped. All but NO_TOKENS and ZERO_GRADIENT count for
+    max_skipped_in_row.
+    """
+
+    NO_TOKENS = "no_tokens"
+    """Every rollout of the window was dropped."""
+    NON_FINITE_LOSS = "non_finite_loss"
+    NON_FINITE_GRADIENT = "non_finite_gradient"
+    GRADIENT_NORM = "gradient_norm"
+    """Above a limit of the policy's NumericsGuard."""
+    REFERENCE_KL = "reference_kl"
+    SAMPLER_KL = "sampler_kl"
+    NON_FINITE_STEP = "non_finite_step"
+    """The gradient is finite, but weights or moments after the step would not be."""
+    ZERO_GRADIENT = "zero_gradient"
+    """The gradient is zero in every element, and step_on_zero_gradient is off."""
+
+
+class OperationKind(bases.OperationKindMethods, bases.WireEnum):
+    """The call that an operation is."""
+
+    CREATE_POLICY = "create_policy"
+    DELETE_POLICY = "delete_policy"
+    UPDATE = "update"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    DISCARD_GRADIENTS = "discard_gradients"
+    FORWARD = "forward"
+    SAVE_CHECKPOINT = "save_checkpoint"
+    LOAD_CHECKPOINT = "load_checkpoint"
+    IMPORT_WEIGHTS = "import_weights"
+
+
+class OperationState(bases.OperationStateMethods, bases.WireEnum):
+    """Where an operation stands; the last three states are final."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class SamplerLogprobsKind(bases.WireEnum):
+    """How the sampler computed `sampler_logprobs`."""
+
+    PROCESSED = "processed"
+    """After the division of the logits by the temperature."""
+    RAW = "raw"
+    """Before it (the default of some samplers)."""
+
+
+SamplerLogprobsKindName = Literal["processed", "raw"]
+
+
+class WeightKind(bases.WireEnum):
+    """What a version's files are."""
+
+    FULL = "full"
+    """A model folder that transformers loads."""
+    ADAPTER = "adapter"
+    """An adapter folder that peft loads."""
+
+
+class ImportMode(bases.WireEnum):
+    """How imported values change the weights."""
+
+    FULL = "full"
+    """The folder's values replace the weights. The default."""
+    DELTA = "delta"
+    """The folder's values are added to the weights, in float32 before any rounding."""
+
+
+ImportModeName = Literal["full", "delta"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullTuning:
+    """Full tuning: every parameter is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTuning:
+    """Low-rank adapters (Hu et al., 2021)."""
+
+    rank: int
+    """Rank of the adapters, at most the smallest dimension of the matrices that are adapted."""
+    alpha: float
+    """Scale of the adapters, in [2^-20, 2^20]: what they add is multiplied by alpha / rank."""
+    _: KW_ONLY
+    target_modules: tuple[str, ...] = ()
+    """The projections to adapt. Default: every linear projection of attention and MLP. An expert
+    has factors of its own for each of gate_proj, up_proj and down_proj, which are named together or
+    not at all.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            rank: int,
+            alpha: float,
+            *,
+            target_modules: Sequence[str] = (),
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, target_modules=tuple)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig:
+    """AdamW (Loshchilov and Hutter, 2019). Numbers have the bounds of OptimStepConfig."""
+
+    beta1: float = 0.9
+    """Defaults 0.9, 0.95 (beta1, beta2), 1e-8, 0.01."""
+    beta2: float = 0.95
+    eps: float = 1e-08
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PublishConfig:
+    """When a version's weights are written for readers; `every_n` counts versions."""
+
+    kind: PublishKind = PublishKind.EVERY
+    _: KW_ONLY
+    every_n: int = 0
+    deltas: bool = False
+    """Whether to publish with each version the delta to it from the newest one before it, where
+    that is less than half as large.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            kind: PublishKind | PublishKindName = PublishKind.EVERY,
+            *,
+            every_n: int = 0,
+            deltas: bool = False,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, kind=PublishKind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """How the policy is spread over workers."""
+
+    num_workers: int = 1
+    """Number of devices that train it, each with groups of its own and a share of the optimizer's
+    states. Default 1. At most the GPUs that are free; on CPUs the machine's cores.
+    """
+    shard: Shard | None = None
+    """How they are sharded. Default: the first that fits."""
+    sequence_ranks: int | None = None
+    """Number of devices that run one group together, each a share of its tokens and heads; it
+    divides `num_workers`. Default: what each plan chooses.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            num_workers: int = 1,
+            shard: Shard | ShardName | None = None,
+            sequence_ranks: int | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, shard=Shard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsGuard:
+    """When a step is skipped although its numbers are finite, and when the policy is given up. A
+    limit that is left out does not apply; each limit is above 0.
+    """
+
+    max_grad_norm_to_step: float | None = None
+    """Limit of the gradient norm before clipping."""
+    max_reference_kl_to_step: float | None = None
+    """Limits of StepReport.kl and StepReport.sampler_kl, in nats a token, where the step has them.
+    """
+    max_sampler_kl_to_step: float | None = None
+    max_skipped_in_row: int = 5
+    """How many steps in a row that are skipped for their numbers fail the policy. Default 5; 0:
+    never.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default)
+    or `lora`.
+    """
+
+    policy_id: str
+    """The policy's id: [a-z0-9][a-z0-9_-]{0,63}."""
+    _: KW_ONLY
+    preset: str | None = None
+    """A built-in random model: tiny, small."""
+    model_folder: str | None = None
+    """A Hugging Face model folder below the server's models root."""
+    full: FullTuning | None = None
+    lora: LoraTuning | None = None
+    optimizer: AdamWConfig = AdamWConfig()
+    dtype: ModelDtype = ModelDtype.FLOAT32
+    seed: int = 0
+    """Seed of random initial weights and LoRA adapters."""
+    sequencing: Sequencing = Sequencing.CLIENT
+    deterministic: bool = True
+    """Whether the same operations give the same bits. Default true."""
+    recovery: Recovery = Recovery.REPLAY
+    on_changed_numerics: OnChangedNumerics = OnChangedNumerics.STOP
+    publish: PublishConfig = PublishConfig()
+    keep_versions: int = 2
+    """How many published versions are kept. Default 2."""
+    micro_batch_tokens: int | None = None
+    """Most packed tokens of one micro-batch. Default: the server's; absent there, too, each plan
+    chooses.
+    """
+    reference: ReferencePolicy = ReferencePolicy.NONE
+    parallel: ParallelLayout = ParallelLayout()
+    attention_backend: str | None = None
+    """An attention backend by name. Default: the best available."""
+    numerics_guard: NumericsGuard = NumericsGuard()
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            policy_id: str,
+            *,
+            preset: str | None = None,
+            model_folder: str | None = None,
+            full: FullTuning | None = None,
+            lora: LoraTuning | None = None,
+            optimizer: AdamWConfig = AdamWConfig(),
+            dtype: ModelDtype | ModelDtypeName = ModelDtype.FLOAT32,
+            seed: int = 0,
+            sequencing: Sequencing | SequencingName = Sequencing.CLIENT,
+            deterministic: bool = True,
+            recovery: Recovery | RecoveryName = Recovery.REPLAY,
+            on_changed_numerics: OnChangedNumerics | OnChangedNumericsName = OnChangedNumerics.STOP,
+            publish: PublishConfig = PublishConfig(),
+            keep_versions: int = 2,
+            micro_batch_tokens: int | None = None,
+            reference: ReferencePolicy | ReferencePolicyName = ReferencePolicy.NONE,
+            parallel: ParallelLayout = ParallelLayout(),
+            attention_backend: str | None = None,
+            numerics_guard: NumericsGuard = NumericsGuard(),
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(
+            self,
+            dtype=ModelDtype,
+            sequencing=Sequencing,
+            recovery=Recovery,
+            on_changed_numerics=OnChangedNumerics,
+            reference=ReferencePolicy,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A policy as its callers see it."""
+
+    spec: PolicySpec
+    state: PolicyState
+    version: int
+    next_seq: int
+    """The seq that the next sequenced operation executes as."""
+    created_at: datetime
+    num_parameters: int
+    num_trainable_parameters: int
+    vocab_size: int
+    max_sequence_tokens: int
+    """Longest sequence, in tokens: max_position_embeddings of the model, with YaRN its original
+    length times the factor where that is more; at most the sliding window of its layers, if any has
+    one.
+    """
+    attention_backend: str
+    published_version: int | None = None
+    """The newest version whose weights can be fetched."""
+    failure: str
+    """Why the policy failed; empty where it has not."""
+    optimizer_states: str
+    """The optimizer's states, by their name in worker.optimizer_states; for `auto` those that it
+    chose, which stay. Empty until the model is loaded.
+    """
+    shard: str
+    """How its devices are sharded, by a name of ParallelLayout.shard; where that was left out, as
+    the service chose, which stays. Empty until the model is loaded.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class OldLogprobs:
+    """The source of the ratio's old log-probs."""
+
+    kind: OldLogprobsKind
+    _: KW_ONLY
+    forward_operation_id: str = ""
+    """FROM_FORWARD only: a Forward of the same rollouts on this policy."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            kind: OldLogprobsKind | OldLogprobsKindName,
+            *,
+            forward_operation_id: str = "",
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, kind=OldLogprobsKind)
+
+
+@dataclass(frozen=True, slots=True)
+class KlConfig:
+    """A KL term of the loss."""
+
+    kind: KlKind
+    coefficient: float
+    """Required."""
+    reference: ReferenceKind
+    _: KW_ONLY
+    importance_weighted: bool = False
+    """k1 and k3 alone, of a loss with old log-probs: the estimate times exp(logp - old), with the
+    gradient of both.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            kind: KlKind | KlKindName,
+            coefficient: float,
+            reference: ReferenceKind | ReferenceKindName,
+            *,
+            importance_weighted: bool = False,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, kind=KlKind, reference=ReferenceKind)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCorrection:
+    """A weight exp(old - sampler) on the policy-gradient term."""
+
+    mode: CorrectionMode
+    level: CorrectionLevel
+    high: float
+    _: KW_ONLY
+    low: float = 0.0
+    """low <= 1 <= high."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            mode: CorrectionMode | CorrectionModeName,
+            level: CorrectionLevel | CorrectionLevelName,
+            high: float,
+            *,
+            low: float = 0.0,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, mode=CorrectionMode, level=CorrectionLevel)
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionMask:
+    """A mask: terms whose weight exp(old - sampler) is outside [low, high] have no policy gradient:
+    a token's own, or all of a rollout's by its product or geometric mean. Others keep what
+    `correction` says.
+    """
+
+    level: CorrectionLevel
+    low: float
+    """Both required; low <= 1 <= high."""
+    high: float
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            level: CorrectionLevel | CorrectionLevelName,
+            low: float,
+            high: float,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, level=CorrectionLevel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongFilter:
+    """A filter that drops truncated rollouts, after advantages are computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """A soft punishment of length, added to the reward before advantages (DAPO, eq. 13)."""
+
+    max_tokens: int
+    buffer_tokens: int
+    scale: float
+    """Required."""
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessConfig:
+    """A limit of age: what becomes of rollouts sampled more than max_versions versions ago."""
+
+    max_versions: int
+    action: StalenessAction
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            max_versions: int,
+            action: StalenessAction | StalenessActionName,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, action=StalenessAction)
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """A loss. Fields that are left out have the loss's own defaults; at most one of
+    `overlong_filter` and `overlong_penalty` is given.
+    """
+
+    kind: LossKind
+    _: KW_ONLY
+    advantage: AdvantageKind | None = None
+    clip_low: float | None = None
+    """Clip widths below (at most 1) and above 1; for cispo the ratio's bounds themselves, low <= 1
+    < high; for ipo how far the probability may have fallen and risen.
+    """
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    """ppo_clip family, negative advantages only, above 1 + clip_high; off where absent."""
+    old_logprobs: OldLogprobs | None = None
+    kl: KlConfig | None = None
+    entropy_coefficient: float = 0.0
+    correction: RolloutCorrection | None = None
+    token_weight: TokenWeight | None = None
+    shared_tokens: SharedTokens = SharedTokens.SUM
+    overlong: OverlongFilter | OverlongPenalty | None = None
+    drop_zero_variance_groups: bool | None = None
+    """Drop groups of more than one whose rewards are all equal: within eight steps of float32 at
+    the size of the largest. Default: true for dapo, else false.
+    """
+    staleness: StalenessConfig | None = None
+    router_aux_loss_coefficient: float = 0.0
+    """Coefficient of the router's balance loss of the rollout, summed over layers, which is added
+    to each counted term (docs/decisions/0022-experts.md). Only for models with experts, not
+    negative. Default: 0, off.
+    """
+    allow_truncated_sampling: bool = False
+    """Sampler log-probs of rollouts with top_p or top_k are renormalised over the tokens that were
+    left: refused where they enter a ratio or a correction, unless this says that it is known.
+    """
+    correction_mask: CorrectionMask | None = None
+    """A mask that goes with or without a correction, at the same level or another."""
+    tau_positive: float | None = None
+    """sapo alone: temperatures of its gate for positive and for other advantages; 1 and 1.05."""
+    tau_negative: float | None = None
+    top_entropy_share: float | None = None
+    """Only this share, above 0, of the operation's counted tokens has a policy gradient: those of
+    most entropy by the Forward that old_logprobs names, which must have had with_entropy.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            kind: LossKind | LossKindName,
+            *,
+            advantage: AdvantageKind | AdvantageKindName | None = None,
+            clip_low: float | None = None,
+            clip_high: float | None = None,
+            dual_clip: float | None = None,
+            old_logprobs: OldLogprobs | OldLogprobsKindName | None = None,
+            kl: KlConfig | None = None,
+            entropy_coefficient: float = 0.0,
+            correction: RolloutCorrection | None = None,
+            token_weight: TokenWeight | TokenWeightName | None = None,
+            shared_tokens: SharedTokens | SharedTokensName = SharedTokens.SUM,
+            overlong: OverlongFilter | OverlongPenalty | None = None,
+            drop_zero_variance_groups: bool | None = None,
+            staleness: StalenessConfig | None = None,
+            router_aux_loss_coefficient: float = 0.0,
+            allow_truncated_sampling: bool = False,
+            correction_mask: CorrectionMask | None = None,
+            tau_positive: float | None = None,
+            tau_negative: float | None = None,
+            top_entropy_share: float | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(
+            self,
+            kind=LossKind,
+            advantage=AdvantageKind,
+            old_logprobs=OldLogprobs,
+            token_weight=TokenWeight,
+            shared_tokens=SharedTokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStepConfig:
+    """One optimizer step. Schedules are the caller's: each step says its own learning rate. Numbers
+    have bounds: learning_rate 0 to 10,000, betas from 0 to below 1, and all others 1e-30 to 1e30
+    unless they are 0 and may be. learning_rate times weight_decay is at most 1.
+    """
+
+    learning_rate: float
+    """Required, also where it is 0."""
+    _: KW_ONLY
+    weight_decay: float | None = None
+    """Default: the policy's."""
+    max_grad_norm: float | None = None
+    """Global gradient-norm clip, after division; 0: off. Default: 1, off where divide_by is NONE.
+    """
+    divide_by: DivideBy | None = None
+    """Default: the loss's own."""
+    divide_constant: float | None = None
+    """DIVIDE_BY_CONSTANT only, which multiplies it with the sequences: Dr. GRPO's length of a
+    response.
+    """
+    beta1: float | None = None
+    """Numbers of AdamW for this step. Default: the policy's."""
+    beta2: float | None = None
+    eps: float | None = None
+    tensor_grad_norms: bool = False
+    """Report norm and largest value of each tensor's gradient too: the gradient is read twice more.
+    """
+    changed_share: bool = False
+    """Count the bfloat16 weights that change: some per cent of the step's own time."""
+    step_on_zero_gradient: bool = False
+    """Step on a gradient that is zero in every element, too: by moments and weight decay alone.
+    Without it such a step is skipped.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            learning_rate: float,
+            *,
+            weight_decay: float | None = None,
+            max_grad_norm: float | None = None,
+            divide_by: DivideBy | DivideByName | None = None,
+            divide_constant: float | None = None,
+            beta1: float | None = None,
+            beta2: float | None = None,
+            eps: float | None = None,
+            tensor_grad_norms: bool = False,
+            changed_share: bool = False,
+            step_on_zero_gradient: bool = False,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, divide_by=DivideBy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSeconds:
+    """Seconds that each phase took."""
+
+    plan: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    publish: float = 0.0
+    """Time to copy the weights, which are published while the next operation runs."""
+    digest: float = 0.0
+    """Time to digest weights and moments, by which a recovery is known to be exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfCheckReport:
+    """One rollout of the batch, packed with others against alone, at every worker.self_check_every-
+    th version: what packing changes, which is rounding.
+    """
+
+    sequence: int = 0
+    """Index of the rollout in request order, and its trained tokens."""
+    tokens: int = 0
+    logprob_max_difference: float = 0.0
+    """|log-prob packed - alone| over those tokens, in nats."""
+    logprob_mean_difference: float = 0.0
+    gradient_difference: float | None = None
+    """||gradient packed - alone|| / ||alone|| of the rollout's loss, over all trained parameters
+    and of the worst one; absent where its loss has no gradient.
+    """
+    worst_parameter_difference: float | None = None
+    worst_parameter: str = ""
+    exceeds_limits: bool = False
+    """Some difference is beyond rounding; a warning says which."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorGradNorm:
+    """The gradient of one trained tensor, after division and before clipping, as grad_norm."""
+
+    name: str
+    """The parameter's name: model.layers.3.mlp.up_proj.weight. Fused experts are one tensor."""
+    norm: float
+    """The root of the sum of squares of its elements, and their largest absolute value."""
+    max_abs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterReport:
+    """Figures of the router of one layer of a model with experts. All tokens of the rollouts that
+    were run count, prompts too, one that rollouts share as often as each would run it alone.
+    """
+
+    layer: int
+    """Index of the layer, from 0; dense layers have no report."""
+    max_load: float
+    """Choices of the busiest expert over the mean of all experts: 1 where all are chosen as often,
+    at most experts / experts per token.
+    """
+    unused_experts: int
+    """Experts that no token visits."""
+    entropy: float
+    """Mean over tokens of the entropy of the router's probabilities, in nats; at most ln(experts).
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport(bases.StepReportMethods):
+    """Figures of one ForwardBackward or Update, or of an OptimStep's whole window. Means and
+    fractions are over what the loss counts (each counted token once, but loss,
+    policy_gradient_loss, kl and entropy, which carry the token weight), unless said otherwise. No
+    figure depends on how rollouts are cut into calls and micro-batches. A figure that was not
+    computed is absent.
+    """
+
+    loss: float | None = None
+    """Mean loss; absent from a Forward's report, and where no token counts; 0 where rollouts count
+    but were not run.
+    """
+    policy_gradient_loss: float | None = None
+    kl: float | None = None
+    """Mean of the KL estimate to the reference; absent without a reference."""
+    entropy: float | None = None
+    """Mean entropy in nats; absent, like every other mean over tokens, where no token was run."""
+    clip_fraction_low: float | None = None
+    clip_fraction_high: float | None = None
+    ratio_max: float | None = None
+    """Largest importance ratio; absent where the loss has none."""
+    sampler_kl: float | None = None
+    """k3 estimate of KL(sampler || trainer) over trained tokens; absent without sampler_logprobs.
+    """
+    sampler_gap_max: float | None = None
+    """Largest |logp - sampler logp|; sampler_gap_mean and sampler_gap_abs_mean are the means."""
+    grad_norm: float | None = None
+    """Norm of the gradient after division, before clipping; absent before an optimizer step."""
+    reward_mean: float | None = None
+    """Mean reward over all rollouts as sent, dropped ones too, before any penalty; absent without
+    rewards.
+    """
+    num_groups: int = 0
+    num_sequences: int = 0
+    trained_tokens: int = 0
+    unshared_tokens: int = 0
+    """Tokens of all rollouts run, each alone: prompt and response."""
+    packed_tokens: int = 0
+    token_reduction: float | None = None
+    """unshared_tokens / packed_tokens; absent, as the two other ratios of what was run, of an
+    OptimStep and where nothing was run.
+    """
+    attention_pair_reduction: float | None = None
+    """Causal attention pairs replicated over packed."""
+    num_micro_batches: int = 0
+    seconds: PhaseSeconds = PhaseSeconds()
+    tokens_per_second: float | None = None
+    hardware_mfu: float | None = None
+    """De-duplicated FLOPs over the device's peak; absent where the peak is unknown."""
+    logical_mfu: float | None = None
+    """Replicated FLOPs, attention counted non-causal, over the peak."""
+    peak_memory_bytes: int = 0
+    staleness_mean: float | None = None
+    """Versions between sampling and the step, over rollouts that name a version which the policy
+    has reached; for a rollout with spans, that of its oldest.
+    """
+    staleness_max: int | None = None
+    dropped_stale: int = 0
+    dropped_truncated: int = 0
+    dropped_zero_variance: int = 0
+    skipped: bool = False
+    """Whether an optimizer step was skipped: its window was discarded, and weights and version are
+    as before.
+    """
+    warnings: tuple[str, ...] = ()
+    self_check: SelfCheckReport | None = None
+    """The self-check; absent where none was due."""
+    skip_reason: SkipReason | None = None
+    """Why the step was skipped; absent unless it was."""
+    old_kl: float | None = None
+    """k3 estimate of KL(old || policy), token by token, of the old log-probs that the loss uses:
+    mean of exp(d) - d - 1, d = logp - old logp. Absent where it uses none.
+    """
+    ratio_mean: float | None = None
+    """Mean and least importance ratio that the loss is built on (for gspo the sequence's, at each
+    of its tokens); absent where it has none.
+    """
+    ratio_min: float | None = None
+    ratio_p01: float | None = None
+    """Quantiles, from a histogram: the logarithm of each is within 1/16 of itself of the exact
+    one's; one within 2^-20 of 1 is taken for 1.
+    """
+    ratio_p50: float | None = None
+    ratio_p99: float | None = None
+    clip_fraction_dual: float | None = None
+    """Fraction of tokens that the dual clip holds; clip_fraction_high counts them too."""
+    correction_masked_fraction: float | None = None
+    """Rollout correction and its mask, absent without either: tokens masked, tokens held at `high`,
+    mean of the weights as applied (0 where masked), and their effective sample size over the number
+    of tokens, (sum of w)^2 / (n sum of w^2). A sequence's weight counts at each of its tokens.
+    """
+    correction_truncated_fraction: float | None = None
+    correction_weight_mean: float | None = None
+    correction_ess_fraction: float | None = None
+    reward_std: float | None = None
+    """Standard deviations are of the values themselves (divided by n)."""
+    advantage_mean: float | None = None
+    """Advantages over counted tokens, as the loss takes them; absent for cross_entropy."""
+    advantage_std: float | None = None
+    zero_variance_fraction: float | None = None
+    """Groups of more than one whose rewards are all equal (as for drop_zero_variance_groups), over
+    all groups as sent, dropped or not; absent without rewards.
+    """
+    truncated_fraction: float = 0.0
+    """Fraction of all rollouts as sent that are marked truncated, and their response tokens,
+    context ones too.
+    """
+    response_length_mean: float = 0.0
+    response_length_max: int = 0
+    sampler_gap_mean: float | None = None
+    """logp - sampler logp, signed and absolute, in nats; absent without sampler_logprobs."""
+    sampler_gap_abs_mean: float | None = None
+    tensor_grad_norms: tuple[TensorGradNorm, ...] = ()
+    """Gradients of single tensors in the model's order, where OptimStepConfig.tensor_grad_norms
+    asks for them and a token counts.
+    """
+    clip_fraction_positive: float | None = None
+    """Share of the terms with a positive (negative) advantage that the clip holds; absent without
+    such a term, or without a clip.
+    """
+    clip_fraction_negative: float | None = None
+    clamped_ratios: int = 0
+    """Terms that a clamp holds: of the loss's ratio (a log-ratio beyond 20), of the KL term (a gap
+    beyond 20, a k3 above 10), of sampler_kl (the same). Their gradient through it is 0.
+    """
+    clamped_kls: int = 0
+    clamped_sampler_gaps: int = 0
+    zero_advantage_sequences: int = 0
+    """Rollouts that count but were not run: all their advantages are zero, and the loss has no KL,
+    entropy or router term. Token and attention counts, speeds and means (but the losses) are of
+    what was run.
+    """
+    token_staleness_mean: float | None = None
+    """Mean staleness over response tokens, each by the version of its own span."""
+    changed_share: float | None = None
+    """Share of the trained bfloat16 weights whose bits the step changed, which a delta has to
+    carry, where OptimStepConfig.changed_share asks for it. Absent for wider weights and skipped
+    steps.
+    """
+    rank_seconds: tuple[float, ...] = ()
+    """Seconds of forward and backward on each of several workers; `seconds` has the longest, for
+    which the others wait.
+    """
+    rank_gap: float | None = None
+    """How much longer the longest worker's share is than the mean by the plan's model, as a share
+    of the mean. Absent with one worker.
+    """
+    routers: tuple[RouterReport, ...] = ()
+    """The routers, one for each layer with experts."""
+    router_aux_loss: float | None = None
+    """Mean balance loss of a rollout, weighted as the loss, summed over layers, without its
+    coefficient; absent where that is 0.
+    """
+    route_mismatch: float | None = None
+    """Share of the tokens with recorded routes, over layers, whose own router would choose other
+    experts, counted as the routers' other figures; absent without routes.
+    """
+    route_conflicts: int = 0
+    """Tokens packed more than once only because the recorded routes of rollouts that share them
+    differ there or before; as if all that was run were packed together.
+    """
+    planned_memory_bytes: int | None = None
+    """The most that an optimizer step's peak_memory_bytes was planned to be, on the GPU that was
+    planned the most; absent on a CPU.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a running operation is."""
+
+    micro_batches_done: int = 0
+    micro_batches_planned: int = 0
+    """0 until planned."""
+    tokens_per_second: float = 0.0
+    eta_s: float | None = None
+    """Seconds to go; absent until known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorDetail:
+    """An error, in trailers (ratoon-error-bin), HTTP bodies and failed operations."""
+
+    code: str
+    """Upper snake case, one row of the table in docs/api.md."""
+    message: str
+    field: str
+    """The field at fault, with indexes: groups[3].rollouts[17].sampler_logprobs."""
+    got: str
+    expected: str
+    retryable: bool
+    details: Mapping[str, str]
+    """Numbers and names that a program may act on, as text (missing_seq, wanted, free, ...)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A checkpoint of a policy; it holds no gradients."""
+
+    checkpoint_id: str
+    version: int
+    seq: int
+    """The seq of the SaveCheckpoint."""
+    replay_from_seq: int
+    """First operation of the window open at `seq`, which recovery runs again. 0: a rollback went
+    back past this checkpoint, so that no recovery begins at it; LoadCheckpoint does.
+    """
+    created_at: datetime
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultFile:
+    """A result over 4 MiB, kept for the server's result_ttl_s and read by FetchWeights."""
+
+    digest: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """Log-probs of a Forward, inline or as a file."""
+
+    file: ResultFile | None = None
+    """A serialized ForwardOutput."""
+    report: StepReport = StepReport()
+    version: int
+    """The version of the weights that answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult(bases.StepResultMethods):
+    """The result of a ForwardBackward, OptimStep or Update."""
+
+    version: int
+    """The policy's version after the operation."""
+    report: StepReport = StepReport()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportResult:
+    """The result of an ImportWeights."""
+
+    version: int
+    """The policy's version after the operation."""
+    num_tensors: int
+    """Number of tensors in the folder, and size of its files in bytes."""
+    size_bytes: int
+    dtypes: tuple[str, ...]
+    """Dtypes of the tensors, by safetensors' names: BF16, F32."""
+    digest: str
+    """Digest of the folder's files, 32 hexadecimal digits: a replay of the operation takes no
+    others.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyResult:
+    """The result of an operation that has nothing to say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation(bases.OperationMethods):
+    """The handle of a call. It has one of the results once it is final, and none before."""
+
+    operation_id: str
+    policy_id: str
+    kind: OperationKind
+    seq: int
+    """0: not sequenced."""
+    request_id: str
+    state: OperationState
+    blocked_by_seq: int
+    """The missing seq that this one waits for; 0: none."""
+    progress: Progress = Progress()
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    error: ErrorDetail | None = None
+    policy: Policy | None = None
+    step: StepResult | None = None
+    forward: ForwardResult | None = None
+    checkpoint: CheckpointInfo | None = None
+    empty: EmptyResult | None = None
+    imported: ImportResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Response tokens from `first_token` up to the next span's, or the end, were sampled by
+    `version`.
+    """
+
+    first_token: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedBatch:
+    """A batch that was sent by UploadPart, parts 0 .. num_parts - 1 in order."""
+
+    upload_id: str
+    num_parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """A file of a version's weights."""
+
+    name: str
+    """Its name: model-00001-of-00002.safetensors, config.json, ..."""
+    size_bytes: int
+    digest: str
+    """xxh3-128 of the whole file, 32 hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDelta:
+    """A delta that makes a version's files out of those of `parent_version`."""
+
+    parent_version: int
+    file: WeightFile
+    """The delta itself, fetched as a file of the version that it leads to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """The files of a version's weights."""
+
+    policy_id: str
+    version: int
+    kind: WeightKind
+    files: tuple[WeightFile, ...]
+    created_at: datetime
+    deltas: tuple[WeightDelta, ...]
+    """Deltas that lead to the version; their files are not among `files`."""
+    changed_share: float | None = None
+    """Share of the values, 0 to 1, that have other bits than in the newest version before it.
+    Absent: not compared.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientManifest:
+    """Gradient sums of a window, and the counters that an OptimStep divides them by."""
+
+    policy_id: str
+    version: int
+    """The version of the weights."""
+    file: WeightFile
+    """A file in safetensors' format, float32, not divided; kept for the server's result_ttl_s."""
+    seqs: tuple[int, ...]
+    """Seqs of the window's ForwardBackwards."""
+    trained_tokens: int
+    num_sequences: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Limits of the server; sizes in bytes, waits in seconds."""
+
+    max_body_bytes: int
+    max_fetch_bytes: int
+    max_groups: int
+    max_sequences: int
+    max_tokens: int
+    max_wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendInfo:
+    """A kernel backend on the workers' device."""
+
+    op: str
+    name: str
+    available: bool
+    unavailable_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """Versions, backends and limits of the server."""
+
+    version: str
+    api_version: str
+    device: str
+    backends: tuple[BackendInfo, ...]
+    presets: tuple[str, ...]
+    limits: ServerLimits
+    library_versions: Mapping[str, str]
