@@ -29,9 +29,9 @@ class Reads:
 
 def _create_anew(api: Api, **changes: object) -> None:
     """Delete the policy elsewhere, and create it with another spec."""
-    policy = api.engine.policies[requests.POLICY]
+    policy = api.engine.known_policies[requests.POLICY]
     spec = replace(policy.spec, **changes)
-    api.engine.policies[requests.POLICY] = replace(policy, spec=spec, created_at=99.0)
+    api.engine.known_policies[requests.POLICY] = replace(policy, spec=spec, created_at=99.0)
 
 
 async def test_a_policy_is_read_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,12 +48,12 @@ async def test_a_policy_is_read_once(api: Api, monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_policy_that_is_not_loaded_is_not_remembered(api: Api) -> None:
     await api.create_policy()
-    policy = api.engine.policies[requests.POLICY]
-    api.engine.policies[requests.POLICY] = replace(policy, info=None)
+    policy = api.engine.known_policies[requests.POLICY]
+    api.engine.known_policies[requests.POLICY] = replace(policy, info=None)
     with pytest.raises(RatoonError) as caught:
         await api.service.update(requests.update())
     assert caught.value.code is ErrorCode.POLICY_NOT_READY
-    api.engine.policies[requests.POLICY] = policy
+    api.engine.known_policies[requests.POLICY] = policy
     await api.service.update(requests.update())
     assert len(api.engine.log) == 1
 
@@ -61,7 +61,7 @@ async def test_a_policy_that_is_not_loaded_is_not_remembered(api: Api) -> None:
 async def test_a_deleted_policy_is_not_found_whatever_else_is_wrong(api: Api) -> None:
     await api.create_policy()
     await api.service.update(requests.update())
-    del api.engine.policies[requests.POLICY]
+    del api.engine.known_policies[requests.POLICY]
     for request in (requests.update(seq=2), requests.update(seq=0)):
         with pytest.raises(RatoonError) as caught:
             await api.service.update(request)
@@ -98,8 +98,8 @@ async def test_what_the_old_policy_takes_is_validated_by_the_new_one(api: Api) -
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_ARGUMENT, "key.seq")
     assert len(api.engine.log) == 1
     _create_anew(api, sequencing=Sequencing.CLIENT)
-    api.engine.policies[requests.POLICY] = replace(
-        api.engine.policies[requests.POLICY], created_at=100.0
+    api.engine.known_policies[requests.POLICY] = replace(
+        api.engine.known_policies[requests.POLICY], created_at=100.0
     )
     await api.service.update(requests.update(seq=2))
     submission = api.engine.log[-1]

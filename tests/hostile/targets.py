@@ -205,7 +205,7 @@ def _spec(loop: asyncio.AbstractEventLoop, folder: Path) -> Callable[[random.Ran
         try:
             loop.run_until_complete(service.create_policy(request))
         finally:
-            engine.policies.clear()
+            engine.known_policies.clear()
             engine.operations.clear()
 
     return take
@@ -237,7 +237,7 @@ def _http(loop: asyncio.AbstractEventLoop, folder: Path) -> Callable[[random.Ran
 
     def take(dice: random.Random) -> None:
         # A request leaves things behind in the fake engine, by which it would grow.
-        for kept in (engine.operations, engine.submissions, engine.uploads, engine.policies):
+        for kept in (engine.operations, engine.submissions, engine.uploads, engine.known_policies):
             kept.clear()
         engine.log.clear()
         engine.metrics.clear()
