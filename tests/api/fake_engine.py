@@ -32,26 +32,33 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
-    EmptyResult,
     ForwardResult,
-    ImportResult,
     Operation,
-    OperationKind,
     OperationResult,
-    OperationState,
     Policy,
     PolicyResult,
     PolicySpec,
-    PolicyState,
-    Progress,
-    StepResult,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
-from ratoon.stream.manifest import GradientManifest, WeightFile, WeightKind, WeightManifest
-from ratoon.train.report.step_report import PhaseSeconds, StepReport, TensorGradNorm
-from ratoon_proto.types import BackendInfo
+from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import (
+    BackendInfo,
+    EmptyResult,
+    GradientManifest,
+    ImportResult,
+    OperationKind,
+    OperationState,
+    PhaseSeconds,
+    PolicyState,
+    Progress,
+    StepReport,
+    StepResult,
+    TensorGradNorm,
+    WeightFile,
+    WeightKind,
+)
 
 INFO = ModelInfo(
     num_parameters=1000,

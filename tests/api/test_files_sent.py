@@ -23,7 +23,6 @@ from ratoon.edge.budget import CHUNK_BYTES, EdgeBounds
 from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context
 from ratoon.edge.zero_copy import ZERO_COPY
 from ratoon.stream.files import is_open_elsewhere
-from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import (
     file_path,
     prune_versions,
@@ -31,6 +30,7 @@ from ratoon.stream.versions import (
     read_manifest,
     version_folder,
 )
+from ratoon_proto.types import WeightFile, WeightKind
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.guarded import Guarded

@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 
 from ratoon.edge.turns import MAX_UNJUDGED
-from ratoon.engine.types import OperationState
 from ratoon.errors import ERROR_TABLE
+from ratoon_proto.types import OperationState
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceServicer, PolicyServiceStub
 from tests.api import requests

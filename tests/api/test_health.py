@@ -19,7 +19,7 @@ async def test_callers_at_once_are_one_question(
 ) -> None:
     """Each listed all policies, under the lock that the journal writes with."""
     asked: list[str] = []
-    for name in ("list_policies", "check_taking", "check_well"):
+    for name in ("policies", "check_taking", "check_well"):
         answer = getattr(api.engine, name, None)
         if answer is None:
             continue

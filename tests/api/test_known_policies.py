@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ratoon.engine.commands import RequestKey, SeqKey
-from ratoon.engine.types import Sequencing
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import Sequencing
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
 from tests.api.conftest import Api

@@ -15,8 +15,9 @@ from pathlib import Path
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.commands import Command
 from ratoon.engine.files.paths import policy_paths
-from ratoon.engine.types import Operation, PolicySpec, PolicyState, Recovery
+from ratoon.engine.types import Operation, PolicySpec
 from ratoon.stream.files import digest_file
+from ratoon_proto.types import PolicyState, Recovery
 from tests.engine.harness import (
     DISCARD,
     Machine,

@@ -18,10 +18,11 @@ from ratoon.engine.commands import DiscardGradientsCommand, SeqKey
 from ratoon.engine.files.paths import read_result
 from ratoon.engine.files.results import read_old_logprobs
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.types import FailedResult, OperationState, PolicySpec, PolicyState, Recovery
+from ratoon.engine.types import FailedResult, PolicySpec
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.files import digest_bytes, digest_file
 from ratoon.stream.versions import list_versions, read_manifest, version_folder
+from ratoon_proto.types import OperationState, PolicyState, Recovery
 from tests.durability.machine import DurableMachine, commands, digests_of
 from tests.durability.recorder import Event, Kind
 from tests.engine.fake_trainer import number_batch

@@ -15,9 +15,10 @@ from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.remote import connect
 from ratoon.engine.commands import Command, NoKey, SeqKey, Submission
 from ratoon.engine.engine import Engine
-from ratoon.engine.types import Operation, OperationState
+from ratoon.engine.types import Operation
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.serial import batch_to_bytes
+from ratoon_proto.types import OperationState
 from tests import builders
 from tests.engine.harness import PATIENCE_S, policy_spec
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from ratoon.config import KeyLimits
 from ratoon.engine.commands import NOBODY, Holder, SeqKey, Submission
 from ratoon.engine.policy.limits import Claims, QuotaFiles
-from ratoon.engine.types import OperationState
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationState
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
 from tests.engine.harness import POLICY, Machine, life_record, update

@@ -13,20 +13,18 @@ import pytest
 from ratoon.engine.commands import SeqKey, Submission
 from ratoon.engine.policy import controller
 from ratoon.engine.refusals import is_policy_replaced
-from ratoon.engine.types import (
-    CheckpointInfo,
-    FailedResult,
-    ForwardResult,
+from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.metrics import OPERATIONS, Sample
+from ratoon.stream.versions import publish_version
+from ratoon_proto.types import (
     OperationState,
     PublishConfig,
     PublishKind,
     Sequencing,
     StepResult,
+    WeightKind,
 )
-from ratoon.errors import ErrorCode, RatoonError
-from ratoon.metrics import OPERATIONS, Sample
-from ratoon.stream.manifest import WeightKind
-from ratoon.stream.versions import publish_version
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
 from tests.engine.harness import (

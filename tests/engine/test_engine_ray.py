@@ -30,22 +30,12 @@ from ratoon.engine.commands import Submission
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.engine import Engine
 from ratoon.engine.settings import ENGINE_NAME
-from ratoon.engine.types import (
-    CheckpointInfo,
-    FailedResult,
-    ForwardResult,
-    Operation,
-    OperationState,
-    PolicyResult,
-    PolicyState,
-    Recovery,
-    StepResult,
-)
-from ratoon.engine.worker.backends import BackendInfo
+from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, Operation, PolicyResult
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.method_call import MethodCall
 from ratoon_proto.codec import decode_tensor
+from ratoon_proto.types import BackendInfo, OperationState, PolicyState, Recovery, StepResult
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 from tests.conftest import RayCluster
 from tests.engine.harness import (

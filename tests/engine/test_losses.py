@@ -26,8 +26,9 @@ from ratoon.engine.files.losses import (
     write_position,
 )
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.types import Operation, PolicyState, Recovery, Sequencing
+from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import PolicyState, Recovery, Sequencing
 from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.harness import (
     NO_CHECKPOINTS,

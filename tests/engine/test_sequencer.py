@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ratoon.engine.commands import REQUEST_ID, NoKey, RequestKey, SeqKey
 from ratoon.engine.policy.queue import Known, Sequencer, Turn, check_reuse
-from ratoon.engine.types import Sequencing
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import Sequencing
 
 
 class SequencerMachine(RuleBasedStateMachine):

@@ -28,9 +28,9 @@ from ratoon.engine.commands import (
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.records import JournalState
 from ratoon.engine.policy import turns
-from ratoon.engine.types import ImportMode, OperationState, Recovery
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
+from ratoon_proto.types import ImportMode, OperationState, Recovery
 from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.crash_runs import BROKEN, SKIPPED, Survivor
 from tests.engine.harness import (

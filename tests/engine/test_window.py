@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon.engine.policy.queue import Window
-from ratoon.engine.types import OperationKind
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationKind
 from tests.engine.harness import life_record
 
 _GRADIENTS = life_record("p", "p.gradients", OperationKind.FORWARD_BACKWARD)

@@ -13,7 +13,7 @@ import pytest
 from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import never
 from ratoon.engine.files.paths import policy_paths
-from ratoon.engine.types import EmptyResult, FailedResult, OperationState, StepResult
+from ratoon.engine.types import FailedResult
 from ratoon.engine.worker.tasks import (
     Choices,
     FencedError,
@@ -25,6 +25,7 @@ from ratoon.engine.worker.tasks import (
 )
 from ratoon.engine.worker.worker import WorkerCore, WorkerOrderError
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
+from ratoon_proto.types import EmptyResult, OperationState, StepResult
 from tests.engine.fake_trainer import FakeTrainer, Faults, as_trainer, number_body
 from tests.engine.harness import (
     DISCARD,

@@ -22,20 +22,13 @@ from ratoon.config import LimitsConfig
 from ratoon.engine.commands import Submission
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.policy.executor import forward_file_name
-from ratoon.engine.types import (
-    ForwardResult,
-    OperationResult,
-    Policy,
-    PolicySpec,
-    PolicyState,
-    ReferencePolicy,
-    StepResult,
-)
+from ratoon.engine.types import ForwardResult, OperationResult, Policy, PolicySpec
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import PolicyState, ReferencePolicy, StepResult
 from ratoon_proto.v1 import policy_pb2, rollout_pb2, service_pb2
 from tests.api import requests
 from tests.hostile import corpus

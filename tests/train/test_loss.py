@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.train.config import (
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
+from ratoon.train.loss.kinds import LOSSES, CispoObjective, ClipObjective, IpoObjective
+from ratoon.train.loss.spec import Loss
+from ratoon.train.loss.sums import LossSums
+from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
@@ -20,10 +24,6 @@ from ratoon.train.config import (
     RolloutCorrection,
     TokenWeight,
 )
-from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
-from ratoon.train.loss.kinds import LOSSES, CispoObjective, ClipObjective, IpoObjective
-from ratoon.train.loss.spec import Loss
-from ratoon.train.loss.sums import LossSums
 from tests.oracle.advantages import Counted
 from tests.oracle.losses import path_loss
 from tests.oracle.losses_numpy import path_value

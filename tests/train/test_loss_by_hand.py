@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.train.config import (
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
+from ratoon.train.loss.kinds import CispoObjective, ClipObjective, IpoObjective, SapoObjective
+from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
@@ -18,8 +20,6 @@ from ratoon.train.config import (
     ReferenceKind,
     RolloutCorrection,
 )
-from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
-from ratoon.train.loss.kinds import CispoObjective, ClipObjective, IpoObjective, SapoObjective
 from tests.train.loss_cases import make_loss, summed
 
 

@@ -7,20 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from ratoon.train.config import (
-    AdvantageKind,
-    DivideBy,
-    KlConfig,
-    KlKind,
-    LossKind,
-    OldLogprobs,
-    OldLogprobsKind,
-    OverlongFilter,
-    ReferenceKind,
-    Staleness,
-    StalenessAction,
-    TokenWeight,
-)
 from ratoon.train.loss.kinds import (
     CispoObjective,
     ClipObjective,
@@ -30,6 +16,20 @@ from ratoon.train.loss.kinds import (
     RatioObjective,
     SapoObjective,
     SequenceClipObjective,
+)
+from ratoon_proto.types import (
+    AdvantageKind,
+    DivideBy,
+    KlConfig,
+    KlKind,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    OverlongFilter,
+    ReferenceKind,
+    StalenessAction,
+    StalenessConfig,
+    TokenWeight,
 )
 from tests.train.loss_cases import GIVEN_OLD, MASK, resolve, small_batch
 
@@ -160,7 +160,7 @@ def test_explicit_options_are_kept() -> None:
         overlong=OverlongFilter(),
         drop_zero_variance_groups=True,
         kl=KlConfig(kind=KlKind.K2, coefficient=0.1, reference=ReferenceKind.GIVEN),
-        staleness=Staleness(max_versions=0, action=StalenessAction.DROP),
+        staleness=StalenessConfig(max_versions=0, action=StalenessAction.DROP),
     )
     assert loss.objective == ClipObjective(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
     assert loss.advantage is AdvantageKind.LEAVE_ONE_OUT
@@ -171,4 +171,4 @@ def test_explicit_options_are_kept() -> None:
     assert loss.drop_zero_variance_groups
     assert loss.kl is not None
     assert loss.kl.kind is KlKind.K2
-    assert loss.staleness == Staleness(max_versions=0, action=StalenessAction.DROP)
+    assert loss.staleness == StalenessConfig(max_versions=0, action=StalenessAction.DROP)

@@ -20,7 +20,6 @@ from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.rollout.sharing import share_as_planned
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.config import LossKind, ParallelLayout, SharedTokens
 from ratoon.train.planning import (
     CPU_TOKENS,
     Planner,
@@ -28,6 +27,7 @@ from ratoon.train.planning import (
     device_planner,
     group_sizes,
 )
+from ratoon_proto.types import LossKind, ParallelLayout, SharedTokens
 from tests.builders import group, limits, rollout
 from tests.model.test_activation_plan import QWEN3_8B
 from tests.plans import journaled

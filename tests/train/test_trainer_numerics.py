@@ -10,15 +10,19 @@ import torch
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
+from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
+from ratoon.train.gradient_window import WindowState
+from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
     AdvantageKind,
     CorrectionLevel,
     CorrectionMode,
     DivideBy,
+    FullTuning,
+    LoraTuning,
     LossKind,
     OldLogprobs,
     OldLogprobsKind,
@@ -27,8 +31,6 @@ from ratoon.train.config import (
     SharedTokens,
     TokenWeight,
 )
-from ratoon.train.gradient_window import WindowState
-from ratoon.train.trainer import Trainer
 from tests import builders
 from tests.plans import journaled
 from tests.train.trainer_runs import (

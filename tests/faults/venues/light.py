@@ -35,14 +35,22 @@ from ratoon.engine.files.paths import policy_paths
 from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
-from ratoon.engine.types import (
-    FailedResult,
+from ratoon.engine.types import FailedResult, Operation, PolicySpec
+from ratoon.errors import RatoonError
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
+from ratoon.ports import free_port
+from ratoon.rollout.serial import batch_to_bytes
+from ratoon.train.config import ONE_DEVICE
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    AdamWConfig,
+    FullTuning,
     ImportMode,
     ImportResult,
     OnChangedNumerics,
-    Operation,
     OperationKind,
-    PolicySpec,
+    OptimStepConfig,
     PublishConfig,
     PublishKind,
     Recovery,
@@ -50,13 +58,6 @@ from ratoon.engine.types import (
     Sequencing,
     StepResult,
 )
-from ratoon.errors import RatoonError
-from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
-from ratoon.ports import free_port
-from ratoon.rollout.serial import batch_to_bytes
-from ratoon.train.config import ONE_DEVICE, AdamWConfig, OptimRequest
-from ratoon.train.spec import TrainerSpec
-from ratoon.train.trainer import Trainer
 from tests.faults.judge.calls import (
     LEARNING_RATE,
     NO_VERSION,
@@ -192,7 +193,7 @@ class LightRun:
     def _command(self, call: Call, body: bytes) -> Command:
         digest = hashlib.sha256(body).hexdigest()
         expected = NO_VERSION if call.is_refused else None
-        optim = OptimRequest(learning_rate=LEARNING_RATE)
+        optim = OptimStepConfig(learning_rate=LEARNING_RATE)
         forwards = (
             {call.from_forward: self.notes.first(call.from_forward)} if call.from_forward else {}
         )

@@ -34,7 +34,6 @@ from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import Acknowledgement, Policy, PolicySpec
-from ratoon.engine.worker.backends import BackendInfo
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
@@ -44,6 +43,7 @@ from ratoon.stream.manifest import WeightManifest
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_client import ClientConfig, RatoonClient, VllmAdapter
+from ratoon_proto.types import BackendInfo
 from tests.faults.builds import break_build
 from tests.faults.venues.power import record_syncs
 from tests.faults.venues.rpc import POOL, Peer, PeerLostError, Server

@@ -32,7 +32,7 @@ from ratoon.engine.commands import (
     UpdateCommand,
 )
 from ratoon.engine.files.model_folders import plain_path
-from ratoon.engine.types import ImportMode, Policy, ReferencePolicy
+from ratoon.engine.types import Policy
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.batch import RolloutBatch
@@ -40,6 +40,7 @@ from ratoon.rollout.routes import RouteSizes
 from ratoon.rollout.serial import batch_digest, batch_to_bytes
 from ratoon.rollout.validate import BatchLimits, validate_groups
 from ratoon.train.loss.resolve import check_optim, resolve_loss, resolve_optim
+from ratoon_proto.types import ImportMode, ReferencePolicy
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 
 Groups = Iterable[rollout_pb2.RolloutGroup]

@@ -22,8 +22,9 @@ from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 from ratoon.method_call import MethodCall, MethodNames
 from ratoon.metrics import Change
-from ratoon.stream.manifest import WeightFile, WeightManifest
+from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import file_path, open_chunk, read_manifest
+from ratoon_proto.types import WeightFile
 
 if TYPE_CHECKING:
     from ratoon.engine.engine import Engine

@@ -12,12 +12,8 @@ import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ratoon.engine.types import ImportMode, OperationKind, Sequencing
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
-from ratoon.train.config import (
-    LossRequest,
-    OptimRequest,
-)
+from ratoon_proto.types import ImportMode, LossConfig, OperationKind, OptimStepConfig, Sequencing
 
 if TYPE_CHECKING:
     # Workers have no settings: they import no pydantic.
@@ -152,8 +148,8 @@ class UpdateCommand(BaseCommand):
     kind = OperationKind.UPDATE
     effect = Effect(computes_gradients=True, takes_step=True)
 
-    loss: LossRequest
-    optim: OptimRequest
+    loss: LossConfig
+    optim: OptimStepConfig
     expected_version: int | None
     body_digest: str
 
@@ -167,7 +163,7 @@ class ForwardBackwardCommand(BaseCommand):
     kind = OperationKind.FORWARD_BACKWARD
     effect = Effect(computes_gradients=True)
 
-    loss: LossRequest
+    loss: LossConfig
     expected_version: int | None
     body_digest: str
 
@@ -182,7 +178,7 @@ class OptimStepCommand(BaseCommand):
     effect = Effect(takes_step=True)
     body_digest = ""
 
-    optim: OptimRequest
+    optim: OptimStepConfig
     expected_version: int | None
     # Empty: the whole window, none of whose operations may have failed.
     include_seqs: tuple[int, ...]
@@ -276,7 +272,7 @@ def effect_of(kind: OperationKind) -> Effect:
     return _EFFECTS.get(kind, _NO_EFFECT)
 
 
-def _forward_id(loss: LossRequest) -> str:
+def _forward_id(loss: LossConfig) -> str:
     return loss.old_logprobs.forward_operation_id if loss.old_logprobs is not None else ""
 
 

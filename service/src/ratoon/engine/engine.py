@@ -25,19 +25,12 @@ from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import (
-    Acknowledgement,
-    CheckpointInfo,
-    Operation,
-    Policy,
-    PolicySpec,
-    PolicyState,
-)
-from ratoon.engine.worker.backends import BackendInfo
+from ratoon.engine.types import Acknowledgement, CheckpointInfo, Operation, Policy, PolicySpec
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.metrics import Change, MetricsTotals
-from ratoon.stream.manifest import GradientManifest, WeightManifest
+from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import BackendInfo, GradientManifest, PolicyState
 
 if TYPE_CHECKING:
     from ratoon.engine.cluster.ray_cluster import RayCluster

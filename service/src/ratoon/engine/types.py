@@ -9,27 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ratoon.model.spec import ModelInfo, ModelSpec
-from ratoon.train.config import (
-    DEFAULT_GUARD,
-    AdamWConfig,
-    NumericsGuard,
-    ParallelLayout,
-)
-from ratoon.train.report.step_report import StepReport
+from ratoon.train.config import DEFAULT_GUARD
 from ratoon_proto.types import (
+    AdamWConfig,
     EmptyResult,
-    ImportMode,
     ImportResult,
+    NumericsGuard,
     OnChangedNumerics,
     OperationKind,
     OperationState,
+    ParallelLayout,
     PolicyState,
     Progress,
     PublishConfig,
-    PublishKind,
     Recovery,
     ReferencePolicy,
     Sequencing,
+    StepReport,
     StepResult,
 )
 
@@ -148,30 +144,3 @@ class Operation:
     finished_at: float | None
     # None until the state is final.
     result: OperationResult | None
-
-
-__all__ = [
-    "Acknowledgement",
-    "CheckpointInfo",
-    "EmptyResult",
-    "FailedResult",
-    "ForwardResult",
-    "ImportMode",
-    "ImportResult",
-    "OnChangedNumerics",
-    "Operation",
-    "OperationKind",
-    "OperationResult",
-    "OperationState",
-    "Policy",
-    "PolicyResult",
-    "PolicySpec",
-    "PolicyState",
-    "Progress",
-    "PublishConfig",
-    "PublishKind",
-    "Recovery",
-    "ReferencePolicy",
-    "Sequencing",
-    "StepResult",
-]

@@ -66,15 +66,3 @@ class ModelInfo:
     # Window of attention in all layers or in some, in tokens; 0 if no layer has a window. No
     # sequence is longer, so attention is full.
     sliding_window: int = 0
-
-
-__all__ = [
-    "PRESET_NAMES",
-    "FolderBase",
-    "FullTuning",
-    "LoraTuning",
-    "ModelDtype",
-    "ModelInfo",
-    "ModelSpec",
-    "PresetBase",
-]

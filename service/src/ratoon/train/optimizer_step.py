@@ -19,8 +19,8 @@ from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_su
 from ratoon.train.optim.tensor_norms import tensor_norms
 from ratoon.train.rank import Rank, Stepped
 from ratoon.train.rank_group import RankGroup
-from ratoon.train.report.step_report import SkipReason, TensorGradNorm
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import SkipReason, TensorGradNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,10 @@ from ratoon.rollout.selection import (
     trained_mask,
 )
 from ratoon.rollout.sharing import share_as_planned
-from ratoon.train.config import (
+from ratoon.train.loss.spec import Loss
+from ratoon.train.loss.warnings import batch_warnings
+from ratoon.train.planning import Planner
+from ratoon_proto.types import (
     AdvantageKind,
     OverlongFilter,
     OverlongPenalty,
@@ -37,9 +40,6 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
-from ratoon.train.loss.spec import Loss
-from ratoon.train.loss.warnings import batch_warnings
-from ratoon.train.planning import Planner
 
 _ADVANTAGES = {
     AdvantageKind.GROUP_MEAN_STD: group_advantages.group_mean_std,

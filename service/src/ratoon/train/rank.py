@@ -24,7 +24,6 @@ from ratoon.model.sequence_group import SequenceGroup
 from ratoon.model.shared_memory import Handle
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
-from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
@@ -52,6 +51,7 @@ from ratoon.train.passes import (
 from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.sequence_link import SequenceGroups
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,6 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import check_plan
 from ratoon.rollout.selection import Counters
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
-from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
@@ -53,10 +52,10 @@ from ratoon.train.rank_group import HeldWeights, Peer, RankGroup
 from ratoon.train.rates import rates_of
 from ratoon.train.report.build import forward_backward_report, forward_report, step_report
 from ratoon.train.report.clock import DeviceClock
-from ratoon.train.report.step_report import StepReport
 from ratoon.train.report.usage import UsageMeter
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import Shard, StepReport
 
 
 class Trainer:

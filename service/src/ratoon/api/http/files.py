@@ -28,7 +28,7 @@ from ratoon.api.service import PolicyService
 from ratoon.edge.budget import CHUNK_BYTES
 from ratoon.edge.zero_copy import ZERO_COPY
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream.manifest import WeightFile
+from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import service_pb2 as wire
 
 BINARY = "application/octet-stream"

@@ -30,7 +30,7 @@ from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.method_call import MethodCall, MethodNames
-from ratoon.train.config import Shard
+from ratoon_proto.types import Shard
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy

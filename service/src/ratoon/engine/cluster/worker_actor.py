@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import ray
 
 from ratoon.engine.crash_points import make_reach
-from ratoon.engine.worker.backends import BackendInfo, list_backends
+from ratoon.engine.worker.backends import list_backends
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.method_call import MethodCall
+from ratoon_proto.types import BackendInfo
 
 if TYPE_CHECKING:
     from ratoon.engine.worker.compile_cache import CompileCache

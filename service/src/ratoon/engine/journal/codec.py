@@ -19,45 +19,38 @@ from typing import Any, cast
 from ratoon.engine.commands import COMMANDS, Command
 from ratoon.engine.types import (
     CheckpointInfo,
-    EmptyResult,
     FailedResult,
     ForwardResult,
-    ImportResult,
     Policy,
     PolicyResult,
     PolicySpec,
-    PublishConfig,
-    StepResult,
 )
 from ratoon.engine.worker.tasks import Choices
-from ratoon.model.spec import (
-    FolderBase,
-    FullTuning,
-    LoraTuning,
-    ModelInfo,
-    ModelSpec,
-    PresetBase,
-)
+from ratoon.model.spec import FolderBase, ModelInfo, ModelSpec, PresetBase
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
-from ratoon.train.config import (
+from ratoon_proto.types import (
     AdamWConfig,
     CorrectionMask,
+    EmptyResult,
+    FullTuning,
+    ImportResult,
     KlConfig,
-    LossRequest,
+    LoraTuning,
+    LossConfig,
     NumericsGuard,
     OldLogprobs,
-    OptimRequest,
+    OptimStepConfig,
     OverlongFilter,
     OverlongPenalty,
     ParallelLayout,
-    RolloutCorrection,
-    Staleness,
-)
-from ratoon.train.report.step_report import (
     PhaseSeconds,
+    PublishConfig,
+    RolloutCorrection,
     RouterReport,
     SelfCheckReport,
+    StalenessConfig,
     StepReport,
+    StepResult,
     TensorGradNorm,
 )
 
@@ -82,15 +75,15 @@ TAGS: dict[str, type] = {
     "plan": UpdatePlan,
     "micro_batch": MicroBatch,
     "stage": Stage,
-    "loss": LossRequest,
-    "optim": OptimRequest,
+    "loss": LossConfig,
+    "optim": OptimStepConfig,
     "old_logprobs": OldLogprobs,
     "kl": KlConfig,
     "correction": RolloutCorrection,
     "correction_mask": CorrectionMask,
     "overlong.filter": OverlongFilter,
     "overlong.penalty": OverlongPenalty,
-    "staleness": Staleness,
+    "staleness": StalenessConfig,
     "result.policy": PolicyResult,
     "result.step": StepResult,
     "result.forward": ForwardResult,

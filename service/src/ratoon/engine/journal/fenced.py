@@ -47,9 +47,9 @@ from ratoon.engine.journal.tables import (
     to_columns,
 )
 from ratoon.engine.refusals import operation_not_found, policy_not_found
-from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.tasks import FencedError, Numerics
 from ratoon.model.spec import ModelInfo
+from ratoon_proto.types import PolicyState
 
 _FINAL = tuple(state for state in JournalState if state.is_final)
 

@@ -18,18 +18,14 @@ from ratoon.engine.types import (
     CheckpointInfo,
     ForwardResult,
     Operation,
-    OperationKind,
     OperationResult,
-    OperationState,
     Policy,
     PolicySpec,
-    PolicyState,
-    Progress,
-    StepResult,
 )
 from ratoon.engine.worker.tasks import Choices, Numerics, Task
 from ratoon.errors import invalid
 from ratoon.model.spec import ModelInfo
+from ratoon_proto.types import OperationKind, OperationState, PolicyState, Progress, StepResult
 
 AUTOMATIC_PREFIX = "auto-"
 # `replay_from_seq` of a checkpoint past which its policy was rolled back.

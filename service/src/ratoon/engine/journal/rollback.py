@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, RollBack
-from ratoon.engine.types import FailedResult, OperationKind
+from ratoon.engine.types import FailedResult
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationKind
 
 
 def rolled_back(record: OperationRecord, roll_back: RollBack) -> OperationRecord | None:

@@ -40,8 +40,9 @@ from ratoon.engine.journal.tables import (
     to_record,
 )
 from ratoon.engine.refusals import policy_not_ready
-from ratoon.engine.types import OperationKind, OperationResult, PolicySpec, PolicyState
+from ratoon.engine.types import OperationResult, PolicySpec
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationKind, PolicyState
 
 _FINAL = tuple(state for state in JournalState if state.is_final)
 _LIFECYCLE = tuple(kind for kind in OperationKind if kind.is_lifecycle)

@@ -42,16 +42,11 @@ from ratoon.engine.journal.connections import connect, is_server_away, upgrade
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyRow
 from ratoon.engine.journal.sealed import DIGEST, check_all, insert_row, update_rows, verified
 from ratoon.engine.refusals import policy_not_found
-from ratoon.engine.types import (
-    CheckpointInfo,
-    OperationKind,
-    OperationResult,
-    PolicySpec,
-    PolicyState,
-)
+from ratoon.engine.types import CheckpointInfo, OperationResult, PolicySpec
 from ratoon.engine.worker.tasks import Choices
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
+from ratoon_proto.types import OperationKind, PolicyState
 
 _LOG = get_logger("store")
 METADATA = MetaData()

@@ -34,9 +34,9 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.queue import Known, check_reuse
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import policy_replaced, superseded
-from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import RatoonError, invalid
+from ratoon_proto.types import PolicyState
 
 
 class JournalUnknownError(Exception):

@@ -12,9 +12,9 @@ from ratoon.engine.journal.records import JournalState, OperationRecord, PolicyH
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.queue import Sequencer, Window
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import OperationState
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationState
 
 
 def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:

@@ -19,9 +19,10 @@ from ratoon.engine.journal.records import JournalState, OperationEnd, OperationR
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import policy_not_ready
-from ratoon.engine.types import FailedResult, PolicyState, StepResult
+from ratoon.engine.types import FailedResult
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import PolicyState, StepResult
 
 # Records read first from the end of the journal; doubled until the count is known.
 _FIRST_SPAN = 64

@@ -27,12 +27,13 @@ from ratoon.engine.journal.records import (
     automatic_id,
 )
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import CheckpointInfo, OperationKind
+from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 from ratoon.train.saved_state import AsOf
+from ratoon_proto.types import OperationKind
 
 _LOG = get_logger("checkpointer")
 # Delay after a failure.

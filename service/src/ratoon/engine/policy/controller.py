@@ -37,11 +37,12 @@ from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.turns import GradientReads, TurnLoop
 from ratoon.engine.policy.views import OperationViews, view_of
 from ratoon.engine.refusals import cancelled, draining, policy_not_ready, superseded
-from ratoon.engine.types import Acknowledgement, FailedResult, ForwardResult, Operation, PolicyState
+from ratoon.engine.types import Acknowledgement, FailedResult, ForwardResult, Operation
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream.manifest import GradientManifest, WeightManifest
+from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import GradientManifest, PolicyState
 
 # How long a submission, whose body is in memory, waits for a recovery: less than a client's try.
 _QUEUE_S = 20.0

@@ -32,19 +32,11 @@ from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.queue import LiveOperation, Window
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import cancelled
-from ratoon.engine.types import (
-    CheckpointInfo,
-    FailedResult,
-    ForwardResult,
-    ImportResult,
-    OperationKind,
-    OperationResult,
-    OperationState,
-    StepResult,
-)
+from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, OperationResult
 from ratoon.engine.worker.tasks import Choices, Outcome, Task
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon_proto.types import ImportResult, OperationKind, OperationState, StepResult
 
 _JOURNAL_STATE = {
     OperationState.DONE: JournalState.APPLIED,

@@ -42,7 +42,7 @@ from ratoon.engine.journal.tables import is_promoted_since
 from ratoon.engine.policy.adoption import agrees
 from ratoon.engine.policy.replay import RecoveryStoppedError, replay_policy
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import CheckpointInfo, OperationKind, Sequencing
+from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import (
     CheckpointWeights,
     LoadRequest,
@@ -54,6 +54,7 @@ from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.files import make_folder
 from ratoon.stream.versions import version_folder
+from ratoon_proto.types import OperationKind, Sequencing
 
 _LOG = get_logger("losses")
 

@@ -23,7 +23,7 @@ from ratoon.engine.policy.queue import Awaited
 from ratoon.engine.policy.receivers import Receivers
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import superseded
-from ratoon.engine.types import Acknowledgement, OperationResult, PublishKind, StepResult
+from ratoon.engine.types import Acknowledgement, OperationResult
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
@@ -37,6 +37,7 @@ from ratoon.stream.versions import (
     version_folder,
     whole_version,
 )
+from ratoon_proto.types import PublishKind, StepResult
 
 _LOG = get_logger("publisher")
 # Fraction of an operation's duration during which the next operation yields to publishing.

@@ -18,16 +18,7 @@ from ratoon.engine.commands import LoadCheckpointCommand, OptimStepCommand
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.records import JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import (
-    CheckpointInfo,
-    EmptyResult,
-    FailedResult,
-    ImportResult,
-    OnChangedNumerics,
-    OperationResult,
-    OperationState,
-    StepResult,
-)
+from ratoon.engine.types import CheckpointInfo, FailedResult, OperationResult
 from ratoon.engine.worker.tasks import (
     CheckpointWeights,
     InitialWeights,
@@ -40,6 +31,13 @@ from ratoon.engine.worker.tasks import (
 )
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.log import get_logger
+from ratoon_proto.types import (
+    EmptyResult,
+    ImportResult,
+    OnChangedNumerics,
+    OperationState,
+    StepResult,
+)
 
 _LOG = get_logger("replay")
 

@@ -19,10 +19,11 @@ from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.records import OperationEnd, OperationRecord
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.queue import Ledger, Sequencer, Window
-from ratoon.engine.types import PolicySpec, PolicyState, Recovery
+from ratoon.engine.types import PolicySpec
 from ratoon.engine.worker.tasks import Numerics, Outcome, RemoteWorker
 from ratoon.metrics import Change, MetricsSink
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import PolicyState, Recovery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

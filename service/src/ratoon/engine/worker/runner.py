@@ -36,30 +36,29 @@ from ratoon.engine.files.results import (
     write_forward_output,
 )
 from ratoon.engine.refusals import cancelled, disk_fault
-from ratoon.engine.types import (
-    CheckpointInfo,
-    EmptyResult,
-    ForwardResult,
-    ImportMode,
-    ImportResult,
-    OperationResult,
-    StepResult,
-)
+from ratoon.engine.types import CheckpointInfo, ForwardResult, OperationResult
 from ratoon.engine.worker.tasks import NO_FORWARD, GradientFile, GradientRequest, Task
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.model.spec import LoraTuning
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon.stream.files import remove_folder
-from ratoon.stream.manifest import WeightKind
-from ratoon.train.config import LossRequest, OptimRequest
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Normalisation, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
-from ratoon.train.report.step_report import StepReport
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import (
+    EmptyResult,
+    ImportMode,
+    ImportResult,
+    LoraTuning,
+    LossConfig,
+    OptimStepConfig,
+    StepReport,
+    StepResult,
+    WeightKind,
+)
 
 if TYPE_CHECKING:
     from ratoon.train.checkpoint import Snapshot
@@ -169,7 +168,7 @@ class TaskRunner:
         for task in tasks:
             self.run(self.plan(task), _no_progress, _never)
 
-    def _plan_loss(self, task: Task, request: LossRequest) -> PlannedTask:
+    def _plan_loss(self, task: Task, request: LossConfig) -> PlannedTask:
         batch = _read_batch(task)
         loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
         old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
@@ -257,7 +256,7 @@ class TaskRunner:
             self.trainer.version = next_version
         return StepResult(version=self.version, report=report)
 
-    def _step(self, request: OptimRequest, normalisation: Normalisation) -> OptimStep:
+    def _step(self, request: OptimStepConfig, normalisation: Normalisation) -> OptimStep:
         return resolve_optim(request, normalisation, self._spec.optimizer)
 
 

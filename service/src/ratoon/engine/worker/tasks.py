@@ -14,17 +14,13 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ratoon.engine.commands import Command
 from ratoon.engine.files.paths import PolicyPaths
-from ratoon.engine.types import (
-    CheckpointInfo,
-    FailedResult,
-    OperationResult,
-    OperationState,
-)
+from ratoon.engine.types import CheckpointInfo, FailedResult, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import Counters
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import OperationState
 
 if TYPE_CHECKING:
     from ratoon.engine.worker.worker import WorkerCore

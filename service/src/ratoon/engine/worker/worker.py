@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ratoon.engine.crash_points import CrashPoint, Reach
 from ratoon.engine.refusals import disk_fault, unexpected
-from ratoon.engine.types import OperationState, Progress, StepResult
 from ratoon.engine.worker.meter import Meter
 from ratoon.engine.worker.runner import TaskRunner, write_checkpoint, write_gradients
 from ratoon.engine.worker.tasks import (
@@ -53,10 +52,11 @@ from ratoon.engine.worker.tasks import (
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError, without_folders
 from ratoon.garbage import collect_all
 from ratoon.log import get_logger
-from ratoon.stream.manifest import MadeBy, WeightKind, WeightManifest
+from ratoon.stream.manifest import MadeBy, WeightManifest
 from ratoon.stream.versions import publish_version
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import OperationState, Progress, StepResult, WeightKind
 
 if TYPE_CHECKING:
     from ratoon.train.checkpoint import Snapshot

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ratoon.errors import invalid
-from ratoon.train.config import AdvantageKind, DivideBy, LossKind, LossRequest, TokenWeight
 from ratoon.train.loss.checks import require, require_not_negative
+from ratoon_proto.types import AdvantageKind, DivideBy, LossConfig, LossKind, TokenWeight
 
 # The gate's slope times a clamped ratio, and 4 over the slope, are far within float32.
 _MOST_TAU = 1e6
@@ -52,7 +52,7 @@ class ClipObjective(Objective):
     clip_is_by_sign: ClassVar[bool] = True
 
     @classmethod
-    def resolve(cls, request: LossRequest, clip: Bounds) -> ClipObjective:
+    def resolve(cls, request: LossConfig, clip: Bounds) -> ClipObjective:
         low, high = _ratio_bounds(request, clip)
         dual = request.dual_clip
         if dual is not None:
@@ -72,7 +72,7 @@ class SequenceClipObjective(Objective):
     ratio_is_of_sequence: ClassVar[bool] = True
 
     @classmethod
-    def resolve(cls, request: LossRequest, clip: Bounds) -> SequenceClipObjective:
+    def resolve(cls, request: LossConfig, clip: Bounds) -> SequenceClipObjective:
         low, high = _ratio_bounds(request, clip)
         return cls(clip_low=low, clip_high=high)
 
@@ -87,7 +87,7 @@ class CispoObjective(Objective):
     clip_keeps_gradient: ClassVar[bool] = True
 
     @classmethod
-    def resolve(cls, request: LossRequest, clip: Bounds) -> CispoObjective:
+    def resolve(cls, request: LossConfig, clip: Bounds) -> CispoObjective:
         """The clip bounds the ratio itself: without 1 it would hold what is on policy."""
         low, high = _bounds(request, clip)
         require("loss.clip_low", low, low <= 1, "at most 1, the ratio on policy")
@@ -103,7 +103,7 @@ class IpoObjective(Objective):
     most_up: float
 
     @classmethod
-    def resolve(cls, request: LossRequest, clip: Bounds) -> IpoObjective:
+    def resolve(cls, request: LossConfig, clip: Bounds) -> IpoObjective:
         low, high = _bounds(request, clip)
         require("loss.clip_low", low, low <= 1, "at most 1, of a probability")
         require("loss.clip_high", high, high <= 1, "at most 1, of a probability")
@@ -120,7 +120,7 @@ class SapoObjective(Objective):
     has_clip: ClassVar[bool] = False
 
     @classmethod
-    def resolve(cls, request: LossRequest, _clip: Bounds) -> SapoObjective:
+    def resolve(cls, request: LossConfig, _clip: Bounds) -> SapoObjective:
         """Defaults are those of the paper's experiments: negative advantages are gated harder."""
         positive = 1.0 if request.tau_positive is None else request.tau_positive
         negative = 1.05 if request.tau_negative is None else request.tau_negative
@@ -170,7 +170,7 @@ class LossDefinition:
         needs_old_logprobs: Whether the caller must name their source.
     """
 
-    objective: Callable[[LossRequest, Bounds], Objective]
+    objective: Callable[[LossConfig, Bounds], Objective]
     token_weight: TokenWeight
     divide_by: DivideBy
     advantage: AdvantageKind | None
@@ -181,7 +181,7 @@ class LossDefinition:
     drop_zero_variance_groups: bool = False
 
 
-def resolve_objective(request: LossRequest) -> Objective:
+def resolve_objective(request: LossConfig) -> Objective:
     """The objective that the request's options make.
 
     Raises:
@@ -196,7 +196,7 @@ def resolve_objective(request: LossRequest) -> Objective:
     return loss.objective(request, loss.clip or (0.0, 0.0))
 
 
-def _bounds(request: LossRequest, clip: Bounds) -> Bounds:
+def _bounds(request: LossConfig, clip: Bounds) -> Bounds:
     low = clip[0] if request.clip_low is None else request.clip_low
     high = clip[1] if request.clip_high is None else request.clip_high
     require_not_negative("loss.clip_low", low)
@@ -204,7 +204,7 @@ def _bounds(request: LossRequest, clip: Bounds) -> Bounds:
     return low, high
 
 
-def _ratio_bounds(request: LossRequest, clip: Bounds) -> Bounds:
+def _ratio_bounds(request: LossConfig, clip: Bounds) -> Bounds:
     low, high = _bounds(request, clip)
     require("loss.clip_low", low, low <= 1, "at most 1: a ratio is never negative")
     return low, high

@@ -8,15 +8,6 @@ from __future__ import annotations
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.fields import sequence_field
-from ratoon.train.config import (
-    AdvantageKind,
-    LossKind,
-    LossRequest,
-    OldLogprobsKind,
-    OverlongFilter,
-    OverlongPenalty,
-    Staleness,
-)
 from ratoon.train.loss.checks import require, require_finite, require_not_negative
 from ratoon.train.loss.kinds import LOSSES, LossDefinition, resolve_objective
 from ratoon.train.loss.resolve_logprobs import (
@@ -27,6 +18,15 @@ from ratoon.train.loss.resolve_logprobs import (
 )
 from ratoon.train.loss.spec import Loss
 from ratoon.train.optim.resolve import check_optim, resolve_optim
+from ratoon_proto.types import (
+    AdvantageKind,
+    LossConfig,
+    LossKind,
+    OldLogprobsKind,
+    OverlongFilter,
+    OverlongPenalty,
+    StalenessConfig,
+)
 
 __all__ = ["check_optim", "resolve_loss", "resolve_optim"]
 
@@ -39,7 +39,7 @@ _REWARD_ADVANTAGES = (
 )
 
 
-def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_reference: bool) -> Loss:
+def resolve_loss(request: LossConfig, batch: RolloutBatch, *, has_frozen_reference: bool) -> Loss:
     """Fill in the defaults of the loss and check that `batch` carries all that it needs.
 
     `has_frozen_reference`: the policy keeps its initial weights. Raises `RatoonError`
@@ -70,7 +70,7 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
 
 
 def _resolve_advantage(
-    request: LossRequest, definition: LossDefinition, batch: RolloutBatch
+    request: LossConfig, definition: LossDefinition, batch: RolloutBatch
 ) -> AdvantageKind | None:
     if definition.advantage is None:
         _refuse_given(
@@ -99,7 +99,7 @@ def _resolve_advantage(
 
 
 def _resolve_overlong(
-    request: LossRequest, batch: RolloutBatch
+    request: LossConfig, batch: RolloutBatch
 ) -> OverlongFilter | OverlongPenalty | None:
     overlong = request.overlong
     if not isinstance(overlong, OverlongPenalty):
@@ -120,7 +120,7 @@ def _resolve_overlong(
     return overlong
 
 
-def _resolve_top_entropy(request: LossRequest) -> float | None:
+def _resolve_top_entropy(request: LossConfig) -> float | None:
     """Entropies are those of a Forward before the update, known before any backward."""
     share, old = request.top_entropy_share, request.old_logprobs
     if share is None:
@@ -134,7 +134,7 @@ def _resolve_top_entropy(request: LossRequest) -> float | None:
 
 
 def _resolve_zero_variance(
-    request: LossRequest, definition: LossDefinition, batch: RolloutBatch
+    request: LossConfig, definition: LossDefinition, batch: RolloutBatch
 ) -> bool:
     """Variance is of rewards: with ready-made advantages there is none to look at."""
     if request.drop_zero_variance_groups is None:
@@ -144,7 +144,7 @@ def _resolve_zero_variance(
     return request.drop_zero_variance_groups
 
 
-def _resolve_staleness(request: LossRequest, batch: RolloutBatch) -> Staleness | None:
+def _resolve_staleness(request: LossConfig, batch: RolloutBatch) -> StalenessConfig | None:
     staleness = request.staleness
     if staleness is None:
         return None

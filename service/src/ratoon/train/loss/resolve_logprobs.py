@@ -9,22 +9,22 @@ from __future__ import annotations
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.fields import first_true, sequence_field
-from ratoon.train.config import (
+from ratoon.train.loss.checks import require, require_finite
+from ratoon.train.loss.kinds import LOSSES
+from ratoon_proto.types import (
     CorrectionMask,
     CorrectionMode,
     KlConfig,
     KlKind,
-    LossRequest,
+    LossConfig,
     OldLogprobs,
     OldLogprobsKind,
     ReferenceKind,
     RolloutCorrection,
 )
-from ratoon.train.loss.checks import require, require_finite
-from ratoon.train.loss.kinds import LOSSES
 
 
-def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogprobs | None:
+def resolve_old_logprobs(request: LossConfig, batch: RolloutBatch) -> OldLogprobs | None:
     """Old log-probs enter the ratio and the correction; a loss with neither has none."""
     definition = LOSSES[request.kind]
     is_corrected = request.correction is not None or request.correction_mask is not None
@@ -62,7 +62,7 @@ def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogpro
 
 
 def resolve_kl(
-    request: LossRequest, batch: RolloutBatch, *, has_frozen_reference: bool
+    request: LossConfig, batch: RolloutBatch, *, has_frozen_reference: bool
 ) -> KlConfig | None:
     """There are a KL term's reference log-probs, and old ones for its weight; None: no term."""
     kl = request.kl
@@ -83,12 +83,12 @@ def resolve_kl(
     return kl
 
 
-def _has_old_logprobs(request: LossRequest) -> bool:
+def _has_old_logprobs(request: LossConfig) -> bool:
     is_corrected = request.correction is not None or request.correction_mask is not None
     return LOSSES[request.kind].has_ratio or is_corrected
 
 
-def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorrection | None:
+def resolve_correction(request: LossConfig, batch: RolloutBatch) -> RolloutCorrection | None:
     """Old and sampler log-probs are there, and differ; None: no correction."""
     correction = request.correction
     if correction is None:
@@ -100,7 +100,7 @@ def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorr
     return correction
 
 
-def resolve_correction_mask(request: LossRequest, batch: RolloutBatch) -> CorrectionMask | None:
+def resolve_correction_mask(request: LossConfig, batch: RolloutBatch) -> CorrectionMask | None:
     """Old and sampler log-probs are there, and differ; None: no mask."""
     mask = request.correction_mask
     if mask is None:
@@ -110,7 +110,7 @@ def resolve_correction_mask(request: LossRequest, batch: RolloutBatch) -> Correc
     return mask
 
 
-def _require_mismatch(field: str, got: object, request: LossRequest, batch: RolloutBatch) -> None:
+def _require_mismatch(field: str, got: object, request: LossConfig, batch: RolloutBatch) -> None:
     """There are old and sampler log-probs, and they differ."""
     if LOSSES[request.kind].advantage is None:
         raise invalid(field, got, f"absent: {request.kind} has no sampler")
@@ -131,7 +131,7 @@ def _require_bounds(field: str, low: float, high: float) -> None:
     require(f"{field}.high", high, high >= 1, "a finite float32, at least 1")
 
 
-def _require_sampler(field: str, got: object, request: LossRequest, batch: RolloutBatch) -> None:
+def _require_sampler(field: str, got: object, request: LossConfig, batch: RolloutBatch) -> None:
     """Sampler log-probs that may enter a ratio: there, at the sampling temperature, uncut."""
     if batch.sampler_logprobs is None:
         raise invalid(field, got, "rollouts that carry sampler_logprobs")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ratoon.train.config import (
+from ratoon.train.loss.kinds import Objective
+from ratoon_proto.types import (
     AdamWConfig,
     AdvantageKind,
     CorrectionMask,
@@ -19,10 +20,9 @@ from ratoon.train.config import (
     OverlongPenalty,
     RolloutCorrection,
     SharedTokens,
-    Staleness,
+    StalenessConfig,
     TokenWeight,
 )
-from ratoon.train.loss.kinds import Objective
 
 # Added to a norm that divides: the same guard as torch's clip_grad_norm_.
 _CLIP_EPSILON = 1e-6
@@ -60,7 +60,7 @@ class Loss:
     shared_tokens: SharedTokens
     overlong: OverlongFilter | OverlongPenalty | None
     drop_zero_variance_groups: bool
-    staleness: Staleness | None
+    staleness: StalenessConfig | None
     # 0: no balance loss (`load_balance`).
     router_aux_loss_coefficient: float
 

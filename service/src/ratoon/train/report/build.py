@@ -10,7 +10,6 @@ import torch
 from ratoon.model.route_counts import RouteSums
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.additive import mean
-from ratoon.train.config import DivideBy
 from ratoon.train.gradient_window import Totals, divide_number
 from ratoon.train.loss.ratios import clamp_k3
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor
@@ -19,9 +18,9 @@ from ratoon.train.optimizer_step import StepOutcome
 from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.report.batch_sums import of_batch
-from ratoon.train.report.step_report import PhaseSeconds, RouterReport, StepReport
 from ratoon.train.report.usage import Usage
 from ratoon.train.self_check import SelfCheckOutcome
+from ratoon_proto.types import DivideBy, PhaseSeconds, RouterReport, StepReport
 
 
 def forward_backward_report(
