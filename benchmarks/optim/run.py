@@ -19,16 +19,9 @@ from torch import Tensor, nn
 from benchmarks.common.timing import release
 from benchmarks.optim.task import Task, draw_batches
 from ratoon.model.loader import read_model
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.config import (
-    AdamWConfig,
-    DivideBy,
-    LossKind,
-    LossRequest,
-    OptimizerStates,
-    OptimRequest,
-)
+from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.numerics import configure_torch
@@ -37,6 +30,14 @@ from ratoon.train.optim.rounding import join_float32
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    AdamWConfig,
+    DivideBy,
+    FullTuning,
+    LossConfig,
+    LossKind,
+    OptimStepConfig,
+)
 
 Run = dict[str, Any]
 
@@ -221,9 +222,9 @@ def _trainer(plan: Plan, kind: str, seed: int, device: torch.device) -> Trainer:
 
 def _update(trainer: Trainer, batch: RolloutBatch, plan: Plan, learning_rate: float) -> float:
     """Mean cross-entropy over the batch's trained tokens, before its update."""
-    request = LossRequest(kind=LossKind.CROSS_ENTROPY)
+    request = LossConfig(kind=LossKind.CROSS_ENTROPY)
     loss = resolve_loss(request, batch, has_frozen_reference=False)
-    optim = OptimRequest(
+    optim = OptimStepConfig(
         learning_rate=learning_rate,
         max_grad_norm=plan.max_grad_norm,
         divide_by=DivideBy.TOKENS,

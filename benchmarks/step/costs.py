@@ -32,17 +32,12 @@ from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.sharing import planned_prefixes
 from ratoon.rollout.waves import peak_tokens
-from ratoon.train.config import (
-    LossKind,
-    LossRequest,
-    OldLogprobs,
-    OldLogprobsKind,
-    OptimizerStates,
-)
+from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
 from ratoon.train.numerics import activation_bytes
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import LossConfig, LossKind, OldLogprobs, OldLogprobsKind
 
 # Stages with fewer tokens are bound by host launches, which the cost model hardly covers.
 MIN_STAGE_TOKENS = 2048
@@ -80,7 +75,7 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
 def _measure_shape(run: Run, trainer: Trainer, free_bytes: int | None, shape: CutGroup) -> Row:
     require_time(run.stop_at, 0.0)
     batch = make_batch((shape.group,), trainer.model.sizes.vocab_size, run.seed)
-    request = LossRequest(
+    request = LossConfig(
         kind=LossKind.GRPO, old_logprobs=OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
     )
     loss = resolve_loss(request, batch, has_frozen_reference=False)

@@ -28,16 +28,16 @@ from benchmarks.service.soak_cpu import measure_soak
 from benchmarks.step.workload import Group, make_batch
 from harness.environment import describe
 from ratoon.model.export import export_weights
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.pack import pack
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train.config import AdamWConfig, LossKind, LossRequest
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_kernels import token_logprobs
+from ratoon_proto.types import AdamWConfig, FullTuning, LossConfig, LossKind
 
 GROUP = Group(prompt=2048, responses=(128,) * 16)
 BASELINE_BATCHES = (1, 4, 16)
@@ -93,7 +93,7 @@ def measure_packed(
     threads = torch.get_num_threads()
     trainer = Trainer.create(_spec(preset, group, seed, threads))
     batch = make_batch((group,), trainer.info().vocab_size, seed)
-    loss = resolve_loss(LossRequest(kind=LossKind.GRPO), batch, has_frozen_reference=False)
+    loss = resolve_loss(LossConfig(kind=LossKind.GRPO), batch, has_frozen_reference=False)
 
     def packed() -> float:
         prepared = trainer.prepare(batch, loss)

@@ -32,7 +32,7 @@ from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_
 from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import replace_routers
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.model.stage_plan import ForwardPlan, HeldTokens, least_plan, plan_forward
 from ratoon.train.device_batch import DeviceBatch, put_index
 from ratoon.train.loss.compute import LossGradients
@@ -41,6 +41,7 @@ from ratoon.train.numerics import activation_bytes
 from ratoon.train.passes import train_rows
 from ratoon.train.report.clock import DeviceClock
 from ratoon.train.streamed.passes import StagedBatch
+from ratoon_proto.types import FullTuning
 
 REPLICATED = "-replicated"
 STREAMED = "-waves-of-"

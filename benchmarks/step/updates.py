@@ -30,24 +30,24 @@ from benchmarks.step.workload import (
 )
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.config import (
-    AdamWConfig,
-    KlConfig,
-    KlKind,
-    LossKind,
-    LossRequest,
-    OldLogprobs,
-    OldLogprobsKind,
-    OptimizerStates,
-    OptimRequest,
-    ReferenceKind,
-)
+from ratoon.train.config import OptimizerStates
 from ratoon.train.forward_arrays import ForwardArrays
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import Loss
-from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    AdamWConfig,
+    KlConfig,
+    KlKind,
+    LossConfig,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimStepConfig,
+    ReferenceKind,
+    StepReport,
+)
 
 # Beyond this, float32 states do not fit one GPU.
 MAX_FP32_PARAMETERS = 3e9
@@ -168,7 +168,7 @@ class Update:
         Raises:
             RuntimeError: The trainer skipped the step.
         """
-        request = OptimRequest(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
+        request = OptimStepConfig(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
         loss = self.on_policy if old is None else self.loss
         step = resolve_optim(request, loss.normalisation, self.trainer.spec.optimizer)
         plan = self.trainer.prepare(self.batch, loss).plan
@@ -185,7 +185,7 @@ def open_update(
     """An update by an algorithm of `Scale.updates`; `states` None: those that fit the GPU."""
     has_reference = algorithm.endswith(WITH_KL)
     kl = KlConfig(kind=KlKind.K3, coefficient=KL_COEFFICIENT, reference=ReferenceKind.FROZEN)
-    request = LossRequest(
+    request = LossConfig(
         kind=LossKind(algorithm.removesuffix(WITH_KL)),
         kl=kl if has_reference else None,
         old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="old"),

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from ratoon.stream.deltas import write_delta_apart
 from ratoon.stream.files import digest_file
-from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+from ratoon.stream.manifest import WeightManifest
 from ratoon_client.weights.deltas import read_delta, rebuild
+from ratoon_proto.types import WeightFile, WeightKind
 
 NAME = "model.safetensors"
 CORES = 2

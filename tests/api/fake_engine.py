@@ -18,34 +18,41 @@ from ratoon.engine.journal.codec import payload_hash
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
-    EmptyResult,
     ForwardCommand,
     ForwardResult,
     Holder,
-    ImportResult,
     ImportWeightsCommand,
     NoKey,
     Operation,
-    OperationKind,
     OperationResult,
-    OperationState,
     Policy,
     PolicyResult,
     PolicySpec,
-    PolicyState,
-    Progress,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
-    StepResult,
     Submission,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
-from ratoon.stream.manifest import GradientManifest, WeightFile, WeightKind, WeightManifest
-from ratoon.train.report.step_report import PhaseSeconds, StepReport, TensorGradNorm
-from ratoon_proto.types import BackendInfo
+from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import (
+    BackendInfo,
+    EmptyResult,
+    GradientManifest,
+    ImportResult,
+    OperationKind,
+    OperationState,
+    PhaseSeconds,
+    PolicyState,
+    Progress,
+    StepReport,
+    StepResult,
+    TensorGradNorm,
+    WeightFile,
+    WeightKind,
+)
 
 INFO = ModelInfo(
     num_parameters=1000,

@@ -11,9 +11,9 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from ratoon.engine.types import PolicyState
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon_proto.codec import encode_array
+from ratoon_proto.types import PolicyState
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api

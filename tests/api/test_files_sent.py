@@ -25,7 +25,6 @@ from ratoon.auth.certificates import CertificateFiles, CertificateStore
 from ratoon.auth.key_file import KeyFile
 from ratoon.auth.scopes import Scope
 from ratoon.stream.files import is_open_elsewhere
-from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import (
     file_path,
     prune_versions,
@@ -33,6 +32,7 @@ from ratoon.stream.versions import (
     read_manifest,
     version_folder,
 )
+from ratoon_proto.types import WeightFile, WeightKind
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.guarded import Guarded

@@ -12,8 +12,8 @@ import pytest
 
 from ratoon.api.grpc.servicer import PolicyServicer
 from ratoon.api.grpc.wiring import Refused
-from ratoon.engine.types import OperationState
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
+from ratoon_proto.types import OperationState
 from ratoon_proto.v1 import operation_pb2, service_pb2, weights_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceServicer, PolicyServiceStub
 from tests.api import requests

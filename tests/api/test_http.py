@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon.api.http import ranges
-from ratoon.engine.types import OperationState, Progress
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationState, Progress
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
 from tests.api.conftest import Api

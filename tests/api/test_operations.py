@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ratoon.engine.types import ForwardCommand, ImportMode, ImportWeightsCommand, NoKey
+from ratoon.engine.types import ForwardCommand, ImportWeightsCommand, NoKey
 from ratoon_proto.codec import decode_tensor, encode_array
+from ratoon_proto.types import ImportMode
 from ratoon_proto.v1 import operation_pb2, rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api

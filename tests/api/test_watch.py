@@ -10,14 +10,9 @@ from dataclasses import replace
 import pytest
 
 from ratoon.api.watch import throttled
-from ratoon.engine.types import (
-    EmptyResult,
-    Operation,
-    OperationKind,
-    OperationState,
-    Progress,
-)
+from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import EmptyResult, OperationKind, OperationState, Progress
 
 RUNNING = Operation(
     operation_id="op-1",

@@ -7,19 +7,19 @@ import pytest
 
 from ratoon.engine.types import RequestKey, SeqKey, UpdateCommand
 from ratoon.rollout.serial import batch_from_bytes
-from ratoon.train.config import (
+from ratoon_client import Correction, CorrectionMask, FromForward, Loss
+from ratoon_client.wire.encode import loss_message
+from ratoon_proto.codec import encode_array
+from ratoon_proto.types import (
     AdvantageKind,
     CorrectionLevel,
     CorrectionMode,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
     RolloutCorrection,
 )
-from ratoon_client import Correction, CorrectionMask, FromForward, Loss
-from ratoon_client.wire.encode import loss_message
-from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -134,7 +134,7 @@ async def test_update_reaches_the_engine_complete(api: Api, wire_name: str) -> N
 LOSSES = {
     "sapo": (
         Loss("sapo", tau_positive=0.9, tau_negative=2.0, advantage="group_mean_batch_std"),
-        LossRequest(
+        LossConfig(
             kind=LossKind.SAPO,
             tau_positive=0.9,
             tau_negative=2.0,
@@ -143,7 +143,7 @@ LOSSES = {
     ),
     "entropy": (
         Loss("dapo", old_logprobs=FromForward("p.op"), top_entropy_share=0.2),
-        LossRequest(
+        LossConfig(
             kind=LossKind.DAPO,
             old_logprobs=OldLogprobs(
                 kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op"
@@ -153,7 +153,7 @@ LOSSES = {
     ),
     "ipo": (
         Loss("ipo", clip_low=0.1, clip_high=0.2),
-        LossRequest(kind=LossKind.IPO, clip_low=0.1, clip_high=0.2),
+        LossConfig(kind=LossKind.IPO, clip_low=0.1, clip_high=0.2),
     ),
     "masked": (
         Loss(
@@ -162,7 +162,7 @@ LOSSES = {
             correction=Correction(mode="truncate", level="token", high=2.0),
             correction_mask=CorrectionMask(level="geometric", low=0.99, high=1.01),
         ),
-        LossRequest(
+        LossConfig(
             kind=LossKind.GRPO,
             old_logprobs=OldLogprobs(kind=OldLogprobsKind.GIVEN),
             correction=RolloutCorrection(

@@ -12,8 +12,9 @@ import xxhash
 
 from ratoon.stream.deltas import write_delta
 from ratoon.stream.files import seal_bytes
-from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+from ratoon.stream.manifest import WeightManifest
 from ratoon_client import RatoonApiError, RatoonClient, TransportError
+from ratoon_proto.types import WeightFile, WeightKind
 from tests.client.fake_service import (
     CHUNK_BYTES,
     FakePolicy,

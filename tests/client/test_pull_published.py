@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from ratoon.engine.files.paths import policy_paths
-from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import prune_versions, publish_version, version_folder
 from ratoon_client import AsyncRatoonClient, ClientConfig, RatoonClient
 from ratoon_client.cli import main
 from ratoon_client.weights.published import published_folder
+from ratoon_proto.types import WeightKind
 from tests.client.conftest import versions
 from tests.client.fake_service import FakeService
 

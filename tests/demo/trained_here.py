@@ -20,16 +20,16 @@ from ratoon.api.convert.loss import loss_request, optim_request
 from ratoon.api.convert.records import write
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.model.export import export_weights
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import AdamWConfig, LossRequest, OldLogprobs, OldLogprobsKind
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_client import Group, Loss, Optim, StepReport
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.encode import group_messages, loss_message, optim_message
+from ratoon_proto.types import AdamWConfig, FullTuning, LossConfig, OldLogprobs, OldLogprobsKind
 from ratoon_proto.v1 import training_pb2
 from tests import builders
 
@@ -159,7 +159,7 @@ class TrainedHere:
             return dataclasses.replace(batch, policy_version=unsaid)
         return batch
 
-    def _broken(self, request: LossRequest) -> LossRequest:
+    def _broken(self, request: LossConfig) -> LossConfig:
         if request.correction is None:
             return request
         match self._fault:

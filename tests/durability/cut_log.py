@@ -14,8 +14,9 @@ from pathlib import Path
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.files.paths import policy_paths
-from ratoon.engine.types import Command, Operation, PolicySpec, PolicyState, Recovery
+from ratoon.engine.types import Command, Operation, PolicySpec
 from ratoon.stream.files import digest_file
+from ratoon_proto.types import PolicyState, Recovery
 from tests.engine.harness import (
     DISCARD,
     Machine,

@@ -14,19 +14,13 @@ from typing import Any, cast
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
-from ratoon.engine.types import (
-    OnChangedNumerics,
-    PolicySpec,
-    PublishConfig,
-    PublishKind,
-    Recovery,
-    SaveCheckpointCommand,
-)
+from ratoon.engine.types import PolicySpec, SaveCheckpointCommand
 from ratoon.engine.worker.tasks import Outcome, Task
-from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon.stream.files import make_folder
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import FullTuning, OnChangedNumerics, PublishConfig, PublishKind, Recovery
 from tests.engine.fake_trainer import Faults
 from tests.engine.harness import (
     DISCARD,

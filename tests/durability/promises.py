@@ -17,18 +17,11 @@ from ratoon.auth.key_file import KeyFile
 from ratoon.engine.files.paths import read_result
 from ratoon.engine.files.results import read_old_logprobs
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.types import (
-    DiscardGradientsCommand,
-    FailedResult,
-    OperationState,
-    PolicySpec,
-    PolicyState,
-    Recovery,
-    SeqKey,
-)
+from ratoon.engine.types import DiscardGradientsCommand, FailedResult, PolicySpec, SeqKey
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.files import digest_bytes, digest_file
 from ratoon.stream.versions import list_versions, read_manifest, version_folder
+from ratoon_proto.types import OperationState, PolicyState, Recovery
 from tests.durability.machine import DurableMachine, commands, digests_of
 from tests.durability.recorder import Event, Kind
 from tests.engine.fake_trainer import number_batch

@@ -17,8 +17,8 @@ from ratoon.engine.files.paths import policy_paths, require_known
 from ratoon.engine.journal.connections import connect
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.policy.losses import judge, look
-from ratoon.engine.types import OperationState, PolicyState
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationState, PolicyState
 from tests.durability.cut_log import (
     COMMANDS,
     DATABASE,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.types import Recovery
+from ratoon_proto.types import Recovery
 from tests.durability.cuts import (
     Recording,
     cuts_at_promises,

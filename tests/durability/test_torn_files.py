@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.types import FailedResult, Operation, PolicySpec, PolicyState
+from ratoon.engine.types import FailedResult, Operation, PolicySpec
+from ratoon_proto.types import PolicyState
 from tests.durability import torn
 from tests.durability.cuts import DATA, Recording, cuts_at_promises
 from tests.durability.disk import write_image

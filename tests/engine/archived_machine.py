@@ -8,9 +8,9 @@ from pathlib import Path
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive
 from ratoon.engine.policy.controller import Controller
-from ratoon.engine.types import Recovery
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.local_blobs import LocalBlobs
+from ratoon_proto.types import Recovery
 from tests.engine.fake_trainer import Faults
 from tests.engine.harness import Machine, policy_spec
 from tests.engine.local_ports import LocalWorker

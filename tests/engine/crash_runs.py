@@ -10,9 +10,9 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import Command, Operation, OperationResult, OperationState, StepResult
+from ratoon.engine.types import Command, Operation, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.report.step_report import PhaseSeconds
+from ratoon_proto.types import OperationState, PhaseSeconds, StepResult
 from tests.engine.harness import (
     DISCARD,
     SAVE,

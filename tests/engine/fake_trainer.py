@@ -27,11 +27,10 @@ from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.selection import Counters
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_bytes, seal_document
-from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
-from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.saved_state import FORMAT, MANIFEST_NAME, STATE_DIGEST, AsOf
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import DivideBy, SkipReason, StepReport, TokenWeight
 
 INFO = ModelInfo(
     num_parameters=1,

@@ -29,40 +29,41 @@ from ratoon.engine.types import (
     FailedResult,
     ForwardBackwardCommand,
     ForwardCommand,
-    ImportMode,
     ImportWeightsCommand,
     LoadCheckpointCommand,
     NoKey,
-    OnChangedNumerics,
     Operation,
     OperationKey,
-    OperationKind,
-    OperationState,
     OptimStepCommand,
     PolicySpec,
-    PublishConfig,
-    PublishKind,
-    Recovery,
-    ReferencePolicy,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
-    Sequencing,
     Submission,
     UpdateCommand,
 )
 from ratoon.metrics import Change
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.train.config import (
-    ONE_DEVICE,
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
+from ratoon.train.config import ONE_DEVICE
+from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import (
     AdamWConfig,
+    FullTuning,
+    ImportMode,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
-    OptimRequest,
+    OnChangedNumerics,
+    OperationKind,
+    OperationState,
+    OptimStepConfig,
+    PublishConfig,
+    PublishKind,
+    Recovery,
+    ReferencePolicy,
+    Sequencing,
 )
-from ratoon.train.spec import TrainerSpec
 from tests.engine.fake_trainer import IMPORTED_NAME, Faults, number_body
 from tests.engine.local_ports import POLICY, Crash, Crashes, LocalJournal, LocalWorker
 
@@ -258,8 +259,8 @@ def digest_of(number: float) -> str:
 def update(number: float, **changes: object) -> UpdateCommand:
     """An update that makes a version, whatever its loss clips."""
     command = UpdateCommand(
-        loss=LossRequest(kind=LossKind.GRPO),
-        optim=OptimRequest(learning_rate=RATE, step_on_zero_gradient=True),
+        loss=LossConfig(kind=LossKind.GRPO),
+        optim=OptimStepConfig(learning_rate=RATE, step_on_zero_gradient=True),
         expected_version=None,
         body_digest=digest_of(number),
     )
@@ -268,20 +269,20 @@ def update(number: float, **changes: object) -> UpdateCommand:
 
 def forward_backward(number: float) -> ForwardBackwardCommand:
     return ForwardBackwardCommand(
-        loss=LossRequest(kind=LossKind.GRPO), expected_version=None, body_digest=digest_of(number)
+        loss=LossConfig(kind=LossKind.GRPO), expected_version=None, body_digest=digest_of(number)
     )
 
 
-def from_forward(operation: Operation) -> LossRequest:
+def from_forward(operation: Operation) -> LossConfig:
     old = OldLogprobs(
         kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id=operation.operation_id
     )
-    return LossRequest(kind=LossKind.GRPO, old_logprobs=old)
+    return LossConfig(kind=LossKind.GRPO, old_logprobs=old)
 
 
 def optim_step(*include_seqs: int) -> OptimStepCommand:
     return OptimStepCommand(
-        optim=OptimRequest(learning_rate=RATE), expected_version=None, include_seqs=include_seqs
+        optim=OptimStepConfig(learning_rate=RATE), expected_version=None, include_seqs=include_seqs
     )
 
 

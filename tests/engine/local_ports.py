@@ -15,7 +15,6 @@ from ratoon.engine.journal.records import (
     JournalAwayError,
 )
 from ratoon.engine.journal.tables import open_database
-from ratoon.engine.types import Progress
 from ratoon.engine.worker.tasks import (
     GradientFile,
     GradientRequest,
@@ -30,6 +29,7 @@ from ratoon.engine.worker.worker import WorkerCore
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import Progress
 from tests.engine.fake_trainer import FakeTrainer, Faults
 
 T = TypeVar("T")

@@ -13,16 +13,10 @@ import numpy as np
 from ratoon.config import RatoonConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.remote import connect
-from ratoon.engine.types import (
-    Command,
-    NoKey,
-    Operation,
-    OperationState,
-    SeqKey,
-    Submission,
-)
+from ratoon.engine.types import Command, NoKey, Operation, SeqKey, Submission
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.serial import batch_to_bytes
+from ratoon_proto.types import OperationState
 from tests import builders
 from tests.engine.harness import PATIENCE_S, policy_spec
 

@@ -9,10 +9,10 @@ from ratoon.engine.journal.fenced import FencedStore
 from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
-from ratoon.engine.types import CheckpointInfo, OperationKind, StepResult
+from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import Choices
-from ratoon.train.report.step_report import StepReport
+from ratoon_proto.types import OperationKind, StepReport, StepResult
 from tests.engine.harness import forward_backward, life_record, optim_step, policy_spec, update
 
 NUMERICS = Numerics.of({"device": "fake", "threads": "1"})

@@ -14,9 +14,10 @@ import pytest
 from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, open_archive
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.policy import turns
-from ratoon.engine.types import LoadCheckpointCommand, OperationState
+from ratoon.engine.types import LoadCheckpointCommand
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.blobs import FOLDER_MANIFEST
+from ratoon_proto.types import OperationState
 from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.fake_trainer import number_body as body_of
 from tests.engine.harness import DISCARD, RATE, code_of, digest_of, load, save

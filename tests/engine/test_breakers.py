@@ -8,20 +8,20 @@ import pytest
 
 from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.policy.breakers import skipped_in_row
-from ratoon.engine.types import (
-    CheckpointInfo,
+from ratoon.engine.types import CheckpointInfo, OperationResult
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import (
     EmptyResult,
     ImportResult,
+    NumericsGuard,
     OperationKind,
-    OperationResult,
     OperationState,
     PolicyState,
     Recovery,
+    SkipReason,
+    StepReport,
     StepResult,
 )
-from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.config import NumericsGuard
-from ratoon.train.report.step_report import SkipReason, StepReport
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, code_of, life_record, save
 from tests.until import until

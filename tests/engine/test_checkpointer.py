@@ -9,8 +9,8 @@ import pytest
 
 from ratoon.config import CheckpointConfig
 from ratoon.engine.policy import checkpointer
-from ratoon.engine.types import OperationState, Recovery
 from ratoon.metrics import CHECKPOINTS
+from ratoon_proto.types import OperationState, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, save, started
 from tests.engine.test_recovery import checkpoint_ids, counted, lose_worker, settled

@@ -16,8 +16,9 @@ from ratoon.config import KeyLimits
 from ratoon.engine.policy import quotas
 from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.quotas import QuotaFiles
-from ratoon.engine.types import NOBODY, Holder, OperationState, SeqKey, Submission
+from ratoon.engine.types import NOBODY, Holder, SeqKey, Submission
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationState
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
 from tests.engine.harness import POLICY, Machine, life_record, update

@@ -14,40 +14,39 @@ from ratoon.engine.journal.codec import TAGS, from_text, payload_hash, to_text
 from ratoon.engine.types import (
     CheckpointInfo,
     Command,
-    EmptyResult,
     FailedResult,
     ForwardResult,
-    ImportMode,
-    ImportResult,
     OperationResult,
     OptimStepCommand,
     PolicyResult,
     PolicySpec,
     SeqKey,
-    StepResult,
 )
 from ratoon.engine.worker.tasks import Choices
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import FolderBase, LoraTuning, ModelInfo
-from ratoon.train.config import (
+from ratoon.model.spec import FolderBase, ModelInfo
+from ratoon_proto.types import (
+    EmptyResult,
+    ImportMode,
+    ImportResult,
     KlConfig,
     KlKind,
+    LoraTuning,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
-    OptimRequest,
+    OptimStepConfig,
     OverlongFilter,
     OverlongPenalty,
-    ReferenceKind,
-    Staleness,
-    StalenessAction,
-)
-from ratoon.train.report.step_report import (
     PhaseSeconds,
+    ReferenceKind,
     RouterReport,
     SelfCheckReport,
+    StalenessAction,
+    StalenessConfig,
     StepReport,
+    StepResult,
 )
 from tests.engine.harness import (
     DISCARD,
@@ -61,13 +60,13 @@ from tests.engine.harness import (
     update,
 )
 
-LOSS = LossRequest(
+LOSS = LossConfig(
     kind=LossKind.DAPO,
     clip_high=0.28,
     old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.1"),
     kl=KlConfig(kind=KlKind.K3, coefficient=0.1, reference=ReferenceKind.FROZEN),
     overlong=OverlongPenalty(max_tokens=10, buffer_tokens=2, scale=1.0),
-    staleness=Staleness(max_versions=2, action=StalenessAction.DROP),
+    staleness=StalenessConfig(max_versions=2, action=StalenessAction.DROP),
 )
 REPORT = StepReport(
     ratio_max=math.inf,
@@ -156,7 +155,7 @@ def rename() -> Iterator[Callable[[], None]]:
 
 def test_the_name_of_a_class_is_nowhere_in_the_journal(rename: Callable[[], None]) -> None:
     """A class that was renamed made a journal unreadable, and retries new payloads."""
-    step = OptimRequest(learning_rate=0.5, beta2=0.99)
+    step = OptimStepConfig(learning_rate=0.5, beta2=0.99)
     command = OptimStepCommand(optim=step, expected_version=None, include_seqs=(2,))
     text = (
         '{"$":"command.optim_step","expected_version":null,"include_seqs":[2],"optim":{"$":"optim",'
@@ -214,7 +213,7 @@ def test_the_payload_hash_covers_the_command_and_its_body() -> None:
 
 def test_a_policy_inside_a_result_comes_back_equal() -> None:
     from ratoon.engine.journal.records import PolicyRow
-    from ratoon.engine.types import PolicyState
+    from ratoon_proto.types import PolicyState
 
     row = PolicyRow(
         spec=policy_spec(),

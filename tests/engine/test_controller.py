@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 from ratoon.engine.policy import controller
-from ratoon.engine.types import (
-    CheckpointInfo,
-    ForwardResult,
+from ratoon.engine.types import CheckpointInfo, ForwardResult
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.metrics import OPERATIONS, Sample
+from ratoon.stream.versions import publish_version
+from ratoon_proto.types import (
     OperationState,
     PublishConfig,
     PublishKind,
     Sequencing,
     StepResult,
+    WeightKind,
 )
-from ratoon.errors import ErrorCode, RatoonError
-from ratoon.metrics import OPERATIONS, Sample
-from ratoon.stream.manifest import WeightKind
-from ratoon.stream.versions import publish_version
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import (
     RATE,

@@ -10,7 +10,7 @@ import pytest
 
 from ratoon.engine.journal.records import NO_PROGRESS
 from ratoon.engine.policy import views
-from ratoon.engine.types import OperationState, Progress
+from ratoon_proto.types import OperationState, Progress
 from tests.engine.harness import Machine, started
 from tests.engine.local_ports import LocalWorker
 

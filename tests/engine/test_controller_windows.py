@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from ratoon.engine.types import (
-    CheckpointInfo,
-    FailedResult,
-    OperationState,
-    StepResult,
-)
+from ratoon.engine.types import CheckpointInfo, FailedResult
 from ratoon.errors import ErrorCode
+from ratoon_proto.types import OperationState, StepResult
 from tests.engine.harness import (
     DISCARD,
     RATE,

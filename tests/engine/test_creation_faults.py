@@ -18,9 +18,9 @@ from ratoon.engine.cluster.creation import BEHIND_S
 from ratoon.engine.cluster.ray_cluster import open_engine
 from ratoon.engine.engine import Engine
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import FailedResult, Operation, OperationState
+from ratoon.engine.types import FailedResult, Operation
 from ratoon.errors import ErrorCode
-from ratoon.train.config import ParallelLayout, Shard
+from ratoon_proto.types import OperationState, ParallelLayout, Shard
 from tests.conftest import RayCluster
 from tests.engine.creation_faults import START, STEPS, Fault, put_in
 from tests.engine.ray_engine import SPEC

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from ratoon.engine.types import OperationState, PublishConfig, PublishKind
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream.manifest import WeightKind, WeightManifest
+from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import (
     MANIFEST_NAME,
     open_chunk,
@@ -21,6 +20,7 @@ from ratoon.stream.versions import (
     version_folder,
     whole_version,
 )
+from ratoon_proto.types import OperationState, PublishConfig, PublishKind, WeightKind
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import PATIENCE_S, Machine, load, save
 from tests.engine.test_read_after_end import client_of

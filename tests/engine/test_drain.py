@@ -9,8 +9,8 @@ import time
 import pytest
 
 from ratoon.config import CheckpointConfig
-from ratoon.engine.types import OperationState, PublishConfig, PublishKind, Recovery
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationState, PublishConfig, PublishKind, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine
 from tests.engine.test_publication import Gate

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, event
 
-from ratoon.engine.types import PublishConfig, PublishKind, Recovery, StepResult
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import PublishConfig, PublishKind, Recovery, StepResult
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import DISCARD, Machine
 

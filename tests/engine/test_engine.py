@@ -18,18 +18,11 @@ from ratoon.engine.journal.tables import open_database
 from ratoon.engine.policy import turns
 from ratoon.engine.policy.turns import TurnLoop
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import (
-    Operation,
-    OperationState,
-    PolicySpec,
-    PolicyState,
-    SeqKey,
-    Submission,
-)
-from ratoon.engine.worker.backends import BackendInfo
+from ratoon.engine.types import Operation, PolicySpec, SeqKey, Submission
 from ratoon.engine.worker.tasks import Loaded, LoadRequest, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import BackendInfo, OperationState, PolicyState
 from tests.engine.fake_trainer import Faults, number_body
 from tests.engine.harness import PATIENCE_S, RATE, policy_spec, trainer_spec, update
 from tests.engine.local_ports import LocalWorker

@@ -33,16 +33,12 @@ from ratoon.engine.types import (
     FailedResult,
     ForwardResult,
     Operation,
-    OperationState,
     PolicyResult,
-    PolicyState,
-    Recovery,
-    StepResult,
     Submission,
 )
-from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.codec import decode_tensor
+from ratoon_proto.types import BackendInfo, OperationState, PolicyState, Recovery, StepResult
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 from tests.conftest import RayCluster
 from tests.engine.harness import (

@@ -15,10 +15,11 @@ from ratoon.engine.journal.fenced import FencedStore
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.policy import turns
-from ratoon.engine.types import Operation, OperationState, Recovery, StepResult
+from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
 from ratoon.stream.versions import version_folder
+from ratoon_proto.types import OperationState, Recovery, StepResult
 from tests.engine.harness import RATE, Machine, policy_spec
 from tests.engine.postgres import PostgresServer, a_pair, pair_folder
 from tests.engine.stores import Stores

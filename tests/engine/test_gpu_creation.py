@@ -17,10 +17,10 @@ import torch
 from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
-from ratoon.engine.types import FailedResult, Operation, OperationState
+from ratoon.engine.types import FailedResult, Operation
 from ratoon.errors import ErrorCode
 from ratoon.model.spec import ModelDtype, PresetBase
-from ratoon.train.config import ParallelLayout, Shard
+from ratoon_proto.types import OperationState, ParallelLayout, Shard
 from tests.conftest import RayCluster
 from tests.engine.ray_engine import SPEC, Engine
 

@@ -14,9 +14,8 @@ from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfi
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
-from ratoon.engine.types import Recovery
 from ratoon.model.spec import ModelDtype, PresetBase
-from ratoon.train.config import ParallelLayout, Shard
+from ratoon_proto.types import ParallelLayout, Recovery, Shard
 from tests.conftest import RayCluster
 from tests.engine.harness import update
 from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission

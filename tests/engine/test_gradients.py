@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from ratoon.engine.files.paths import read_result
-from ratoon.engine.types import OperationState, Recovery
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream.manifest import GradientManifest
+from ratoon_proto.types import GradientManifest, OperationState, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import DISCARD, Machine, started
 

@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 
 from ratoon.engine.policy import checkpointer
-from ratoon.engine.types import (
-    FailedResult,
-    ImportMode,
-    ImportResult,
-    Operation,
-    OperationState,
-    PolicyState,
-    Recovery,
-)
+from ratoon.engine.types import FailedResult, Operation
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import RECOVERIES
+from ratoon_proto.types import ImportMode, ImportResult, OperationState, PolicyState, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import (
     DISCARD,

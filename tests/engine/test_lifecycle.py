@@ -23,18 +23,16 @@ from ratoon.engine.journal.records import JournalAwayError, PolicyRow
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.lifecycle import Lifecycle
 from ratoon.engine.refusals import not_up
-from ratoon.engine.types import (
-    EmptyResult,
-    Operation,
-    OperationKind,
-    OperationState,
-    PolicyResult,
-    PolicySpec,
-    PolicyState,
-)
+from ratoon.engine.types import Operation, PolicyResult, PolicySpec
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError, exhausted
-from ratoon.train.config import ParallelLayout
+from ratoon_proto.types import (
+    EmptyResult,
+    OperationKind,
+    OperationState,
+    ParallelLayout,
+    PolicyState,
+)
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import ListSink, life_record, policy_spec
 from tests.until import until

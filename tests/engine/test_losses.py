@@ -20,8 +20,9 @@ from ratoon.doctor import Status, run_checks
 from ratoon.engine.files.losses import Choice, read_loss, write_decision
 from ratoon.engine.files.position import read_position, write_position
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.types import Command, Operation, PolicyState, Recovery, Sequencing
+from ratoon.engine.types import Command, Operation
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import PolicyState, Recovery, Sequencing
 from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.harness import (
     NO_CHECKPOINTS,

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.types import Operation, OperationState
+from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationState
 from tests.engine.harness import RATE, Machine, started
 from tests.until import until
 

@@ -8,10 +8,10 @@ import pytest
 
 from ratoon.engine.policy import turns
 from ratoon.engine.policy.lost_workers import MAX_LOSSES
-from ratoon.engine.types import OperationState, PolicyState, Recovery
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import PUBLISH_FAILURES
+from ratoon_proto.types import OperationState, PolicyState, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import RATE, Machine, code_of, forward
 from tests.until import until

@@ -13,15 +13,16 @@ import structlog
 
 from ratoon import metrics
 from ratoon.engine.policy import telemetry
-from ratoon.engine.types import OperationKind, StepResult
 from ratoon.log import configure_logging, get_logger
 from ratoon.metrics import METRICS, POLICY_LABEL, RECEIVER_LABEL, Gone, MetricKind, MetricsTotals
-from ratoon.train.report.step_report import (
+from ratoon_proto.types import (
+    OperationKind,
     PhaseSeconds,
     RouterReport,
     SelfCheckReport,
     SkipReason,
     StepReport,
+    StepResult,
 )
 
 

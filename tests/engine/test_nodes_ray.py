@@ -12,9 +12,9 @@ from ray.util.placement_group import remove_placement_group
 from ratoon.engine.client import EngineClient
 from ratoon.engine.cluster.nodes import look_at_nodes
 from ratoon.engine.cluster.placement import find_group
-from ratoon.engine.types import Operation, PolicyState, Recovery
+from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.config import ParallelLayout
+from ratoon_proto.types import ParallelLayout, PolicyState, Recovery
 from tests.engine.harness import update
 from tests.engine.node_cluster import Nodes, beside
 from tests.engine.ray_engine import SPEC, done, random_batch, submission

@@ -34,12 +34,13 @@ from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.policy import turns
 from ratoon.engine.policy.admission import Admission
 from ratoon.engine.policy.sequencer import Sequencer, Turn
-from ratoon.engine.types import FailedResult, Operation, OperationState, Recovery
+from ratoon.engine.types import FailedResult, Operation
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
+from ratoon_proto.types import OperationState, Recovery
 from tests.engine.harness import Machine, policy_spec
 from tests.engine.order_model import KINDS, Call, OrderModel
 

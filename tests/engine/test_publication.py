@@ -14,11 +14,11 @@ import pytest
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.policy import publisher, turns
-from ratoon.engine.types import OperationState, PublishConfig, PublishKind, Recovery
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import PUBLISH_FAILURES, PUBLISH_SECONDS, Sample
 from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import OperationState, PublishConfig, PublishKind, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import FakeCopy
 from tests.engine.harness import Machine, started

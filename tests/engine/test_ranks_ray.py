@@ -25,19 +25,20 @@ from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.cluster.ray_worker import RayWorker
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import (
-    Command,
-    FailedResult,
-    OperationState,
-    PolicyState,
-    Recovery,
-    StepResult,
-)
+from ratoon.engine.types import Command, FailedResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.manifest import WeightManifest
-from ratoon.train.config import ONE_DEVICE, ParallelLayout, Shard
+from ratoon.train.config import ONE_DEVICE
+from ratoon_proto.types import (
+    OperationState,
+    ParallelLayout,
+    PolicyState,
+    Recovery,
+    Shard,
+    StepResult,
+)
 from tests.conftest import RayCluster
 from tests.engine.harness import save, update
 from tests.engine.ray_engine import SPEC, Engine, done, random_batch, submission

@@ -16,11 +16,11 @@ from ratoon.engine.client import EngineClient
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import OperationState, PublishConfig, PublishKind, Recovery
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import LoraTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import LoraTuning, OperationState, PublishConfig, PublishKind, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import PATIENCE_S, Machine, import_weights, load, save
 from tests.until import until

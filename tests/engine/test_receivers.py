@@ -9,10 +9,11 @@ import pytest
 
 from ratoon import metrics
 from ratoon.engine.policy.receivers import MAX_RECEIVERS, Receivers
-from ratoon.engine.types import Acknowledgement, Recovery
+from ratoon.engine.types import Acknowledgement
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Gone, MetricsTotals
 from ratoon.stream.versions import list_versions
+from ratoon_proto.types import Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, load, save
 from tests.engine.local_ports import POLICY

@@ -12,15 +12,10 @@ import pytest
 from ratoon.config import CheckpointConfig
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.policy import turns
-from ratoon.engine.types import (
-    FailedResult,
-    OnChangedNumerics,
-    OperationState,
-    PolicyState,
-    Recovery,
-)
+from ratoon.engine.types import FailedResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import CHECKPOINTS, RECOVERIES, Metric, Sample
+from ratoon_proto.types import OnChangedNumerics, OperationState, PolicyState, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import (
     NO_CHECKPOINTS,

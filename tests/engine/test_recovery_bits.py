@@ -17,16 +17,7 @@ import numpy as np
 import pytest
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.types import (
-    Command,
-    ImportMode,
-    Operation,
-    OperationState,
-    Recovery,
-    SeqKey,
-    StepResult,
-    Submission,
-)
+from ratoon.engine.types import Command, Operation, SeqKey, Submission
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
@@ -35,18 +26,22 @@ from ratoon.model.spec import ModelDtype
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_file
-from ratoon.train.config import (
-    LossKind,
-    LossRequest,
-    OptimizerStates,
-    OptimRequest,
-    Staleness,
-    StalenessAction,
-)
+from ratoon.train.config import OptimizerStates
 from ratoon.train.planning import device_planner
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    ImportMode,
+    LossConfig,
+    LossKind,
+    OperationState,
+    OptimStepConfig,
+    Recovery,
+    StalenessAction,
+    StalenessConfig,
+    StepResult,
+)
 from tests import builders
 from tests.engine.fake_trainer import Faults
 from tests.engine.harness import (
@@ -238,10 +233,10 @@ async def steps_that_say_more(folder: Path, *, is_killed: bool, beta1: float = 0
     """Two updates with betas of their own, of which the second drops what is a version old."""
     drive = Drive(folder)
     machine = await drive.machine.start()
-    optim = OptimRequest(learning_rate=0.5, beta1=beta1, beta2=0.75, eps=1e-3)
+    optim = OptimStepConfig(learning_rate=0.5, beta1=beta1, beta2=0.75, eps=1e-3)
     await drive.run(update(0, optim=optim))
-    fresh = LossRequest(
-        kind=LossKind.GRPO, staleness=Staleness(max_versions=0, action=StalenessAction.DROP)
+    fresh = LossConfig(
+        kind=LossKind.GRPO, staleness=StalenessConfig(max_versions=0, action=StalenessAction.DROP)
     )
     stepped = await drive.run(update(0, optim=optim, loss=fresh), versions=((0, 0), (1, 1)))
     assert isinstance(stepped.result, StepResult)
@@ -318,7 +313,7 @@ async def imports(
     if is_killed:
         await drive.kill()
     # Twice its weights leave the policy so far from the sampler that no term has a gradient.
-    await drive.run(update(0, optim=OptimRequest(learning_rate=0.5, step_on_zero_gradient=True)))
+    await drive.run(update(0, optim=OptimStepConfig(learning_rate=0.5, step_on_zero_gradient=True)))
     bits = await drive.bits()
     await machine.controller.close(1.0)
     return bits

@@ -12,7 +12,7 @@ import structlog
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import Recovery
+from ratoon_proto.types import Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.crash_runs import HISTORY, Survivor, Told
 from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec

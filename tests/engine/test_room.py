@@ -17,8 +17,8 @@ from ratoon.config import LimitsConfig
 from ratoon.engine.files import paths as files
 from ratoon.engine.files import uploads
 from ratoon.engine.files.disk import disk_full, disk_refusal
-from ratoon.engine.types import OperationState
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationState
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, forward, policy_spec
 from tests.small_disk import MIB, NoMountError, SmallDisk, mounted

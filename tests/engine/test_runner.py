@@ -8,19 +8,13 @@ from pathlib import Path
 import pytest
 
 from ratoon.engine.files.paths import PolicyPaths, make_policy_folders, policy_paths
-from ratoon.engine.types import (
-    Command,
-    ForwardBackwardCommand,
-    ForwardCommand,
-    ForwardResult,
-    StepResult,
-)
+from ratoon.engine.types import Command, ForwardBackwardCommand, ForwardCommand, ForwardResult
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.serial import batch_to_bytes
-from ratoon.train.config import LossKind, LossRequest
+from ratoon_proto.types import LossConfig, LossKind, StepResult
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import FROM_FORWARD, gradients_of, make_batch, make_trainer
 
@@ -79,7 +73,7 @@ def test_a_forward_that_on_policy_spares_is_warned_about(tmp_path: Path) -> None
     source = _forward_file(runner, digests[0], paths, with_entropy=True)
 
     def spares(digest: str, old_version: int | None, share: float | None = None) -> bool:
-        loss = LossRequest(kind=LossKind.IPO, old_logprobs=FROM_FORWARD, top_entropy_share=share)
+        loss = LossConfig(kind=LossKind.IPO, old_logprobs=FROM_FORWARD, top_entropy_share=share)
         command = ForwardBackwardCommand(loss=loss, expected_version=None, body_digest=digest)
         planned = runner.plan(_task("p.2", command, paths, source, old_version))
         result = runner.run(planned, _no_progress, _never)
@@ -106,7 +100,7 @@ def test_tokens_of_most_entropy_are_those_of_a_forward(tmp_path: Path) -> None:
     source = _forward_file(runner, digest, paths, with_entropy=True)
 
     def norm(share: float | None, source: str) -> float:
-        loss = LossRequest(kind=LossKind.IPO, old_logprobs=FROM_FORWARD, top_entropy_share=share)
+        loss = LossConfig(kind=LossKind.IPO, old_logprobs=FROM_FORWARD, top_entropy_share=share)
         command = ForwardBackwardCommand(loss=loss, expected_version=None, body_digest=digest)
         runner.run(runner.plan(_task("p.2", command, paths, source)), _no_progress, _never)
         total = sum(float(gradient.norm() ** 2) for gradient in gradients_of(trainer).values())

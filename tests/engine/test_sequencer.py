@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ratoon.engine.policy.sequencer import Known, Sequencer, Turn, check_key, check_reuse
-from ratoon.engine.types import NoKey, RequestKey, SeqKey, Sequencing
+from ratoon.engine.types import NoKey, RequestKey, SeqKey
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import Sequencing
 
 
 class SequencerMachine(RuleBasedStateMachine):

@@ -15,14 +15,7 @@ from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.journal.records import PolicyHistory
 from ratoon.engine.policy import startup, turns
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import (
-    FailedResult,
-    Operation,
-    OperationState,
-    PolicyState,
-    Recovery,
-    StepResult,
-)
+from ratoon.engine.types import FailedResult, Operation
 from ratoon.engine.worker.tasks import (
     FencedError,
     Loaded,
@@ -31,7 +24,8 @@ from ratoon.engine.worker.tasks import (
     WorkerStatus,
 )
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.config import OptimizerStates, Shard
+from ratoon.train.config import OptimizerStates
+from ratoon_proto.types import OperationState, PolicyState, Recovery, Shard, StepResult
 from tests.engine import harness
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import INFO, FakeTrainer

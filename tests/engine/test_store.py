@@ -13,17 +13,10 @@ from ratoon.engine.journal.records import (
     JournalState,
     RollBack,
 )
-from ratoon.engine.types import (
-    CheckpointInfo,
-    EmptyResult,
-    FailedResult,
-    OperationKind,
-    PolicyState,
-    RequestKey,
-    SeqKey,
-)
+from ratoon.engine.types import CheckpointInfo, FailedResult, RequestKey, SeqKey
 from ratoon.engine.worker.tasks import Choices, FencedError
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import EmptyResult, OperationKind, PolicyState
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec, update
 from tests.engine.stores import Stores, end_of, journaled, record_of

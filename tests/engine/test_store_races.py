@@ -21,9 +21,9 @@ from sqlalchemy.exc import IntegrityError
 from ratoon.engine.journal.records import JournalState
 from ratoon.engine.journal.rows import select_policy, set_operation, set_policy
 from ratoon.engine.journal.tables import open_database
-from ratoon.engine.types import EmptyResult, OperationKind, PolicyState
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import EmptyResult, OperationKind, PolicyState
 from tests.engine.harness import life_record, policy_spec
 from tests.engine.stores import Stores, end_of, record_of
 

@@ -15,9 +15,10 @@ from ratoon.engine.journal.records import (
     JournalState,
     OperationRecord,
 )
-from ratoon.engine.types import CheckpointInfo, OperationKind, PolicyState
+from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.numerics import Numerics, differences
 from ratoon.engine.worker.tasks import Choices, FencedError
+from ratoon_proto.types import OperationKind, PolicyState
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec
 from tests.engine.stores import NUMERICS, Stores, journaled

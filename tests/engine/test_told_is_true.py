@@ -22,17 +22,15 @@ from ratoon.engine.policy import turns
 from ratoon.engine.types import (
     Command,
     ForwardBackwardCommand,
-    ImportMode,
     ImportWeightsCommand,
     LoadCheckpointCommand,
-    OperationState,
     OptimStepCommand,
-    Recovery,
     SaveCheckpointCommand,
     UpdateCommand,
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
+from ratoon_proto.types import ImportMode, OperationState, Recovery
 from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.crash_runs import BROKEN, SKIPPED, Survivor
 from tests.engine.harness import (

@@ -20,17 +20,11 @@ from ratoon.engine.journal.records import OperationEnd
 from ratoon.engine.policy import startup
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import (
-    Operation,
-    OperationState,
-    PolicyState,
-    Recovery,
-    SeqKey,
-    Submission,
-)
+from ratoon.engine.types import Operation, SeqKey, Submission
 from ratoon.engine.worker.tasks import FencedError, Outcome, Task
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.files import TEMPORARY_PREFIX
+from ratoon_proto.types import OperationState, PolicyState, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
 from tests.engine.harness import DISCARD, PATIENCE_S, RATE, Machine, started, update

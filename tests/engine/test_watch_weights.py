@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ratoon.engine.types import OperationState, PublishConfig, PublishKind
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import OperationState, PublishConfig, PublishKind
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import PATIENCE_S, Machine, load, save
 

@@ -11,7 +11,7 @@ import pytest
 
 from ratoon.engine.crash_points import never
 from ratoon.engine.files.paths import policy_paths
-from ratoon.engine.types import Command, EmptyResult, FailedResult, OperationState, StepResult
+from ratoon.engine.types import Command, FailedResult
 from ratoon.engine.worker.tasks import (
     Choices,
     FencedError,
@@ -23,6 +23,7 @@ from ratoon.engine.worker.tasks import (
 )
 from ratoon.engine.worker.worker import WorkerCore, WorkerOrderError
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
+from ratoon_proto.types import EmptyResult, OperationState, StepResult
 from tests.engine.fake_trainer import FakeTrainer, Faults, number_body
 from tests.engine.harness import (
     DISCARD,

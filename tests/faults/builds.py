@@ -19,11 +19,11 @@ from ratoon.engine.journal.tables import POLICIES
 from ratoon.engine.policy import startup
 from ratoon.engine.policy.admission import Admission
 from ratoon.engine.policy.executor import Executor
-from ratoon.engine.types import StepResult, UpdateCommand
+from ratoon.engine.types import UpdateCommand
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import Task
 from ratoon.engine.worker.worker import WorkerCore
-from ratoon.train.report.step_report import StepReport
+from ratoon_proto.types import StepReport, StepResult
 
 
 def break_build(name: str) -> None:

@@ -25,7 +25,7 @@ from types import FrameType
 import psutil
 
 from harness.environment import describe
-from ratoon.engine.types import Sequencing
+from ratoon_proto.types import Sequencing
 from tests.durability.torn import tear_all
 from tests.faults.judge.history import judge_acks, read_journal
 from tests.faults.judge.reference import worst_difference

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import Sequencing
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
+from ratoon_proto.types import Sequencing
 from tests.faults.builds import BUILDS
 from tests.faults.judge.calls import Call, Kind
 from tests.faults.judge.history import Verdict

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import Recovery
+from ratoon_proto.types import Recovery
 from tests.durability.torn import TornCounts
 from tests.faults.judge.history import Verdict
 from tests.faults.judge.reference import TOLERANCE

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import Sequencing
+from ratoon_proto.types import Sequencing
 from tests.faults.judge.history import judge_acks, read_journal
 from tests.faults.judge.reference import TOLERANCE, worst_difference
 from tests.faults.selftest import find_build

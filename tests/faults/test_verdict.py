@@ -10,9 +10,9 @@ import pytest
 
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.records import JournalState, OperationRecord
-from ratoon.engine.types import FailedResult, OperationKind
+from ratoon.engine.types import FailedResult
 from ratoon.stream.files import make_folder, write_atomic
-from ratoon.train.report.step_report import PhaseSeconds, StepReport
+from ratoon_proto.types import OperationKind, PhaseSeconds, StepReport
 from tests.engine.harness import life_record
 from tests.faults.judge.calls import Call, Kind, in_any_order, segments
 from tests.faults.judge.history import Ack, Told, judge_acks, plain

@@ -19,41 +19,37 @@ from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.journal.rows import insert_checkpoint, to_columns
 from ratoon.engine.journal.sealed import insert_row
 from ratoon.engine.journal.tables import CHECKPOINTS, METADATA, OPERATIONS, POLICIES
-from ratoon.engine.types import (
-    CheckpointInfo,
-    Command,
-    EmptyResult,
-    FailedResult,
-    ForwardResult,
-    ImportMode,
-    ImportResult,
-    OperationKind,
-    PublishConfig,
-    PublishKind,
-    StepResult,
-)
+from ratoon.engine.types import CheckpointInfo, Command, FailedResult, ForwardResult
 from ratoon.engine.worker.tasks import Choices
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import FolderBase, LoraTuning
+from ratoon.model.spec import FolderBase
 from ratoon.rollout.serial import batch_to_bytes
-from ratoon.train.config import (
+from ratoon_proto.types import (
     AdamWConfig,
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
+    EmptyResult,
+    ImportMode,
+    ImportResult,
     KlConfig,
     KlKind,
+    LoraTuning,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
-    OptimRequest,
+    OperationKind,
+    OptimStepConfig,
     OverlongFilter,
     OverlongPenalty,
+    PublishConfig,
+    PublishKind,
     ReferenceKind,
     RolloutCorrection,
-    Staleness,
     StalenessAction,
+    StalenessConfig,
+    StepResult,
 )
 from tests import builders
 from tests.api.open_gate import OPEN_GATE
@@ -62,8 +58,8 @@ from tests.engine.test_codec import REPORT
 from tests.golden.conftest import Golden
 
 LOSSES = {
-    **{kind.value: LossRequest(kind=kind) for kind in LossKind},
-    "full": LossRequest(
+    **{kind.value: LossConfig(kind=kind) for kind in LossKind},
+    "full": LossConfig(
         kind=LossKind.DAPO,
         clip_low=0.2,
         clip_high=0.28,
@@ -74,12 +70,12 @@ LOSSES = {
         ),
         correction_mask=CorrectionMask(level=CorrectionLevel.SEQUENCE, low=0.5, high=2.0),
         overlong=OverlongPenalty(max_tokens=10, buffer_tokens=2, scale=1.0),
-        staleness=Staleness(max_versions=2, action=StalenessAction.DROP),
+        staleness=StalenessConfig(max_versions=2, action=StalenessAction.DROP),
         entropy_coefficient=0.01,
     ),
-    "overlong_filter": LossRequest(kind=LossKind.GRPO, overlong=OverlongFilter()),
+    "overlong_filter": LossConfig(kind=LossKind.GRPO, overlong=OverlongFilter()),
 }
-STEP = OptimRequest(
+STEP = OptimStepConfig(
     learning_rate=1e-3,
     beta1=0.9,
     beta2=0.95,

@@ -10,22 +10,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ratoon.model.spec import (
-    FolderBase,
-    FullTuning,
-    LoraTuning,
-    ModelDtype,
-    ModelSpec,
-    PresetBase,
-)
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train.config import AdamWConfig, LossKind, OptimizerStates
+from ratoon.train.config import OptimizerStates
 from ratoon.train.prepare import has_trained_tokens
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import AdamWConfig, FullTuning, LoraTuning, LossKind
 from tests import builders
 from tests.golden.conftest import Golden
 from tests.tiny_models import write_folder

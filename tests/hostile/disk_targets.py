@@ -18,15 +18,15 @@ from safetensors.torch import load_file, save_file
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.model.folder import ModelFolder
 from ratoon.model.loader import read_model
-from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.stream.blobs import decode_manifest, encode_manifest
 from ratoon.stream.files import seal_bytes, seal_document, unseal_document
-from ratoon.stream.manifest import WeightFile, WeightKind
 from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
 from ratoon.train import checkpoint, imported, saved_state
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.state import OptimizerState
 from ratoon_client.weights.deltas import read_delta, rebuild
+from ratoon_proto.types import FullTuning, WeightFile, WeightKind
 from tests import builders
 from tests.hostile.mutate import mutated_bytes, mutated_json
 from tests.stream.samples import NAME, flipped, safetensors

@@ -29,7 +29,7 @@ from ratoon.api.http.bodies import fill_request
 from ratoon.api.http.schema.models import body_of
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
-from ratoon.engine.types import Policy, PolicyState
+from ratoon.engine.types import Policy
 from ratoon.errors import RatoonError
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon_client.caller import Caller
@@ -38,6 +38,7 @@ from ratoon_client.outcome import outcome
 from ratoon_client.values import Operation
 from ratoon_client.wire.decode import decode
 from ratoon_proto.codec import CodecError, decode_tensor
+from ratoon_proto.types import PolicyState
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
 from tests.api import requests

@@ -21,21 +21,13 @@ from ratoon.api.convert.policy import SpecDefaults, policy_spec
 from ratoon.config import LimitsConfig
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.policy.builder import forward_file_name
-from ratoon.engine.types import (
-    ForwardResult,
-    OperationResult,
-    Policy,
-    PolicySpec,
-    PolicyState,
-    ReferencePolicy,
-    StepResult,
-    Submission,
-)
+from ratoon.engine.types import ForwardResult, OperationResult, Policy, PolicySpec, Submission
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import PolicyState, ReferencePolicy, StepResult
 from ratoon_proto.v1 import policy_pb2, rollout_pb2, service_pb2
 from tests.api import requests
 from tests.hostile import corpus

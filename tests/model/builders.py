@@ -14,14 +14,8 @@ from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import (
-    FolderBase,
-    FullTuning,
-    LoraTuning,
-    ModelDtype,
-    ModelSpec,
-    PresetBase,
-)
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
+from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.packing import Packed
 
 FULL = FullTuning()

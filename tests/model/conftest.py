@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.train.config import AdamWConfig
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.train.numerics import configure_torch
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import AdamWConfig, FullTuning
 
 _ON_A_GPU = TrainerSpec(
     model=ModelSpec(

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon_kernels import token_logprobs
+from ratoon_proto.types import FullTuning
 from tests.kernels.forests import Forest
 
 DEVICE = torch.device("cuda")

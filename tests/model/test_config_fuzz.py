@@ -22,8 +22,9 @@ from ratoon.model.config_fields import FIELD_RULES, ROPE_FIELDS
 from ratoon.model.export import export_weights
 from ratoon.model.folder import ModelFolder
 from ratoon.model.loader import read_model
-from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon.model.support import SUPPORTED_ARCHITECTURES, read_config
+from ratoon_proto.types import FullTuning
 from tests.model.builders import hidden_of
 from tests.model.packing import pack
 from tests.tiny_models import write_folder

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.pack import pack
@@ -29,6 +29,7 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.device_batch import DeviceBatch, run_model, to_device
+from ratoon_proto.types import FullTuning
 from tests.builders import dressed, group, limits, random_groups, rollout
 from tests.equivalence import (
     FLOAT32_TOLERANCE,

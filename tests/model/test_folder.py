@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from ratoon.errors import ErrorCode
 from ratoon.model.export import export_weights
 from ratoon.model.loader import read_model
-from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, ModelSpec
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
+from ratoon_proto.types import LoraTuning
 from tests.model.builders import FULL, error_of, load
 from tests.tiny_models import write_folder
 

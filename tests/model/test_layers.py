@@ -22,7 +22,8 @@ from ratoon.model.activation_plan import Kept, max_tokens, peak_bytes, plan_acti
 from ratoon.model.layers import most_tokens
 from ratoon.model.offload import HostOffload
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
+from ratoon.model.spec import ModelDtype
+from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.builders import (
     FULL,
     LORA,

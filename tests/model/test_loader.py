@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from ratoon.errors import ErrorCode
 from ratoon.model.experts import EXPERTS_NAME
-from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype, PresetBase
+from ratoon.model.spec import ModelDtype, PresetBase
+from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.builders import (
     FULL,
     LORA,

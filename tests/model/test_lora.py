@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ratoon.errors import ErrorCode
-from ratoon.model.spec import LoraTuning, ModelDtype
+from ratoon.model.spec import ModelDtype
+from ratoon_proto.types import LoraTuning
 from tests.model.builders import (
     LORA,
     LORA_ATTENTION,

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import LoraTuning, ModelDtype
+from ratoon.model.spec import ModelDtype
+from ratoon_proto.types import LoraTuning
 from tests.model.builders import (
     LORA,
     LORA_ATTENTION,

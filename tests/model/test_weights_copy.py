@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ratoon.errors import ErrorCode
 from ratoon.model import export, safetensors_files
 from ratoon.model.export import WeightsCopy, export_weights
-from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
+from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import digest_file
+from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.builders import FULL, LORA, error_of, load, randomize
 from tests.tiny_models import ARCHITECTURES, write_folder
 

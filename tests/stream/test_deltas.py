@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from ratoon.stream import deltas
 from ratoon.stream.deltas import write_delta, write_delta_apart
 from ratoon.stream.files import digest_bytes, seal_bytes
-from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+from ratoon.stream.manifest import WeightManifest
 from ratoon_client import IntegrityError
 from ratoon_client.weights.deltas import read_delta, rebuild
+from ratoon_proto.types import WeightFile, WeightKind
 from tests.stream.samples import DTYPES, NAME, Tensor, flipped, safetensors
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream import files, versions
-from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import (
     file_path,
     find_file,
@@ -32,6 +32,7 @@ from ratoon.stream.versions import (
     whole_version,
 )
 from ratoon_client.weights.deltas import read_delta, rebuild
+from ratoon_proto.types import WeightFile, WeightKind
 from tests.stream.samples import flipped, safetensors
 
 

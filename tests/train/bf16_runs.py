@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import AdamWConfig, LossKind
 from ratoon.train.loss.spec import Loss
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import AdamWConfig, FullTuning, LossKind
 from tests import builders
 from tests.train.trainer_runs import make_loss
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from ratoon.model.spec import FolderBase
-from ratoon.train.config import Shard
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import Shard
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import Pair, make_pair
 from tests.train.rank_runs import alone_of, ranked

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ratoon.model.export import export_weights
-from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, ModelSpec
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.packed import UpdatePlan
@@ -26,23 +26,25 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.config import (
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.planning import cpu_planner
+from ratoon.train.spec import TrainerSpec
+from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
     AdamWConfig,
     CorrectionMode,
+    FullTuning,
+    LoraTuning,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
-    OptimRequest,
+    OptimStepConfig,
     OverlongFilter,
     OverlongPenalty,
     ReferenceKind,
+    StepReport,
 )
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
-from ratoon.train.planning import cpu_planner
-from ratoon.train.report.step_report import StepReport
-from ratoon.train.spec import TrainerSpec
-from ratoon.train.trainer import Trainer
 from tests.builders import limits, random_groups
 from tests.equivalence import (
     FLOAT32_TOLERANCE,
@@ -152,14 +154,14 @@ def random_batch_near(pair: Pair, seed: int, *, noise: float = 0.2, **knobs: Any
     return near_policy(batch, pair.oracle.model, rng, noise=noise)
 
 
-def make_request(kind: LossKind, **changes: Any) -> LossRequest:
+def make_request(kind: LossKind, **changes: Any) -> LossConfig:
     """Of a loss with its defaults; gspo, which has none, is told its old log-probs."""
     if kind is LossKind.GSPO:
         changes = {"old_logprobs": OldLogprobs(kind=OldLogprobsKind.SAMPLER)} | changes
-    return LossRequest(kind=kind, **changes)
+    return LossConfig(kind=kind, **changes)
 
 
-def oracle_loss(request: LossRequest, batch: RolloutBatch) -> OracleLoss:
+def oracle_loss(request: LossConfig, batch: RolloutBatch) -> OracleLoss:
     """The oracle's loss of a request; whatever the request leaves out is the oracle's default."""
     fields: dict[str, Any] = {
         "clip_low": request.clip_low,
@@ -220,7 +222,7 @@ def plan_of(
 def forward_backward(
     pair: Pair,
     batch: RolloutBatch,
-    request: LossRequest,
+    request: LossConfig,
     *,
     micro_batch_tokens: int = WHOLE,
     forward_logprobs_J: np.ndarray[Any, Any] | None = None,
@@ -281,7 +283,7 @@ def assert_same_report(
         assert ours == pytest.approx(theirs, abs=tolerance * scale)
 
 
-def default_divisor(request: LossRequest, batch: RolloutBatch, sums: Sums) -> float:
+def default_divisor(request: LossConfig, batch: RolloutBatch, sums: Sums) -> float:
     """What the report of one forward-backward divides its losses by."""
     counters = sums.counters
     return {
@@ -293,7 +295,7 @@ def default_divisor(request: LossRequest, batch: RolloutBatch, sums: Sums) -> fl
 
 
 def check_gradients(
-    pair: Pair, batch: RolloutBatch, request: LossRequest, *, micro_batch_tokens: int = WHOLE
+    pair: Pair, batch: RolloutBatch, request: LossConfig, *, micro_batch_tokens: int = WHOLE
 ) -> None:
     """Loss, counters and every parameter's gradient sum are the oracle's; discards both after."""
     report, sums = forward_backward(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
@@ -309,7 +311,7 @@ def check_gradients(
     pair.discard()
 
 
-def check_step(pair: Pair, optim: OptimRequest, *, divide_by: str) -> None:
+def check_step(pair: Pair, optim: OptimStepConfig, *, divide_by: str) -> None:
     """Step both windows; gradient norm and weights agree, and every weight has moved.
 
     `divide_by` is what the oracle divides by; `optim` may leave it to the loss's default.

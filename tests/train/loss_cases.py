@@ -12,19 +12,6 @@ import numpy as np
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
-    AdvantageKind,
-    CorrectionLevel,
-    CorrectionMode,
-    DivideBy,
-    LossKind,
-    LossRequest,
-    OldLogprobs,
-    OldLogprobsKind,
-    RolloutCorrection,
-    SharedTokens,
-    TokenWeight,
-)
 from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import (
@@ -39,6 +26,19 @@ from ratoon.train.loss.spec import (
     SequenceClipObjective,
 )
 from ratoon.train.loss.sums import LossSums
+from ratoon_proto.types import (
+    AdvantageKind,
+    CorrectionLevel,
+    CorrectionMode,
+    DivideBy,
+    LossConfig,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    RolloutCorrection,
+    SharedTokens,
+    TokenWeight,
+)
 from tests import builders
 
 MASK = RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.5, high=2.0)
@@ -104,4 +104,4 @@ def small_batch(**changes: Any) -> RolloutBatch:
 def resolve(
     kind: LossKind, batch: RolloutBatch, *, has_frozen: bool = False, **changes: Any
 ) -> Loss:
-    return resolve_loss(LossRequest(kind=kind, **changes), batch, has_frozen_reference=has_frozen)
+    return resolve_loss(LossConfig(kind=kind, **changes), batch, has_frozen_reference=has_frozen)

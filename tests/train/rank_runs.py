@@ -30,15 +30,14 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.train import prepare
-from ratoon.train.config import Shard
 from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.layout import load
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.planning import cpu_planner
 from ratoon.train.rank import Rank
-from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import Shard, StepReport
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer
 
 # Of a version: small models have several, for peers to write some.

@@ -9,23 +9,23 @@ import pytest
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
-    AdvantageKind,
-    CorrectionLevel,
-    CorrectionMask,
-    CorrectionMode,
-    LossKind,
-    LossRequest,
-    OldLogprobs,
-    OldLogprobsKind,
-    RolloutCorrection,
-    Staleness,
-    StalenessAction,
-)
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from ratoon.train.report.batch_sums import of_prepared
+from ratoon_proto.types import (
+    AdvantageKind,
+    CorrectionLevel,
+    CorrectionMask,
+    CorrectionMode,
+    LossConfig,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    RolloutCorrection,
+    StalenessAction,
+    StalenessConfig,
+)
 from tests import builders
 
 _GIVEN = OldLogprobs(kind=OldLogprobsKind.GIVEN)
@@ -56,7 +56,7 @@ def _batch(*versions: tuple[int | None, ...], **fields: Any) -> RolloutBatch:
 
 
 def _warnings(batch: RolloutBatch, version: int = 3, **changes: Any) -> tuple[str, ...]:
-    request = LossRequest(**({"kind": LossKind.GRPO, "old_logprobs": _GIVEN} | changes))
+    request = LossConfig(**({"kind": LossKind.GRPO, "old_logprobs": _GIVEN} | changes))
     loss = resolve_loss(request, batch, has_frozen_reference=False)
     return prepare(batch, loss, version=version, planner=cpu_planner(64)).warnings
 
@@ -104,7 +104,7 @@ def test_on_policy_of_stale_rollouts_is_counted_with_its_versions() -> None:
             text for text in _warnings(batch, **on_policy, **known) if "before version" in text
         ]
     # Dropped rollouts are not trained on.
-    staleness = Staleness(max_versions=0, action=StalenessAction.DROP)
+    staleness = StalenessConfig(max_versions=0, action=StalenessAction.DROP)
     dropped = _warnings(_batch((3, 1), (3, 3)), **on_policy, staleness=staleness)
     assert not [text for text in dropped if "before version" in text]
 
@@ -125,7 +125,7 @@ def test_a_span_of_the_future_is_counted() -> None:
 
 def test_staleness_is_of_versions_that_the_policy_has_had() -> None:
     batch = _batch((1, _LATEST), (_LATEST, _LATEST))
-    request = LossRequest(kind=LossKind.GRPO, old_logprobs=_GIVEN)
+    request = LossConfig(kind=LossKind.GRPO, old_logprobs=_GIVEN)
     loss = resolve_loss(request, batch, has_frozen_reference=False)
     sums = of_prepared(prepare(batch, loss, version=3, planner=cpu_planner(64)), 3)
     assert (sums.dated_rollouts, sums.staleness, sums.staleness_max) == (1, 2, 2)

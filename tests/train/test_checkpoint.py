@@ -15,28 +15,30 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
+from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import digest_file, seal_document, unseal_document
 from ratoon.train.checkpoint import states_name
-from ratoon.train.config import (
-    KlConfig,
-    KlKind,
-    LossKind,
-    LossRequest,
-    OptimRequest,
-    ReferenceKind,
-)
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    FullTuning,
+    KlConfig,
+    KlKind,
+    LoraTuning,
+    LossConfig,
+    LossKind,
+    OptimStepConfig,
+    ReferenceKind,
+)
 from tests import builders
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_trainer, weights_of
 
 STATES_NAME = states_name(0, 1)
-_REQUEST = LossRequest(
+_REQUEST = LossConfig(
     kind=LossKind.GRPO,
     kl=KlConfig(kind=KlKind.K3, coefficient=0.1, reference=ReferenceKind.FROZEN),
 )
@@ -50,7 +52,7 @@ def _update(trainer: Trainer, seed: int) -> None:
     batch = _batch(seed)
     loss = resolve_loss(_REQUEST, batch, has_frozen_reference=True)
     step = resolve_optim(
-        OptimRequest(learning_rate=1e-2), loss.normalisation, trainer.spec.optimizer
+        OptimStepConfig(learning_rate=1e-2), loss.normalisation, trainer.spec.optimizer
     )
     report = trainer.update(batch, loss, step, trainer.prepare(batch, loss).plan)
     assert not report.skipped

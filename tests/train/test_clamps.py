@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.config import (
+from ratoon.train.loss.compute import LossOutput, compute_loss
+from ratoon.train.loss.terms import TermColumns
+from ratoon_proto.types import (
     KlConfig,
     KlKind,
     LossKind,
@@ -22,8 +24,6 @@ from ratoon.train.config import (
     OldLogprobsKind,
     ReferenceKind,
 )
-from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.terms import TermColumns
 from tests.train.loss_cases import make_loss, summed
 from tests.train.trainer_runs import make_batch, make_step, make_trainer
 from tests.train.trainer_runs import make_loss as resolved_loss

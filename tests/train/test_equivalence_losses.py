@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.config import (
+from ratoon_proto.types import (
     AdvantageKind,
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
     KlConfig,
     KlKind,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
     OverlongFilter,
@@ -29,8 +29,8 @@ from ratoon.train.config import (
     ReferenceKind,
     RolloutCorrection,
     SharedTokens,
-    Staleness,
     StalenessAction,
+    StalenessConfig,
     TokenWeight,
 )
 from tests.equivalence import assert_close, paths_of
@@ -126,7 +126,7 @@ def test_cross_entropy(pair: Pair, has_weights: bool, micro_batch_tokens: int) -
     batch = _without_outcomes(_batch(pair, 21), 1)
     if not has_weights:
         batch = replace(batch, token_weights=None)
-    request = LossRequest(kind=LossKind.CROSS_ENTROPY, kl=_kl(KlKind.K3), entropy_coefficient=0.1)
+    request = LossConfig(kind=LossKind.CROSS_ENTROPY, kl=_kl(KlKind.K3), entropy_coefficient=0.1)
     check_gradients(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
 
 
@@ -159,7 +159,7 @@ def test_rollouts_of_two_letters(pair: Pair, kind: LossKind, shared_tokens: Shar
 def test_once_takes_tokens_from_some_paths_and_all_from_others(pair: Pair) -> None:
     """The batch of the test before is worth testing with."""
     batch = _batch(pair, 22, kinds=("flat", "tree"))
-    request = LossRequest(kind=LossKind.GRPO, shared_tokens=SharedTokens.ONCE)
+    request = LossConfig(kind=LossKind.GRPO, shared_tokens=SharedTokens.ONCE)
     remaining = select(paths_of(batch), oracle_loss(request, batch))
     paid = [int(counted.own.sum()) for counted in remaining]
     trained = [int(counted.path.mask.sum()) for counted in remaining]
@@ -170,7 +170,7 @@ def test_once_takes_tokens_from_some_paths_and_all_from_others(pair: Pair) -> No
 @pytest.mark.parametrize("reference", ReferenceKind)
 @pytest.mark.parametrize("kl_kind", KlKind)
 def test_kl(pair: Pair, kl_kind: KlKind, reference: ReferenceKind) -> None:
-    request = LossRequest(kind=LossKind.PPO_CLIP, kl=_kl(kl_kind, reference))
+    request = LossConfig(kind=LossKind.PPO_CLIP, kl=_kl(kl_kind, reference))
     check_gradients(pair, _batch(pair, 23), request, micro_batch_tokens=50)
 
 
@@ -179,14 +179,14 @@ def test_kl(pair: Pair, kl_kind: KlKind, reference: ReferenceKind) -> None:
 def test_importance_weighted_kl(pair: Pair, kl_kind: KlKind, kind: LossKind) -> None:
     """The weight is the token's ratio, of gspo too."""
     kl = replace(_kl(kl_kind), importance_weighted=True)
-    request = LossRequest(kind=kind, kl=kl, old_logprobs=GIVEN_OLD)
+    request = LossConfig(kind=kind, kl=kl, old_logprobs=GIVEN_OLD)
     check_gradients(pair, _batch(pair, 23), request, micro_batch_tokens=50)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.keys())
 @pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.GSPO, LossKind.CISPO])
 def test_rollout_correction(pair: Pair, kind: LossKind, correction: RolloutCorrection) -> None:
-    request = LossRequest(
+    request = LossConfig(
         kind=kind,
         old_logprobs=GIVEN_OLD,
         correction=correction,
@@ -208,7 +208,7 @@ def test_a_mask_alone_and_beside_a_weight_of_another_level(
         truncate = CORRECTIONS["truncate_sequence"]
     batch = _batch(pair, 24, kinds=("flat", "tree"))
     for correction in (None, truncate):
-        request = LossRequest(
+        request = LossConfig(
             kind=LossKind.GRPO,
             old_logprobs=GIVEN_OLD,
             correction=correction,
@@ -229,7 +229,7 @@ def test_tokens_of_most_entropy(
     plan = pair.trainer.plan_forward(batch)
     old = pair.trainer.forward(batch, plan, with_entropy=True, use_reference=False)
     assert old.entropy is not None
-    request = LossRequest(
+    request = LossConfig(
         kind=kind,
         old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op"),
         top_entropy_share=0.2,
@@ -256,13 +256,13 @@ def test_tokens_of_most_entropy(
 @pytest.mark.parametrize("old", [GIVEN_OLD, ON_POLICY, None])
 def test_reinforce_with_a_mask(pair: Pair, old: OldLogprobs | None) -> None:
     mask = CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.93, high=1.07)
-    request = LossRequest(kind=LossKind.REINFORCE, old_logprobs=old, correction_mask=mask)
+    request = LossConfig(kind=LossKind.REINFORCE, old_logprobs=old, correction_mask=mask)
     check_gradients(pair, _batch(pair, 25), request)
 
 
 @pytest.mark.parametrize("old", [GIVEN_OLD, ON_POLICY, None])
 def test_reinforce_with_rollout_correction(pair: Pair, old: OldLogprobs | None) -> None:
-    request = LossRequest(
+    request = LossConfig(
         kind=LossKind.REINFORCE, old_logprobs=old, correction=CORRECTIONS["truncate_token"]
     )
     check_gradients(pair, _batch(pair, 25), request)
@@ -270,25 +270,25 @@ def test_reinforce_with_rollout_correction(pair: Pair, old: OldLogprobs | None) 
 
 @pytest.mark.parametrize("kind", CLIPPED)
 def test_dual_clip(pair: Pair, kind: LossKind) -> None:
-    request = LossRequest(kind=kind, dual_clip=1.3)
+    request = LossConfig(kind=kind, dual_clip=1.3)
     check_gradients(pair, _batch(pair, 26, noise=0.6), request)
 
 
 @pytest.mark.parametrize("kind", WITH_RATIO)
 def test_on_policy(pair: Pair, kind: LossKind) -> None:
     """Old log-probs are the current ones: every ratio is 1 and has a gradient."""
-    request = LossRequest(kind=kind, old_logprobs=ON_POLICY)
+    request = LossConfig(kind=kind, old_logprobs=ON_POLICY)
     check_gradients(pair, _batch(pair, 27), request)
 
 
 def test_sapo_with_other_temperatures(pair: Pair) -> None:
-    request = LossRequest(kind=LossKind.SAPO, tau_positive=3.0, tau_negative=0.5)
+    request = LossConfig(kind=LossKind.SAPO, tau_positive=3.0, tau_negative=0.5)
     check_gradients(pair, _batch(pair, 26, noise=0.6), request, micro_batch_tokens=30)
 
 
 @pytest.mark.parametrize("bound", [0.005, 0.05])
 def test_ipo_with_other_bounds(pair: Pair, bound: float) -> None:
-    request = LossRequest(kind=LossKind.IPO, clip_low=bound, clip_high=2 * bound)
+    request = LossConfig(kind=LossKind.IPO, clip_low=bound, clip_high=2 * bound)
     check_gradients(pair, _batch(pair, 26, noise=0.6), request, micro_batch_tokens=30)
 
 
@@ -301,7 +301,7 @@ def test_other_clips(pair: Pair, kind: LossKind) -> None:
 @pytest.mark.parametrize("token_weight", TokenWeight)
 @pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.DAPO, LossKind.REINFORCE])
 def test_token_weights(pair: Pair, kind: LossKind, token_weight: TokenWeight) -> None:
-    request = LossRequest(kind=kind, token_weight=token_weight, entropy_coefficient=0.1)
+    request = LossConfig(kind=kind, token_weight=token_weight, entropy_coefficient=0.1)
     check_gradients(pair, _batch(pair, 29), request, micro_batch_tokens=1)
 
 
@@ -309,7 +309,7 @@ def test_token_weights(pair: Pair, kind: LossKind, token_weight: TokenWeight) ->
 def test_advantages_of_rewards(pair: Pair, advantage: AdvantageKind) -> None:
     """Rewards, some of them equal in a whole group."""
     batch = _batch(pair, 30, outcome="reward")
-    request = LossRequest(kind=LossKind.GRPO, advantage=advantage)
+    request = LossConfig(kind=LossKind.GRPO, advantage=advantage)
     check_gradients(pair, _with_flat_group(batch), request, micro_batch_tokens=1)
 
 
@@ -318,19 +318,19 @@ def test_advantages_of_rewards(pair: Pair, advantage: AdvantageKind) -> None:
 def test_zero_variance_groups(pair: Pair, kind: LossKind, is_dropped: bool | None) -> None:
     """Dropped for dapo and where asked: what they count is counted where they stay."""
     batch = _with_flat_group(_batch(pair, 31, outcome="reward"))
-    request = LossRequest(kind=kind, drop_zero_variance_groups=is_dropped, kl=_kl(KlKind.K2))
+    request = LossConfig(kind=kind, drop_zero_variance_groups=is_dropped, kl=_kl(KlKind.K2))
     check_gradients(pair, batch, request, micro_batch_tokens=50)
 
 
 def test_overlong_filter(pair: Pair) -> None:
     """Truncated rollouts are in the group's mean, then go."""
     batch = _with_truncated(_batch(pair, 32, outcome="reward"))
-    request = LossRequest(kind=LossKind.DAPO, overlong=OverlongFilter())
+    request = LossConfig(kind=LossKind.DAPO, overlong=OverlongFilter())
     check_gradients(pair, batch, request, micro_batch_tokens=50)
 
 
 def test_overlong_penalty(pair: Pair) -> None:
-    request = LossRequest(
+    request = LossConfig(
         kind=LossKind.DAPO, overlong=OverlongPenalty(max_tokens=8, buffer_tokens=5, scale=2.0)
     )
     check_gradients(pair, _batch(pair, 33, outcome="reward"), request)
@@ -340,7 +340,7 @@ def test_zero_variance_is_that_of_rewards_without_penalty(pair: Pair) -> None:
     """As the paper filters by accuracy: a group told apart by length alone is dropped."""
     batch = _with_flat_group(_batch(pair, 35, outcome="reward"))
     rule = OverlongPenalty(max_tokens=8, buffer_tokens=7, scale=1.0)
-    check_gradients(pair, batch, LossRequest(kind=LossKind.DAPO, overlong=rule))
+    check_gradients(pair, batch, LossConfig(kind=LossKind.DAPO, overlong=rule))
 
 
 @pytest.mark.parametrize("shared_tokens", SharedTokens)
@@ -349,10 +349,10 @@ def test_stale_rollouts_are_dropped(pair: Pair, shared_tokens: SharedTokens) -> 
     batch = _batch(pair, 34, outcome="reward", policy_version=0)
     pair.trainer.version = pair.oracle.version = 5
     versions = np.where(np.arange(batch.num_sequences) % 3 == 0, 2, 4)
-    request = LossRequest(
+    request = LossConfig(
         kind=LossKind.GRPO,
         shared_tokens=shared_tokens,
-        staleness=Staleness(max_versions=1, action=StalenessAction.DROP),
+        staleness=StalenessConfig(max_versions=1, action=StalenessAction.DROP),
     )
     check_gradients(pair, replace(batch, policy_version=versions.astype(np.int64)), request)
     pair.trainer.version = pair.oracle.version = 0

@@ -17,12 +17,12 @@ import torch
 from ratoon.rollout.pack import pack
 from ratoon.rollout.selection import trained_mask
 from ratoon.train import batch_loss, prepare
-from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind
 from ratoon.train.loss import row_loss
 from ratoon.train.loss.compute import compute_loss
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
 from ratoon_kernels import build_layout
+from ratoon_proto.types import KlConfig, KlKind, LossKind, ReferenceKind
 from tests.equivalence import assert_close
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (

@@ -15,12 +15,12 @@ import pytest
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
+from ratoon_proto.types import (
     KlConfig,
     KlKind,
+    LossConfig,
     LossKind,
-    LossRequest,
-    OptimRequest,
+    OptimStepConfig,
     ReferenceKind,
     SharedTokens,
 )
@@ -99,12 +99,12 @@ def _batch(
 
 
 def _step(
-    pair: Pair, batch: RolloutBatch, request: LossRequest, *, micro_batch_tokens: int
+    pair: Pair, batch: RolloutBatch, request: LossConfig, *, micro_batch_tokens: int
 ) -> float:
     """One checked step; returns the token reduction."""
     report, _ = forward_backward(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
     assert_close(pair.gradient_errors(), pair.tolerance)
-    optim = OptimRequest(learning_rate=1e-2, max_grad_norm=1.0)
+    optim = OptimStepConfig(learning_rate=1e-2, max_grad_norm=1.0)
     check_step(pair, optim, divide_by=oracle_loss(request, batch).divide_by)
     assert report.token_reduction is not None
     return report.token_reduction
@@ -116,8 +116,8 @@ def test_gsm8k_three_steps(
 ) -> None:
     """Four problems a step, one loss a step, in one to several micro-batches."""
     requests = [
-        LossRequest(kind=LossKind.GRPO, kl=FROZEN),
-        LossRequest(kind=LossKind.DAPO, entropy_coefficient=0.01),
+        LossConfig(kind=LossKind.GRPO, kl=FROZEN),
+        LossConfig(kind=LossKind.DAPO, entropy_coefficient=0.01),
         make_request(LossKind.GSPO, shared_tokens=SharedTokens.ONCE),
     ]
     for step, request in enumerate(requests):
@@ -135,7 +135,7 @@ def test_airline_three_steps(pair: Pair, airline_groups: tuple[RecordedGroup, ..
     lengths = np.diff(batch.response_offsets)
     assert lengths.max() == LIMIT_TOKENS - SYSTEM_TOKENS
     assert (lengths == lengths.max()).sum() == 10
-    request = LossRequest(kind=LossKind.GRPO, kl=FROZEN)
+    request = LossConfig(kind=LossKind.GRPO, kl=FROZEN)
     reduction = _step(pair, batch, request, micro_batch_tokens=WHOLE)
     # The system prompt is there once, for three groups of four, and the four of a task share more.
     num_replicated = lengths.sum() + len(lengths) * SYSTEM_TOKENS
@@ -154,5 +154,5 @@ def test_airline_uncut(pair: Pair, airline_groups: tuple[RecordedGroup, ...]) ->
     batch = _batch(pair, airline_groups[1:2], seed=0)
     assert batch.prompt_offsets[-1] == 6155
     assert np.diff(batch.response_offsets).max() > 5000
-    request = LossRequest(kind=LossKind.GRPO, kl=FROZEN, entropy_coefficient=0.01)
+    request = LossConfig(kind=LossKind.GRPO, kl=FROZEN, entropy_coefficient=0.01)
     assert _step(pair, batch, request, micro_batch_tokens=WHOLE) > 1.5

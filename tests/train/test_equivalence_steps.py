@@ -14,23 +14,25 @@ import pytest
 import torch
 
 from ratoon.errors import RatoonError
-from ratoon.model.spec import FullTuning, LoraTuning, ModelDtype
+from ratoon.model.spec import ModelDtype
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
     DivideBy,
+    FullTuning,
     KlConfig,
     KlKind,
+    LoraTuning,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
-    OptimRequest,
+    OptimStepConfig,
     ReferenceKind,
     SharedTokens,
     TokenWeight,
 )
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
-from ratoon.train.trainer import Trainer
 from tests.builders import limits, random_groups
 from tests.equivalence import assert_close, paths_of, relative_error
 from tests.oracle import hf
@@ -54,12 +56,12 @@ LORA_ATTENTION = LoraTuning(
     rank=3, alpha=6.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")
 )
 FROZEN_K3 = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
-GRPO = LossRequest(kind=LossKind.GRPO, kl=FROZEN_K3, entropy_coefficient=0.01)
+GRPO = LossConfig(kind=LossKind.GRPO, kl=FROZEN_K3, entropy_coefficient=0.01)
 # Clipping and weight decay change from step to step.
 STEPS = (
-    OptimRequest(learning_rate=1e-2, max_grad_norm=0.05),
-    OptimRequest(learning_rate=2e-2, weight_decay=0.3),
-    OptimRequest(learning_rate=5e-3, max_grad_norm=1e6, weight_decay=0.0),
+    OptimStepConfig(learning_rate=1e-2, max_grad_norm=0.05),
+    OptimStepConfig(learning_rate=2e-2, weight_decay=0.3),
+    OptimStepConfig(learning_rate=5e-3, max_grad_norm=1e6, weight_decay=0.0),
 )
 
 
@@ -73,7 +75,7 @@ def _pair(
     return make_pair(folder, scratch=root / "adapter", tuning=tuning, dtype=dtype)
 
 
-def _three_steps(pair: Pair, request: LossRequest = GRPO, *, micro_batch_tokens: int = 60) -> None:
+def _three_steps(pair: Pair, request: LossConfig = GRPO, *, micro_batch_tokens: int = 60) -> None:
     for seed, optim in enumerate(STEPS):
         batch = random_batch_near(pair, seed)
         forward_backward(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
@@ -107,7 +109,7 @@ def test_three_steps_in_float32(tmp_path: Path) -> None:
         forward_backward(pair, batch, GRPO, micro_batch_tokens=60)
         if seed == 0:
             assert_close(pair.gradient_errors(), pair.tolerance)
-        check_step(pair, OptimRequest(learning_rate=1e-3), divide_by="sequences")
+        check_step(pair, OptimStepConfig(learning_rate=1e-3), divide_by="sequences")
 
 
 @pytest.mark.parametrize("divide_by", DivideBy)
@@ -119,13 +121,13 @@ def test_normalisations(tmp_path: Path, token_weight: TokenWeight, divide_by: Di
     it is Dr. GRPO.
     """
     pair = _pair(tmp_path)
-    request = LossRequest(kind=LossKind.PPO_CLIP, token_weight=token_weight)
+    request = LossConfig(kind=LossKind.PPO_CLIP, token_weight=token_weight)
     constant = 37.5 if divide_by is DivideBy.CONSTANT else None
     for seed in range(3):
         for part in range(2):
             batch = random_batch_near(pair, 10 * seed + part, num_groups=3)
             forward_backward(pair, batch, request, micro_batch_tokens=40)
-        optim = OptimRequest(
+        optim = OptimStepConfig(
             learning_rate=1e-2, divide_by=divide_by, divide_constant=constant, max_grad_norm=0.4
         )
         if (token_weight, divide_by) == (TokenWeight.PER_SEQUENCE, DivideBy.TOKENS):
@@ -152,7 +154,7 @@ def test_groups_cut_into_calls_do_not_matter(
 ) -> None:
     """A group whose rollouts come in several ForwardBackwards is one group of the window."""
     pair = _pair(tmp_path)
-    request = LossRequest(kind=LossKind.GRPO, kl=FROZEN_K3)
+    request = LossConfig(kind=LossKind.GRPO, kl=FROZEN_K3)
     for seed in range(3):
         rng = np.random.default_rng(seed)
         groups = random_groups(
@@ -169,7 +171,7 @@ def test_groups_cut_into_calls_do_not_matter(
         ]
         pair.oracle.forward_backward(paths, oracle_loss(request, whole))
         assert_close(pair.gradient_errors(), pair.tolerance)
-        optim = OptimRequest(learning_rate=1e-2, divide_by=divide_by)
+        optim = OptimStepConfig(learning_rate=1e-2, divide_by=divide_by)
         check_step(pair, optim, divide_by=str(divide_by))
 
 
@@ -192,7 +194,7 @@ def test_sibling_order_does_not_matter(tmp_path: Path, kind: LossKind) -> None:
         assert_close(pair.gradient_errors(), pair.tolerance)
         check_step(
             pair,
-            OptimRequest(learning_rate=1e-2),
+            OptimStepConfig(learning_rate=1e-2),
             divide_by=oracle_loss(request, batch).divide_by,
         )
 
@@ -217,7 +219,7 @@ def test_four_updates_reuse_one_forward(
         (old.entropy, torch.cat([entropy for _, entropy in own])),
     ):
         assert relative_error(torch.as_tensor(got), expected * mask) <= pair.tolerance
-    request = LossRequest(
+    request = LossConfig(
         kind=kind,
         kl=FROZEN_K3,
         old_logprobs=OldLogprobs(
@@ -229,7 +231,7 @@ def test_four_updates_reuse_one_forward(
         for path, (logprob, _) in zip(paths_of(batch), own, strict=True)
     ]
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    optim = OptimRequest(learning_rate=2e-2, max_grad_norm=1.0)
+    optim = OptimStepConfig(learning_rate=2e-2, max_grad_norm=1.0)
     ratios: list[float] = []
     for _ in range(4):
         plan = trainer.prepare(batch, loss).plan

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import LossKind
+from ratoon_proto.types import LossKind
 from tests import builders
 from tests.train.bf16_runs import (
     FORESTS,

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
-from ratoon.train.config import AdamWConfig, OptimizerStates, ParallelLayout, Shard
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
+from ratoon.train.config import OptimizerStates
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import AdamWConfig, FullTuning, ParallelLayout, Shard
 from tests.train.rank_runs import REPEATABLE, ranked, update_over
 from tests.train.trainer_runs import make_batch, make_loss, make_step
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ratoon.model.offload import HostOffload
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.model.stage_plan import least_plan
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
@@ -21,9 +21,9 @@ from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import AdamWConfig, LossKind
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import AdamWConfig, FullTuning, LossKind
 from tests import builders
 from tests.train.bf16_runs import one_prompt
 from tests.train.trainer_runs import make_loss

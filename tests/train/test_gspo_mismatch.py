@@ -10,11 +10,11 @@ import torch
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import LossKind, LossRequest, OldLogprobs, OldLogprobsKind
 from ratoon.train.loss.compute import LossOutput, compute_loss
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.terms import TermColumns
 from ratoon.train.loss.warnings import sum_warnings
+from ratoon_proto.types import LossConfig, LossKind, OldLogprobs, OldLogprobsKind
 from tests import builders
 from tests.train.loss_cases import make_loss, summed
 
@@ -70,12 +70,12 @@ def test_gspo_does_not_take_the_samplers_log_probs_by_default() -> None:
     groups = [builders.group([5], [rollout, rollout])]
     batch = validate_groups(groups, builders.limits())
     with pytest.raises(RatoonError) as caught:
-        resolve_loss(LossRequest(kind=LossKind.GSPO), batch, has_frozen_reference=False)
+        resolve_loss(LossConfig(kind=LossKind.GSPO), batch, has_frozen_reference=False)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     assert caught.value.field == "loss.old_logprobs"
     assert "from_forward" in caught.value.message
     assert "correction" in caught.value.message
     for kind in (OldLogprobsKind.SAMPLER, OldLogprobsKind.ON_POLICY):
-        request = LossRequest(kind=LossKind.GSPO, old_logprobs=OldLogprobs(kind=kind))
+        request = LossConfig(kind=LossKind.GSPO, old_logprobs=OldLogprobs(kind=kind))
         loss = resolve_loss(request, batch, has_frozen_reference=False)
         assert loss.old_logprobs == OldLogprobs(kind=kind)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
-from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
+from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
 from ratoon.train.config import OptimizerStates
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import LoraTuning
 from tests.tiny_models import ARCHITECTURES, write_folder
 from tests.train.optimizer_runs import masters_of, moments_of
 from tests.train.trainer_runs import (

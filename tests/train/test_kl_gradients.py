@@ -11,20 +11,20 @@ from torch import Tensor
 
 from ratoon.errors import RatoonError
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
-    KlConfig,
-    KlKind,
-    LossKind,
-    LossRequest,
-    OldLogprobs,
-    OldLogprobsKind,
-    ReferenceKind,
-)
 from ratoon.train.loss.compute import compute_loss
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.terms import TermColumns
 from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
+from ratoon_proto.types import (
+    KlConfig,
+    KlKind,
+    LossConfig,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    ReferenceKind,
+)
 from tests import builders
 from tests.train.loss_cases import make_loss, summed
 
@@ -133,7 +133,7 @@ def _resolve(kind: LossKind, kl: KlConfig, **changes: Any) -> tuple[str, ...]:
         reward=1.0,
     )
     batch = validate_groups([builders.group([5], [rollout, rollout])], builders.limits())
-    loss = resolve_loss(LossRequest(kind=kind, kl=kl, **changes), batch, has_frozen_reference=False)
+    loss = resolve_loss(LossConfig(kind=kind, kl=kl, **changes), batch, has_frozen_reference=False)
     return prepare(batch, loss, version=0, planner=cpu_planner(100)).warnings
 
 

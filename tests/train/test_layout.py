@@ -13,12 +13,13 @@ from torch import nn
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.loader import placed_bytes, read_model
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
-from ratoon.train.config import OptimizerStates, ParallelLayout, Shard
+from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
+from ratoon.train.config import OptimizerStates
 from ratoon.train.copies import Copies
 from ratoon.train.layout import Layout, choose_layout, load
 from ratoon.train.numerics import free_bytes
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import LoraTuning, ParallelLayout, Shard
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_trainer
 

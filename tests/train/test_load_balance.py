@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import FolderBase, LoraTuning
+from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
-from ratoon.train.config import LossKind, LossRequest, SharedTokens, TokenWeight
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
+from ratoon_proto.types import LoraTuning, LossConfig, LossKind, SharedTokens, TokenWeight
 from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import write_folder
@@ -36,15 +36,15 @@ from tests.train.trainer_runs import make_batch, make_step, make_trainer
 
 COEFFICIENT = 0.75
 REQUESTS = {
-    "of_tokens": LossRequest(kind=LossKind.REINFORCE),
-    "of_sequences": LossRequest(kind=LossKind.REINFORCE, token_weight=TokenWeight.PER_SEQUENCE),
-    "of_whole_sequences": LossRequest(kind=LossKind.REINFORCE, shared_tokens=SharedTokens.ONCE),
+    "of_tokens": LossConfig(kind=LossKind.REINFORCE),
+    "of_sequences": LossConfig(kind=LossKind.REINFORCE, token_weight=TokenWeight.PER_SEQUENCE),
+    "of_whole_sequences": LossConfig(kind=LossKind.REINFORCE, shared_tokens=SharedTokens.ONCE),
 }
 # At once, cut, and in stages of one node, or few, each.
 CUTS = [(WHOLE, DEFAULT_COSTS), (40, DEFAULT_COSTS), (16, EAGER), (1, EAGER)]
 
 
-def _loss(request: LossRequest, batch: RolloutBatch) -> Loss:
+def _loss(request: LossConfig, batch: RolloutBatch) -> Loss:
     request = replace(request, router_aux_loss_coefficient=COEFFICIENT)
     return resolve_loss(request, batch, has_frozen_reference=True)
 
@@ -71,7 +71,7 @@ def _balance_alone(model: nn.Module, batch: RolloutBatch, weight_S: list[float])
     return total
 
 
-def _weights(request: LossRequest, batch: RolloutBatch) -> list[float]:
+def _weights(request: LossConfig, batch: RolloutBatch) -> list[float]:
     """w_s by the definition; a token that is counted once is the first rollout's that has it."""
     seen: set[tuple[float, tuple[int, ...]]] = set()
     weights: list[float] = []

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.train.config import (
+from ratoon.train.loss.compute import LossOutput, compute_loss
+from ratoon.train.loss.spec import LOSS_DEFAULTS, CispoObjective, ClipObjective, IpoObjective, Loss
+from ratoon.train.loss.sums import LossSums
+from ratoon.train.loss.terms import TermColumns
+from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
@@ -20,10 +24,6 @@ from ratoon.train.config import (
     RolloutCorrection,
     TokenWeight,
 )
-from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.spec import LOSS_DEFAULTS, CispoObjective, ClipObjective, IpoObjective, Loss
-from ratoon.train.loss.sums import LossSums
-from ratoon.train.loss.terms import TermColumns
 from tests.oracle.advantages import Counted
 from tests.oracle.losses import path_loss
 from tests.oracle.losses_numpy import path_value

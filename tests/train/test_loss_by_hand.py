@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.train.config import (
+from ratoon.train.loss.compute import LossOutput, compute_loss
+from ratoon.train.loss.spec import CispoObjective, ClipObjective, IpoObjective, SapoObjective
+from ratoon.train.loss.terms import TermColumns
+from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
@@ -18,9 +21,6 @@ from ratoon.train.config import (
     ReferenceKind,
     RolloutCorrection,
 )
-from ratoon.train.loss.compute import LossOutput, compute_loss
-from ratoon.train.loss.spec import CispoObjective, ClipObjective, IpoObjective, SapoObjective
-from ratoon.train.loss.terms import TermColumns
 from tests.train.loss_cases import make_loss, summed
 
 

@@ -7,7 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from ratoon.train.config import (
+from ratoon.train.loss.spec import (
+    CispoObjective,
+    ClipObjective,
+    IpoObjective,
+    LinearObjective,
+    Objective,
+    SapoObjective,
+    SequenceClipObjective,
+)
+from ratoon_proto.types import (
     AdvantageKind,
     DivideBy,
     KlConfig,
@@ -17,18 +26,9 @@ from ratoon.train.config import (
     OldLogprobsKind,
     OverlongFilter,
     ReferenceKind,
-    Staleness,
     StalenessAction,
+    StalenessConfig,
     TokenWeight,
-)
-from ratoon.train.loss.spec import (
-    CispoObjective,
-    ClipObjective,
-    IpoObjective,
-    LinearObjective,
-    Objective,
-    SapoObjective,
-    SequenceClipObjective,
 )
 from tests.train.loss_cases import GIVEN_OLD, MASK, resolve, small_batch
 
@@ -159,7 +159,7 @@ def test_explicit_options_are_kept() -> None:
         overlong=OverlongFilter(),
         drop_zero_variance_groups=True,
         kl=KlConfig(kind=KlKind.K2, coefficient=0.1, reference=ReferenceKind.GIVEN),
-        staleness=Staleness(max_versions=0, action=StalenessAction.DROP),
+        staleness=StalenessConfig(max_versions=0, action=StalenessAction.DROP),
     )
     assert loss.objective == ClipObjective(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
     assert loss.advantage is AdvantageKind.LEAVE_ONE_OUT
@@ -170,4 +170,4 @@ def test_explicit_options_are_kept() -> None:
     assert loss.drop_zero_variance_groups
     assert loss.kl is not None
     assert loss.kl.kind is KlKind.K2
-    assert loss.staleness == Staleness(max_versions=0, action=StalenessAction.DROP)
+    assert loss.staleness == StalenessConfig(max_versions=0, action=StalenessAction.DROP)

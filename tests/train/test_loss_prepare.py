@@ -13,25 +13,25 @@ from numpy.typing import NDArray
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.planning import cpu_planner
+from ratoon.train.prepare import Prepared, keep_top_entropy, prepare, prepare_planned
+from ratoon_proto.types import (
     AdvantageKind,
     KlConfig,
     KlKind,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
     ReferenceKind,
     SharedTokens,
-    Staleness,
     StalenessAction,
+    StalenessConfig,
     TokenWeight,
 )
-from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.planning import cpu_planner
-from ratoon.train.prepare import Prepared, keep_top_entropy, prepare, prepare_planned
 from tests import builders
 
 _ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
@@ -41,7 +41,7 @@ def _prepare(
     batch: RolloutBatch, *, version: int = 0, tokens: int = 64, **changes: Any
 ) -> Prepared:
     fields: dict[str, Any] = {"kind": LossKind.PPO_CLIP, "old_logprobs": _ON_POLICY}
-    loss = resolve_loss(LossRequest(**(fields | changes)), batch, has_frozen_reference=True)
+    loss = resolve_loss(LossConfig(**(fields | changes)), batch, has_frozen_reference=True)
     return prepare(batch, loss, version=version, planner=cpu_planner(tokens))
 
 
@@ -119,7 +119,7 @@ def test_overlong_penalty_is_in_the_reward_before_advantages() -> None:
 def test_staleness_drops_or_refuses() -> None:
     rollouts = [builders.rollout([n, 1], reward=float(n), policy_version=n) for n in range(4)]
     batch = validate_groups([builders.group([9], rollouts)], builders.limits())
-    drop = Staleness(max_versions=1, action=StalenessAction.DROP)
+    drop = StalenessConfig(max_versions=1, action=StalenessAction.DROP)
     prepared = _prepare(batch, version=3, staleness=drop)
     assert prepared.selection.kept_S.tolist() == [False, False, True, True]
     assert prepared.selection.dropped_stale == 2

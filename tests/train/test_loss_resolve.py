@@ -11,7 +11,7 @@ import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.raw import SamplerLogprobsKind
-from ratoon.train.config import (
+from ratoon_proto.types import (
     AdvantageKind,
     CorrectionLevel,
     CorrectionMask,
@@ -23,8 +23,8 @@ from ratoon.train.config import (
     OldLogprobsKind,
     OverlongPenalty,
     ReferenceKind,
-    Staleness,
     StalenessAction,
+    StalenessConfig,
 )
 from tests.train.loss_cases import GIVEN_OLD, MASK, resolve, small_batch
 
@@ -218,13 +218,13 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
         (
             LossKind.GRPO,
             {},
-            {"staleness": Staleness(max_versions=-1, action=StalenessAction.DROP)},
+            {"staleness": StalenessConfig(max_versions=-1, action=StalenessAction.DROP)},
             "loss.staleness.max_versions",
         ),
         (
             LossKind.GRPO,
             {"policy_version": None},
-            {"staleness": Staleness(max_versions=1, action=StalenessAction.DROP)},
+            {"staleness": StalenessConfig(max_versions=1, action=StalenessAction.DROP)},
             "groups[0].rollouts[0].policy_version",
         ),
     ],

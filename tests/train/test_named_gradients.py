@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
-from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
+from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import LoraTuning
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import (
     assert_equal,

@@ -8,14 +8,14 @@ import pytest
 
 from ratoon.model.activation_plan import max_tokens
 from ratoon.model.device_costs import H200_RATES
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train import rank
-from ratoon.train.config import AdamWConfig
 from ratoon.train.planning import cpu_planner
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import AdamWConfig, FullTuning
 from tests.train.rank_runs import ranked, sequences_of
 from tests.train.trainer_runs import assert_close, make_batch, make_loss, make_step, weights_of
 

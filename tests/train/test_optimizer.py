@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ratoon.train.config import AdamWConfig
 from ratoon.train.loss.spec import NoDivisor, OptimStep
 from ratoon.train.optim.adamw import MasterAdamW, global_norm
 from ratoon.train.optim.gradients import GradientSums
+from ratoon_proto.types import AdamWConfig
 
 _CONFIG = AdamWConfig(beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.02)
 

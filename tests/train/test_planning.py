@@ -22,7 +22,6 @@ from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.rollout.sharing import planned_prefixes
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.config import LossKind, ParallelLayout, SharedTokens
 from ratoon.train.planning import (
     CPU_TOKENS,
     Planner,
@@ -30,6 +29,7 @@ from ratoon.train.planning import (
     device_planner,
     group_sizes,
 )
+from ratoon_proto.types import LossKind, ParallelLayout, SharedTokens
 from tests.builders import group, limits, rollout
 from tests.model.test_activation_plan import QWEN3_8B
 from tests.train.trainer_runs import (

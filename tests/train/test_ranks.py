@@ -15,16 +15,24 @@ from ratoon.model import safetensors_files
 from ratoon.model.export import export_weights
 from ratoon.model.layer_shards import RING, LayerShards
 from ratoon.model.parts import Part, parts_of, shared_out
-from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
+from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
 from ratoon.rollout.plan import make_plan
-from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
-from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, ParallelLayout, Shard
+from ratoon.train.config import OptimizerStates
 from ratoon.train.copies import Copies
 from ratoon.train.layout import load
 from ratoon.train.numerics import device_model
-from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    LoraTuning,
+    LossKind,
+    NumericsGuard,
+    ParallelLayout,
+    Shard,
+    SkipReason,
+    StepReport,
+    WeightKind,
+)
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
 from tests.train.rank_runs import (

@@ -17,13 +17,13 @@ import torch
 
 from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.device_costs import H100_RATES, H200_RATES, KNOWN_RATES, DeviceRates
-from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.stream.files import seal_document
 from ratoon.train import measured_rates, rates
-from ratoon.train.config import AdamWConfig
 from ratoon.train.measured_rates import SHAPE, Attention, Shape, measure_rates
 from ratoon.train.rates import kept_rates, rates_of
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import AdamWConfig, FullTuning
 
 CPU = torch.device("cpu")
 BEST = Attention(backend="", deterministic=True)

@@ -15,23 +15,23 @@ from numpy.typing import NDArray
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.config import (
+from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.planning import cpu_planner
+from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
-    OptimRequest,
+    OptimStepConfig,
     OverlongFilter,
     OverlongPenalty,
     RolloutCorrection,
     SharedTokens,
+    StepReport,
 )
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
-from ratoon.train.planning import cpu_planner
-from ratoon.train.report.step_report import StepReport
 from tests.builders import Outcome, limits, random_groups
 from tests.equivalence import near_policy, paths_of
 from tests.oracle import hf
@@ -134,7 +134,7 @@ def _logprobs(pair: Pair, paths: Sequence[Path]) -> list[NDArray[np.float64]]:
     return [_ALONE[key] for key in keys]
 
 
-def _run(pair: Pair, batch: RolloutBatch, request: LossRequest, tokens: int = WHOLE) -> StepReport:
+def _run(pair: Pair, batch: RolloutBatch, request: LossConfig, tokens: int = WHOLE) -> StepReport:
     """One forward-backward in micro-batches of so many packed tokens."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
     plan = prepare.prepare(batch, loss, version=0, planner=cpu_planner(tokens)).plan
@@ -142,7 +142,7 @@ def _run(pair: Pair, batch: RolloutBatch, request: LossRequest, tokens: int = WH
 
 
 def _expected(
-    pair: Pair, batches: Sequence[RolloutBatch], request: LossRequest
+    pair: Pair, batches: Sequence[RolloutBatch], request: LossConfig
 ) -> dict[str, float | None]:
     paths = [path for batch in batches for path in paths_of(batch)]
     return figures(paths, _logprobs(pair, paths), oracle_loss(request, batches[0]))
@@ -165,7 +165,7 @@ def _assert_figures(report: StepReport, expected: dict[str, float | None]) -> No
 @pytest.mark.parametrize("name", REQUESTS)
 def test_figures_are_those_of_each_rollout_alone(pair: Pair, name: str, seed: int) -> None:
     """Red before: a report had no such fields, and the maximum alone of the ratio."""
-    request, batch = LossRequest(**REQUESTS[name]), _batch(pair, seed)
+    request, batch = LossConfig(**REQUESTS[name]), _batch(pair, seed)
     expected = _expected(pair, [batch], request)
     reports: list[StepReport] = []
     for tokens in (WHOLE, 50, 1):
@@ -183,7 +183,7 @@ def test_figures_are_those_of_each_rollout_alone(pair: Pair, name: str, seed: in
 def test_cases_reach_what_they_are_for(pair: Pair) -> None:
     """No oracle above compares nothing but zeros."""
     found = {
-        name: _expected(pair, [_batch(pair, 0)], LossRequest(**fields))
+        name: _expected(pair, [_batch(pair, 0)], LossConfig(**fields))
         for name, fields in REQUESTS.items()
     }
 
@@ -210,7 +210,7 @@ def test_cases_reach_what_they_are_for(pair: Pair) -> None:
 
 def test_cross_entropy_has_neither_advantage_nor_ratio(pair: Pair) -> None:
     batch = replace(_batch(pair, 3, outcome="advantages"), advantages=None)
-    request = LossRequest(kind=LossKind.CROSS_ENTROPY)
+    request = LossConfig(kind=LossKind.CROSS_ENTROPY)
     report = _run(pair, batch, request)
     _assert_figures(report, _expected(pair, [batch], request))
 
@@ -218,7 +218,7 @@ def test_cross_entropy_has_neither_advantage_nor_ratio(pair: Pair) -> None:
 @pytest.mark.parametrize("outcome", ["reward", "advantages"])
 def test_report_of_a_step_is_of_its_whole_window(pair: Pair, outcome: Outcome) -> None:
     """Red before: an OptimStep after several ForwardBackwards had no reward and no counters."""
-    request = LossRequest(kind=LossKind.GRPO, dual_clip=1.25)
+    request = LossConfig(kind=LossKind.GRPO, dual_clip=1.25)
     parts = [_batch(pair, seed, outcome) for seed in (4, 5, 6)]
     # Each call has groups of its own.
     parts = [
@@ -227,7 +227,7 @@ def test_report_of_a_step_is_of_its_whole_window(pair: Pair, outcome: Outcome) -
     ]
     for part in parts:
         _run(pair, part, request, 50)
-    step = resolve_optim(OptimRequest(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
+    step = resolve_optim(OptimStepConfig(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
     report = pair.trainer.optim_step(step)
     _assert_figures(report, _expected(pair, parts, request))
     paths = [path for part in parts for path in paths_of(part)]
@@ -244,7 +244,7 @@ def test_mask_that_leaves_no_token_warns(pair: Pair, level: CorrectionLevel) -> 
     assert batch.sampler_logprobs is not None
     far = replace(batch, old_logprobs=np.minimum(batch.sampler_logprobs - 9.0, 0.0))
     rule = _correction(CorrectionMode.MASK, level, 1.15)
-    request = LossRequest(kind=LossKind.GRPO, old_logprobs=GIVEN_OLD, correction=rule)
+    request = LossConfig(kind=LossKind.GRPO, old_logprobs=GIVEN_OLD, correction=rule)
     masked = _run(pair, far, request, 50)
     assert masked.correction_masked_fraction == 1.0
     assert (masked.correction_weight_mean, masked.correction_ess_fraction) == (0.0, 0.0)
@@ -252,7 +252,7 @@ def test_mask_that_leaves_no_token_warns(pair: Pair, level: CorrectionLevel) -> 
     assert [text for text in masked.warnings if "leave none of" in text]
     # Something else of the window is left: its step has no such warning.
     assert not [text for text in _run(pair, batch, request).warnings if "masks" in text]
-    step = resolve_optim(OptimRequest(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
+    step = resolve_optim(OptimStepConfig(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
     report = pair.trainer.optim_step(step)
     assert report.correction_weight_mean
     assert not [text for text in report.warnings if "masks" in text]
@@ -263,7 +263,7 @@ def test_mask_that_leaves_no_token_warns(pair: Pair, level: CorrectionLevel) -> 
 
 def test_gradient_norms_of_tensors_are_of_what_the_step_takes(pair: Pair) -> None:
     """After division, before clipping; squares of norms add up to that of the whole norm."""
-    batch, request = _batch(pair, 8), LossRequest(kind=LossKind.GRPO)
+    batch, request = _batch(pair, 8), LossConfig(kind=LossKind.GRPO)
     for _ in range(2):
         _run(pair, batch, request, 50)
     gradients = {name: gradient.clone() for name, gradient in pair.gradients().items()}
@@ -271,7 +271,7 @@ def test_gradient_norms_of_tensors_are_of_what_the_step_takes(pair: Pair) -> Non
     pair.discard()
     for _ in range(2):
         _run(pair, batch, request, 50)
-    asked = OptimRequest(learning_rate=0.0, max_grad_norm=1e-3, tensor_grad_norms=True)
+    asked = OptimStepConfig(learning_rate=0.0, max_grad_norm=1e-3, tensor_grad_norms=True)
     report = pair.trainer.optim_step(resolve_optim(asked, pair.trainer.normalisation, ADAMW))
     found = {each.name: (each.norm, each.max_abs) for each in report.tensor_grad_norms}
     assert list(found) == list(gradients)
@@ -297,7 +297,7 @@ def test_clip_that_leaves_no_token_warns(pair: Pair, kind: LossKind) -> None:
     # Probabilities have risen by all there is to rise, against advantages that agree.
     old = np.full_like(batch.old_logprobs, -15.0)
     far = replace(batch, old_logprobs=old, advantages=np.ones_like(old))
-    request = LossRequest(kind=kind, old_logprobs=GIVEN_OLD, clip_high=1e-9 + (kind == "cispo"))
+    request = LossConfig(kind=kind, old_logprobs=GIVEN_OLD, clip_high=1e-9 + (kind == "cispo"))
     report = _run(pair, far, request, 50)
     assert report.clip_fraction_high == 1.0
     texts = [text for text in report.warnings if "leave none of" in text]
@@ -322,13 +322,13 @@ def test_figures_of_rollouts_that_were_not_run_are_absent(pair: Pair) -> None:
     batch = _batch(pair, 3, "advantages")
     assert batch.advantages is not None
     flat = replace(batch, advantages=np.zeros_like(batch.advantages))
-    report = _run(pair, flat, LossRequest(kind=LossKind.GRPO))
+    report = _run(pair, flat, LossConfig(kind=LossKind.GRPO))
     assert report.zero_advantage_sequences == report.num_sequences > 0
     assert (report.loss, report.policy_gradient_loss) == (0.0, 0.0)
     assert _absent(report) == {*_OF_WHAT_WAS_RUN}
     # Beside a batch that is run they are that one's.
-    own = _run(pair, batch, LossRequest(kind=LossKind.GRPO))
-    step = resolve_optim(OptimRequest(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
+    own = _run(pair, batch, LossConfig(kind=LossKind.GRPO))
+    step = resolve_optim(OptimStepConfig(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
     window = pair.trainer.optim_step(step)
     assert window.entropy == own.entropy
     assert _absent(window) == {
@@ -340,10 +340,10 @@ def test_figures_of_rollouts_that_were_not_run_are_absent(pair: Pair) -> None:
 def test_losses_of_no_token_are_absent(pair: Pair, kind: LossKind) -> None:
     """Whatever divides them: a sum that nothing divides is of nothing, too."""
     batch = replace(_batch(pair, 3), truncated=np.ones_like(_batch(pair, 3).truncated))
-    report = _run(pair, batch, LossRequest(kind=kind, overlong=OverlongFilter()))
+    report = _run(pair, batch, LossConfig(kind=kind, overlong=OverlongFilter()))
     assert report.trained_tokens == 0
     assert _absent(report) == {"loss", "policy_gradient_loss", *_OF_WHAT_WAS_RUN}
-    step = resolve_optim(OptimRequest(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
+    step = resolve_optim(OptimStepConfig(learning_rate=0.0), pair.trainer.normalisation, ADAMW)
     window = pair.trainer.optim_step(step)
     assert _absent(window) == {"loss", "policy_gradient_loss", *_OF_WHAT_WAS_RUN}
 

@@ -11,14 +11,22 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ratoon.model.spec import FolderBase, LoraTuning
+from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
-from ratoon.train.config import KlConfig, KlKind, LossKind, LossRequest, OptimRequest, ReferenceKind
 from ratoon.train.loss.resolve import resolve_loss
+from ratoon_proto.types import (
+    KlConfig,
+    KlKind,
+    LoraTuning,
+    LossConfig,
+    LossKind,
+    OptimStepConfig,
+    ReferenceKind,
+)
 from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import write_folder
@@ -38,7 +46,7 @@ from tests.train.rank_runs import ranked, together
 from tests.train.recorded_routes import TOP_K, routed, with_routes
 from tests.train.trainer_runs import make_batch, make_loss, make_trainer
 
-REQUEST = LossRequest(
+REQUEST = LossConfig(
     kind=LossKind.REINFORCE,
     kl=KlConfig(kind=KlKind.K2, coefficient=0.1, reference=ReferenceKind.FROZEN),
 )
@@ -162,7 +170,7 @@ def test_three_steps_are_those_of_hugging_face(tmp_path: Path, tuning: LoraTunin
     """Whose reference is the base, of an adapter by the same routers."""
     folder = write_folder(tmp_path / "base", "qwen3_moe")
     pair = make_pair(folder, scratch=tmp_path / "adapter", tuning=tuning)
-    optim = OptimRequest(learning_rate=1e-2)
+    optim = OptimStepConfig(learning_rate=1e-2)
     for seed in range(3):
         batch = routed(random_batch_near(pair, 10 + seed))
         check_gradients(pair, batch, REQUEST, micro_batch_tokens=40)

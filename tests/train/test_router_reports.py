@@ -12,11 +12,18 @@ from torch import nn
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
-from ratoon.train.config import KlConfig, KlKind, LossKind, LossRequest, ReferenceKind
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
-from ratoon.train.report.step_report import RouterReport, StepReport
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    KlConfig,
+    KlKind,
+    LossConfig,
+    LossKind,
+    ReferenceKind,
+    RouterReport,
+    StepReport,
+)
 from tests.equivalence import paths_of
 from tests.oracle import hf
 from tests.tiny_models import write_folder
@@ -26,7 +33,7 @@ from tests.train.recorded_routes import NUM_EXPERTS, TOP_K
 from tests.train.trainer_runs import make_batch, make_step, make_trainer
 
 # With a reference, which has routers of its own.
-REQUEST = LossRequest(
+REQUEST = LossConfig(
     kind=LossKind.REINFORCE,
     kl=KlConfig(kind=KlKind.K2, coefficient=0.1, reference=ReferenceKind.FROZEN),
 )

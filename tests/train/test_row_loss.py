@@ -11,29 +11,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.model.spec import FolderBase, LoraTuning
+from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import passes, prepare
-from ratoon.train.config import (
+from ratoon.train.loss.compute import is_of_single_tokens
+from ratoon.train.loss.spec import Loss
+from ratoon.train.trainer import Trainer
+from ratoon_kernels.token_logprobs import reference
+from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMode,
     KlConfig,
     KlKind,
+    LoraTuning,
     LossKind,
     OldLogprobs,
     OldLogprobsKind,
     ReferenceKind,
     RolloutCorrection,
     SharedTokens,
+    StepReport,
 )
-from ratoon.train.loss.compute import is_of_single_tokens
-from ratoon.train.loss.spec import Loss
-from ratoon.train.report.step_report import StepReport
-from ratoon.train.trainer import Trainer
-from ratoon_kernels.token_logprobs import reference
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
 from tests.train.trainer_runs import gradients_of, make_batch, make_loss, make_trainer

@@ -15,19 +15,28 @@ import torch
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model import layers
 from ratoon.model.loader import read_model
-from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, PresetBase
+from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.ragged import sequence_lengths
 from ratoon.rollout.waves import cut_into_stages
 from ratoon.train import passes, self_check
-from ratoon.train.config import KlConfig, KlKind, LossKind, ReferenceKind, SharedTokens
 from ratoon.train.device_batch import to_device
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.passes import train_rows
-from ratoon.train.report.step_report import SelfCheckReport, StepReport
 from ratoon.train.self_check import LIMITS, sample_rollout
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    FullTuning,
+    KlConfig,
+    KlKind,
+    LoraTuning,
+    LossKind,
+    ReferenceKind,
+    SelfCheckReport,
+    SharedTokens,
+    StepReport,
+)
 from tests.model.compiled import eager_graphs
 from tests.tiny_models import write_folder
 from tests.train.test_equivalence_mutations import _mask_off_by_one, _packed_index_as_position

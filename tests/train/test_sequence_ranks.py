@@ -14,26 +14,27 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.sequence_group import own_keys
-from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
+from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan, plan_from_dict, plan_to_dict
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
-from ratoon.train.config import (
+from ratoon.train.gradient_window import WindowState
+from ratoon.train.loss.spec import Loss
+from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
+from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMode,
+    LoraTuning,
     LossKind,
     ParallelLayout,
     RolloutCorrection,
     Shard,
+    StepReport,
 )
-from ratoon.train.gradient_window import WindowState
-from ratoon.train.loss.spec import Loss
-from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
-from ratoon.train.report.step_report import StepReport
-from ratoon.train.trainer import Trainer
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
 from tests.train.rank_runs import PipePeer, ranked, together, weights_of

@@ -12,22 +12,25 @@ import pytest
 import torch
 
 from ratoon.model.export import export_weights
-from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
+from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
-    LossKind,
-    NumericsGuard,
-    OldLogprobs,
-    OldLogprobsKind,
-    OptimizerStates,
-)
+from ratoon.train.config import OptimizerStates
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_sums
 from ratoon.train.rank import Rank
-from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    FullTuning,
+    LoraTuning,
+    LossKind,
+    NumericsGuard,
+    OldLogprobs,
+    OldLogprobsKind,
+    SkipReason,
+    StepReport,
+)
 from tests import builders
 from tests.train.trainer_runs import (
     FROZEN,

@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.config import (
-    AdamWConfig,
-    DivideBy,
-    OptimRequest,
-    TokenWeight,
-)
 from ratoon.train.loss.resolve import resolve_optim
 from ratoon.train.loss.spec import (
     CounterDivisor,
     NoDivisor,
     Normalisation,
 )
+from ratoon_proto.types import AdamWConfig, DivideBy, OptimStepConfig, TokenWeight
 
 _ADAMW = AdamWConfig(weight_decay=0.03)
 
@@ -40,13 +35,15 @@ _MIXED = replace(_TOKENS, default_divide_by=None)
 
 
 def test_step_takes_the_policys_and_the_losss_defaults() -> None:
-    step = resolve_optim(OptimRequest(learning_rate=1e-3), _TOKENS, _ADAMW)
+    step = resolve_optim(OptimStepConfig(learning_rate=1e-3), _TOKENS, _ADAMW)
     assert step.learning_rate == 1e-3
     assert step.weight_decay == 0.03
     assert step.max_grad_norm == 1.0
     assert step.divisor == CounterDivisor(counter=DivideBy.TOKENS)
     step = resolve_optim(
-        OptimRequest(learning_rate=0.0, weight_decay=0.0, max_grad_norm=2.5, divide_constant=8.0),
+        OptimStepConfig(
+            learning_rate=0.0, weight_decay=0.0, max_grad_norm=2.5, divide_constant=8.0
+        ),
         _CONSTANT,
         _ADAMW,
     )
@@ -69,7 +66,7 @@ def test_gradients_are_clipped_at_1_unless_told_otherwise(
 ) -> None:
     """Without a default a spike of the gradient was a step of full size. Of sums that nothing
     divides the norm grows with the batch: there is none."""
-    request = OptimRequest(learning_rate=1e-3, divide_by=divide_by, max_grad_norm=asked)
+    request = OptimStepConfig(learning_rate=1e-3, divide_by=divide_by, max_grad_norm=asked)
     assert resolve_optim(request, _TOKENS, _ADAMW).max_grad_norm == clip
 
 
@@ -87,7 +84,7 @@ def test_gradients_are_clipped_at_1_unless_told_otherwise(
 def test_step_divides_as_it_is_told(
     divide_by: DivideBy, normalisation: Normalisation, divisor: CounterDivisor | NoDivisor
 ) -> None:
-    request = OptimRequest(learning_rate=1e-3, divide_by=divide_by)
+    request = OptimStepConfig(learning_rate=1e-3, divide_by=divide_by)
     assert resolve_optim(request, normalisation, _ADAMW).divisor == divisor
 
 
@@ -130,7 +127,7 @@ def test_step_refuses_by_field(
     changes: dict[str, Any], normalisation: Normalisation, field: str
 ) -> None:
     fields: dict[str, Any] = {"learning_rate": 1e-3} | changes
-    request = OptimRequest(**fields)
+    request = OptimStepConfig(**fields)
     with pytest.raises(RatoonError) as caught:
         resolve_optim(request, normalisation, _ADAMW)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT

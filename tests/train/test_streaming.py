@@ -13,29 +13,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ratoon.model.spec import LoraTuning, ModelDtype
+from ratoon.model.spec import ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
-from ratoon.train.config import (
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import Loss
+from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMode,
     KlConfig,
     KlKind,
+    LoraTuning,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
-    OptimRequest,
+    OptimStepConfig,
     ReferenceKind,
     RolloutCorrection,
     SharedTokens,
 )
-from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.spec import Loss
 from tests.equivalence import assert_close, paths_of
 from tests.oracle import hf
 from tests.rollout.stages import num_ancestors
@@ -55,7 +56,7 @@ from tests.train.equivalence_runs import (
 # Prefixes of up to 6 tokens are joined to the one above.
 JOINING = replace(EAGER, call=6.0)
 GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
-GRPO = LossRequest(kind=LossKind.GRPO, old_logprobs=GIVEN_OLD, entropy_coefficient=0.01)
+GRPO = LossConfig(kind=LossKind.GRPO, old_logprobs=GIVEN_OLD, entropy_coefficient=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def _depth(plan: UpdatePlan) -> int:
 def _check(
     pair: Pair,
     batch: RolloutBatch,
-    request: LossRequest,
+    request: LossConfig,
     *,
     budget: int,
     costs: CostModel = EAGER,
@@ -125,8 +126,8 @@ def test_streamed_gradients_are_those_of_each_rollout_alone(
 
 
 LOSSES = {
-    "gspo": LossRequest(kind=LossKind.GSPO, old_logprobs=GIVEN_OLD),
-    "sequence correction": LossRequest(
+    "gspo": LossConfig(kind=LossKind.GSPO, old_logprobs=GIVEN_OLD),
+    "sequence correction": LossConfig(
         kind=LossKind.DAPO,
         old_logprobs=GIVEN_OLD,
         drop_zero_variance_groups=False,
@@ -134,7 +135,7 @@ LOSSES = {
             mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, high=1.5, low=0.0
         ),
     ),
-    "on-policy correction": LossRequest(
+    "on-policy correction": LossConfig(
         kind=LossKind.REINFORCE,
         correction=RolloutCorrection(
             mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, high=1.5, low=0.0
@@ -189,7 +190,7 @@ def test_three_streamed_steps_equal_the_oracles(tmp_path: Path) -> None:
     pair = make_pair(write_folder(tmp_path / "base", "qwen3"), scratch=tmp_path / "adapter")
     for seed in range(3):
         _check(pair, random_batch_near(pair, 40 + seed), GRPO, budget=10 + 4 * seed)
-        check_step(pair, OptimRequest(learning_rate=1e-2), divide_by="sequences")
+        check_step(pair, OptimStepConfig(learning_rate=1e-2), divide_by="sequences")
 
 
 def test_streamed_forward_gives_the_packed_logprobs(pair: Pair) -> None:

@@ -36,10 +36,10 @@ from ratoon.rollout.plan import make_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.rollout.waves import peak_tokens
-from ratoon.train.config import LossKind
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.streamed.heads import RowHead, StageRun
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import LossKind
 from tests.builders import group, limits, rollout
 from tests.equivalence import relative_errors
 from tests.model.compiled import eager_graphs

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ratoon.model.parts import parts_of
 from ratoon.train.optim.tensor_norms import part_norms, tensor_norms
-from ratoon.train.report.step_report import TensorGradNorm
+from ratoon_proto.types import TensorGradNorm
 
 
 def _norms(

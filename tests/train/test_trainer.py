@@ -12,16 +12,16 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
+from ratoon.train.gradient_window import WindowState
+from ratoon_proto.types import (
     DivideBy,
     LossKind,
     OverlongFilter,
-    Staleness,
+    SkipReason,
     StalenessAction,
+    StalenessConfig,
     TokenWeight,
 )
-from ratoon.train.gradient_window import WindowState
-from ratoon.train.report.step_report import SkipReason
 from tests import builders
 from tests.train.optimizer_runs import changed_bits
 from tests.train.trainer_runs import (
@@ -283,7 +283,7 @@ def test_report_counts_what_was_done(base: FolderBase) -> None:
     batch = validate_groups([builders.group([1, 2], rollouts)], builders.limits(vocab_size=64))
     trainer.version = 3
     loss = make_loss(
-        batch, staleness=Staleness(max_versions=2, action=StalenessAction.DROP), kl=FROZEN
+        batch, staleness=StalenessConfig(max_versions=2, action=StalenessAction.DROP), kl=FROZEN
     )
     plan = trainer.prepare(batch, loss).plan
     report = trainer.update(batch, loss, make_step(trainer, loss), plan)

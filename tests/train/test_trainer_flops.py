@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ratoon.model.spec import FolderBase, LoraTuning
+from ratoon.model.spec import FolderBase
 from ratoon.train.report import flops
+from ratoon_proto.types import LoraTuning
 from tests.train.trainer_runs import make_batch, make_trainer
 
 # Response lengths of a recorded group of 32 with a prompt of 5,059 tokens.

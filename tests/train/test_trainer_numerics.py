@@ -10,16 +10,20 @@ import torch
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype
+from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import plan_from_dict, plan_to_dict
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import (
+from ratoon.train.gradient_window import WindowState
+from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
     AdvantageKind,
     CorrectionLevel,
     CorrectionMode,
     DivideBy,
+    FullTuning,
+    LoraTuning,
     LossKind,
     OldLogprobs,
     OldLogprobsKind,
@@ -28,8 +32,6 @@ from ratoon.train.config import (
     SharedTokens,
     TokenWeight,
 )
-from ratoon.train.gradient_window import WindowState
-from ratoon.train.trainer import Trainer
 from tests import builders
 from tests.train.trainer_runs import (
     FROM_FORWARD,

@@ -19,16 +19,10 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.config import (
-    LossKind,
-    LossRequest,
-    OldLogprobs,
-    OldLogprobsKind,
-    OptimRequest,
-)
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.planning import cpu_planner
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import LossConfig, LossKind, OldLogprobs, OldLogprobsKind, OptimStepConfig
 from tests.builders import group, limits, rollout
 from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
@@ -45,7 +39,7 @@ from tests.train.equivalence_runs import (
 )
 
 FROM_FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="forward-1")
-REINFORCE = LossRequest(kind=LossKind.REINFORCE)
+REINFORCE = LossConfig(kind=LossKind.REINFORCE)
 TEXT = np.arange(10, 16)
 
 
@@ -74,7 +68,7 @@ def _forward(trainer: Trainer, batch: RolloutBatch) -> np.ndarray[Any, Any]:
     return trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
 
 
-def _gradients(pair: Pair, batch: RolloutBatch, request: LossRequest) -> dict[str, Tensor]:
+def _gradients(pair: Pair, batch: RolloutBatch, request: LossConfig) -> dict[str, Tensor]:
     """Gradient sums of one forward-backward, copied; the window is empty again."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
     pair.trainer.forward_backward(batch, loss, pair.trainer.prepare(batch, loss).plan)
@@ -146,7 +140,7 @@ def test_groups_keep_their_identity(pair: Pair) -> None:
     ]
     groups = [replace(g, group_id=f"g{n}") for n, g in enumerate(groups)]
     batch = _validated(groups)
-    loss = resolve_loss(LossRequest(kind=LossKind.REINFORCE), batch, has_frozen_reference=False)
+    loss = resolve_loss(LossConfig(kind=LossKind.REINFORCE), batch, has_frozen_reference=False)
     prepared = prepare.prepare(batch, loss, version=0, planner=cpu_planner(WHOLE))
     advantage_S = prepared.columns.advantage_J[batch.response_offsets[:-1]]
     half = np.sqrt(0.5)
@@ -171,7 +165,7 @@ def test_ratio_is_one_at_the_first_step(tmp_path: Path, dtype: ModelDtype) -> No
     pair = make_pair(folder, scratch=tmp_path, dtype=dtype, micro_batch_tokens=40)
     batch = random_batch_near(pair, 1, kinds=("flat", "tree"))
     loss = resolve_loss(
-        LossRequest(kind=LossKind.IMPORTANCE_SAMPLING, old_logprobs=FROM_FORWARD),
+        LossConfig(kind=LossKind.IMPORTANCE_SAMPLING, old_logprobs=FROM_FORWARD),
         batch,
         has_frozen_reference=True,
     )
@@ -194,7 +188,7 @@ def test_ratio_is_near_one_under_other_cuts(tmp_path: Path) -> None:
     pair = make_pair(folder, scratch=tmp_path, dtype=ModelDtype.FLOAT32)
     batch = random_batch_near(pair, 2)
     whole = _forward(pair.trainer, batch)
-    request = LossRequest(kind=LossKind.IMPORTANCE_SAMPLING, old_logprobs=FROM_FORWARD)
+    request = LossConfig(kind=LossKind.IMPORTANCE_SAMPLING, old_logprobs=FROM_FORWARD)
     loss = resolve_loss(request, batch, has_frozen_reference=True)
     plan = prepare.prepare(batch, loss, version=0, planner=cpu_planner(1)).plan
     cut = pair.trainer.forward(batch, plan, with_entropy=False, use_reference=False).logprobs
@@ -262,7 +256,7 @@ def test_normalisation_is_global(pair: Pair, kind: LossKind) -> None:
     different numbers of tokens give the gradient of one, and the same loss."""
     batch = random_batch_near(pair, 5)
     losses: list[float] = []
-    request = LossRequest(kind=kind)
+    request = LossConfig(kind=kind)
     for micro_batch_tokens in (WHOLE, 60, 1):
         report, _ = forward_backward(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
         assert_close(pair.gradient_errors(), pair.tolerance)
@@ -282,7 +276,7 @@ def test_moments_survive_a_resume(tmp_path: Path) -> None:
 
     def step(trainer: Trainer, batch: RolloutBatch) -> None:
         loss = resolve_loss(REINFORCE, batch, has_frozen_reference=True)
-        optim = resolve_optim(OptimRequest(learning_rate=1e-2), loss.normalisation, ADAMW)
+        optim = resolve_optim(OptimStepConfig(learning_rate=1e-2), loss.normalisation, ADAMW)
         trainer.update(batch, loss, optim, trainer.prepare(batch, loss).plan)
 
     step(trainer, batches[0])

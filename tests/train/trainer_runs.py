@@ -13,25 +13,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratoon.model.spec import FolderBase, FullTuning, LoraTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.config import (
-    AdamWConfig,
-    KlConfig,
-    KlKind,
-    LossKind,
-    LossRequest,
-    OldLogprobs,
-    OldLogprobsKind,
-    OptimRequest,
-    ReferenceKind,
-)
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import Loss, OptimStep
 from ratoon.train.optim.state import OptimizerState
-from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    AdamWConfig,
+    FullTuning,
+    KlConfig,
+    KlKind,
+    LoraTuning,
+    LossConfig,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimStepConfig,
+    ReferenceKind,
+    StepReport,
+)
 from tests import builders
 
 ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
@@ -70,14 +72,14 @@ def make_loss(batch: RolloutBatch, kind: LossKind = LossKind.GRPO, **changes: An
     if kind in (LossKind.REINFORCE, LossKind.CROSS_ENTROPY):
         fields = {}
     return resolve_loss(
-        LossRequest(kind=kind, **(fields | changes)), batch, has_frozen_reference=True
+        LossConfig(kind=kind, **(fields | changes)), batch, has_frozen_reference=True
     )
 
 
 def make_step(trainer: Trainer, loss: Loss, **changes: Any) -> OptimStep:
     fields: dict[str, Any] = {"learning_rate": 1e-2}
     return resolve_optim(
-        OptimRequest(**(fields | changes)), loss.normalisation, trainer.spec.optimizer
+        OptimStepConfig(**(fields | changes)), loss.normalisation, trainer.spec.optimizer
     )
 
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.types import ForwardResult, ImportResult, StepResult
+from ratoon.engine.types import ForwardResult
 from ratoon.engine.worker.runner import NEEDLESS_FORWARD
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase
@@ -28,13 +28,21 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import digest_file
 from ratoon.stream.versions import list_versions, read_manifest
 from ratoon.train.checkpoint import states_name
-from ratoon.train.config import LossKind, LossRequest, OldLogprobs, OldLogprobsKind, OptimRequest
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
-from ratoon.train.report.step_report import StepReport
 from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    ImportResult,
+    LossConfig,
+    LossKind,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimStepConfig,
+    StepReport,
+    StepResult,
+)
 from tests.faults.judge.calls import (
     LEARNING_RATE,
     WEIGHTS_FILE,
@@ -167,7 +175,7 @@ class Oracle:
             for part in chosen:
                 self._forward_backward(part.call)
         step = resolve_optim(
-            OptimRequest(learning_rate=LEARNING_RATE),
+            OptimStepConfig(learning_rate=LEARNING_RATE),
             self.trainer.normalisation,
             self.trainer.spec.optimizer,
         )
@@ -387,7 +395,7 @@ def _loss(call: Call, operations: dict[int, str], batch: RolloutBatch) -> Loss:
     return resolve_loss(loss_request(call, operations), batch, has_frozen_reference=False)
 
 
-def loss_request(call: Call, operations: dict[int, str]) -> LossRequest:
+def loss_request(call: Call, operations: dict[int, str]) -> LossConfig:
     """GRPO on the sampler's log-probs, or on those of the Forward that the call names."""
     old = None
     if call.from_forward:
@@ -395,11 +403,11 @@ def loss_request(call: Call, operations: dict[int, str]) -> LossRequest:
             kind=OldLogprobsKind.FROM_FORWARD,
             forward_operation_id=operations[call.from_forward],
         )
-    return LossRequest(
+    return LossConfig(
         kind=LossKind.GRPO, old_logprobs=old, entropy_coefficient=call.entropy_coefficient
     )
 
 
 def _step(trainer: Trainer, loss: Loss) -> OptimStep:
-    request = OptimRequest(learning_rate=LEARNING_RATE)
+    request = OptimStepConfig(learning_rate=LEARNING_RATE)
     return resolve_optim(request, loss.normalisation, trainer.spec.optimizer)

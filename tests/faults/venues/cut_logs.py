@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratoon.engine.files.losses import Choice, read_loss, write_decision
-from ratoon.engine.types import Policy, PolicyState, StepResult
+from ratoon.engine.types import Policy
 from ratoon.stream.files import digest_file
 from ratoon.stream.versions import version_folder
+from ratoon_proto.types import PolicyState, StepResult
 from tests.durability.cut_log import files_of, log_ends
 from tests.faults.judge.calls import Call, Kind
 from tests.faults.judge.history import Verdict, end_of, read_journal

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from ratoon.config import LimitsConfig
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import Operation, OperationState, Recovery, StepResult
+from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationState, Recovery, StepResult
 from tests.engine.crash_runs import Survivor
 from tests.engine.harness import RATE, Machine, policy_spec, update
 from tests.engine.postgres import PostgresServer, a_pair, find_commands, pair_folder

@@ -26,35 +26,40 @@ from ratoon.engine.types import (
     FailedResult,
     ForwardBackwardCommand,
     ForwardCommand,
-    ImportMode,
-    ImportResult,
     ImportWeightsCommand,
     LoadCheckpointCommand,
-    OnChangedNumerics,
     Operation,
     OperationKey,
-    OperationKind,
     OptimStepCommand,
     PolicySpec,
-    PublishConfig,
-    PublishKind,
-    Recovery,
-    ReferencePolicy,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
-    Sequencing,
-    StepResult,
     Submission,
     UpdateCommand,
 )
 from ratoon.errors import RatoonError
-from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon.ports import free_port
 from ratoon.rollout.serial import batch_to_bytes
-from ratoon.train.config import ONE_DEVICE, AdamWConfig, OptimRequest
+from ratoon.train.config import ONE_DEVICE
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
+from ratoon_proto.types import (
+    AdamWConfig,
+    FullTuning,
+    ImportMode,
+    ImportResult,
+    OnChangedNumerics,
+    OperationKind,
+    OptimStepConfig,
+    PublishConfig,
+    PublishKind,
+    Recovery,
+    ReferencePolicy,
+    Sequencing,
+    StepResult,
+)
 from tests.faults.judge.calls import (
     LEARNING_RATE,
     NO_VERSION,
@@ -190,7 +195,7 @@ class LightRun:
     def _command(self, call: Call, body: bytes) -> Command:
         digest = hashlib.sha256(body).hexdigest()
         expected = NO_VERSION if call.is_refused else None
-        optim = OptimRequest(learning_rate=LEARNING_RATE)
+        optim = OptimStepConfig(learning_rate=LEARNING_RATE)
         forwards = (
             {call.from_forward: self.notes.first(call.from_forward)} if call.from_forward else {}
         )

@@ -33,7 +33,6 @@ from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import Acknowledgement, Policy, PolicySpec
-from ratoon.engine.worker.backends import BackendInfo
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
@@ -43,6 +42,7 @@ from ratoon.stream.manifest import WeightManifest
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_client import ClientConfig, RatoonClient, VllmAdapter
+from ratoon_proto.types import BackendInfo
 from tests.faults.builds import break_build
 from tests.faults.venues.power import record_syncs
 from tests.faults.venues.rpc import POOL, Peer, PeerLostError, Server

@@ -19,8 +19,8 @@ from ratoon.engine.types import (
     Submission,
 )
 from ratoon.metrics import Change
-from ratoon.stream.manifest import GradientManifest, WeightFile, WeightManifest
-from ratoon_proto.types import BackendInfo
+from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import BackendInfo, GradientManifest, WeightFile
 
 
 class Engine(Protocol):

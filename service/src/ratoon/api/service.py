@@ -41,7 +41,7 @@ from ratoon.config import LimitsConfig
 from ratoon.engine.types import Acknowledgement, ForwardResult, Operation, Policy, Submission
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
-from ratoon.stream.manifest import WeightFile
+from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
 
 T = TypeVar("T")

@@ -21,18 +21,15 @@ from ratoon.engine.types import (
     DiscardGradientsCommand,
     ForwardBackwardCommand,
     ForwardCommand,
-    ImportMode,
     ImportWeightsCommand,
     LoadCheckpointCommand,
     NoKey,
     OperationKey,
     OptimStepCommand,
     Policy,
-    ReferencePolicy,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
-    Sequencing,
     Submission,
     UpdateCommand,
 )
@@ -43,6 +40,7 @@ from ratoon.rollout.routes import RouteSizes
 from ratoon.rollout.serial import batch_digest, batch_to_bytes
 from ratoon.rollout.validate import BatchLimits, validate_groups
 from ratoon.train.loss.resolve import check_optim, resolve_loss, resolve_optim
+from ratoon_proto.types import ImportMode, ReferencePolicy, Sequencing
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 
 Groups = Iterable[rollout_pb2.RolloutGroup]

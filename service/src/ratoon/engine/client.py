@@ -25,12 +25,12 @@ from ratoon.engine.types import (
     PolicySpec,
     Submission,
 )
-from ratoon.engine.worker.backends import BackendInfo
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 from ratoon.metrics import Change
-from ratoon.stream.manifest import GradientManifest, WeightFile, WeightManifest
+from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import file_path, open_chunk, read_manifest
+from ratoon_proto.types import BackendInfo, GradientManifest, WeightFile
 
 if TYPE_CHECKING:
     from ratoon.engine.engine import Engine

@@ -13,10 +13,10 @@ from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.turns import is_cancelled
 from ratoon.engine.refusals import overtaken
 from ratoon.engine.types import PolicySpec
-from ratoon.engine.worker.backends import BackendInfo
 from ratoon.engine.worker.tasks import WorkerPort
 from ratoon.log import get_logger
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import BackendInfo
 
 _LOG = get_logger("controllers")
 _SWEEP_S = 60.0

@@ -24,20 +24,12 @@ from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import (
-    Acknowledgement,
-    Holder,
-    Operation,
-    Policy,
-    PolicySpec,
-    PolicyState,
-    Submission,
-)
-from ratoon.engine.worker.backends import BackendInfo
+from ratoon.engine.types import Acknowledgement, Holder, Operation, Policy, PolicySpec, Submission
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.metrics import Change, MetricsTotals
-from ratoon.stream.manifest import GradientManifest, WeightManifest
+from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import BackendInfo, GradientManifest, PolicyState
 
 _LOG = get_logger("engine")
 # How long a call waits while a newly started engine reads its policies.

@@ -35,20 +35,12 @@ from ratoon.engine.refusals import (
     policy_not_found,
     policy_not_ready,
 )
-from ratoon.engine.types import (
-    EmptyResult,
-    FailedResult,
-    Operation,
-    OperationKind,
-    OperationResult,
-    PolicyResult,
-    PolicySpec,
-    PolicyState,
-)
+from ratoon.engine.types import FailedResult, Operation, OperationResult, PolicyResult, PolicySpec
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
 from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
+from ratoon_proto.types import EmptyResult, OperationKind, PolicyState
 
 _LOG = get_logger("lifecycle")
 # How long a caller that waits is held while its policy's controller is away.

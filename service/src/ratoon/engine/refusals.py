@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 
-from ratoon.engine.types import PolicyState
 from ratoon.errors import RETRY_AFTER_DETAIL, ErrorCode, RatoonError, described, without_folders
+from ratoon_proto.types import PolicyState
 
 
 def policy_not_found(policy_id: str) -> RatoonError:

@@ -10,29 +10,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ratoon.model.spec import ModelInfo, ModelSpec
-from ratoon.train.config import (
-    DEFAULT_GUARD,
-    AdamWConfig,
-    LossRequest,
-    NumericsGuard,
-    OptimRequest,
-    ParallelLayout,
-)
-from ratoon.train.report.step_report import StepReport
+from ratoon.train.config import DEFAULT_GUARD
 from ratoon_proto.types import (
+    AdamWConfig,
     EmptyResult,
     ImportMode,
     ImportResult,
+    LossConfig,
+    NumericsGuard,
     OnChangedNumerics,
     OperationKind,
     OperationState,
+    OptimStepConfig,
+    ParallelLayout,
     PolicyState,
     Progress,
     PublishConfig,
-    PublishKind,
     Recovery,
     ReferencePolicy,
     Sequencing,
+    StepReport,
     StepResult,
 )
 
@@ -104,22 +101,22 @@ OperationKey = SeqKey | RequestKey | NoKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateCommand:
-    loss: LossRequest
-    optim: OptimRequest
+    loss: LossConfig
+    optim: OptimStepConfig
     expected_version: int | None
     body_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardCommand:
-    loss: LossRequest
+    loss: LossConfig
     expected_version: int | None
     body_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStepCommand:
-    optim: OptimRequest
+    optim: OptimStepConfig
     expected_version: int | None
     # Empty: the whole window, none of whose operations may have failed.
     include_seqs: tuple[int, ...]
@@ -276,46 +273,3 @@ class Operation:
     finished_at: float | None
     # None until the state is final.
     result: OperationResult | None
-
-
-__all__ = [
-    "NOBODY",
-    "Acknowledgement",
-    "CheckpointInfo",
-    "Command",
-    "DiscardGradientsCommand",
-    "EmptyResult",
-    "FailedResult",
-    "ForwardBackwardCommand",
-    "ForwardCommand",
-    "ForwardResult",
-    "Holder",
-    "ImportMode",
-    "ImportResult",
-    "ImportWeightsCommand",
-    "LoadCheckpointCommand",
-    "NoKey",
-    "OnChangedNumerics",
-    "Operation",
-    "OperationKey",
-    "OperationKind",
-    "OperationResult",
-    "OperationState",
-    "OptimStepCommand",
-    "Policy",
-    "PolicyResult",
-    "PolicySpec",
-    "PolicyState",
-    "Progress",
-    "PublishConfig",
-    "PublishKind",
-    "Recovery",
-    "ReferencePolicy",
-    "RequestKey",
-    "SaveCheckpointCommand",
-    "SeqKey",
-    "Sequencing",
-    "StepResult",
-    "Submission",
-    "UpdateCommand",
-]

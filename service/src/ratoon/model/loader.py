@@ -24,9 +24,10 @@ from ratoon.model.layer_shards import RING, LayerShards
 from ratoon.model.parts import Part, parts_of, shared_out
 from ratoon.model.policy_model import PolicyModel, names_by_layer
 from ratoon.model.presets import build_preset
-from ratoon.model.spec import LoraTuning, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.model.support import CONFIG_NAME
 from ratoon_kernels import BackendUnavailableError, select_backend
+from ratoon_proto.types import LoraTuning
 
 if TYPE_CHECKING:
     from peft import PeftModel

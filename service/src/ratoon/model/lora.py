@@ -25,7 +25,7 @@ from ratoon.model.config_fields import unsupported
 from ratoon.model.folder import ModelFolder, file_field
 from ratoon.model.lora_experts import LoraExperts
 from ratoon.model.seeding import tensor_generator
-from ratoon.model.spec import LoraTuning
+from ratoon_proto.types import LoraTuning
 
 CONFIG_NAME = "adapter_config.json"
 # The fields that LoRA had in the first peft, which are all that an adapter here sets.

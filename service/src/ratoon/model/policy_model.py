@@ -25,11 +25,12 @@ from ratoon.model.route_counts import RouteCounts, RoutedTokens
 from ratoon.model.sequence_attention import SequenceAttention
 from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.sizes import decoder_sizes
-from ratoon.model.spec import LoraTuning, ModelDtype, ModelInfo, ModelSpec
+from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import attention_window, longest_sequence
 from ratoon_kernels import TreeLayout
+from ratoon_proto.types import LoraTuning
 
 if TYPE_CHECKING:
     from peft import PeftModel

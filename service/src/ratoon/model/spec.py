@@ -65,15 +65,3 @@ class ModelInfo:
     # Tokens that attention goes back to in all layers or in some, 0 where no layer has a window. No
     # sequence is longer, so that attention is full.
     sliding_window: int = 0
-
-
-__all__ = [
-    "PRESET_NAMES",
-    "FolderBase",
-    "FullTuning",
-    "LoraTuning",
-    "ModelDtype",
-    "ModelInfo",
-    "ModelSpec",
-    "PresetBase",
-]

@@ -29,7 +29,7 @@ from ratoon.stream.files import (
     temporary_name,
     unseal_bytes,
 )
-from ratoon.stream.manifest import WeightFile
+from ratoon_proto.types import WeightFile
 
 # Never a key: components do not start with a dot.
 FOLDER_MANIFEST = ".files"

@@ -27,7 +27,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from ratoon.stream.files import seal_bytes
-from ratoon.stream.manifest import WeightFile, WeightKind, WeightManifest
+from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import WeightFile, WeightKind
 
 DELTA_FORMAT = 1
 # What is read, compared and compressed at a time.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ratoon_proto.types import (
-    GradientManifest,
     WeightDelta,
     WeightFile,
     WeightKind,
@@ -44,13 +43,3 @@ class WeightManifest:
     def fetchable(self) -> tuple[WeightFile, ...]:
         """The files of the version and of its deltas."""
         return (*self.files, *(delta.file for delta in self.deltas))
-
-
-__all__ = [
-    "GradientManifest",
-    "MadeBy",
-    "WeightDelta",
-    "WeightFile",
-    "WeightKind",
-    "WeightManifest",
-]

@@ -38,7 +38,8 @@ from ratoon.stream.files import (
     temporary_name,
     unseal_document,
 )
-from ratoon.stream.manifest import MadeBy, WeightDelta, WeightFile, WeightKind, WeightManifest
+from ratoon.stream.manifest import MadeBy, WeightManifest
+from ratoon_proto.types import WeightDelta, WeightFile, WeightKind
 
 _LOG = get_logger("versions")
 MANIFEST_NAME = "manifest.json"

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.rollout.packed import PackedBatch
-from ratoon.train.config import OldLogprobsKind
 from ratoon.train.device_batch import put, put_index
 from ratoon.train.loss.compute import LossOutput, compute_loss
 from ratoon.train.loss.terms import TermColumns
 from ratoon.train.prepare import Prepared
+from ratoon_proto.types import OldLogprobsKind
 
 # Response tokens [L], and their log-probs [L] on the device.
 OnLogprobs = Callable[[NDArray[np.int64], Tensor], None]

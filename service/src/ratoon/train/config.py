@@ -1,37 +1,10 @@
-"""What a call says about the loss and the optimizer step, as sent. Imports no torch: the wires
-import it.
-"""
+"""Optimizer states, and the layout and guard of a trainer that is given none. Imports no torch."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from ratoon_proto.types import (
-    AdamWConfig,
-    AdvantageKind,
-    CorrectionLevel,
-    CorrectionMask,
-    CorrectionMode,
-    DivideBy,
-    KlConfig,
-    KlKind,
-    LossConfig,
-    LossKind,
-    NumericsGuard,
-    OldLogprobs,
-    OldLogprobsKind,
-    OptimStepConfig,
-    OverlongFilter,
-    OverlongPenalty,
-    ParallelLayout,
-    ReferenceKind,
-    RolloutCorrection,
-    Shard,
-    SharedTokens,
-    StalenessAction,
-    StalenessConfig,
-    TokenWeight,
-)
+from ratoon_proto.types import NumericsGuard, ParallelLayout
 
 
 class OptimizerStates(StrEnum):
@@ -51,40 +24,4 @@ class OptimizerStates(StrEnum):
 
 
 ONE_DEVICE = ParallelLayout()
-
-
 DEFAULT_GUARD = NumericsGuard()
-
-
-LossRequest = LossConfig
-OptimRequest = OptimStepConfig
-Staleness = StalenessConfig
-__all__ = [
-    "DEFAULT_GUARD",
-    "ONE_DEVICE",
-    "AdamWConfig",
-    "AdvantageKind",
-    "CorrectionLevel",
-    "CorrectionMask",
-    "CorrectionMode",
-    "DivideBy",
-    "KlConfig",
-    "KlKind",
-    "LossKind",
-    "LossRequest",
-    "NumericsGuard",
-    "OldLogprobs",
-    "OldLogprobsKind",
-    "OptimRequest",
-    "OptimizerStates",
-    "OverlongFilter",
-    "OverlongPenalty",
-    "ParallelLayout",
-    "ReferenceKind",
-    "RolloutCorrection",
-    "Shard",
-    "SharedTokens",
-    "Staleness",
-    "StalenessAction",
-    "TokenWeight",
-]

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.config import OldLogprobsKind
 from ratoon.train.loss.spec import Loss
-from ratoon.train.report.step_report import StepReport
+from ratoon_proto.types import OldLogprobsKind, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

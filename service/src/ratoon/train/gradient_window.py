@@ -8,11 +8,11 @@ from enum import StrEnum
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.route_counts import RouteSums
 from ratoon.rollout.selection import Counters
-from ratoon.train.config import DivideBy, TokenWeight
 from ratoon.train.loss.spec import CounterDivisor, Loss, NoDivisor, Normalisation
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.prepare import Prepared
 from ratoon.train.report.batch_sums import BatchSums
+from ratoon_proto.types import DivideBy, TokenWeight
 
 
 class WindowState(StrEnum):

@@ -12,7 +12,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.loader import placed_bytes, read_model
 from ratoon.model.parts import parts_of, shared_out
 from ratoon.model.policy_model import PolicyModel, names_by_layer, trained_parameters
-from ratoon.train.config import OptimizerStates, Shard
+from ratoon.train.config import OptimizerStates
 from ratoon.train.copies import Copies
 from ratoon.train.numerics import (
     configure_torch,
@@ -25,6 +25,7 @@ from ratoon.train.optim.gradients import sum_bytes
 from ratoon.train.optim.layer_exchange import handed_bytes
 from ratoon.train.optim.outbox import outbox_bytes
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import Shard
 
 # What is kept, and what ranks share out.
 Layout = tuple[OptimizerStates, Shard]

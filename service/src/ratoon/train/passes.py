@@ -22,7 +22,6 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import PackedBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.batch_loss import BatchLoss, OnLogprobs, not_kept
-from ratoon.train.config import ReferenceKind
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device
 from ratoon.train.load_balance import load_balance
 from ratoon.train.loss.compute import is_of_single_tokens
@@ -40,6 +39,7 @@ from ratoon.train.streamed.heads import add_up
 from ratoon.train.streamed.passes import StagedBatch
 from ratoon_kernels import Span
 from ratoon_kernels.precision import accumulation_dtype
+from ratoon_proto.types import ReferenceKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

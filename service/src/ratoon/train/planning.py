@@ -21,7 +21,7 @@ from ratoon.rollout.limits import NO_LIMITS, TokenLimits
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import DraftedPlan, draft_plan
 from ratoon.rollout.prefixes import SortedPrefixes
-from ratoon.train.config import ParallelLayout
+from ratoon_proto.types import ParallelLayout
 
 # Packed tokens of a micro-batch on a CPU, unless others are asked for.
 CPU_TOKENS = 16_384

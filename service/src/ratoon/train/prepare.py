@@ -28,7 +28,10 @@ from ratoon.rollout.selection import (
     trained_mask,
 )
 from ratoon.rollout.sharing import planned_prefixes
-from ratoon.train.config import (
+from ratoon.train.loss.spec import Loss
+from ratoon.train.loss.warnings import batch_warnings
+from ratoon.train.planning import Planner
+from ratoon_proto.types import (
     AdvantageKind,
     OverlongFilter,
     OverlongPenalty,
@@ -36,9 +39,6 @@ from ratoon.train.config import (
     StalenessAction,
     TokenWeight,
 )
-from ratoon.train.loss.spec import Loss
-from ratoon.train.loss.warnings import batch_warnings
-from ratoon.train.planning import Planner
 
 _ADVANTAGES = {
     AdvantageKind.GROUP_MEAN_STD: group_advantages.group_mean_std,

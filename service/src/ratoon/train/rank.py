@@ -27,7 +27,6 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
-from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
@@ -55,6 +54,7 @@ from ratoon.train.passes import (
 from ratoon.train.prepare import Prepared
 from ratoon.train.sequence_link import SequenceGroups
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.passes import forward_backward_pass
 from ratoon.train.prepare import Prepared
-from ratoon.train.report.step_report import SelfCheckReport
+from ratoon_proto.types import SelfCheckReport
 
 # Share of the whole gradient's norm below which a tensor's own norm is no measure of its error.
 _NORM_FLOOR = 1e-3

@@ -6,15 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon.model.spec import ModelSpec
-from ratoon.train.config import (
-    DEFAULT_GUARD,
-    ONE_DEVICE,
-    AdamWConfig,
-    NumericsGuard,
-    OptimizerStates,
-    ParallelLayout,
-    Shard,
-)
+from ratoon.train.config import DEFAULT_GUARD, ONE_DEVICE, OptimizerStates
+from ratoon_proto.types import AdamWConfig, NumericsGuard, ParallelLayout, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

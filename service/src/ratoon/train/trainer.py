@@ -35,7 +35,6 @@ from ratoon.rollout.selection import Counters
 from ratoon.rollout.sharing import planned_prefixes
 from ratoon.train import prepare
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
-from ratoon.train.config import Shard
 from ratoon.train.copies import Copies
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
@@ -64,15 +63,10 @@ from ratoon.train.rates import rates_of
 from ratoon.train.report import batch_sums
 from ratoon.train.report import build as report_builder
 from ratoon.train.report.clock import DeviceClock
-from ratoon.train.report.step_report import (
-    PhaseSeconds,
-    SkipReason,
-    StepReport,
-    TensorGradNorm,
-)
 from ratoon.train.report.usage import UsageMeter
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import PhaseSeconds, Shard, SkipReason, StepReport, TensorGradNorm
 
 
 class Trainer:

@@ -14,16 +14,8 @@ from google.protobuf.message import DecodeError
 from ratoon.api.convert.errors import detail_of_dict
 from ratoon.api.convert.policy import policy_message
 from ratoon.api.convert.records import write
-from ratoon.engine.types import (
-    CheckpointInfo,
-    EmptyResult,
-    FailedResult,
-    ForwardResult,
-    ImportResult,
-    Operation,
-    PolicyResult,
-    StepResult,
-)
+from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, Operation, PolicyResult
+from ratoon_proto.types import EmptyResult, ImportResult, StepResult
 from ratoon_proto.v1 import operation_pb2 as wire
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 

@@ -19,27 +19,22 @@ from ratoon.api.convert.checks import (
 )
 from ratoon.api.convert.records import read, write
 from ratoon.engine.files.model_folders import model_folder
-from ratoon.engine.types import (
-    Policy,
-    PolicySpec,
+from ratoon.engine.types import Policy, PolicySpec
+from ratoon.errors import invalid, shown
+from ratoon.model.spec import PRESET_NAMES, FolderBase, ModelDtype, ModelSpec, PresetBase
+from ratoon.train.loss.checks import require
+from ratoon.train.optim.resolve import check_adamw
+from ratoon_proto import types
+from ratoon_proto.types import (
+    AdamWConfig,
+    FullTuning,
+    LoraTuning,
+    NumericsGuard,
+    ParallelLayout,
     PublishConfig,
     PublishKind,
     Recovery,
 )
-from ratoon.errors import invalid, shown
-from ratoon.model.spec import (
-    PRESET_NAMES,
-    FolderBase,
-    FullTuning,
-    LoraTuning,
-    ModelDtype,
-    ModelSpec,
-    PresetBase,
-)
-from ratoon.train.config import AdamWConfig, NumericsGuard, ParallelLayout
-from ratoon.train.loss.checks import require
-from ratoon.train.optim.resolve import check_adamw
-from ratoon_proto import types
 from ratoon_proto.v1 import policy_pb2 as wire
 
 _GUARD_LIMITS = (

@@ -25,7 +25,7 @@ from ratoon.api.http.responses import Digest, PolicyId
 from ratoon.api.http.zero_copy import ZERO_COPY
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream.manifest import WeightFile
+from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import service_pb2 as wire
 
 BINARY = "application/octet-stream"

@@ -24,7 +24,8 @@ from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor, kil
 from ratoon.engine.cluster.worker_process import find_spare, make_spare
 from ratoon.engine.files.archive import check_store
 from ratoon.engine.settings import ENGINE_NAME, EngineSettings
-from ratoon.engine.types import Policy, PolicyState
+from ratoon.engine.types import Policy
+from ratoon_proto.types import PolicyState
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy

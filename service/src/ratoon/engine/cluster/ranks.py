@@ -29,7 +29,7 @@ from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
-from ratoon.train.config import Shard
+from ratoon_proto.types import Shard
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy

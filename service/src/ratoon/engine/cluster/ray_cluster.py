@@ -23,14 +23,15 @@ from ratoon.engine.files.paths import POLICIES, require_known
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import await_database
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import PolicySpec, ReferencePolicy
-from ratoon.engine.worker.backends import BackendInfo, list_backends
+from ratoon.engine.types import PolicySpec
+from ratoon.engine.worker.backends import list_backends
 from ratoon.engine.worker.tasks import WorkerPort
 from ratoon.errors import invalid
 from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import make_folder, remove_leftovers
-from ratoon.train.config import OptimizerStates, Shard
+from ratoon.train.config import OptimizerStates
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import BackendInfo, ReferencePolicy, Shard
 
 
 def open_engine(settings: EngineSettings) -> Engine:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from ratoon.engine.crash_points import make_reach
-from ratoon.engine.types import Progress
-from ratoon.engine.worker.backends import BackendInfo, list_backends
+from ratoon.engine.worker.backends import list_backends
 from ratoon.engine.worker.tasks import (
     GradientFile,
     GradientRequest,
@@ -33,6 +32,7 @@ from ratoon.engine.worker.tasks import (
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import BackendInfo, Progress
 
 if TYPE_CHECKING:
     from ratoon.engine.worker.compile_cache import CompileCache

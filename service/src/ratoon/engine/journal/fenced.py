@@ -44,10 +44,10 @@ from ratoon.engine.journal.sealed import insert_row, lock_row, update_row, updat
 from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
 from ratoon.engine.journal.tokens import is_before, last_token, next_token, set_last_token
 from ratoon.engine.refusals import operation_not_found, policy_not_found
-from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.model.spec import ModelInfo
+from ratoon_proto.types import PolicyState
 
 _FINAL = tuple(state for state in JournalState if state.is_final)
 

@@ -15,18 +15,14 @@ from ratoon.engine.types import (
     Command,
     ForwardResult,
     Operation,
-    OperationKind,
     OperationResult,
-    OperationState,
     Policy,
     PolicySpec,
-    PolicyState,
-    Progress,
-    StepResult,
 )
 from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import Choices, Task
 from ratoon.model.spec import ModelInfo
+from ratoon_proto.types import OperationKind, OperationState, PolicyState, Progress, StepResult
 
 # Lifecycle operations create or delete a policy and are not sequenced.
 LIFECYCLE_KINDS = (OperationKind.CREATE_POLICY, OperationKind.DELETE_POLICY)

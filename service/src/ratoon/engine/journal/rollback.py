@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from ratoon.engine.journal.checkpoints import Checkpoint
 from ratoon.engine.journal.records import JournalState, OperationRecord, RollBack
-from ratoon.engine.types import FailedResult, OperationKind
+from ratoon.engine.types import FailedResult
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationKind
 
 # Applied after the checkpoint, these changed weights that are now lost.
 _LOST_KINDS = (

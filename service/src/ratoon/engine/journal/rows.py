@@ -18,16 +18,10 @@ from ratoon.engine.journal.records import JournalState, OperationRecord, PolicyR
 from ratoon.engine.journal.sealed import insert_row, update_rows, verified
 from ratoon.engine.journal.tables import CHECKPOINTS, OPERATIONS, POLICIES
 from ratoon.engine.refusals import policy_not_found
-from ratoon.engine.types import (
-    CheckpointInfo,
-    Command,
-    OperationKind,
-    OperationResult,
-    PolicySpec,
-    PolicyState,
-)
+from ratoon.engine.types import CheckpointInfo, Command, OperationResult, PolicySpec
 from ratoon.engine.worker.tasks import Choices
 from ratoon.model.spec import ModelInfo
+from ratoon_proto.types import OperationKind, PolicyState
 
 
 def select_policy(connection: Connection, policy_id: str) -> PolicyRow | None:

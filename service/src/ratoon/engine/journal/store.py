@@ -38,17 +38,9 @@ from ratoon.engine.journal.rows import (
 from ratoon.engine.journal.sealed import insert_row, verified
 from ratoon.engine.journal.tables import CHECKPOINTS, NUMERICS, OPERATIONS, POLICIES
 from ratoon.engine.refusals import policy_not_ready
-from ratoon.engine.types import (
-    NoKey,
-    OperationKey,
-    OperationKind,
-    OperationResult,
-    PolicySpec,
-    PolicyState,
-    RequestKey,
-    SeqKey,
-)
+from ratoon.engine.types import NoKey, OperationKey, OperationResult, PolicySpec, RequestKey, SeqKey
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationKind, PolicyState
 
 _FINAL = tuple(state for state in JournalState if state.is_final)
 

@@ -34,9 +34,7 @@ from ratoon.engine.types import (
     LoadCheckpointCommand,
     NoKey,
     OperationKey,
-    OperationKind,
     OptimStepCommand,
-    PolicyState,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
@@ -45,6 +43,7 @@ from ratoon.engine.types import (
 )
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import RatoonError, invalid
+from ratoon_proto.types import OperationKind, PolicyState
 
 KINDS: dict[type[Command], OperationKind] = {
     UpdateCommand: OperationKind.UPDATE,

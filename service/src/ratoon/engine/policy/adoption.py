@@ -13,9 +13,9 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.sequencer import Sequencer
 from ratoon.engine.policy.window import Window
-from ratoon.engine.types import OperationKind, OperationState
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import OperationKind, OperationState
 
 
 def agrees(history: PolicyHistory, status: WorkerStatus) -> bool:

@@ -16,14 +16,8 @@ from ratoon.engine.journal.records import JournalState, OperationEnd, OperationR
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import policy_not_ready
-from ratoon.engine.types import (
-    CheckpointInfo,
-    FailedResult,
-    ImportResult,
-    OperationKind,
-    PolicyState,
-    StepResult,
-)
+from ratoon.engine.types import CheckpointInfo, FailedResult
+from ratoon_proto.types import ImportResult, OperationKind, PolicyState, StepResult
 
 _STEPS = (OperationKind.UPDATE, OperationKind.OPTIM_STEP)
 # Records read first from the end of the journal; doubled until the count is known.

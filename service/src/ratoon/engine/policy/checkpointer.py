@@ -26,11 +26,12 @@ from ratoon.engine.journal.records import (
     OperationRecord,
 )
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import CheckpointInfo, OperationKind
+from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 from ratoon.train.saved_state import AsOf
+from ratoon_proto.types import OperationKind
 
 _LOG = get_logger("checkpointer")
 # Delay after a failure.

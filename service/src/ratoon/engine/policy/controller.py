@@ -46,12 +46,12 @@ from ratoon.engine.types import (
     Holder,
     NoKey,
     Operation,
-    PolicyState,
     Submission,
 )
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream.manifest import GradientManifest, WeightManifest
+from ratoon.stream.manifest import WeightManifest
+from ratoon_proto.types import GradientManifest, PolicyState
 
 # How long a submission, whose body is in memory, waits for a recovery: less than a client's try.
 _QUEUE_S = 20.0

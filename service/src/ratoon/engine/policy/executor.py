@@ -23,19 +23,11 @@ from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.window import Window
 from ratoon.engine.refusals import cancelled
-from ratoon.engine.types import (
-    CheckpointInfo,
-    FailedResult,
-    ImportResult,
-    OperationKind,
-    OperationResult,
-    OperationState,
-    OptimStepCommand,
-    StepResult,
-)
+from ratoon.engine.types import CheckpointInfo, FailedResult, OperationResult, OptimStepCommand
 from ratoon.engine.worker.tasks import Choices, Outcome, Task
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
+from ratoon_proto.types import ImportResult, OperationKind, OperationState, StepResult
 
 _LOG = get_logger("executor")
 

@@ -10,7 +10,7 @@ import asyncio
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.worker.tasks import GradientRequest
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream.manifest import GradientManifest, WeightFile
+from ratoon_proto.types import GradientManifest, WeightFile
 
 _FILE_NAME = "gradients.safetensors"
 

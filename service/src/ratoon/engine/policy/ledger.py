@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ratoon.engine.journal.records import NO_PROGRESS, JournalState, OperationRecord
-from ratoon.engine.types import FailedResult, OperationResult, Progress
+from ratoon.engine.types import FailedResult, OperationResult
 from ratoon.errors import RatoonError
+from ratoon_proto.types import Progress
 
 # Ended operations kept in memory, so that most waits end without a journal read.
 _MAX_ENDED = 128

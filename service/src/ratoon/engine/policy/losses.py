@@ -35,10 +35,10 @@ from ratoon.engine.journal.records import OperationRecord, PolicyHistory
 from ratoon.engine.journal.tokens import is_promoted_since
 from ratoon.engine.policy.replay import RecoveryStoppedError
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import OperationKind, Sequencing
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
+from ratoon_proto.types import OperationKind, Sequencing
 
 _LOG = get_logger("losses")
 

@@ -22,7 +22,7 @@ from ratoon.engine.policy.lost_workers import LostWorkers
 from ratoon.engine.policy.receivers import Receivers
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import overtaken
-from ratoon.engine.types import Acknowledgement, OperationResult, PublishKind, StepResult
+from ratoon.engine.types import Acknowledgement, OperationResult
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
@@ -35,6 +35,7 @@ from ratoon.stream.versions import (
     version_folder,
     whole_version,
 )
+from ratoon_proto.types import PublishKind, StepResult
 
 _LOG = get_logger("publisher")
 # Of the seconds of an operation: for so long the next one gives way to what it publishes.

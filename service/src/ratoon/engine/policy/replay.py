@@ -19,16 +19,10 @@ from ratoon.engine.journal.records import RUN_KINDS, JournalState, OperationReco
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import (
     CheckpointInfo,
-    EmptyResult,
     FailedResult,
-    ImportResult,
     LoadCheckpointCommand,
-    OnChangedNumerics,
-    OperationKind,
     OperationResult,
-    OperationState,
     OptimStepCommand,
-    StepResult,
 )
 from ratoon.engine.worker.numerics import Numerics, differences
 from ratoon.engine.worker.tasks import (
@@ -40,6 +34,14 @@ from ratoon.engine.worker.tasks import (
     UnusableCheckpointError,
 )
 from ratoon.log import get_logger
+from ratoon_proto.types import (
+    EmptyResult,
+    ImportResult,
+    OnChangedNumerics,
+    OperationKind,
+    OperationState,
+    StepResult,
+)
 
 _LOG = get_logger("replay")
 

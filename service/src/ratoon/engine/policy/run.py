@@ -20,11 +20,12 @@ from ratoon.engine.policy.claims import Claims
 from ratoon.engine.policy.ledger import Ledger
 from ratoon.engine.policy.sequencer import Sequencer
 from ratoon.engine.policy.window import Window
-from ratoon.engine.types import PolicySpec, PolicyState, Recovery
+from ratoon.engine.types import PolicySpec
 from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import Outcome, WorkerPort
 from ratoon.metrics import Change, MetricsSink
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import PolicyState, Recovery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ratoon.engine.types import NoKey, OperationKey, RequestKey, SeqKey, Sequencing
+from ratoon.engine.types import NoKey, OperationKey, RequestKey, SeqKey
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon_proto.types import Sequencing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

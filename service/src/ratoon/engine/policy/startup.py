@@ -32,7 +32,6 @@ from ratoon.engine.policy.replay import (
     unusable,
 )
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.numerics import Numerics
 from ratoon.engine.worker.tasks import (
     Loaded,
@@ -44,8 +43,9 @@ from ratoon.engine.worker.tasks import (
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
-from ratoon.train.config import OptimizerStates, Shard
+from ratoon.train.config import OptimizerStates
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import PolicyState, Shard
 
 _LOG = get_logger("startup")
 

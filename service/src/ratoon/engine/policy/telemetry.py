@@ -11,16 +11,17 @@ from dataclasses import asdict
 
 from ratoon import metrics
 from ratoon.engine.journal.records import JournalState, OperationRecord
-from ratoon.engine.types import (
-    ForwardResult,
-    OperationKind,
-    OperationResult,
-    OperationState,
-    StepResult,
-)
+from ratoon.engine.types import ForwardResult, OperationResult
 from ratoon.metrics import Change, Gone, Metric
 from ratoon.model.spec import ModelInfo
-from ratoon.train.report.step_report import PhaseSeconds, SelfCheckReport, StepReport
+from ratoon_proto.types import (
+    OperationKind,
+    OperationState,
+    PhaseSeconds,
+    SelfCheckReport,
+    StepReport,
+    StepResult,
+)
 
 
 def entered(record: OperationRecord, state: JournalState) -> list[Change]:

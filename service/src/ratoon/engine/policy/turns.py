@@ -26,10 +26,10 @@ from ratoon.engine.policy.replay import RecoveryStoppedError
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.startup import start_policy
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
-from ratoon.engine.types import PolicyState
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
+from ratoon_proto.types import PolicyState
 
 _LOG = get_logger("turns")
 # More than the number of workers that one operation, or one version, may lose.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ratoon.engine.types import Progress
+from ratoon_proto.types import Progress
 
 
 @dataclass(slots=True)

@@ -26,18 +26,14 @@ from ratoon.engine.refusals import cancelled, disk_fault
 from ratoon.engine.types import (
     CheckpointInfo,
     DiscardGradientsCommand,
-    EmptyResult,
     ForwardBackwardCommand,
     ForwardCommand,
     ForwardResult,
-    ImportMode,
-    ImportResult,
     ImportWeightsCommand,
     LoadCheckpointCommand,
     OperationResult,
     OptimStepCommand,
     SaveCheckpointCommand,
-    StepResult,
     UpdateCommand,
 )
 from ratoon.engine.worker.tasks import NO_FORWARD, GradientFile, GradientRequest, Task
@@ -49,20 +45,26 @@ from ratoon.engine.worker.trainer_port import (
     TrainerPort,
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.model.spec import LoraTuning
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import plan_from_dict, plan_to_dict
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon.stream.files import remove_folder
-from ratoon.stream.manifest import WeightKind
-from ratoon.train.config import OptimRequest
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
-from ratoon.train.report.step_report import StepReport
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import (
+    EmptyResult,
+    ImportMode,
+    ImportResult,
+    LoraTuning,
+    OptimStepConfig,
+    StepReport,
+    StepResult,
+    WeightKind,
+)
 
 NEEDLESS_FORWARD = (
     "the Forward that loss.old_logprobs names is of the version trained here, and of these "
@@ -175,7 +177,7 @@ class TaskRunner:
     def _update(
         self,
         planned: PlannedTask,
-        optim: OptimRequest,
+        optim: OptimStepConfig,
         on_progress: OnProgress,
         is_cancelled: IsCancelled,
     ) -> StepReport:
@@ -287,7 +289,7 @@ class TaskRunner:
             self.trainer.version = next_version
         return StepResult(version=self.version, report=report)
 
-    def _step(self, request: OptimRequest, normalisation: Normalisation) -> OptimStep:
+    def _step(self, request: OptimStepConfig, normalisation: Normalisation) -> OptimStep:
         return resolve_optim(request, normalisation, self._spec.optimizer)
 
 

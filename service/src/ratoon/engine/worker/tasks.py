@@ -10,20 +10,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ratoon.engine.files.paths import PolicyPaths
-from ratoon.engine.types import (
-    CheckpointInfo,
-    Command,
-    FailedResult,
-    OperationResult,
-    OperationState,
-    Progress,
-)
+from ratoon.engine.types import CheckpointInfo, Command, FailedResult, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.selection import Counters
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import OperationState, Progress
 
 NO_FORWARD = ""
 

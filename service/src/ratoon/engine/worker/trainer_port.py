@@ -14,9 +14,9 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import Counters
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
-from ratoon.train.report.step_report import StepReport
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
+from ratoon_proto.types import StepReport
 
 OnProgress = Callable[[int, int, int], None]
 IsCancelled = Callable[[], bool]

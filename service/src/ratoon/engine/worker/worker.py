@@ -25,10 +25,7 @@ from ratoon.engine.types import (
     ForwardBackwardCommand,
     ImportWeightsCommand,
     LoadCheckpointCommand,
-    OperationState,
     OptimStepCommand,
-    Progress,
-    StepResult,
     UpdateCommand,
 )
 from ratoon.engine.worker.meter import Meter
@@ -55,9 +52,10 @@ from ratoon.engine.worker.trainer_port import (
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError, without_folders
 from ratoon.garbage import collect_all
 from ratoon.log import get_logger
-from ratoon.stream.manifest import MadeBy, WeightKind, WeightManifest
+from ratoon.stream.manifest import MadeBy, WeightManifest
 from ratoon.stream.versions import publish_version
 from ratoon.train.saved_state import AsOf
+from ratoon_proto.types import OperationState, Progress, StepResult, WeightKind
 
 T = TypeVar("T")
 

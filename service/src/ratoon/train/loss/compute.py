@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.train.config import CorrectionLevel
 from ratoon.train.loss.clamp import clamp_gap
 from ratoon.train.loss.correction import CorrectionTerms, Mismatch, correction_terms
 from ratoon.train.loss.kl import kl_terms
@@ -27,6 +26,7 @@ from ratoon.train.loss.spec import (
 )
 from ratoon.train.loss.term_sums import CountedTerms, sum_terms
 from ratoon.train.loss.terms import PolicyInputs, RatioInputs, TermColumns
+from ratoon_proto.types import CorrectionLevel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.train.config import (
-    CorrectionLevel,
-    CorrectionMask,
-    CorrectionMode,
-    RolloutCorrection,
-)
 from ratoon.train.loss.ratio import sequence_sum
+from ratoon_proto.types import CorrectionLevel, CorrectionMask, CorrectionMode, RolloutCorrection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

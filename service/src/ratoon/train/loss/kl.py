@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.train.config import KlConfig, KlKind
 from ratoon.train.loss.clamp import clamp_gap, clamp_k3, is_beyond
+from ratoon_proto.types import KlConfig, KlKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

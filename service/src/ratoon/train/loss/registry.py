@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ratoon.train.config import LossKind
 from ratoon.train.loss.cispo import cispo_terms
 from ratoon.train.loss.clip import clip_terms, sequence_clip_terms
 from ratoon.train.loss.linear import importance_sampling_terms, logprob_terms
 from ratoon.train.loss.ratio import sequence_log_ratio, token_log_ratio
 from ratoon.train.loss.soft import ipo_terms, sapo_terms
 from ratoon.train.loss.terms import PolicyInputs, PolicyTerms, RatioInputs
+from ratoon_proto.types import LossKind
 
 RatioFunction = Callable[[RatioInputs], Tensor]
 TermFunction = Callable[[PolicyInputs], PolicyTerms]

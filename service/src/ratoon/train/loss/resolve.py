@@ -10,15 +10,6 @@ import math
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.fields import sequence_field
-from ratoon.train.config import (
-    AdvantageKind,
-    LossKind,
-    LossRequest,
-    OldLogprobsKind,
-    OverlongFilter,
-    OverlongPenalty,
-    Staleness,
-)
 from ratoon.train.loss.checks import require, require_finite, require_not_negative
 from ratoon.train.loss.resolve_logprobs import (
     resolve_correction,
@@ -39,6 +30,15 @@ from ratoon.train.loss.spec import (
     SequenceClipObjective,
 )
 from ratoon.train.optim.resolve import check_optim, resolve_optim
+from ratoon_proto.types import (
+    AdvantageKind,
+    LossConfig,
+    LossKind,
+    OldLogprobsKind,
+    OverlongFilter,
+    OverlongPenalty,
+    StalenessConfig,
+)
 
 __all__ = ["check_optim", "resolve_loss", "resolve_optim"]
 
@@ -53,7 +53,7 @@ _REWARD_ADVANTAGES = (
 )
 
 
-def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_reference: bool) -> Loss:
+def resolve_loss(request: LossConfig, batch: RolloutBatch, *, has_frozen_reference: bool) -> Loss:
     """Fill in the defaults of the loss and check that `batch` carries all that it needs.
 
     `has_frozen_reference`: the policy keeps its initial weights. Raises `RatoonError`
@@ -83,7 +83,7 @@ def resolve_loss(request: LossRequest, batch: RolloutBatch, *, has_frozen_refere
     )
 
 
-def _resolve_objective(request: LossRequest, defaults: LossDefaults) -> Objective:
+def _resolve_objective(request: LossConfig, defaults: LossDefaults) -> Objective:
     if request.kind is not LossKind.SAPO:
         for name in ("tau_positive", "tau_negative"):
             expected = f"absent: {request.kind} has no gate"
@@ -123,7 +123,7 @@ def _resolve_objective(request: LossRequest, defaults: LossDefaults) -> Objectiv
     )
 
 
-def _resolve_gate(request: LossRequest) -> SapoObjective:
+def _resolve_gate(request: LossConfig) -> SapoObjective:
     """Defaults are those of the paper's experiments: negative advantages are gated harder."""
     positive = 1.0 if request.tau_positive is None else request.tau_positive
     negative = 1.05 if request.tau_negative is None else request.tau_negative
@@ -134,7 +134,7 @@ def _resolve_gate(request: LossRequest) -> SapoObjective:
 
 
 def _resolve_advantage(
-    request: LossRequest, defaults: LossDefaults, batch: RolloutBatch
+    request: LossConfig, defaults: LossDefaults, batch: RolloutBatch
 ) -> AdvantageKind | None:
     if defaults.advantage is None:
         _refuse_given(
@@ -163,7 +163,7 @@ def _resolve_advantage(
 
 
 def _resolve_overlong(
-    request: LossRequest, batch: RolloutBatch
+    request: LossConfig, batch: RolloutBatch
 ) -> OverlongFilter | OverlongPenalty | None:
     overlong = request.overlong
     if not isinstance(overlong, OverlongPenalty):
@@ -184,7 +184,7 @@ def _resolve_overlong(
     return overlong
 
 
-def _resolve_top_entropy(request: LossRequest) -> float | None:
+def _resolve_top_entropy(request: LossConfig) -> float | None:
     """Whose entropies they are: those of a Forward before the update, known before any backward."""
     share, old = request.top_entropy_share, request.old_logprobs
     if share is None:
@@ -198,7 +198,7 @@ def _resolve_top_entropy(request: LossRequest) -> float | None:
 
 
 def _resolve_zero_variance(
-    request: LossRequest, defaults: LossDefaults, batch: RolloutBatch
+    request: LossConfig, defaults: LossDefaults, batch: RolloutBatch
 ) -> bool:
     """Variance is of rewards: with ready-made advantages there is none to look at."""
     if request.drop_zero_variance_groups is None:
@@ -208,7 +208,7 @@ def _resolve_zero_variance(
     return request.drop_zero_variance_groups
 
 
-def _resolve_staleness(request: LossRequest, batch: RolloutBatch) -> Staleness | None:
+def _resolve_staleness(request: LossConfig, batch: RolloutBatch) -> StalenessConfig | None:
     staleness = request.staleness
     if staleness is None:
         return None

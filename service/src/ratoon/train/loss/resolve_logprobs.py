@@ -9,23 +9,23 @@ from __future__ import annotations
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.fields import first_true, sequence_field
-from ratoon.train.config import (
+from ratoon.train.loss.checks import require, require_finite
+from ratoon.train.loss.spec import LOSS_DEFAULTS
+from ratoon_proto.types import (
     CorrectionMask,
     CorrectionMode,
     KlConfig,
     KlKind,
+    LossConfig,
     LossKind,
-    LossRequest,
     OldLogprobs,
     OldLogprobsKind,
     ReferenceKind,
     RolloutCorrection,
 )
-from ratoon.train.loss.checks import require, require_finite
-from ratoon.train.loss.spec import LOSS_DEFAULTS
 
 
-def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogprobs | None:
+def resolve_old_logprobs(request: LossConfig, batch: RolloutBatch) -> OldLogprobs | None:
     """Old log-probs enter the ratio and the correction; a loss with neither has none."""
     defaults = LOSS_DEFAULTS[request.kind]
     is_corrected = request.correction is not None or request.correction_mask is not None
@@ -63,7 +63,7 @@ def resolve_old_logprobs(request: LossRequest, batch: RolloutBatch) -> OldLogpro
 
 
 def resolve_kl(
-    request: LossRequest, batch: RolloutBatch, *, has_frozen_reference: bool
+    request: LossConfig, batch: RolloutBatch, *, has_frozen_reference: bool
 ) -> KlConfig | None:
     """There are a KL term's reference log-probs, and old ones for its weight; None: no term."""
     kl = request.kl
@@ -84,12 +84,12 @@ def resolve_kl(
     return kl
 
 
-def _has_old_logprobs(request: LossRequest) -> bool:
+def _has_old_logprobs(request: LossConfig) -> bool:
     is_corrected = request.correction is not None or request.correction_mask is not None
     return LOSS_DEFAULTS[request.kind].has_ratio or is_corrected
 
 
-def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorrection | None:
+def resolve_correction(request: LossConfig, batch: RolloutBatch) -> RolloutCorrection | None:
     """Old and sampler log-probs are there, and differ; None: no correction."""
     correction = request.correction
     if correction is None:
@@ -101,7 +101,7 @@ def resolve_correction(request: LossRequest, batch: RolloutBatch) -> RolloutCorr
     return correction
 
 
-def resolve_correction_mask(request: LossRequest, batch: RolloutBatch) -> CorrectionMask | None:
+def resolve_correction_mask(request: LossConfig, batch: RolloutBatch) -> CorrectionMask | None:
     """The same of a mask; None: no mask."""
     mask = request.correction_mask
     if mask is None:
@@ -111,7 +111,7 @@ def resolve_correction_mask(request: LossRequest, batch: RolloutBatch) -> Correc
     return mask
 
 
-def _require_mismatch(field: str, got: object, request: LossRequest, batch: RolloutBatch) -> None:
+def _require_mismatch(field: str, got: object, request: LossConfig, batch: RolloutBatch) -> None:
     """There are old and sampler log-probs, and they differ."""
     if request.kind is LossKind.CROSS_ENTROPY:
         raise invalid(field, got, "absent: cross_entropy has no sampler")
@@ -132,7 +132,7 @@ def _require_bounds(field: str, low: float, high: float) -> None:
     require(f"{field}.high", high, high >= 1, "a finite float32, at least 1")
 
 
-def _require_sampler(field: str, got: object, request: LossRequest, batch: RolloutBatch) -> None:
+def _require_sampler(field: str, got: object, request: LossConfig, batch: RolloutBatch) -> None:
     """Sampler log-probs that may enter a ratio: there, at the sampling temperature, uncut."""
     if batch.sampler_logprobs is None:
         raise invalid(field, got, "rollouts that carry sampler_logprobs")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ratoon.train.config import (
+from ratoon_proto.types import (
     AdamWConfig,
     AdvantageKind,
     CorrectionMask,
@@ -19,7 +19,7 @@ from ratoon.train.config import (
     OverlongPenalty,
     RolloutCorrection,
     SharedTokens,
-    Staleness,
+    StalenessConfig,
     TokenWeight,
 )
 
@@ -118,7 +118,7 @@ class Loss:
     shared_tokens: SharedTokens
     overlong: OverlongFilter | OverlongPenalty | None
     drop_zero_variance_groups: bool
-    staleness: Staleness | None
+    staleness: StalenessConfig | None
     # 0: no balance loss (`load_balance`).
     router_aux_loss_coefficient: float
 

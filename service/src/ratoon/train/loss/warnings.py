@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.versions import newest_versions
-from ratoon.train.config import AdvantageKind, KlKind, OldLogprobsKind, ReferenceKind
 from ratoon.train.loss.clamp import MAX_GAP, MAX_K3
 from ratoon.train.loss.spec import ClipObjective, Loss, SequenceClipObjective
 from ratoon.train.loss.sums import LossSums
+from ratoon_proto.types import AdvantageKind, KlKind, OldLogprobsKind, ReferenceKind
 
 # Of the terms of one sign: beyond it the clip decides more than the advantages.
 _MAX_CLIPPED = 0.5

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import invalid
-from ratoon.train.config import AdamWConfig, OptimizerStates
+from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.optim.adamw import MAX_FLOAT32, Optimizer
 from ratoon.train.optim.bf16_state import (
@@ -34,6 +34,7 @@ from ratoon.train.optim.bf16_state import (
 )
 from ratoon.train.optim.rounding import MAX_SQUARE, random_words, split_float32
 from ratoon.train.optim.state import OptimizerState, check_sum
+from ratoon_proto.types import AdamWConfig
 
 # Indices are int32, beyond the end of the last elements too.
 _MAX_ELEMENTS = (1 << 31) - (1 << 16)

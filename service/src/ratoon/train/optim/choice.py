@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ratoon.train.config import AdamWConfig, OptimizerStates
+from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.adamw import MasterAdamW, Optimizer
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
+from ratoon_proto.types import AdamWConfig
 
 # Below it the rounding of weights without masters is larger than their update (decision 0008).
 _MIN_ROUNDED_RATE = 1e-5

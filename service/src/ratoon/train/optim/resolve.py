@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from ratoon.errors import invalid
-from ratoon.train.config import AdamWConfig, DivideBy, OptimRequest, TokenWeight
 from ratoon.train.loss.checks import require
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor, Normalisation, OptimStep
+from ratoon_proto.types import AdamWConfig, DivideBy, OptimStepConfig, TokenWeight
 
 DEFAULT_MAX_GRAD_NORM = 1.0
 # Far beyond every recipe; within them no float32 of a step overflows by these numbers alone.
@@ -17,7 +17,7 @@ _LARGEST = 1e30
 _RANGE = f"a number from {_SMALLEST:g} to {_LARGEST:g}"
 
 
-def check_optim(request: OptimRequest, policy: AdamWConfig) -> None:
+def check_optim(request: OptimStepConfig, policy: AdamWConfig) -> None:
     """Check the numbers, with the policy's where the request has none, but without the window;
     `resolve_optim` does it too.
 
@@ -46,7 +46,7 @@ def check_optim(request: OptimRequest, policy: AdamWConfig) -> None:
         raise invalid(f"optim.{name}", got, f"at most 1 when multiplied by {other}")
 
 
-def check_adamw(path: str, config: AdamWConfig | OptimRequest) -> None:
+def check_adamw(path: str, config: AdamWConfig | OptimStepConfig) -> None:
     """Check what is set of AdamW's numbers, of a policy or of one step.
 
     Raises `RatoonError` INVALID_ARGUMENT naming the field below `path`.
@@ -66,7 +66,7 @@ def _require_in_range(field: str, value: float, otherwise: str = "") -> None:
 
 
 def resolve_optim(
-    request: OptimRequest, normalisation: Normalisation, policy: AdamWConfig
+    request: OptimStepConfig, normalisation: Normalisation, policy: AdamWConfig
 ) -> OptimStep:
     """Fill in the policy's weight decay and the window's divisor.
 
@@ -88,7 +88,7 @@ def resolve_optim(
     )
 
 
-def _resolve_max_grad_norm(request: OptimRequest, divide_by: DivideBy) -> float:
+def _resolve_max_grad_norm(request: OptimStepConfig, divide_by: DivideBy) -> float:
     """Sums that nothing divides have a norm that grows with the batch: they have no default."""
     norm = request.max_grad_norm
     if norm is None:
@@ -96,7 +96,7 @@ def _resolve_max_grad_norm(request: OptimRequest, divide_by: DivideBy) -> float:
     return norm or math.inf
 
 
-def _resolve_divide_by(request: OptimRequest, normalisation: Normalisation) -> DivideBy:
+def _resolve_divide_by(request: OptimStepConfig, normalisation: Normalisation) -> DivideBy:
     default = normalisation.default_divide_by
     divide_by = request.divide_by or default
     if divide_by is None:
@@ -114,7 +114,7 @@ def _resolve_divide_by(request: OptimRequest, normalisation: Normalisation) -> D
     return divide_by
 
 
-def _resolve_divisor(request: OptimRequest, divide_by: DivideBy) -> CounterDivisor | NoDivisor:
+def _resolve_divisor(request: OptimStepConfig, divide_by: DivideBy) -> CounterDivisor | NoDivisor:
     if divide_by is DivideBy.CONSTANT:
         if request.divide_constant is None:
             raise invalid("optim.divide_constant", "none", _RANGE)

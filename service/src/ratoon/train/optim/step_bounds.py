@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ratoon.train.config import AdamWConfig
 from ratoon.train.loss.spec import OptimStep
+from ratoon_proto.types import AdamWConfig
 
 # Magnitudes below it are finite however they are rounded.
 FINITE = 2.0**127

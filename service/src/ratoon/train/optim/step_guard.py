@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ratoon.train.config import NumericsGuard
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.report.step_report import SkipReason
+from ratoon_proto.types import NumericsGuard, SkipReason
 
 WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
     {

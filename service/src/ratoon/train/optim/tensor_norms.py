@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ratoon.model.parts import origin_of
 from ratoon.train.optim.adamw import block_norms
-from ratoon.train.report.step_report import TensorGradNorm
+from ratoon_proto.types import TensorGradNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ import torch
 from ratoon.model.route_counts import RouteSums
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train.config import DivideBy
 from ratoon.train.gradient_window import Totals, divide_number
 from ratoon.train.loss.clamp import clamp_k3
 from ratoon.train.loss.histogram import quantile
@@ -22,9 +21,9 @@ from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.passes import ForwardColumns
 from ratoon.train.prepare import Prepared
 from ratoon.train.report.batch_sums import BatchSums, of_batch
-from ratoon.train.report.step_report import PhaseSeconds, RouterReport, StepReport
 from ratoon.train.report.usage import Usage
 from ratoon.train.self_check import SelfCheckOutcome
+from ratoon_proto.types import DivideBy, PhaseSeconds, RouterReport, StepReport
 
 
 def forward_backward_report(
