@@ -38,8 +38,8 @@ from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import FailedResult, Operation, PolicySpec
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
-from ratoon.ports import free_port
 from ratoon.rollout.serial import batch_to_bytes
+from ratoon.sole_service import free_port
 from ratoon.train.config import ONE_DEVICE
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer

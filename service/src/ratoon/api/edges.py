@@ -16,10 +16,10 @@ from ratoon.api.http.app import create_app
 from ratoon.api.http.listener import RunningHttp, start_http
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import checked_hosts
+from ratoon.cluster.engine_actor import connect
 from ratoon.config import RatoonConfig
 from ratoon.edge.budget import EdgeBounds
 from ratoon.edge.tls import CertificateStore, files_of, server_context
-from ratoon.engine.cluster.remote import connect
 
 
 async def build_service(config: RatoonConfig) -> PolicyService:

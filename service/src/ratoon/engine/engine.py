@@ -33,7 +33,7 @@ from ratoon.stream.manifest import WeightManifest
 from ratoon_proto.types import BackendInfo, GradientManifest, PolicyState
 
 if TYPE_CHECKING:
-    from ratoon.engine.cluster.ray_cluster import RayCluster
+    from ratoon.cluster.ray_cluster import RayCluster
 
 _LOG = get_logger("engine")
 # How long a call waits while a newly started engine reads its policies.
