@@ -11,8 +11,8 @@ from ratoon.model.device_costs import H200_RATES
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train import rank
 from ratoon.train.planning import cpu_planner
+from ratoon.train.ranks import rank
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import AdamWConfig, FullTuning

@@ -18,7 +18,7 @@ from ratoon.rollout.forest import build_forest
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.rank import Rank
+from ratoon.train.ranks.rank import Rank
 from ratoon_proto.types import (
     KlConfig,
     KlKind,

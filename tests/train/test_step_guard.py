@@ -19,7 +19,7 @@ from ratoon.train.config import OptimizerStates
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_sums
-from ratoon.train.rank import Rank
+from ratoon.train.ranks.rank import Rank
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     FullTuning,

@@ -17,8 +17,8 @@ from ratoon.train.optim.choice import rounding_warning
 from ratoon.train.optim.step_bounds import StateBounds
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
 from ratoon.train.optim.tensor_norms import tensor_norms
-from ratoon.train.rank import Rank, Stepped
-from ratoon.train.rank_group import RankGroup
+from ratoon.train.ranks.group import RankGroup
+from ratoon.train.ranks.rank import Rank, Stepped
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import SkipReason, TensorGradNorm
 

@@ -60,7 +60,7 @@ from ratoon_proto.types import OperationState, Progress, StepResult, WeightKind
 
 if TYPE_CHECKING:
     from ratoon.train.checkpoint import Snapshot
-    from ratoon.train.rank_group import HeldWeights
+    from ratoon.train.ranks.group import HeldWeights
     from ratoon.train.trainer import Trainer
 
 T = TypeVar("T")
