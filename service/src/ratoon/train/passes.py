@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.route_counts import RouteSums
-from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.rollout.packed import PackedBatch
+from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon.train.batch_loss import BatchLoss, OnLogprobs, not_kept
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device
 from ratoon.train.load_balance import load_balance

@@ -31,8 +31,8 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import check_plan
 from ratoon.rollout.selection import Counters
+from ratoon.shards.copies import Copies
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
-from ratoon.train.copies import Copies
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
