@@ -18,7 +18,7 @@ import httpx
 import psutil
 import yaml
 
-from ratoon.ports import free_port
+from ratoon.sole_service import free_port
 
 START_S = 900.0
 # Time for `ratoon serve` to notice that its Ray is gone; it waits a minute for the head.

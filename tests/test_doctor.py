@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from ratoon import cli as command_line
 from ratoon import doctor
+from ratoon.cluster.nodes import Node, Seen, links_of, look_at_nodes
 from ratoon.doctor import Check, Status, judge_nodes
-from ratoon.engine.cluster.nodes import Node, Seen, links_of, look_at_nodes
 from tests.conftest import RayCluster
 
 _SEEN = Seen(versions={"torch": "2.13.0", "ratoon": "0.1.0"}, folder=7, interface="eth0", links="")

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from ratoon import ports
-from ratoon.ports import free_port
+from ratoon import sole_service as ports
+from ratoon.sole_service import free_port
 
 
 def test_a_port_is_free_and_none_that_the_system_gives() -> None:

@@ -13,8 +13,7 @@ import pytest
 from ratoon import sole_service as module
 from ratoon.config import GrpcConfig, HttpConfig, RatoonConfig, ServeConfig
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.ports import free_port, is_free
-from ratoon.sole_service import LOCK_NAME, sole_service
+from ratoon.sole_service import LOCK_NAME, free_port, is_free, sole_service
 
 
 @pytest.fixture

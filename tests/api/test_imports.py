@@ -21,13 +21,12 @@ OURS = ("ratoon_client",)
         ("ratoon.api.build", (*TORCH, *DATABASE, *SERVER, *OURS)),
         ("ratoon.api.grpc.wiring", (*TORCH, *DATABASE, *SERVER, *OURS)),
         # How others reach the engine, and the engine a worker.
-        ("ratoon.engine.cluster.remote", (*TORCH, *DATABASE, *SERVER, *OURS)),
-        ("ratoon.engine.cluster.ray_worker", (*TORCH, *DATABASE, *SERVER, *OURS)),
+        ("ratoon.cluster.ray_worker", (*TORCH, *DATABASE, *SERVER, *OURS)),
         # Who looks an actor up imports its module.
-        ("ratoon.engine.cluster.engine_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
-        ("ratoon.engine.cluster.worker_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
+        ("ratoon.cluster.engine_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
+        ("ratoon.cluster.worker_process", (*TORCH, *DATABASE, *SERVER, *OURS)),
         # The engine itself, on SQLite.
-        ("ratoon.engine.cluster.ray_cluster", (*TORCH, "psycopg", *SERVER, *OURS)),
+        ("ratoon.cluster.ray_cluster", (*TORCH, "psycopg", *SERVER, *OURS)),
         # What the worker's constructor imports.
         ("ratoon.engine.worker.worker, ratoon.train.trainer", (*DATABASE, *SERVER, *OURS)),
     ],

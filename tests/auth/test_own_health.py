@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ratoon.auth.certificates import CertificateFiles
 from ratoon.cli import cli
-from ratoon.ports import free_port
+from ratoon.sole_service import free_port
 from tests.certificates import make_authority
 from tests.client.tls_service import serving_tls
 

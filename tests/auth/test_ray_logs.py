@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from ratoon.ray_logs import RayLogs
+from ratoon.cluster.local_ray import RayLogs
 
 
 def _append(path: Path, text: str) -> None:

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from ray._common.utils import try_make_directory_shared
 
-from ratoon.config import ray_token_file
-from ratoon.engine.cluster.ray_private import LocalRay
-from ratoon.errors import RatoonError
-from ratoon.ray_start import (
+from ratoon.cluster.local_ray import (
     SessionFolders,
     make_ray_folder,
     make_token_file,
     remove_session,
 )
+from ratoon.cluster.ray_private import LocalRay
+from ratoon.config import ray_token_file
+from ratoon.errors import RatoonError
 
 
 def test_the_token_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_ray_of_our_own_is_small_closed_and_leaves_nothing(tmp_path: Path) -> 
     code = (
         "import os, sys; from pathlib import Path; import grpc, psutil, ray;"
         "from ratoon.config import RatoonConfig;"
-        "from ratoon.ray_start import connect_ray, ended_processes, leave_ray;"
+        "from ratoon.cluster.local_ray import connect_ray, ended_processes, leave_ray;"
         "connect_ray(RatoonConfig(data_root=Path(sys.argv[1])), show_logs=True);"
         "say = ray.remote(lambda: print('said by a worker'));"
         "ray.get(say.remote());"

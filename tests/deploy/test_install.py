@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratoon.ports import free_port
+from ratoon.sole_service import free_port
 
 ROOT = Path(__file__).parents[2]
 INSTALL = ROOT / "deploy" / "install.sh"

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from ratoon.ports import free_port
+from ratoon.sole_service import free_port
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.addresses import other_address

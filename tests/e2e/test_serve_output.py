@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.ports import free_port
+from ratoon.sole_service import free_port
 from tests.e2e.test_access import RATOON, START_S
 
 # Counts are of standard output and standard error together.

@@ -24,7 +24,7 @@ from cryptography import x509
 
 from ratoon.auth.certificates import CertificateFiles
 from ratoon.config import is_loopback
-from ratoon.ports import free_port
+from ratoon.sole_service import free_port
 from ratoon_client import (
     Loss,
     OperationHandle,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ratoon.engine.cluster import creation, ranks, worker_actor, worker_process
+from ratoon.cluster import creation, ranks, worker_process
 
 # What a rank comes through as it is created, in order, by where it is called.
 STEPS = {
@@ -59,8 +59,8 @@ def put_in(fault: Fault, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(worker_process, "WorkerActor", _worker(fault))
 
 
-def _worker(fault: Fault) -> type[worker_actor.WorkerActor]:
-    class WorkerActor(worker_actor.WorkerActor):
+def _worker(fault: Fault) -> type[worker_process.WorkerActor]:
+    class WorkerActor(worker_process.WorkerActor):
         def __init__(self, *args: Any) -> None:
             creation.BEHIND_S = fault.behind_s
             if fault.rank:

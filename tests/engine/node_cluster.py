@@ -23,10 +23,10 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
+from ratoon.cluster.placement import find_group
+from ratoon.cluster.ray_cluster import RayCluster
 from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
-from ratoon.engine.cluster.placement import find_group
-from ratoon.engine.cluster.ray_cluster import RayCluster
 from ratoon.engine.engine import Engine
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import open_database

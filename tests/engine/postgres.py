@@ -22,7 +22,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from ratoon.ports import free_port
+from ratoon.sole_service import free_port
 
 USER = "ratoon"
 # PostgreSQL refuses to run as root; Debian's package makes this account.

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ratoon.cluster.engine_actor import connect
 from ratoon.config import RatoonConfig
 from ratoon.engine.client import EngineClient
-from ratoon.engine.cluster.remote import connect
 from ratoon.engine.engine import Engine
 from ratoon.engine.types import (
     Command,

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from ratoon.cluster.bootstrap import start_engine
 from ratoon.config import RatoonConfig, WorkerConfig
-from ratoon.engine.cluster.bootstrap import start_engine
 from ratoon.engine.engine import Engine
 from ratoon.method_call import MethodCall
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ratoon.engine.cluster import creation
-from ratoon.engine.cluster.creation import Creation, Step
+from ratoon.cluster import creation
+from ratoon.cluster.creation import Creation, Step
 from ratoon.engine.refusals import unexpected
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ratoon.cluster.creation import BEHIND_S
+from ratoon.cluster.ray_cluster import open_engine
 from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
-from ratoon.engine.cluster.creation import BEHIND_S
-from ratoon.engine.cluster.ray_cluster import open_engine
 from ratoon.engine.engine import Engine
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import FailedResult, Operation, OperationState

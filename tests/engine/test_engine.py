@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ratoon.cluster.ray_cluster import RayCluster
 from ratoon.config import RatoonConfig
 from ratoon.engine import lifecycle
-from ratoon.engine.cluster.ray_cluster import RayCluster
 from ratoon.engine.engine import Engine
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.records import JournalAwayError

@@ -20,12 +20,12 @@ import ray
 from ray.exceptions import WorkerCrashedError
 from sqlalchemy import create_engine, text
 
+from ratoon.cluster.bootstrap import start_engine, stop_engine
+from ratoon.cluster.engine_actor import connect
+from ratoon.cluster.ray_calls import ask, find_actor
+from ratoon.cluster.worker_process import find_worker
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
-from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
-from ratoon.engine.cluster.ray_calls import ask, find_actor
-from ratoon.engine.cluster.remote import connect
-from ratoon.engine.cluster.worker_process import find_worker
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.engine import Engine
 from ratoon.engine.settings import ENGINE_NAME

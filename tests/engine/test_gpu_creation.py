@@ -14,9 +14,9 @@ import pytest
 import ray
 import torch
 
+from ratoon.cluster.bootstrap import start_engine, stop_engine
 from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
-from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.engine import Engine
 from ratoon.engine.types import FailedResult, Operation, OperationState
 from ratoon.errors import ErrorCode

@@ -10,9 +10,9 @@ import pytest
 import ray
 import torch
 
+from ratoon.cluster.bootstrap import start_engine, stop_engine
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
-from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
 from ratoon.engine.engine import Engine
 from ratoon.engine.types import Recovery

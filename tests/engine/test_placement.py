@@ -7,12 +7,12 @@ import time
 import pytest
 import ray
 
+from ratoon.cluster import placement, worker_process
+from ratoon.cluster.placement import place
+from ratoon.cluster.ray_calls import find_actor
+from ratoon.cluster.ray_cluster import RayCluster as Workers
+from ratoon.cluster.worker_process import end_worker, find_worker
 from ratoon.config import RatoonConfig, RayConfig
-from ratoon.engine.cluster import placement, worker_process
-from ratoon.engine.cluster.placement import place
-from ratoon.engine.cluster.ray_calls import find_actor
-from ratoon.engine.cluster.ray_cluster import RayCluster as Workers
-from ratoon.engine.cluster.worker_process import end_worker, find_worker
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore

@@ -19,10 +19,10 @@ import pytest
 import ray
 from safetensors.numpy import load_file
 
+from ratoon.cluster.bootstrap import start_engine, stop_engine
+from ratoon.cluster.ray_worker import RayWorker
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
-from ratoon.engine.cluster.bootstrap import start_engine, stop_engine
-from ratoon.engine.cluster.ray_worker import RayWorker
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
 from ratoon.engine.engine import Engine
 from ratoon.engine.settings import EngineSettings

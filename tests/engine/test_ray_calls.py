@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import ray
 
-from ratoon.engine.cluster.ray_calls import ActorLostError, ask_living
+from ratoon.cluster.ray_calls import ActorLostError, ask_living
 from tests.conftest import RayCluster
 
 # More than a busy machine makes a process wait.

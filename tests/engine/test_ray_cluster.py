@@ -12,10 +12,10 @@ import ray
 from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
+from ratoon.cluster import placement
+from ratoon.cluster.gpu_environment import seen_by_ranks
+from ratoon.cluster.ray_cluster import RayCluster, open_engine
 from ratoon.config import RatoonConfig, load_config
-from ratoon.engine.cluster import placement
-from ratoon.engine.cluster.gpu_environment import seen_by_ranks
-from ratoon.engine.cluster.ray_cluster import RayCluster, open_engine
 from ratoon.engine.files.disk import is_waited_for
 from ratoon.engine.files.paths import make_policy_folders
 from ratoon.engine.journal import tables

@@ -16,7 +16,7 @@ from ray._private.parameter import RayParams
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
 import ratoon
-from ratoon.engine.cluster import ray_private
+from ratoon.cluster import ray_private
 from tests.conftest import RayCluster
 
 

@@ -22,7 +22,7 @@ from unittest import mock
 
 from s3fs import S3FileSystem
 
-from ratoon.ports import free_port
+from ratoon.sole_service import free_port
 from tests.network.proxy import Fault, Proxy
 
 BUCKET = "ratoon-tests"

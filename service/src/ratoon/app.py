@@ -17,19 +17,18 @@ from ray.exceptions import RayActorError
 from ratoon.api.gateway import Gateway
 from ratoon.auth.access import check_start
 from ratoon.auth.certificates import files_of, load_certificates
-from ratoon.config import RatoonConfig, is_loopback, public_hosts
-from ratoon.engine.cluster.bootstrap import (
+from ratoon.cluster.bootstrap import (
     drain_engine,
     start_engine,
     stop_engine,
     wait_for_workers,
 )
-from ratoon.engine.cluster.placement import ON_HEAD
+from ratoon.cluster.local_ray import connect_ray, is_own_ray, leave_ray
+from ratoon.cluster.placement import ON_HEAD
+from ratoon.config import RatoonConfig, is_loopback, public_hosts
 from ratoon.errors import invalid
 from ratoon.log import configure_logging, get_logger
-from ratoon.ports import free_port
-from ratoon.ray_start import connect_ray, is_own_ray, leave_ray
-from ratoon.sole_service import sole_service
+from ratoon.sole_service import free_port, sole_service
 
 if TYPE_CHECKING:
     from ray.serve import Application

@@ -91,7 +91,7 @@ def serve(config: ConfigOption = None) -> None:
     settings = _read_config(config)
     with frozen_imports():
         from ratoon import app
-        from ratoon.ray_start import ended_processes, exit_without_ray
+        from ratoon.cluster.local_ray import ended_processes, exit_without_ray
 
     stop = threading.Event()
     # Before the start: callers are answered while it is under way, and SIGTERM must drain their

@@ -25,7 +25,7 @@ from ratoon.config import RatoonConfig
 from ratoon.errors import RatoonError
 
 if TYPE_CHECKING:
-    from ratoon.engine.cluster.nodes import Node
+    from ratoon.cluster.nodes import Node
 
 MIN_PYTHON = (3, 11)
 TORCH_VERSIONS = ((2, 11), (2, 13))
@@ -113,7 +113,7 @@ def _check_ranks() -> Iterator[Check]:
     """Of how many a policy may be here, and what they copy through."""
     import torch
 
-    from ratoon.engine.cluster.nodes import gpu_links
+    from ratoon.cluster.nodes import gpu_links
 
     num_gpus = torch.cuda.device_count()
     if num_gpus == 1:
@@ -251,7 +251,7 @@ def _check_cluster(config: RatoonConfig) -> Iterator[Check]:
     import ray
     from ray.exceptions import RayError
 
-    from ratoon.engine.cluster.nodes import look_at_nodes
+    from ratoon.cluster.nodes import look_at_nodes
 
     try:
         ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR)

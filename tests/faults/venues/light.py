@@ -50,8 +50,8 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase, FullTuning, ModelDtype, ModelSpec
-from ratoon.ports import free_port
 from ratoon.rollout.serial import batch_to_bytes
+from ratoon.sole_service import free_port
 from ratoon.train.config import ONE_DEVICE, AdamWConfig, OptimRequest
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer

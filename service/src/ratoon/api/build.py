@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.service import PolicyService
+from ratoon.cluster.engine_actor import connect
 from ratoon.config import RatoonConfig
-from ratoon.engine.cluster.remote import connect
 
 
 async def build_service(config: RatoonConfig) -> PolicyService:

@@ -16,7 +16,7 @@ from ratoon.engine.types import PolicySpec
 from ratoon.log import get_logger
 
 if TYPE_CHECKING:
-    from ratoon.engine.cluster.ray_cluster import RayCluster
+    from ratoon.cluster.ray_cluster import RayCluster
 
 _LOG = get_logger("controllers")
 _SWEEP_S = 60.0

@@ -42,7 +42,7 @@ from ratoon.metrics import Change, MetricsTotals
 from ratoon.stream.manifest import GradientManifest, WeightManifest
 
 if TYPE_CHECKING:
-    from ratoon.engine.cluster.ray_cluster import RayCluster
+    from ratoon.cluster.ray_cluster import RayCluster
 
 _LOG = get_logger("engine")
 # How long a call waits while a newly started engine reads its policies.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from ratoon.engine.cluster.creation import Step
-from ratoon.engine.cluster.ray_calls import ASKED_TIMES
+from ratoon.cluster.creation import Step
+from ratoon.cluster.ray_calls import ASKED_TIMES
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.method_call import MethodCall, MethodNames
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorProxy
 
-    from ratoon.engine.cluster.ranks import RankActor
+    from ratoon.cluster.ranks import RankActor
     from ratoon.train.copies import Meeting
     from ratoon.train.rank import Rank
     from ratoon.train.spec import TrainerSpec

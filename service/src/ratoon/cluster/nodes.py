@@ -21,9 +21,9 @@ from typing import Any, cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ratoon.cluster.placement import free_gpus_by_node
+from ratoon.cluster.ray_private import HEAD_RESOURCE
 from ratoon.config import interface_of
-from ratoon.engine.cluster.placement import free_gpus_by_node
-from ratoon.engine.cluster.ray_private import HEAD_RESOURCE
 
 # Distributions that must be the same on all nodes, for a policy's bits or for its processes to
 # understand one another.

@@ -1,41 +1,48 @@
 """Connects this process to Ray: to a cluster, or to one that it starts for this machine alone.
 
 Whoever reaches Ray's ports can run code, so a Ray started here listens on loopback only and
-requires a token that only this user can read.
+requires a token that only this user can read. The logs of its processes, which write to files in
+their session's folder, are copied to one stream, each line labelled with its actor.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import ray
 
 from ratoon.auth.key_file import access_folder, make_access_folder
-from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
-from ratoon.engine.cluster.ray_private import (
+from ratoon.cluster.ray_private import (
     SESSION_LATEST,
     LocalRay,
     forget_token,
     hide_token_notices,
     on_loopback,
 )
+from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
 from ratoon.errors import invalid
 from ratoon.log import get_logger, ray_level
-from ratoon.ray_logs import RayLogs
 from ratoon.stream.files import fsync_folder, temporary_name, write_atomic
 
 _log = get_logger("ray")
+_POLL_S = 0.25
+# Read per file and round, so that a busy file does not hold up the others.
+_MOST_BYTES = 2**20
+_WORKER = re.compile(r"worker-[0-9a-f]+-[0-9a-f]+-(?P<pid>\d+)\.(?:out|err)")
+_DAEMON = re.compile(r"(?P<name>raylet|gcs_server)(?:\.\d+)?\.err")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,3 +221,81 @@ def make_ray_folder() -> Path:
     inner = folder / "ray"
     inner.mkdir(exist_ok=True)
     return inner
+
+
+# Markers that Ray writes between lines to say whose they are.
+_ACTOR, _OTHER_MARKS = ":actor_name:", (":job_id:", ":task_name:")
+
+
+@dataclass(slots=True, kw_only=True)
+class _File:
+    path: Path
+    label: str
+    # "": a daemon, whose label never changes.
+    pid: str
+    offset: int = 0
+    rest: bytes = b""
+
+
+class RayLogs:
+    """Tails a folder of logs from `start` to `stop`, which copies what is left."""
+
+    def __init__(self, folder: Path, stream: TextIO) -> None:
+        self._folder = folder
+        self._stream = stream
+        self._files: dict[str, _File] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="ray-logs", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.copy()
+
+    def copy(self) -> None:
+        """Write the complete lines added since the last call."""
+        for path in sorted(self._folder.glob("*.*")):
+            file = self._files.get(path.name) or _file_of(path)
+            if file is not None:
+                self._files[path.name] = file
+                self._copy_file(file)
+        self._stream.flush()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            self.copy()
+
+    def _copy_file(self, file: _File) -> None:
+        try:
+            size = file.path.stat().st_size
+            if size < file.offset:
+                file.offset, file.rest = 0, b""  # It was rotated.
+            if size == file.offset:
+                return
+            with file.path.open("rb") as opened:
+                opened.seek(file.offset)
+                data = opened.read(_MOST_BYTES)
+        except FileNotFoundError:
+            return
+        file.offset += len(data)
+        *lines, file.rest = (file.rest + data).split(b"\n")
+        for line in lines:
+            self._write(file, line.decode("utf-8", "replace"))
+
+    def _write(self, file: _File, line: str) -> None:
+        if line.startswith(_ACTOR):
+            file.label = f"{line.removeprefix(_ACTOR)} pid={file.pid}"
+        elif line and not line.startswith(_OTHER_MARKS):
+            self._stream.write(f"({file.label}) {line}\n")
+
+
+def _file_of(path: Path) -> _File | None:
+    """None: a file that is not shown."""
+    if found := _WORKER.fullmatch(path.name):
+        return _File(path=path, label=f"pid={found['pid']}", pid=found["pid"])
+    if found := _DAEMON.fullmatch(path.name):
+        return _File(path=path, label=found["name"], pid="")
+    return None

@@ -23,7 +23,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ratoon.engine.cluster.ray_private import HEAD_RESOURCE, free_resources_by_node
+from ratoon.cluster.ray_private import HEAD_RESOURCE, free_resources_by_node
 from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
 

@@ -15,17 +15,17 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ratoon.engine.cluster.gpu_environment import GPU_ENVIRONMENT
-from ratoon.engine.cluster.placement import free_gpus, place
-from ratoon.engine.cluster.ray_calls import START_S, ActorLostError, ask_living
-from ratoon.engine.cluster.worker_process import end_worker, find_worker, make_worker
+from ratoon.cluster.gpu_environment import GPU_ENVIRONMENT
+from ratoon.cluster.placement import free_gpus, place
+from ratoon.cluster.ray_calls import START_S, ActorLostError, ask_living
+from ratoon.cluster.worker_process import end_worker, find_worker, make_worker
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.tasks import WorkerLostError, WorkerStatus
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.method_call import MethodCall
 
 if TYPE_CHECKING:
-    from ratoon.engine.cluster.worker_process import Worker
+    from ratoon.cluster.worker_process import Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")

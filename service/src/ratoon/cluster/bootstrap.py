@@ -18,12 +18,12 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
+from ratoon.cluster.engine_actor import EngineActor
+from ratoon.cluster.placement import ON_HEAD, worker_device
+from ratoon.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
+from ratoon.cluster.worker_process import find_spare, make_spare
 from ratoon.config import RatoonConfig
 from ratoon.engine.client import Engine
-from ratoon.engine.cluster.engine_actor import EngineActor
-from ratoon.engine.cluster.placement import ON_HEAD, worker_device
-from ratoon.engine.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
-from ratoon.engine.cluster.worker_process import find_spare, make_spare
 from ratoon.engine.files.archive import check_store
 from ratoon.engine.settings import ENGINE_NAME, EngineSettings
 from ratoon.engine.types import Policy, PolicyState
