@@ -34,8 +34,8 @@ from ratoon.model.sizes import decoder_sizes
 from ratoon.model.spec import LoraTuning
 from ratoon.model.token_limits import token_limits
 from ratoon.train.config import OptimizerStates, Shard
-from ratoon.train.layout import Layout, choose_layout, needed_bytes
 from ratoon.train.numerics import plannable_bytes
+from ratoon.train.ranks.layout import Layout, choose_layout, needed_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-fits.md"
 BEGIN = "<!-- what fits: written by scripts/what_fits.py -->"

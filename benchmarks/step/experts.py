@@ -56,7 +56,7 @@ from ratoon.model.policy_model import trained_parameters
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.ragged import offsets_of, sequence_lengths
 from ratoon.train.config import OptimizerStates
-from ratoon.train.layout import needed_bytes
+from ratoon.train.ranks.layout import needed_bytes
 
 BEGIN = "<!-- experts: written by benchmarks/step/experts.py -->"
 END = "<!-- end of experts -->"

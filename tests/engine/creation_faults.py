@@ -24,17 +24,17 @@ from ratoon.cluster import creation, ranks, worker_process
 STEPS = {
     "join": "ratoon.train.copies.Copies.join",
     "connect": "torch.distributed.init_process_group",
-    "read": "ratoon.train.layout.read_model",
+    "read": "ratoon.train.ranks.layout.read_model",
     "place": "ratoon.model.loader.HostModel.place",
     "share": "ratoon.model.layer_shards.LayerShards.__init__",
-    "states": "ratoon.train.rank.Rank.__init__",
-    "connect_groups": "ratoon.train.rank.Rank.connect_groups",
+    "states": "ratoon.train.ranks.rank.Rank.__init__",
+    "connect_groups": "ratoon.train.ranks.rank.Rank.connect_groups",
     "group": "ratoon.train.copies.Copies.among",
-    "handles": "ratoon.train.rank.Rank.handles",
-    "open_memory": "ratoon.train.rank.Rank.open_memory",
-    "device_model": "ratoon.train.rank.Rank.device_model",
-    "activation_bytes": "ratoon.train.rank.Rank.activation_bytes",
-    "limit_activations": "ratoon.train.rank.Rank.limit_activations",
+    "handles": "ratoon.train.ranks.rank.Rank.handles",
+    "open_memory": "ratoon.train.ranks.rank.Rank.open_memory",
+    "device_model": "ratoon.train.ranks.rank.Rank.device_model",
+    "activation_bytes": "ratoon.train.ranks.rank.Rank.activation_bytes",
+    "limit_activations": "ratoon.train.ranks.rank.Rank.limit_activations",
 }
 START = "start"
 

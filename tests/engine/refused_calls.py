@@ -12,8 +12,8 @@ from ratoon.engine.client import EngineClient
 from ratoon.engine.engine import Engine
 from ratoon.engine.worker.tasks import Outcome, RemoteWorker, Task
 from ratoon.engine.worker.worker import WorkerCore
-from ratoon.train.rank import Rank
-from ratoon.train.rank_group import RankGroup
+from ratoon.train.ranks.group import RankGroup
+from ratoon.train.ranks.rank import Rank
 
 
 def of_ranks(ranks: RankGroup) -> None:

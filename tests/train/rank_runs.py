@@ -33,10 +33,10 @@ from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.train import prepare
 from ratoon.train.config import Shard
 from ratoon.train.copies import Copies, Meeting, open_meeting
-from ratoon.train.layout import load
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.planning import cpu_planner
-from ratoon.train.rank import Rank
+from ratoon.train.ranks.layout import load
+from ratoon.train.ranks.rank import Rank
 from ratoon.train.report.step_report import StepReport
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
@@ -47,13 +47,13 @@ FILE_BYTES = 10_000
 # Of CUBLAS_WORKSPACE_CONFIG: it repeats its bits with a fixed workspace alone.
 REPEATABLE = ":4096:8"
 # Who cuts parameters into parts.
-_CUTTERS = ("ratoon.train.rank", "ratoon.model.loader")
+_CUTTERS = ("ratoon.train.ranks.rank", "ratoon.model.loader")
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(["ratoon.train.trainer", "tests.train.rank_runs"])
 
 
 class PipePeer:
-    """`rank_group.Peer` of another process."""
+    """`ranks.group.Peer` of another process."""
 
     def __init__(
         self, spec: TrainerSpec, meeting: Meeting, number: int, part_elements: int

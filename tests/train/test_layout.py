@@ -16,8 +16,8 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
 from ratoon.train.config import OptimizerStates, ParallelLayout, Shard
 from ratoon.train.copies import Copies
-from ratoon.train.layout import Layout, choose_layout, load
 from ratoon.train.numerics import free_bytes
+from ratoon.train.ranks.layout import Layout, choose_layout, load
 from ratoon.train.spec import TrainerSpec
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_trainer
@@ -157,7 +157,7 @@ def test_what_is_left_open_is_as_little_as_there_is_room_for(
     """`small`: bytes of a GPU for which the weights of a whole model are too many."""
     spec = _spec(PresetBase(name=preset), tuning)
     for total, expected in ((10 * small, Shard.STATES), (small, Shard.WEIGHTS)):
-        monkeypatch.setattr("ratoon.train.layout.total_bytes", lambda _, total=total: total)
+        monkeypatch.setattr("ratoon.train.ranks.layout.total_bytes", lambda _, total=total: total)
         chosen, model = load(spec)
         assert chosen.shard is expected
         assert (model.shards is not None) == (expected is Shard.WEIGHTS)

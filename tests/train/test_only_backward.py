@@ -11,9 +11,9 @@ from ratoon.model.device_costs import H200_RATES
 from ratoon.model.spec import FullTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train import rank
 from ratoon.train.config import AdamWConfig
 from ratoon.train.planning import cpu_planner
+from ratoon.train.ranks import rank
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from tests.train.rank_runs import ranked, sequences_of

@@ -22,9 +22,9 @@ from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, ParallelLayout, Shard
 from ratoon.train.copies import Copies
-from ratoon.train.layout import load
 from ratoon.train.numerics import device_model
-from ratoon.train.rank import Rank
+from ratoon.train.ranks.layout import load
+from ratoon.train.ranks.rank import Rank
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
 from tests.tiny_models import write_folder
@@ -77,7 +77,7 @@ def test_three_updates_are_those_of_one_rank(
 def test_ranks_of_different_devices_are_refused(
     base: FolderBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ratoon.train.rank.device_model", lambda _device: "NVIDIA H200")
+    monkeypatch.setattr("ratoon.train.ranks.rank.device_model", lambda _device: "NVIDIA H200")
     spec = alone_of(base).spec
     with pytest.raises(RatoonError, match="different devices") as caught, ranked(spec, 2):
         pass

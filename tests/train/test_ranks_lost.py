@@ -139,7 +139,7 @@ def test_a_rank_that_hangs_in_a_pass_that_is_cancelled_ends_the_exchange(
     base: FolderBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing says that it is gone: its connections stay."""
-    monkeypatch.setattr("ratoon.train.optim.layer_exchange._END_S", 1.0)
+    monkeypatch.setattr("ratoon.train.ranks.exchange._END_S", 1.0)
     with ranked(alone_of(base).spec, 2, 100, Shard.GRADIENTS) as (two, (peer,)):
         batch = make_batch(1, num_groups=8)
         loss = make_loss(batch)

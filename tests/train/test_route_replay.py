@@ -19,7 +19,7 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
 from ratoon.train.config import KlConfig, KlKind, LossKind, LossRequest, OptimRequest, ReferenceKind
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.rank import Rank
+from ratoon.train.ranks.rank import Rank
 from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import write_folder

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.train.config import AdamWConfig, OptimizerStates, Shard
-from ratoon.train.layout import choose_layout
 from ratoon.train.optim import bf16_state
 from ratoon.train.optim.adamw import Optimizer
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.rounding import join_float32, split_float32
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.ranks.layout import choose_layout
 from tests.train.optimizer_runs import (
     CONFIG,
     SPLIT,

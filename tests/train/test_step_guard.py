@@ -25,7 +25,7 @@ from ratoon.train.config import (
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.optim.step_guard import WARNINGS, reason_in_sums
-from ratoon.train.rank import Rank
+from ratoon.train.ranks.rank import Rank
 from ratoon.train.report.step_report import SkipReason, StepReport
 from ratoon.train.trainer import Trainer
 from tests import builders

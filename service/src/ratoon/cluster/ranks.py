@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ratoon.engine.worker.tasks import WorkerLostError
     from ratoon.train.copies import Meeting
-    from ratoon.train.rank import Rank
+    from ratoon.train.ranks.rank import Rank
     from ratoon.train.spec import TrainerSpec
 else:
     # The module of the class imports torch.
@@ -60,7 +60,7 @@ class RankActor:
     def __init__(self, log_level: str, crash_points: Path | None, compiled: Path) -> None:
         configure_logging(log_level)
         with frozen_imports():
-            from ratoon.train.layout import load
+            from ratoon.train.ranks.layout import load
 
         self._load_model = load
         self._compiled = compiled
@@ -79,7 +79,7 @@ class RankActor:
         from ratoon.train.copies import Copies
         from ratoon.train.micro_batches import PassHooks
         from ratoon.train.numerics import numerics_fingerprint
-        from ratoon.train.rank import Rank
+        from ratoon.train.ranks.rank import Rank
 
         started, device = time.perf_counter(), torch.device(spec.device)
         if device.type == "cuda":

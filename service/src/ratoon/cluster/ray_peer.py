@@ -1,4 +1,4 @@
-"""Calls a rank in another process: the `rank_group.Peer` of rank 0's process, over an actor.
+"""Calls a rank in another process: the `ranks.group.Peer` of rank 0's process, over an actor.
 
 A rank that was lost once stays lost, so every later call fails at once.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ratoon.cluster.ranks import RankActor
     from ratoon.train.copies import Meeting
-    from ratoon.train.rank import Rank
+    from ratoon.train.ranks.rank import Rank
     from ratoon.train.spec import TrainerSpec
 else:
     # The module of the class imports torch.
@@ -40,7 +40,7 @@ _BESIDE = {Rank.write_states.__name__: "files", Rank.write_weights.__name__: "ve
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A `rank_group.Pending`: an actor's answer to come."""
+    """A `ranks.group.Pending`: an actor's answer to come."""
 
     peer: RayPeer
     reference: ObjectRef[object]
@@ -59,7 +59,7 @@ class _Pending:
 
 
 class RayPeer:
-    """A `rank_group.Peer`: an actor, lost once it answers nothing for `max_silence_s`."""
+    """A `ranks.group.Peer`: an actor, lost once it answers nothing for `max_silence_s`."""
 
     def __init__(self, actor: ActorProxy[RankActor], number: int, max_silence_s: float) -> None:
         self._actor = actor
@@ -146,7 +146,7 @@ class RayPeer:
         return self._is_lost
 
     def start(self, call: MethodCall[Any]) -> _Pending:
-        """See `rank_group.Peer.start`. Raises `WorkerLostError`, and what `load` raised."""
+        """See `ranks.group.Peer.start`. Raises `WorkerLostError`, and what `load` raised."""
         if self._is_lost:
             raise WorkerLostError(f"{self._name} is lost")
         self._num_asked += 1

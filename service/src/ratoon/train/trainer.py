@@ -40,8 +40,6 @@ from ratoon.train.copies import Copies
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
-from ratoon.train.layout import load
-from ratoon.train.lending import lend_activations
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import NamedGradients
@@ -58,8 +56,10 @@ from ratoon.train.optim.tensor_norms import tensor_norms
 from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.planning import cpu_planner, group_sizes
 from ratoon.train.prepare import Prepared
-from ratoon.train.rank import Rank
-from ratoon.train.rank_group import HeldWeights, Peer, RankGroup
+from ratoon.train.ranks.group import HeldWeights, Peer, RankGroup
+from ratoon.train.ranks.layout import load
+from ratoon.train.ranks.lending import lend_activations
+from ratoon.train.ranks.rank import Rank
 from ratoon.train.rates import rates_of
 from ratoon.train.report import batch_sums
 from ratoon.train.report import build as report_builder

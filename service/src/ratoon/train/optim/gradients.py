@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train.optim.outbox import Outbox
+from ratoon.train.ranks.outbox import Outbox
 
 _WIDE = (torch.float32, torch.float64)
 

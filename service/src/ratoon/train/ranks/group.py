@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.method_call import MethodCall
 from ratoon.train.micro_batches import PassHooks, never_cancelled
-from ratoon.train.rank import Rank
+from ratoon.train.ranks.rank import Rank
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from ratoon.train.numerics import (
 )
 from ratoon.train.optim.bf16_state import initial_state
 from ratoon.train.optim.gradients import sum_bytes
-from ratoon.train.optim.layer_exchange import handed_bytes
-from ratoon.train.optim.outbox import outbox_bytes
+from ratoon.train.ranks.exchange import handed_bytes
+from ratoon.train.ranks.outbox import outbox_bytes
 from ratoon.train.spec import TrainerSpec
 
 # The optimizer states that are kept, and what is divided among the ranks.

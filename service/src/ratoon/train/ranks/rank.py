@@ -4,7 +4,7 @@ A rank runs its own micro-batches, and keeps the optimizer states of its own par
 parameters. Its gradient sums cover all parameters over its micro-batches; where gradients are
 shared out, a rank keeps of a decoder layer only the sums of its own parts. Where weights are shared
 out too, it keeps only its parts of them and reads the others from their owners. A rank decides
-nothing: `trainer` calls each method on every rank (`rank_group`).
+nothing: `trainer` calls each method on every rank (`ranks.group`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ from ratoon.train.optim.adamw import block_norms
 from ratoon.train.optim.choice import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.gradients import GradientSums
-from ratoon.train.optim.parts import Shares
-from ratoon.train.optim.sharded_sums import ShardedSums
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.optim.step_bounds import StateBounds
 from ratoon.train.optim.tensor_norms import PartNorm, part_norms
@@ -54,6 +52,8 @@ from ratoon.train.passes import (
     forward_pass,
 )
 from ratoon.train.prepare import Prepared
+from ratoon.train.ranks.sharded_sums import ShardedSums
+from ratoon.train.ranks.shares import Shares
 from ratoon.train.sequence_link import SequenceGroups
 from ratoon.train.spec import TrainerSpec
 

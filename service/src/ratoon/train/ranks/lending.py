@@ -10,8 +10,8 @@ from ratoon.model.device_costs import DeviceRates
 from ratoon.model.policy_model import PolicyModel
 from ratoon.train.config import Shard
 from ratoon.train.planning import Planner, cpu_planner, device_planner
-from ratoon.train.rank import OnlyBackward, Rank
-from ratoon.train.rank_group import RankGroup
+from ratoon.train.ranks.group import RankGroup
+from ratoon.train.ranks.rank import OnlyBackward, Rank
 from ratoon.train.spec import TrainerSpec
 from ratoon_kernels import max_tokens
 

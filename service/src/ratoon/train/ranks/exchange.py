@@ -23,8 +23,8 @@ from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.model.parts import Part
 from ratoon.train.copies import Copies, Copy
 from ratoon.train.optim.gradients import add_terms
-from ratoon.train.optim.outbox import Outbox
-from ratoon.train.optim.turns import Turn
+from ratoon.train.ranks.outbox import Outbox
+from ratoon.train.ranks.turns import Turn
 from ratoon.train.report.clock import Moment
 
 # Layers that a backward may be ahead of the thread.
