@@ -22,14 +22,14 @@ from ratoon.cluster import creation, ranks, worker_process
 
 # What a rank comes through as it is created, in order, by where it is called.
 STEPS = {
-    "join": "ratoon.train.copies.Copies.join",
+    "join": "ratoon.shards.copies.Copies.join",
     "connect": "torch.distributed.init_process_group",
     "read": "ratoon.train.ranks.layout.read_model",
     "place": "ratoon.model.loader.HostModel.place",
-    "share": "ratoon.model.layer_shards.LayerShards.__init__",
+    "share": "ratoon.shards.layer_shards.LayerShards.__init__",
     "states": "ratoon.train.ranks.rank.Rank.__init__",
     "connect_groups": "ratoon.train.ranks.rank.Rank.connect_groups",
-    "group": "ratoon.train.copies.Copies.among",
+    "group": "ratoon.shards.copies.Copies.among",
     "handles": "ratoon.train.ranks.rank.Rank.handles",
     "open_memory": "ratoon.train.ranks.rank.Rank.open_memory",
     "device_model": "ratoon.train.ranks.rank.Rank.device_model",

@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 
 from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.sequence_group import SequenceGroup
 from ratoon.model.spec import ModelDtype
+from ratoon.shards.sequence_group import SequenceGroup
 from tests.model.builders import TINY, load
 from tests.model.compiled import eager_graphs
 from tests.model.packing import Packed, branching_sequences, pack

@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.method_call import MethodCall
-from ratoon.model.parts import PART, parts_of
 from ratoon.model.spec import FolderBase, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
+from ratoon.shards.copies import Copies, Meeting, open_meeting
+from ratoon.shards.parts import PART, parts_of
 from ratoon.train import prepare
 from ratoon.train.config import Shard
-from ratoon.train.copies import Copies, Meeting, open_meeting
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.planning import cpu_planner
 from ratoon.train.ranks.layout import load

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.parts import parts_of
+from ratoon.shards.parts import parts_of
 from ratoon.train.config import AdamWConfig, OptimizerStates
 from ratoon.train.optim import bf16_state
 from ratoon.train.optim.bf16_adamw import Bf16AdamW

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.model.sequence_group import ALONE
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import Forest
 from ratoon.rollout.prefixes import sort_sequences
+from ratoon.shards.sequence_group import ALONE
 from ratoon.train.load_balance import LoadBalance
 from ratoon_kernels import Span
 from tests.builders import random_batch

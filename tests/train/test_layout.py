@@ -14,8 +14,8 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.loader import placed_bytes, read_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
+from ratoon.shards.copies import Copies
 from ratoon.train.config import OptimizerStates, ParallelLayout, Shard
-from ratoon.train.copies import Copies
 from ratoon.train.numerics import free_bytes
 from ratoon.train.ranks.layout import Layout, choose_layout, load
 from ratoon.train.spec import TrainerSpec

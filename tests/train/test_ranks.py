@@ -14,14 +14,14 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.method_call import MethodCall
 from ratoon.model import safetensors_files
 from ratoon.model.export import export_weights
-from ratoon.model.layer_shards import RING, LayerShards
-from ratoon.model.parts import Part, parts_of, shared_out
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype, PresetBase
 from ratoon.rollout.plan import make_plan
+from ratoon.shards.copies import Copies
+from ratoon.shards.layer_shards import RING, LayerShards
+from ratoon.shards.parts import Part, parts_of, shared_out
 from ratoon.stream.manifest import WeightKind
 from ratoon.stream.versions import publish_version
 from ratoon.train.config import LossKind, NumericsGuard, OptimizerStates, ParallelLayout, Shard
-from ratoon.train.copies import Copies
 from ratoon.train.numerics import device_model
 from ratoon.train.ranks.layout import load
 from ratoon.train.ranks.rank import Rank

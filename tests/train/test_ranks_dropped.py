@@ -19,7 +19,7 @@ import pytest
 from harness.environment import ROOT
 from ratoon.errors import CopyFailedError
 from ratoon.model.spec import ModelDtype, PresetBase
-from ratoon.train import lines
+from ratoon.shards import lines
 from ratoon.train.config import Shard
 from tests.train.rank_runs import alone_of, ranked, update_over
 from tests.train.trainer_runs import make_batch, make_loss, make_step

@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase
+from ratoon.shards.copies import Copies, open_meeting
 from ratoon.train.config import Shard
-from ratoon.train.copies import Copies, open_meeting
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.planning import cpu_planner
 from ratoon.train.trainer import Trainer

@@ -14,13 +14,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.method_call import MethodCall
-from ratoon.model.sequence_group import own_keys
 from ratoon.model.spec import FolderBase, LoraTuning, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.plan import make_plan, plan_from_dict, plan_to_dict
 from ratoon.rollout.prefixes import sort_sequences
+from ratoon.shards.sequence_group import own_keys
 from ratoon.train import prepare
 from ratoon.train.config import (
     CorrectionLevel,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.model.parts import parts_of
+from ratoon.shards.parts import parts_of
 from ratoon.train.optim.tensor_norms import part_norms, tensor_norms
 from ratoon.train.report.step_report import TensorGradNorm
 

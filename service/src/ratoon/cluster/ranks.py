@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy
 
     from ratoon.engine.worker.tasks import WorkerLostError
-    from ratoon.train.copies import Meeting
+    from ratoon.shards.copies import Meeting
     from ratoon.train.ranks.rank import Rank
     from ratoon.train.spec import TrainerSpec
 else:
@@ -76,7 +76,7 @@ class RankActor:
         import torch
 
         from ratoon.engine.worker.compile_cache import CompileCache, start_compiler
-        from ratoon.train.copies import Copies
+        from ratoon.shards.copies import Copies
         from ratoon.train.micro_batches import PassHooks
         from ratoon.train.numerics import numerics_fingerprint
         from ratoon.train.ranks.rank import Rank
@@ -198,7 +198,7 @@ class Ranks:
         They load the model meanwhile. Raises `WorkerLostError` and `CopyFailedError` where one
         does not come.
         """
-        from ratoon.train.copies import Copies, open_meeting
+        from ratoon.shards.copies import Copies, open_meeting
 
         for peer in self._peers:
             peer.end()

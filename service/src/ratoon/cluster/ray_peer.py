@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
     from ratoon.cluster.ranks import RankActor
-    from ratoon.train.copies import Meeting
+    from ratoon.shards.copies import Meeting
     from ratoon.train.ranks.rank import Rank
     from ratoon.train.spec import TrainerSpec
 else:

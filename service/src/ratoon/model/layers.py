@@ -28,8 +28,8 @@ from torch.utils.checkpoint import (
 
 from ratoon.model.activation_plan import Kept
 from ratoon.model.attention import PathAttention
-from ratoon.model.layer_shards import LayerShards
 from ratoon.model.offload import HostOffload
+from ratoon.shards.layer_shards import LayerShards
 
 _MAX_GRAPHS = 64
 # A graph is of up to so many tokens, the next of up to the next number; past the last, of up to

@@ -20,12 +20,12 @@ from ratoon.model.attention import register_tree_attention
 from ratoon.model.experts import register_grouped_experts
 from ratoon.model.folder import ModelFolder
 from ratoon.model.folder_model import load_folder, published_files
-from ratoon.model.layer_shards import RING, LayerShards
-from ratoon.model.parts import Part, parts_of, shared_out
 from ratoon.model.policy_model import PolicyModel, names_by_layer
 from ratoon.model.presets import build_preset
 from ratoon.model.spec import LoraTuning, ModelDtype, ModelSpec, PresetBase
 from ratoon.model.support import CONFIG_NAME
+from ratoon.shards.layer_shards import RING, LayerShards
+from ratoon.shards.parts import Part, parts_of, shared_out
 from ratoon_kernels import BackendUnavailableError, select_backend
 
 if TYPE_CHECKING:

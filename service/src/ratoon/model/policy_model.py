@@ -19,16 +19,16 @@ from ratoon.errors import invalid
 from ratoon.model.activation_plan import Kept, fetched_at, max_tokens
 from ratoon.model.attention import PathAttention, TreeAttention
 from ratoon.model.float64 import Float64Math
-from ratoon.model.layer_shards import LayerShards
 from ratoon.model.layers import DecoderLayers
 from ratoon.model.route_counts import RouteCounts, RoutedTokens
 from ratoon.model.sequence_attention import SequenceAttention
-from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.sizes import decoder_sizes
 from ratoon.model.spec import LoraTuning, ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import attention_window, longest_sequence
+from ratoon.shards.layer_shards import LayerShards
+from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon_kernels import TreeLayout
 
 if TYPE_CHECKING:

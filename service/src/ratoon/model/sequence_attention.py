@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ratoon.model.attention import TreeAttention
 from ratoon.model.numbered import find, numbered
-from ratoon.model.sequence_group import SequenceGroup
 from ratoon.model.stage_plan import HeldTokens
+from ratoon.shards.sequence_group import SequenceGroup
 from ratoon_kernels import tree_attention, tree_attention_partial_backward
 from ratoon_kernels.precision import accumulation_dtype
 

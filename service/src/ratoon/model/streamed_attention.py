@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from ratoon.model.numbered import find, numbered
 from ratoon.model.path_stacks import KeyPair, PathStacks, path_layout
-from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.stage_plan import HeldTokens, StreamTokens
+from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon_kernels import (
     Span,
     TreeLayout,

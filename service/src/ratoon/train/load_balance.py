@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.sequence_group import SequenceGroup
 from ratoon.rollout.packed import Forest, PackedBatch
+from ratoon.shards.sequence_group import SequenceGroup
 from ratoon.train.device_batch import put
 from ratoon.train.prepare import Prepared
 from ratoon_kernels import Span

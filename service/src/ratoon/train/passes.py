@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.route_counts import RouteSums
-from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import PackedBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon.train.batch_loss import BatchLoss, OnLogprobs, not_kept
 from ratoon.train.config import ReferenceKind
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.parts import origin_of
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.plan import make_plan
 from ratoon.rollout.selection import trained_lengths
+from ratoon.shards.parts import origin_of
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.passes import forward_backward_pass

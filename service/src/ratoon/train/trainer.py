@@ -33,10 +33,10 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.selection import Counters
 from ratoon.rollout.sharing import planned_prefixes
+from ratoon.shards.copies import Copies
 from ratoon.train import prepare
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
 from ratoon.train.config import Shard
-from ratoon.train.copies import Copies
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.model.parts import origin_of
+from ratoon.shards.parts import origin_of
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.rounding import (
     BLOCK,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.model.parts import origin_of
+from ratoon.shards.parts import origin_of
 from ratoon.train.optim.adamw import block_norms
 from ratoon.train.report.step_report import TensorGradNorm
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
-from ratoon.model.parts import Part
-from ratoon.train.copies import Copies, Copy
+from ratoon.shards.copies import Copies, Copy
+from ratoon.shards.parts import Part
 from ratoon.train.optim.gradients import add_terms
 from ratoon.train.ranks.outbox import Outbox
 from ratoon.train.ranks.turns import Turn

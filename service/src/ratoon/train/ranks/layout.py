@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.loader import placed_bytes, read_model
-from ratoon.model.parts import parts_of, shared_out
 from ratoon.model.policy_model import PolicyModel, names_by_layer, trained_parameters
+from ratoon.shards.copies import Copies
+from ratoon.shards.parts import parts_of, shared_out
 from ratoon.train.config import OptimizerStates, Shard
-from ratoon.train.copies import Copies
 from ratoon.train.numerics import (
     configure_torch,
     free_bytes,

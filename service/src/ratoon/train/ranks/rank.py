@@ -20,16 +20,17 @@ from torch import Tensor
 
 from ratoon.garbage import frozen_graphs
 from ratoon.model.export import WeightsCopy
-from ratoon.model.parts import parts_of
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.sequence_group import SequenceGroup
-from ratoon.model.shared_memory import Handle
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.shards.copies import Copies
+from ratoon.shards.parts import parts_of
+from ratoon.shards.sequence_group import SequenceGroup
+from ratoon.shards.sequence_link import SequenceGroups
+from ratoon.shards.shared_memory import Handle
 from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
 from ratoon.train.config import Shard
-from ratoon.train.copies import Copies
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.numerics import (
@@ -54,7 +55,6 @@ from ratoon.train.passes import (
 from ratoon.train.prepare import Prepared
 from ratoon.train.ranks.sharded_sums import ShardedSums
 from ratoon.train.ranks.shares import Shares
-from ratoon.train.sequence_link import SequenceGroups
 from ratoon.train.spec import TrainerSpec
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train.copies import Copies
+from ratoon.shards.copies import Copies
 from ratoon.train.optim.gradients import GradientSums, add_terms, wide_dtype
 from ratoon.train.ranks.exchange import LayerExchange, handed_bytes
 from ratoon.train.ranks.outbox import Outbox

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ratoon.model.parts import PART, Part, shared_out
-from ratoon.train.copies import Copies, Copy
+from ratoon.shards.copies import Copies, Copy
+from ratoon.shards.parts import PART, Part, shared_out
 
 T = TypeVar("T")
 

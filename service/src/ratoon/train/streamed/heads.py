@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ratoon.model.attention import PathAttention
 from ratoon.model.route_counts import RoutedTokens
-from ratoon.model.sequence_group import SequenceGroup
 from ratoon.rollout.packed import PackedBatch
+from ratoon.shards.sequence_group import SequenceGroup
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put
 from ratoon.train.loss.row_loss import LossOfTerms, RowTerms, run_row_loss
 from ratoon.train.report.clock import DeviceClock

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratoon.model.sequence_group import SequenceGroup
 from ratoon.rollout.packed import PackedBatch, Stage
+from ratoon.shards.sequence_group import SequenceGroup
 from ratoon.train.device_batch import put
 from ratoon.train.loss.row_loss import RowPart
 from ratoon_kernels import Span

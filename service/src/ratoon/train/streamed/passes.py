@@ -15,11 +15,11 @@ from torch import Tensor
 from ratoon.model.attention import PathAttention
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.route_counts import RoutedTokens
-from ratoon.model.sequence_group import ALONE, SequenceGroup
 from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens, runs_of
+from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs
 from ratoon.train.load_balance import LoadBalance
 from ratoon.train.loss.row_loss import LossOfTerms

@@ -26,7 +26,7 @@ from torch.distributed import (
 )
 
 from ratoon.errors import CopyFailedError
-from ratoon.train.lines import Lines, accept_all, connect
+from ratoon.shards.lines import Lines, accept_all, connect
 
 # Seconds that `tell` waits: a rank may be that far ahead of another. A dead one is noticed at once.
 _TOLD_S = 7 * 86_400.0

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.sequence_group import ALONE, SequenceGroup
-from ratoon.train.copies import Copies, Copy
+from ratoon.shards.copies import Copies, Copy
+from ratoon.shards.sequence_group import ALONE, SequenceGroup
 
 # For what one rank does between two exchanges and the others have done: a compilation, at most.
 _STEP_S = 600.0

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ratoon.model.parts import Part, Places
-from ratoon.model.shared_memory import Handle, SharedMemory, open_memory
+from ratoon.shards.parts import Part, Places
+from ratoon.shards.shared_memory import Handle, SharedMemory, open_memory
 
 # Layers that are there at a time: the one that runs, and the next one.
 RING = 2

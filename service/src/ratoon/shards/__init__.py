@@ -1,0 +1,1 @@
+"""How tensors are cut into parts, and get from one rank to another."""
