@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 from ray._private.authentication import authentication_token_setup
 from ray._private.node import Node
 from ray._private.parameter import RayParams
@@ -61,7 +61,9 @@ def test_the_overridden_methods_are_rays() -> None:
     assert "self._webui_url" in source
 
 
-def test_a_ray_on_loopback_has_its_address() -> None:
+def test_a_ray_on_loopback_has_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As before a start: tests beside this one may have connected the process to a Ray.
+    monkeypatch.setattr(worker, "_global_node", None)
     with ray_private.on_loopback():
         assert ray.util.get_node_ip_address() == "127.0.0.1"
         assert not ray_constants.ENABLE_RAY_CLUSTER
