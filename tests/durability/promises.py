@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratoon.auth.key_file import KeyFile
+from ratoon.auth.keys import KeyFile
 from ratoon.engine.commands import DiscardGradientsCommand, SeqKey
 from ratoon.engine.files.paths import read_result
 from ratoon.engine.files.results import read_old_logprobs
