@@ -356,6 +356,7 @@ def sealed(header: dict[str, Any], payload: bytes) -> bytes:
         ({"encoding": "other"}, STREAMS),
         ({"encoding": ""}, ()),
         ({"word_bytes": 3}, (*STREAMS, frame(b"\0"))),
+        ({"word_bytes": 0}, STREAMS[:1]),
         ({"gap_bytes": 3}, (*STREAMS, *STREAMS[:2])),
         ({"gap_bytes": 0}, STREAMS[1:]),
         ({"num_changed": 0}, STREAMS),

@@ -160,9 +160,13 @@ def _check(run: Run, end: int, size_bytes: int) -> None:
     num_streams = 1
     if run.encoding == "sparse":
         num_streams = run.gap_bytes + run.word_bytes
-        is_within &= run.word_bytes in _WORD_BYTES and run.gap_bytes in _GAP_BYTES
-        is_within &= num_bytes % run.word_bytes == 0
-        is_within &= 1 <= run.num_changed <= num_bytes // run.word_bytes
+        is_within = (
+            is_within
+            and run.word_bytes in _WORD_BYTES
+            and run.gap_bytes in _GAP_BYTES
+            and num_bytes % run.word_bytes == 0
+            and 1 <= run.num_changed <= num_bytes // run.word_bytes
+        )
     elif run.encoding != "dense":
         raise ValueError(f"encoding {run.encoding!r:.20}")
     if not is_within or len(run.streams) != num_streams or min(run.streams) < 0:
