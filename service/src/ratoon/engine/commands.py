@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ratoon.engine.types import ImportMode, OperationKind, Sequencing
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
-from ratoon.train.config import (
-    LossRequest,
-    OptimRequest,
-)
+from ratoon.train.config import LossRequest, OptimRequest
 
 if TYPE_CHECKING:
     # Workers have no settings: they import no pydantic.
@@ -260,11 +257,7 @@ Command = (
 
 
 COMMANDS: tuple[type[Command], ...] = typing.get_args(Command)
-
-
 _EFFECTS = {command.kind: command.effect for command in COMMANDS}
-
-
 _NO_EFFECT = Effect()
 
 
