@@ -256,11 +256,7 @@ Command = (
 
 
 COMMANDS: tuple[type[Command], ...] = typing.get_args(Command)
-
-
 _EFFECTS = {command.kind: command.effect for command in COMMANDS}
-
-
 _NO_EFFECT = Effect()
 
 
