@@ -102,7 +102,7 @@ def trainer_spec(spec: PolicySpec) -> TrainerSpec:
 def life_record(
     policy_id: str, operation_id: str, kind: OperationKind = OperationKind.CREATE_POLICY
 ) -> OperationRecord:
-    return OperationRecord.accepted(
+    return OperationRecord(
         operation_id=operation_id,
         policy_id=policy_id,
         kind=kind,

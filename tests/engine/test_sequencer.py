@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ratoon.engine.commands import REQUEST_ID, NoKey, RequestKey, SeqKey
-from ratoon.engine.policy.queue import Known, Sequencer, Turn, check_reuse
+from ratoon.engine.policy.queue import Sequencer, Turn, check_reuse
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import Sequencing
+from tests.engine.harness import life_record
 
 
 class SequencerMachine(RuleBasedStateMachine):
@@ -131,7 +134,7 @@ def test_a_key_that_the_sequencing_does_not_take_is_refused(
 
 
 def test_only_the_same_payload_may_reuse_a_key() -> None:
-    known = Known(operation_id="p.1", payload_hash="aa")
+    known = replace(life_record("p", "p.1"), payload_hash="aa")
     check_reuse(SeqKey(seq=4), "aa", known)
     with pytest.raises(RatoonError) as caught:
         check_reuse(SeqKey(seq=4), "bb", known)

@@ -368,7 +368,7 @@ class Lifecycle:
         live.set_record(replace(live.record, state=JournalState.APPLYING, started_at=self._now()))
 
     def _record(self, policy_id: str, kind: OperationKind, payload: str) -> OperationRecord:
-        return OperationRecord.accepted(
+        return OperationRecord(
             operation_id=new_operation_id(policy_id),
             policy_id=policy_id,
             kind=kind,

@@ -71,68 +71,38 @@ NO_PROGRESS = Progress()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRecord:
-    """One row: times in seconds since the epoch, digests in hexadecimal, "" where there is none."""
+    """One row: times in seconds since the epoch, digests in hexadecimal, "" where there is none.
+
+    With its defaults it is a lifecycle operation that was just accepted; all others have a command.
+    """
 
     operation_id: str
     policy_id: str
     kind: OperationKind
     # 0 and "": lifecycle operations, and a Forward without a key.
-    seq: int
-    request_id: str
+    seq: int = 0
+    request_id: str = ""
     payload_hash: str
     # It is None in lifecycle operations, and in records that nothing will replay.
-    command: Command | None
-    body_digest: str
-    body_bytes: int
+    command: Command | None = None
+    body_digest: str = ""
+    body_bytes: int = 0
     # The API key that it counts against while open; "": none.
-    key_id: str
-    state: JournalState
+    key_id: str = ""
+    state: JournalState = JournalState.ACCEPTED
     # They are None where the operation was not applied, or nothing will replay it.
-    choices: Choices | None
-    result: OperationResult | None
+    choices: Choices | None = None
+    result: OperationResult | None = None
     # The policy's version once applied. Of a lost one: the version that the policy went on from
     # after it, with no window open; None: with one open, or from a later one.
-    version: int | None
+    version: int | None = None
     # Digest of weights, moments and counters after the operation.
-    weights_digest: str
+    weights_digest: str = ""
     # Digest of the `Numerics` that it ran under.
-    numerics: str
+    numerics: str = ""
     created_at: float
-    started_at: float | None
-    finished_at: float | None
-
-    @classmethod
-    def accepted(
-        cls,
-        *,
-        operation_id: str,
-        policy_id: str,
-        kind: OperationKind,
-        payload_hash: str,
-        created_at: float,
-    ) -> OperationRecord:
-        """The record of a lifecycle operation that is accepted; all others have a command too."""
-        return cls(
-            operation_id=operation_id,
-            policy_id=policy_id,
-            kind=kind,
-            seq=0,
-            request_id="",
-            payload_hash=payload_hash,
-            command=None,
-            body_digest="",
-            body_bytes=0,
-            key_id="",
-            state=JournalState.ACCEPTED,
-            choices=None,
-            result=None,
-            version=None,
-            weights_digest="",
-            numerics="",
-            created_at=created_at,
-            started_at=None,
-            finished_at=None,
-        )
+    started_at: float | None = None
+    finished_at: float | None = None
 
     @property
     def effect(self) -> Effect:

@@ -63,14 +63,14 @@ def lost_records(
 
 def _unknown(policy_id: str, seq: int, now: float) -> OperationRecord:
     """An operation of which the journal has lost everything, its kind too."""
-    record = OperationRecord.accepted(
+    return OperationRecord(
         operation_id=f"{policy_id}.{uuid.uuid4().hex}",
         policy_id=policy_id,
         kind=OperationKind.FORWARD_BACKWARD,
+        seq=seq,
         payload_hash="",
         created_at=now,
     )
-    return replace(record, seq=seq, state=JournalState.LOST, finished_at=now)
 
 
 def _unknown_end(seq: int, checkpoint: Checkpoint) -> RatoonError:

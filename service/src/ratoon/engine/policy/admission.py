@@ -10,7 +10,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 from ratoon.engine.commands import (
     ForwardCommand,
@@ -25,13 +24,9 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.disk import check_room, disk_full, disk_refusal, full_disk_refused
 from ratoon.engine.files.model_folders import model_folder
 from ratoon.engine.files.paths import safe_name
-from ratoon.engine.journal.records import (
-    JournalState,
-    OperationRecord,
-    check_own_id,
-)
+from ratoon.engine.journal.records import JournalState, OperationRecord, check_own_id
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.queue import Known, check_reuse
+from ratoon.engine.policy.queue import check_reuse
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import policy_replaced, superseded
 from ratoon.engine.worker.tasks import FencedError
@@ -121,8 +116,7 @@ class Admission:
         record = await self._run.ports.journal.find_key(self._run.policy_id, key)
         if record is None or record.state is JournalState.LOST:
             return record  # The payload of a lost operation may be lost too.
-        known = Known(operation_id=record.operation_id, payload_hash=record.payload_hash)
-        check_reuse(key, payload, known)
+        check_reuse(key, payload, record)
         return record
 
     async def accept(
@@ -213,19 +207,16 @@ class Admission:
         self, operation_id: str, submission: Submission, seq: int, payload: str
     ) -> OperationRecord:
         key, command = submission.key, submission.command
-        record = OperationRecord.accepted(
+        return OperationRecord(
             operation_id=operation_id,
             policy_id=self._run.policy_id,
             kind=command.kind,
-            payload_hash=payload,
-            created_at=self._run.ports.now(),
-        )
-        return replace(
-            record,
             seq=seq,
             request_id=key.request_id if isinstance(key, RequestKey) else "",
+            payload_hash=payload,
             command=command,
             body_digest=command.body_digest,
             body_bytes=len(submission.body),
             key_id=submission.holder.key_id,
+            created_at=self._run.ports.now(),
         )

@@ -18,17 +18,8 @@ from ratoon.engine.files.disk import full_disk_refused, is_disk_full
 from ratoon.engine.files.paths import drop_expired_results
 from ratoon.engine.files.uploads import UploadFiles
 from ratoon.engine.journal.codec import payload_hash
-from ratoon.engine.journal.records import (
-    JournalState,
-    OperationEnd,
-    OperationRecord,
-)
-from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.admission import (
-    Admission,
-    JournalUnknownError,
-    new_operation_id,
-)
+from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.policy.admission import Admission, JournalUnknownError, new_operation_id
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.publisher import PublicationState, Publisher
@@ -354,8 +345,7 @@ class Controller:
                 raise self._unknown() from err
             run.sequencer.consume(record.seq)
         live.end(JournalState.CANCELLED, result, now)
-        run.ledger.settle(live)
-        run.send(telemetry.entered(live.record, JournalState.CANCELLED))
+        run.settle(live)
         if record.body_digest:
             await run.bodies.release(record.operation_id, record.body_digest)
 

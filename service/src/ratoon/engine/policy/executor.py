@@ -243,8 +243,7 @@ class Executor:
         run = self._run
         live.set_record(replace(live.record, version=version))
         live.end(state, result, run.ports.now())
-        run.ledger.settle(live)
-        run.send(telemetry.entered(live.record, state))
+        run.settle(live)
         run.send(telemetry.result(run.policy_id, live.record.kind, result))
         run.send(telemetry.versions(run.policy_id, run.version, run.published))
 

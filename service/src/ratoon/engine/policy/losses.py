@@ -39,17 +39,15 @@ from ratoon.engine.files.losses import (
 from ratoon.engine.files.paths import PolicyPaths, move_to, names_in
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.journal.tables import is_promoted_since
-from ratoon.engine.policy.adoption import agrees
-from ratoon.engine.policy.replay import RecoveryStoppedError, replay_policy
+from ratoon.engine.policy.recovery import (
+    RecoveryStoppedError,
+    agrees,
+    load_state,
+    replay_policy,
+)
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import CheckpointInfo
-from ratoon.engine.worker.tasks import (
-    CheckpointWeights,
-    LoadRequest,
-    UnusableCheckpointError,
-    WorkerStatus,
-)
-from ratoon.engine.worker.worker import WorkerCore
+from ratoon.engine.worker.tasks import UnusableCheckpointError, WorkerStatus
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.files import make_folder
@@ -330,23 +328,13 @@ async def _load_adopted(run: PolicyRun, loss: JournalLoss) -> Checkpoint:
     checkpoint = _to_checkpoint(found, run.ports.now())
     if checkpoint is None:
         raise await refused(run, loss, f". Checkpoint {loss.adoptable} cannot be read")
-    info = checkpoint.info
-    source = CheckpointWeights(
-        folder=str(run.paths.checkpoint(info.checkpoint_id)),
-        weights_digest=checkpoint.weights_digest if run.replays else "",
-    )
-    request = LoadRequest(
-        trainer=run.trainer,
-        source=source,
-        version=info.version,
-        last_seq=info.seq,
-        digests=run.replays,
-    )
+    if not run.replays:
+        checkpoint = replace(checkpoint, weights_digest="")
     try:
-        await run.ports.worker.call(WorkerCore.load, run.token, run.policy_id, request)
+        await load_state(run, checkpoint, checkpoint.info.seq)
     except UnusableCheckpointError as error:
         raise await refused(run, loss, f". --{Choice.FROM_EVIDENCE} failed: {error}") from error
-    return checkpoint if run.replays else replace(checkpoint, weights_digest="")
+    return checkpoint
 
 
 async def _set_aside(

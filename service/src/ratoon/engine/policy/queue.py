@@ -31,14 +31,6 @@ _MAX_ENDED = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """The operation that a key already names."""
-
-    operation_id: str
-    payload_hash: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """The seq to run, or to skip, next."""
 
@@ -47,8 +39,8 @@ class Turn:
     is_consumed: bool
 
 
-def check_reuse(key: OperationKey, payload_hash: str, known: Known) -> None:
-    """Raises KEY_REUSED unless a retry has the same payload."""
+def check_reuse(key: OperationKey, payload_hash: str, known: OperationRecord) -> None:
+    """Raises KEY_REUSED unless a retry has the payload of the operation that its key names."""
     if known.payload_hash == payload_hash:
         return
     field, got = ("key", "none")

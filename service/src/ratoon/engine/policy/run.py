@@ -17,8 +17,9 @@ from ratoon.engine.files.losses import Position, write_position
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.records import OperationEnd, OperationRecord
+from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.limits import Claims
-from ratoon.engine.policy.queue import Ledger, Sequencer, Window
+from ratoon.engine.policy.queue import Ledger, LiveOperation, Sequencer, Window
 from ratoon.engine.types import PolicySpec
 from ratoon.engine.worker.tasks import Numerics, Outcome, RemoteWorker
 from ratoon.metrics import Change, MetricsSink
@@ -127,6 +128,11 @@ class PolicyRun:
     async def check_newest(self) -> None:
         """Raises `FencedError` where another controller has taken over."""
         await self.ports.journal.check_token(self.token, self.policy_id)
+
+    def settle(self, live: LiveOperation) -> None:
+        """Report an operation that has ended to its callers and to the metrics."""
+        self.ledger.settle(live)
+        self.send(telemetry.entered(live.record, live.record.state))
 
     def send(self, changes: Sequence[Change]) -> None:
         self.ports.metrics.send(changes)

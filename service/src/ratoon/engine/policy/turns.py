@@ -26,7 +26,7 @@ from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.queue import LiveOperation
-from ratoon.engine.policy.replay import RecoveryStoppedError
+from ratoon.engine.policy.recovery import RecoveryStoppedError
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.startup import start_policy
 from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
