@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ratoon.engine.journal.records import JournalState, OperationRecord
-from ratoon.engine.policy.breakers import skipped_in_row
+from ratoon.engine.policy.run import skipped_in_row
 from ratoon.engine.types import CheckpointInfo, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import (

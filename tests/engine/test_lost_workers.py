@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ratoon.engine.policy import turns
-from ratoon.engine.policy.breakers import MAX_LOSSES
+from ratoon.engine.policy.run import MAX_LOSSES
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import PUBLISH_FAILURES

@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 from ratoon.config import LimitsConfig
 from ratoon.engine.files import paths as files
 from ratoon.engine.files import uploads
-from ratoon.engine.files.disk import disk_full, disk_refusal
+from ratoon.engine.refusals import disk_full, disk_refusal
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import OperationState
 from tests.engine.conftest import MakeMachine

@@ -13,8 +13,8 @@ from psycopg import sql
 from sqlalchemy import Table, text
 
 from ratoon.engine.commands import SeqKey
-from ratoon.engine.journal import sealed
-from ratoon.engine.journal.sealed import DamagedRowError
+from ratoon.engine.journal import tables
+from ratoon.engine.journal.integrity import DamagedRowError
 from ratoon.engine.journal.tables import OPERATIONS, await_database, open_database
 from ratoon.engine.types import CheckpointInfo
 from ratoon.errors import RatoonError
@@ -82,9 +82,9 @@ def test_a_postgresql_server_sends_rows_in_portions_and_may_go_away_between_them
     opened = Stores(url).with_policy()
     fill(opened)
     opened.engine.dispose()
-    monkeypatch.setattr(sealed, "_PORTION_ROWS", 7)
+    monkeypatch.setattr(tables, "_PORTION_ROWS", 7)
     ends = [sql.SQL("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = {}")]
-    num_read, verify = 0, sealed.verified
+    num_read, verify = 0, tables.verified
 
     def verified(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal num_read
@@ -93,7 +93,7 @@ def test_a_postgresql_server_sends_rows_in_portions_and_may_go_away_between_them
         num_read += table is OPERATIONS
         return verify(table, row)
 
-    monkeypatch.setattr(sealed, "verified", verified)
+    monkeypatch.setattr(tables, "verified", verified)
     await_database(url).dispose()
     # At most a portion, then all 41 by another session.
     assert 41 < num_read <= 41 + 7

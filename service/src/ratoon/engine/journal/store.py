@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ratoon.engine.commands import NoKey, OperationKey, RequestKey, SeqKey, effect_of
 from ratoon.engine.journal.codec import to_text
+from ratoon.engine.journal.integrity import insert_row, verified
 from ratoon.engine.journal.records import (
     Checkpoint,
     JournalState,
@@ -22,7 +23,6 @@ from ratoon.engine.journal.records import (
     PolicyHistory,
     PolicyRow,
 )
-from ratoon.engine.journal.sealed import insert_row, verified
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     NUMERICS,

@@ -21,14 +21,19 @@ from ratoon.engine.commands import (
     Submission,
 )
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.files.disk import check_room, disk_full, disk_refusal, full_disk_refused
-from ratoon.engine.files.model_folders import model_folder
-from ratoon.engine.files.paths import safe_name
+from ratoon.engine.files.paths import model_folder, safe_name
 from ratoon.engine.journal.records import JournalState, OperationRecord, check_own_id
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.queue import check_reuse
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.refusals import policy_replaced, superseded
+from ratoon.engine.refusals import (
+    check_room,
+    disk_full,
+    disk_refusal,
+    full_disk_refused,
+    policy_replaced,
+    superseded,
+)
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import RatoonError, invalid
 from ratoon_proto.types import PolicyState

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator
 from functools import partial
 
 from ratoon.engine.commands import NOBODY, Holder, NoKey, Submission
-from ratoon.engine.files.disk import full_disk_refused, is_disk_full
 from ratoon.engine.files.paths import drop_expired_results
 from ratoon.engine.files.uploads import UploadFiles
 from ratoon.engine.journal.codec import payload_hash
@@ -27,7 +26,14 @@ from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.turns import GradientReads, TurnLoop
 from ratoon.engine.policy.views import OperationViews, view_of
-from ratoon.engine.refusals import cancelled, draining, policy_not_ready, superseded
+from ratoon.engine.refusals import (
+    cancelled,
+    draining,
+    full_disk_refused,
+    is_disk_full,
+    policy_not_ready,
+    superseded,
+)
 from ratoon.engine.types import Acknowledgement, FailedResult, ForwardResult, Operation
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore

@@ -26,11 +26,10 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_checkpoint_folder
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationEnd, OperationRecord
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.breakers import LostWorkers
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.queue import LiveOperation, Window
-from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.run import LostWorkers, PolicyRun
 from ratoon.engine.refusals import cancelled
 from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, OperationResult
 from ratoon.engine.worker.tasks import Choices, Outcome, Task

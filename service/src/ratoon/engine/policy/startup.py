@@ -17,7 +17,6 @@ from ratoon.engine.files.losses import Position, read_position
 from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
 from ratoon.engine.journal.records import JournalState, PolicyHistory, RollBack
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.breakers import read_run
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.losses import carry_out, find_loss, find_worker_loss, last_in_turn
@@ -32,7 +31,7 @@ from ratoon.engine.policy.recovery import (
     replay_policy,
     settle_ended,
 )
-from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.run import PolicyRun, read_run
 from ratoon.engine.worker.tasks import Numerics, WorkerLostError, WorkerStatus
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
@@ -20,10 +21,11 @@ from ratoon.model.spec import ModelInfo
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import Counters
 from ratoon.train.spec import TrainerSpec
-from ratoon_proto.types import OperationState
+from ratoon_proto.types import OperationState, Progress
 
 if TYPE_CHECKING:
     from ratoon.engine.worker.worker import WorkerCore
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -255,3 +257,24 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 def _text(fields: Mapping[str, str]) -> str:
     return json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(slots=True)
+class Meter:
+    """Progress of the running task; written by the compute thread, read by any."""
+
+    done: int = 0
+    planned: int = 0
+    tokens: int = 0
+    started: float = 0.0
+
+    def progress(self) -> Progress:
+        seconds = time.perf_counter() - self.started
+        rate = self.tokens / seconds if self.tokens and seconds > 0 else 0.0
+        remaining = seconds * (self.planned - self.done) / self.done if self.done else None
+        return Progress(
+            micro_batches_done=self.done,
+            micro_batches_planned=self.planned,
+            tokens_per_second=rate,
+            eta_s=remaining,
+        )

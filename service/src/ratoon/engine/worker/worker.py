@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ratoon.engine.crash_points import CrashPoint, Reach
 from ratoon.engine.refusals import disk_fault, unexpected
-from ratoon.engine.worker.meter import Meter
 from ratoon.engine.worker.runner import TaskRunner, write_checkpoint, write_gradients
 from ratoon.engine.worker.tasks import (
     CheckpointWeights,
@@ -43,6 +42,7 @@ from ratoon.engine.worker.tasks import (
     GradientRequest,
     Loaded,
     LoadRequest,
+    Meter,
     Outcome,
     Task,
     UnusableCheckpointError,
