@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import structlog
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.policy import turns
 from ratoon.log import configure_logging
 from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec
 from tests.engine.postgres import PostgresServer, running_postgres
@@ -23,6 +26,15 @@ def service_logs() -> Iterator[None]:
     configure_logging("INFO")
     yield
     structlog.reset_defaults()
+
+
+@contextmanager
+def without_pauses() -> Iterator[None]:
+    """Failures are retried at once, and nothing is synced: no power is cut in these tests."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(turns, "_BACKOFF_S", 0.001)
+        patched.setattr(os, "fsync", lambda _descriptor: None)
+        yield
 
 
 @pytest.fixture
@@ -43,11 +55,12 @@ async def make_machine(tmp_path: Path) -> AsyncIterator[MakeMachine]:
         machines.append(machine)
         return machine
 
-    yield make
-    for machine in machines:
-        for hold in machine.faults.holds.values():
-            hold.set()
-        await machine.controller.close(1.0)
+    with without_pauses():
+        yield make
+        for machine in machines:
+            for hold in machine.faults.holds.values():
+                hold.set()
+            await machine.controller.close(1.0)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,9 +33,7 @@ from ratoon.engine.commands import (
     UpdateCommand,
 )
 from ratoon.engine.files.paths import BodyFiles, policy_paths
-from ratoon.engine.journal.records import (
-    OperationRecord,
-)
+from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
@@ -62,7 +61,7 @@ from ratoon_proto.types import (
     Sequencing,
 )
 from tests.engine.fake_trainer import IMPORTED_NAME, Faults, number_body
-from tests.engine.local_ports import POLICY, Crash, Crashes, LocalJournal, LocalWorker
+from tests.engine.local_ports import IN_MEMORY, POLICY, Crash, Crashes, LocalJournal, LocalWorker
 
 
 def policy_spec(policy_id: str = POLICY, **changes: object) -> PolicySpec:
@@ -133,7 +132,7 @@ class Machine:
         root: Path,
         spec: PolicySpec,
         limits: LimitsConfig,
-        url: str = "sqlite://",
+        url: str = IN_MEMORY,
         make_worker: Callable[[Faults], LocalWorker] = LocalWorker,
         checkpoints: CheckpointConfig = NO_CHECKPOINTS,
     ) -> None:
@@ -196,6 +195,18 @@ class Machine:
 
     async def update(self, key: int | str, number: float, **changes: object) -> Operation:
         return await self.submit(key, update(number, **changes), number)
+
+    async def updates(self, *seqs: int) -> None:
+        """Updates with the number of their seq, each to its end."""
+        for seq in seqs:
+            await self.end(await self.update(seq, seq))
+
+    async def running(self, number: float, seq: int = 1) -> Operation:
+        """An update that runs until its hold is set."""
+        self.faults.holds[number] = threading.Event()
+        operation = await self.update(seq, number)
+        await started(self, operation)
+        return operation
 
     async def forward_backward(self, seq: int, number: float) -> Operation:
         return await self.submit(seq, forward_backward(number), number)

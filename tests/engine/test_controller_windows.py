@@ -96,9 +96,7 @@ async def test_a_cancelled_operation_behind_a_gap_still_waits_its_turn(machine: 
 
 
 async def test_a_cancelled_running_update_leaves_the_weights(machine: Machine) -> None:
-    machine.faults.holds[1.0] = threading.Event()
-    running = await machine.update(1, 1)
-    await started(machine, running)
+    running = await machine.running(1)
     await machine.controller.cancel_operation(running.operation_id)
     assert code_of(await machine.end(running)) == ErrorCode.CANCELLED
     await machine.end(await machine.update(2, 2))

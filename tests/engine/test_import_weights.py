@@ -24,6 +24,7 @@ from tests.engine.harness import (
     load,
     save,
 )
+from tests.engine.refusals import raises
 from tests.engine.test_recovery import (
     checkpoint_ids,
     counted,
@@ -95,9 +96,8 @@ async def test_a_retry_is_the_first_one_though_the_folder_is_gone(
     again = await machine.submit(1, import_weights(9), 9)
     assert (again.operation_id, again.result) == (first.operation_id, first.result)
     assert machine.weights == ADDED
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.KEY_REUSED):
         await machine.submit(1, import_weights(9, mode=FULL), 9)
-    assert caught.value.code is ErrorCode.KEY_REUSED
 
 
 @pytest.mark.parametrize("name", ["none", "../outside", "escape", "."])

@@ -14,6 +14,7 @@ from ratoon.engine.policy.queue import Sequencer, Turn, check_reuse
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import Sequencing
 from tests.engine.harness import life_record
+from tests.engine.refusals import raises
 
 
 class SequencerMachine(RuleBasedStateMachine):
@@ -136,7 +137,6 @@ def test_a_key_that_the_sequencing_does_not_take_is_refused(
 def test_only_the_same_payload_may_reuse_a_key() -> None:
     known = replace(life_record("p", "p.1"), payload_hash="aa")
     check_reuse(SeqKey(seq=4), "aa", known)
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.KEY_REUSED) as caught:
         check_reuse(SeqKey(seq=4), "bb", known)
-    assert caught.value.code is ErrorCode.KEY_REUSED
     assert (caught.value.field, caught.value.got) == ("key.seq", "4")

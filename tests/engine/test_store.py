@@ -16,10 +16,11 @@ from ratoon.engine.journal.records import (
 )
 from ratoon.engine.types import CheckpointInfo, FailedResult
 from ratoon.engine.worker.tasks import Choices, FencedError
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode
 from ratoon_proto.types import EmptyResult, OperationKind, PolicyState
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec, update
+from tests.engine.refusals import raises
 from tests.engine.stores import Stores, end_of, journaled, record_of
 from tests.plans import PLAN
 
@@ -186,9 +187,8 @@ def test_a_reopened_database_has_everything_that_was_committed(
 
 
 def test_lives_of_policies(stores: Stores) -> None:
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.POLICY_EXISTS):
         stores.store.insert_policy(policy_spec(), life_record("p", "p.again"))
-    assert caught.value.code is ErrorCode.POLICY_EXISTS
     created = stores.store.find_lifecycle_operation("p", OperationKind.CREATE_POLICY)
     assert created is not None
     assert created.operation_id == "p.create"
@@ -218,9 +218,8 @@ def test_a_policy_being_deleted_stays_so(stores: Stores) -> None:
     policy = stores.store.policy("p")
     assert policy is not None
     assert (policy.state, policy.info) == (PolicyState.DELETING, INFO)
-    with pytest.raises(RatoonError, match="policy p is deleting") as caught:
+    with raises(ErrorCode.POLICY_NOT_READY, match="policy p is deleting"):
         stores.store.mark_deleting("p", replace(deletion, operation_id="p.other"))
-    assert caught.value.code is ErrorCode.POLICY_NOT_READY
     stores.store.end_lifecycle_operation("p.delete", JournalState.FAILED, EmptyResult(), 3.0)
     again = replace(deletion, operation_id="p.again")
     stores.store.mark_deleting("p", again)

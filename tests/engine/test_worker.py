@@ -37,6 +37,7 @@ from tests.engine.harness import (
     trainer_spec,
     update,
 )
+from tests.engine.refusals import raises
 
 if TYPE_CHECKING:
     from ratoon.train.trainer import Trainer
@@ -257,9 +258,8 @@ def test_a_model_that_does_not_fit_is_refused_by_name() -> None:
         raise OutOfMemoryError("tried to allocate 9 GiB")
 
     core = WorkerCore(create, never)
-    with pytest.raises(RatoonError, match="9 GiB") as caught:
+    with raises(ErrorCode.RESOURCE_EXHAUSTED, match="9 GiB") as caught:
         core.load(1, "p", load_request())
-    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert caught.value.details == {"resource": "memory"}
     with pytest.raises(WorkerLostError):
         core.fence(1)
