@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ratoon.engine.journal.records import NO_PROGRESS
-from ratoon.engine.policy import views
+from ratoon.engine.policy import callers
 from ratoon_proto.types import OperationState, Progress
 from tests.engine.harness import Machine
 from tests.engine.local_ports import LocalWorker
@@ -29,7 +29,7 @@ async def test_a_worker_that_hangs_does_not_hold_those_who_look(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that computes answered those who asked how far it is after most of a second."""
-    monkeypatch.setattr(views, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(callers, "_PROGRESS_S", 0.0)
     seen = await machine.running(1)
     answers, asked = asyncio.Event(), list[LocalWorker]()
 

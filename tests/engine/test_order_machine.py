@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.policy.admission import Admission
+from ratoon.engine.policy.callers import Admission
 from ratoon.engine.policy.queue import Sequencer, Turn
 from ratoon.engine.types import FailedResult, Operation
 from ratoon.engine.worker.runner import TaskRunner

@@ -100,15 +100,7 @@ def load_request(last_seq: int = 0, version: int = 0) -> LoadRequest:
     )
 
 
-SKIPPED = Outcome(
-    operation_id="skipped",
-    state=OperationState.CANCELLED,
-    result=EmptyResult(),
-    must_restore=False,
-    weights_digest="",
-    choices=None,
-    started_at=None,
-)
+SKIPPED = Outcome(operation_id="skipped", state=OperationState.CANCELLED, result=EmptyResult())
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ from ratoon.engine.journal.records import (
     PolicyRow,
 )
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.admission import new_operation_id
+from ratoon.engine.policy.callers import new_operation_id, view_of
 from ratoon.engine.policy.queue import Ledger, LiveOperation
-from ratoon.engine.policy.views import view_of
 from ratoon.engine.refusals import (
     disk_refusal,
     draining,

@@ -18,14 +18,19 @@ from ratoon.engine.files.paths import drop_expired_results
 from ratoon.engine.files.uploads import UploadFiles
 from ratoon.engine.journal.codec import payload_hash
 from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
-from ratoon.engine.policy.admission import Admission, JournalUnknownError, new_operation_id
+from ratoon.engine.policy.callers import (
+    Admission,
+    JournalUnknownError,
+    OperationViews,
+    new_operation_id,
+    view_of,
+)
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.publisher import PublicationState, Publisher
 from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.turns import GradientReads, TurnLoop
-from ratoon.engine.policy.views import OperationViews, view_of
 from ratoon.engine.refusals import (
     cancelled,
     draining,

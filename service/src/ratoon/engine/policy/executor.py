@@ -73,8 +73,7 @@ class Executor:
     async def pass_over(self, record: OperationRecord) -> None:
         """Skip an operation that ended before its turn; the worker counts its seq."""
         run = self._run
-        error = cancelled(record.operation_id)
-        outcome = Outcome.unrun(record.operation_id, OperationState.CANCELLED, error)
+        outcome = Outcome.of_error(record.operation_id, cancelled(record.operation_id))
         await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
         if record.state is JournalState.FAILED and record.effect.adds_to_window:
             run.window = run.window.with_failed(record.seq)
@@ -86,7 +85,7 @@ class Executor:
         try:
             task = await self._task(live)
         except RatoonError as error:
-            outcome = Outcome.unrun(live.operation_id, OperationState.FAILED, error)
+            outcome = Outcome.of_error(live.operation_id, error)
         else:
             call = run.ports.worker.call(WorkerCore.forward, run.token, task)
             outcome = await self._lost_workers.counted(live.operation_id, call)
@@ -105,10 +104,9 @@ class Executor:
         try:
             task = await self._task(live)
         except RatoonError as error:
-            return await self._skip(live, OperationState.FAILED, error)
+            return await self._skip(live, error)
         if live.cancel_requested:
-            error = cancelled(live.operation_id)
-            return await self._skip(live, OperationState.CANCELLED, error)
+            return await self._skip(live, cancelled(live.operation_id))
         command = live.record.command
         if isinstance(command, OptimStepCommand):
             selected = run.window.select(command.include_seqs)
@@ -124,14 +122,11 @@ class Executor:
         live.set_record(replace(live.record, choices=choices))
         return live.record.to_task(self._run.paths)
 
-    async def _skip(
-        self, live: LiveOperation, state: OperationState, error: RatoonError
-    ) -> Outcome:
+    async def _skip(self, live: LiveOperation, error: RatoonError) -> Outcome:
         """Have the worker count the operation's seq without running it."""
-        outcome = Outcome.unrun(live.operation_id, state, error, live.record.started_at)
-        await self._run.ports.worker.call(
-            WorkerCore.skip, self._run.token, live.record.seq, outcome
-        )
+        run, record = self._run, live.record
+        outcome = Outcome.of_error(live.operation_id, error, started_at=record.started_at)
+        await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
         return outcome
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ratoon.engine.commands import NoKey, OperationKey, RequestKey, SeqKey
@@ -221,31 +221,25 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowEntry:
-    """One ForwardBackward of the window. `record` None: it failed."""
-
-    seq: int
-    record: OperationRecord | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Entries in seq order; none: closed."""
+    """The window's ForwardBackwards by seq, in seq order; none: closed. A failed one has None."""
 
-    entries: tuple[WindowEntry, ...] = ()
+    entries: Mapping[int, OperationRecord | None] = field(
+        default_factory=dict[int, OperationRecord | None]
+    )
 
     @property
     def applied(self) -> tuple[int, ...]:
-        return tuple(entry.seq for entry in self.entries if entry.record is not None)
+        return tuple(self.records)
 
     @property
     def failed(self) -> tuple[int, ...]:
-        return tuple(entry.seq for entry in self.entries if entry.record is None)
+        return tuple(seq for seq, record in self.entries.items() if record is None)
 
     @property
     def records(self) -> dict[int, OperationRecord]:
         """The applied ForwardBackwards by seq."""
-        return {entry.seq: entry.record for entry in self.entries if entry.record is not None}
+        return {seq: record for seq, record in self.entries.items() if record is not None}
 
     @property
     def is_open(self) -> bool:
@@ -253,13 +247,13 @@ class Window:
 
     def replay_from(self, seq: int) -> int:
         """The first seq to replay from a checkpoint taken at `seq`."""
-        return self.entries[0].seq if self.entries else seq + 1
+        return next(iter(self.entries), seq + 1)
 
     def with_applied(self, record: OperationRecord) -> Window:
-        return self._with(WindowEntry(seq=record.seq, record=record))
+        return self._with(record.seq, record)
 
     def with_failed(self, seq: int) -> Window:
-        return self._with(WindowEntry(seq=seq, record=None))
+        return self._with(seq, None)
 
     def check_closed(self) -> None:
         """Raises WINDOW_OPEN: an Update brings its own gradients, an import other weights."""
@@ -294,9 +288,9 @@ class Window:
                 )
         return tuple(sorted(include_seqs))
 
-    def _with(self, entry: WindowEntry) -> Window:
-        assert all(earlier.seq < entry.seq for earlier in self.entries)
-        return replace(self, entries=(*self.entries, entry))
+    def _with(self, seq: int, record: OperationRecord | None) -> Window:
+        assert all(earlier < seq for earlier in self.entries)
+        return Window(entries={**self.entries, seq: record})
 
     def _poisoned(self, seq: int) -> RatoonError:
         return RatoonError(
@@ -306,5 +300,5 @@ class Window:
         )
 
 
-def _names(entries: tuple[WindowEntry, ...]) -> str:
-    return ",".join(str(entry.seq) for entry in entries)
+def _names(seqs: Iterable[int]) -> str:
+    return ",".join(map(str, seqs))

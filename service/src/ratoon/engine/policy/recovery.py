@@ -415,7 +415,6 @@ def _journaled_outcome(record: OperationRecord) -> Outcome:
         operation_id=record.operation_id,
         state=OperationState(record.state.public),
         result=record.result or EmptyResult(),
-        must_restore=False,
         weights_digest=record.weights_digest,
         choices=record.choices,
         started_at=record.started_at,

@@ -93,42 +93,30 @@ class Outcome:
     operation_id: str
     state: OperationState
     result: OperationResult
-    must_restore: bool
-    weights_digest: str
-    choices: Choices | None
-    started_at: float | None
+    must_restore: bool = False
+    weights_digest: str = ""
+    choices: Choices | None = None
+    started_at: float | None = None
 
     @classmethod
-    def unrun(
+    def of_error(
         cls,
         operation_id: str,
-        state: OperationState,
         error: RatoonError,
+        *,
+        must_restore: bool = False,
+        choices: Choices | None = None,
         started_at: float | None = None,
     ) -> Outcome:
-        """Outcome of an operation that fails, or is cancelled, before it reaches the worker."""
-        return cls(
-            operation_id=operation_id,
-            state=state,
-            result=FailedResult(error=error.to_dict()),
-            must_restore=False,
-            weights_digest="",
-            choices=None,
-            started_at=started_at,
-        )
-
-    @classmethod
-    def of_error(cls, task: Task, error: RatoonError, *, must_restore: bool) -> Outcome:
-        """Outcome of a task that has failed or was cancelled."""
+        """Outcome of an operation that has failed or was cancelled, as the error's code says."""
         is_cancelled = error.code is ErrorCode.CANCELLED
         return cls(
-            operation_id=task.operation_id,
+            operation_id=operation_id,
             state=OperationState.CANCELLED if is_cancelled else OperationState.FAILED,
             result=FailedResult(error=error.to_dict()),
             must_restore=must_restore,
-            weights_digest="",
-            choices=task.choices,
-            started_at=task.started_at,
+            choices=choices,
+            started_at=started_at,
         )
 
 
