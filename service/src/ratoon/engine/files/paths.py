@@ -232,14 +232,14 @@ class BodyFiles:
             self._known = {**known}
             return frozenset(known)
 
-    async def set_aside(self, needed: Collection[str], folder: Path) -> int:
-        """Move bodies that are neither `needed` nor in flight to `folder`; returns how many."""
+    async def set_aside(self, needed: Collection[str], folder: Path) -> None:
+        """Move bodies that are neither `needed` nor in flight to `folder`."""
         async with self._lock:
             spared = {d for d, holders in self._holders.items() if holders & self._in_flight}
             names = await asyncio.to_thread(names_in, self._paths.bodies)
             doomed = {*names} - {*needed} - spared
             paths = [self._paths.bodies / name for name in doomed if not name.startswith(".")]
-            return await asyncio.to_thread(move_to, folder, paths)
+            await asyncio.to_thread(move_to, folder, paths)
 
     async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
         """Hold only bodies that journaled operations need (digest by holder) and those in flight.
@@ -293,17 +293,16 @@ def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def move_to(folder: Path, paths: Collection[Path]) -> int:
-    """Move files and folders, any of which may be gone, to `folder` durably; returns how many."""
-    num_moved = 0
+def move_to(folder: Path, paths: Collection[Path]) -> None:
+    """Move files and folders, any of which may be gone, to `folder` durably."""
+    changed: set[Path] = set()
     for path in paths:
         make_folder(folder)
         with contextlib.suppress(FileNotFoundError):
             path.rename(folder / path.name)
-            num_moved += 1
-    for changed in {folder, *(path.parent for path in paths)} if num_moved else ():
-        fsync_folder(changed)
-    return num_moved
+            changed |= {folder, path.parent}
+    for one in changed:
+        fsync_folder(one)
 
 
 def drop_checkpoint_folder(paths: PolicyPaths, name: str) -> None:

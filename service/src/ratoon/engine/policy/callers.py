@@ -135,7 +135,7 @@ class Admission:
         else:
             await self._run.bodies.release(operation_id, digest)
 
-    async def find(self, key: OperationKey, payload: str) -> OperationRecord | None:
+    async def find(self, key: SeqKey | RequestKey, payload: str) -> OperationRecord | None:
         """The operation that a retry repeats. Raises KEY_REUSED for another payload."""
         record = await self._run.ports.journal.find_key(self._run.policy_id, key)
         if record is None or record.state is JournalState.LOST:

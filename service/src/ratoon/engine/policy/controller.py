@@ -366,7 +366,7 @@ class Controller:
 
     def _unknown(self) -> RatoonError:
         """A write got no answer: read the journal again before the next turn."""
-        self._restart()
+        self._turns.restart()
         return RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer; ask again")
 
     def _check_taking(self) -> None:

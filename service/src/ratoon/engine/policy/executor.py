@@ -31,11 +31,17 @@ from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.queue import LiveOperation, Window
 from ratoon.engine.policy.run import LostWorkers, PolicyRun
 from ratoon.engine.refusals import cancelled
-from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, OperationResult
+from ratoon.engine.types import (
+    CheckpointInfo,
+    FailedResult,
+    ForwardResult,
+    OperationResult,
+    version_of,
+)
 from ratoon.engine.worker.tasks import Choices, Outcome, Task
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon_proto.types import ImportResult, OperationKind, OperationState, StepResult
+from ratoon_proto.types import OperationKind, OperationState
 
 _JOURNAL_STATE = {
     OperationState.DONE: JournalState.APPLIED,
@@ -155,7 +161,8 @@ class Executor:
             replace(live.record, choices=outcome.choices, started_at=outcome.started_at)
         )
         record, result, done = live.record, outcome.result, state is JournalState.APPLIED
-        version = _version_after(result, run.version) if done else run.version
+        made = version_of(result) if done else None
+        version = run.version if made is None else made
         stepped = version != run.version
         if stepped:
             result = await self._publisher.hold(version, result)
@@ -222,9 +229,13 @@ class Executor:
             await run.bodies.release(ended.operation_id, ended.body_digest)
 
     async def _drop_unsaved(self, choices: Choices | None) -> None:
-        """Delete what a failed save left; one that did not run left nothing."""
+        """Delete what a failed save left, if it ran.
+
+        Its archived copy goes at the next start, or once the name is used again.
+        """
         if choices is not None and choices.checkpoint is not None:
-            await self._checkpointer.drop_unsaved(choices.checkpoint.checkpoint_id)
+            name = choices.checkpoint.checkpoint_id
+            await asyncio.to_thread(drop_checkpoint_folder, self._run.paths, name)
 
     def _settle(
         self,
@@ -245,14 +256,6 @@ class Executor:
 def _has_subset(record: OperationRecord) -> bool:
     """Whether an OptimStep may have left only part of the window's gradients on the worker."""
     return isinstance(record.command, OptimStepCommand) and bool(record.command.include_seqs)
-
-
-def _version_after(result: OperationResult, version: int) -> int:
-    match result:
-        case StepResult() | CheckpointInfo() | ImportResult():
-            return result.version
-        case _:
-            return version
 
 
 class TaskBuilder:

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ratoon.engine.commands import NoKey, OperationKey, RequestKey, SeqKey
+from ratoon.engine.commands import RequestKey, SeqKey
 from ratoon.engine.journal.records import NO_PROGRESS, JournalState, OperationRecord
 from ratoon.engine.types import FailedResult, OperationResult
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -39,18 +39,14 @@ class Turn:
     is_consumed: bool
 
 
-def check_reuse(key: OperationKey, payload_hash: str, known: OperationRecord) -> None:
+def check_reuse(key: SeqKey | RequestKey, payload_hash: str, known: OperationRecord) -> None:
     """Raises KEY_REUSED unless a retry has the payload of the operation that its key names."""
     if known.payload_hash == payload_hash:
         return
-    field, got = ("key", "none")
-    match key:
-        case SeqKey(seq=seq):
-            field, got = "key.seq", str(seq)
-        case RequestKey(request_id=request_id):
-            field, got = "key.request_id", request_id
-        case NoKey():
-            pass
+    if isinstance(key, SeqKey):
+        field, got = "key.seq", str(key.seq)
+    else:
+        field, got = "key.request_id", key.request_id
     raise RatoonError(
         ErrorCode.KEY_REUSED,
         f"{field}: {got} was used for another payload",

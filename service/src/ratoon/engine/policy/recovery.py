@@ -26,7 +26,7 @@ from ratoon.engine.journal.records import (
 )
 from ratoon.engine.policy.queue import Sequencer, Window
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import CheckpointInfo, FailedResult, OperationResult
+from ratoon.engine.types import CheckpointInfo, FailedResult, version_of
 from ratoon.engine.worker.tasks import (
     CheckpointWeights,
     InitialWeights,
@@ -43,10 +43,8 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon_proto.types import (
     EmptyResult,
-    ImportResult,
     OnChangedNumerics,
     OperationState,
-    StepResult,
 )
 
 _LOG = get_logger("recovery")
@@ -384,10 +382,10 @@ class Replayer:
         if isinstance(outcome.result, FailedResult):
             why = outcome.result.error["message"]
             raise RecoveryStoppedError(f"{name} cannot be run again: {why}")
-        if _version(outcome.result) != _version(record.result):
+        now, then = version_of(outcome.result), version_of(record.result)
+        if now != then:
             raise RecoveryStoppedError(
-                f"{name} gave version {_version(outcome.result)} when it was run again, "
-                f"version {_version(record.result)} at first"
+                f"{name} gave version {now} when it was run again, version {then} at first"
             )
         self.digests[record.seq] = outcome.weights_digest
         if outcome.weights_digest == record.weights_digest or not record.weights_digest:
@@ -403,11 +401,6 @@ class Replayer:
 
 def _is_gradient(record: OperationRecord) -> bool:
     return record.effect.adds_to_window and record.state is JournalState.APPLIED
-
-
-def _version(result: OperationResult | None) -> int | None:
-    has_version = isinstance(result, StepResult | CheckpointInfo | ImportResult)
-    return result.version if has_version else None
 
 
 def _journaled_outcome(record: OperationRecord) -> Outcome:
