@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -296,13 +296,8 @@ class FakeTrainer:
             self.discard_gradients()
             raise
         stepped = self.optim_step(step)
-        return StepReport(
-            loss=report.loss,
-            num_micro_batches=report.num_micro_batches,
-            trained_tokens=report.trained_tokens,
-            unshared_tokens=report.unshared_tokens,
-            packed_tokens=report.packed_tokens,
-            warnings=report.warnings,
+        return replace(
+            report,
             grad_norm=stepped.grad_norm,
             skipped=stepped.skipped,
             skip_reason=stepped.skip_reason,

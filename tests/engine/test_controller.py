@@ -32,10 +32,8 @@ from tests.engine.harness import (
     Machine,
     code_of,
     forward,
-    forward_backward,
     from_forward,
     load,
-    optim_step,
     save,
     started,
     update,
@@ -373,15 +371,6 @@ async def test_counters_are_the_journals(machine: Machine) -> None:
     ended = {labels: n for labels, n in counted.items() if labels[1] in states.values()}
     assert ended == journal
     assert counted["update", "queued"] == 3
-
-
-async def test_forward_backward_command_hashes_differ_from_update(machine: Machine) -> None:
-    """An equal batch and loss in another call is another payload."""
-    await machine.update(1, 1)
-    with raises(ErrorCode.KEY_REUSED):
-        await machine.submit(1, forward_backward(1), 1)
-    with raises(ErrorCode.KEY_REUSED):
-        await machine.submit(1, optim_step(), 1)
 
 
 async def test_a_submission_does_not_wait_for_a_long_recovery(

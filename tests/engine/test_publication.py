@@ -225,20 +225,6 @@ async def test_a_read_sleeps_while_a_stopped_publication_waits_for_the_running_t
     assert (await machine.controller.weight_manifest(None)).version == 2
 
 
-async def test_a_read_does_not_outlast_its_controller(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    await machine.end(await machine.update(1, 1))
-    read = asyncio.create_task(machine.controller.weight_manifest(None))
-    await asyncio.to_thread(gate.begun.wait, 60.0)
-    assert not read.done()
-    machine.controller.abandon()
-    with pytest.raises(RatoonError, match="draining"):
-        await read
-    gate.opened.set()
-
-
 async def test_a_read_does_not_wait_for_a_version_whose_step_has_not_ended(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

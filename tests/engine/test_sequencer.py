@@ -85,20 +85,6 @@ TestSequencerMachine = SequencerMachine.TestCase
 TestSequencerMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def test_order_of_execution_is_seq_order_whatever_the_order_of_arrival() -> None:
-    """Trap 12: chunks that arrive out of order (real clients send seq 2, 3, 4, 1)."""
-    sequencer = Sequencer(turn=1)
-    for seq in (2, 3, 4):
-        sequencer.accept(seq, str(seq))
-        assert sequencer.peek() is None
-    sequencer.accept(1, "1")
-    executed: list[str] = []
-    while (turn := sequencer.peek()) is not None:
-        executed.append(turn.operation_id)
-        sequencer.advance()
-    assert executed == ["1", "2", "3", "4"]
-
-
 @pytest.mark.parametrize(
     ("key", "sequencing", "field", "expected"),
     [

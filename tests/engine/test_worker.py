@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -307,17 +308,13 @@ def test_so_does_a_step_of_a_window(bench: Bench) -> None:
     assert_lost(bench)
 
 
-def test_whatever_finds_a_device_dead_loses_the_worker(bench: Bench) -> None:
+@pytest.mark.parametrize("call", [lambda core: core.hold(1, 0), lambda core: core.snapshot(1)])
+def test_whatever_finds_a_device_dead_loses_the_worker(
+    bench: Bench, call: Callable[[WorkerCore], object]
+) -> None:
     bench.trainer.is_device_dead = True
     with pytest.raises(WorkerLostError, match="cannot be read"):
-        bench.core.hold(1, 0)
-    assert_lost(bench)
-
-
-def test_a_copy_of_a_dead_devices_state_loses_the_worker(bench: Bench) -> None:
-    bench.trainer.is_device_dead = True
-    with pytest.raises(WorkerLostError, match="cannot be read"):
-        bench.core.snapshot(1)
+        call(bench.core)
     assert_lost(bench)
 
 
