@@ -38,6 +38,7 @@ from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.types import FailedResult, Operation, PolicySpec
+from ratoon.engine.worker.tasks import Outcome
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.train.config import ONE_DEVICE
@@ -323,7 +324,7 @@ def _key(key: int | str | None) -> OperationKey:
             return NoKey()
 
 
-def code_of(operation: Operation) -> str:
+def code_of(operation: Operation | Outcome) -> str:
     assert isinstance(operation.result, FailedResult), operation
     return str(operation.result.error["code"])
 

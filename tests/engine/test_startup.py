@@ -15,7 +15,7 @@ from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.journal.records import PolicyHistory
 from ratoon.engine.policy import startup, turns
 from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.types import FailedResult, Operation
+from ratoon.engine.types import FailedResult, Operation, version_of
 from ratoon.engine.worker.tasks import (
     FencedError,
     Loaded,
@@ -25,7 +25,7 @@ from ratoon.engine.worker.tasks import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.train.config import OptimizerStates
-from ratoon_proto.types import OperationState, PolicyState, Recovery, Shard, StepResult
+from ratoon_proto.types import OperationState, PolicyState, Recovery, Shard
 from tests.engine import harness
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import INFO, FakeTrainer
@@ -289,8 +289,7 @@ async def test_a_restarted_controller_goes_on_with_its_queue_and_window(machine:
         ([8.0], RATE),
     ]
     assert len(machine.worker.trainers) == 1
-    assert isinstance(last.result, StepResult)
-    assert last.result.version == 4
+    assert version_of(last.result) == 4
     assert machine.bodies == set()
 
 
@@ -318,8 +317,7 @@ async def test_a_lost_worker_fails_everything_past_the_checkpoint(machine: Machi
     assert (await machine.end(read)).state is OperationState.DONE
     assert (await machine.controller.weight_manifest(None)).version == 1
     after = await machine.end(await machine.update(7, 7))
-    assert isinstance(after.result, StepResult)
-    assert after.result.version == 3
+    assert version_of(after.result) == 3
     await machine.end(await machine.update(9, 9))
     assert machine.weights == [([1.0], RATE), ([7.0], RATE), ([9.0], RATE)]
 

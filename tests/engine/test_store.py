@@ -64,11 +64,9 @@ def test_an_older_token_writes_nothing(stores: Stores) -> None:
     ):
         with pytest.raises(FencedError):
             write()
-    policy = stores.store.policy("p")
-    assert policy is not None
+    policy = stores.policy
     assert (policy.version, policy.published, policy.info) == (0, (), None)
-    found = stores.store.find_operation("p.1")
-    assert found is not None
+    found = stores.record(1)
     assert found.state is JournalState.ACCEPTED
 
 
@@ -77,9 +75,7 @@ def test_a_repeated_write_changes_nothing(stores: Stores) -> None:
     stores.fenced.accept(stores.token, record, 2)
     stores.end(1, 1)
     stores.end(1, 7, state=JournalState.FAILED)
-    found, policy = stores.store.find_operation("p.1"), stores.store.policy("p")
-    assert found is not None
-    assert policy is not None
+    found, policy = stores.record(1), stores.policy
     assert (found.state, found.version, found.started_at) == (JournalState.APPLIED, 1, 5.0)
     assert (policy.version, policy.max_version, policy.next_seq) == (1, 1, 2)
 
@@ -88,9 +84,7 @@ def test_a_closed_window_keeps_hashes_and_drops_plans(stores: Stores) -> None:
     stores.applied(1, 0, OperationKind.FORWARD_BACKWARD)
     stores.accept(3)
     stores.applied(2, 1, OperationKind.OPTIM_STEP)
-    first, later = stores.store.find_operation("p.1"), stores.store.find_operation("p.3")
-    assert first is not None
-    assert later is not None
+    first, later = stores.record(1), stores.record(3)
     assert (first.command, first.choices, first.payload_hash) == (None, None, "hash1")
     assert first.result is not None
     assert later.command == update(3)
@@ -156,8 +150,7 @@ def test_a_roll_back_fails_what_is_past_the_checkpoint_and_retires_versions(
         6: failed,
         9: failed,
     }
-    step = stores.store.find_operation("p.4")
-    assert step is not None
+    step = stores.record(4)
     assert isinstance(step.result, FailedResult)
     assert step.result.error["code"] == "WORKER_LOST"
     assert step.result.error["details"] == {
@@ -167,8 +160,7 @@ def test_a_roll_back_fails_what_is_past_the_checkpoint_and_retires_versions(
     }
     known = journaled(checkpoint), journaled(replace(later, replay_from_seq=NO_RECOVERY))
     assert stores.store.history("p").checkpoints == known
-    policy = stores.store.policy("p")
-    assert policy is not None
+    policy = stores.policy
     assert (policy.version, policy.max_version, policy.next_seq) == (1, 2, 10)
 
 
@@ -215,8 +207,7 @@ def test_a_policy_being_deleted_stays_so(stores: Stores) -> None:
     stores.store.mark_deleting("p", deletion)
     stores.fenced.fail(stores.token, "p", "gone")
     stores.fenced.set_policy(stores.token, "p", PolicyState.READY, INFO)
-    policy = stores.store.policy("p")
-    assert policy is not None
+    policy = stores.policy
     assert (policy.state, policy.info) == (PolicyState.DELETING, INFO)
     with raises(ErrorCode.POLICY_NOT_READY, match="policy p is deleting"):
         stores.store.mark_deleting("p", replace(deletion, operation_id="p.other"))

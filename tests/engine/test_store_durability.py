@@ -78,8 +78,7 @@ def test_a_postgresql_server_that_crashed_has_what_was_committed(postgres: Postg
         postgres.start()
         assert waiting.result(30) == before
     stores.applied(2, 2)
-    policy = stores.store.policy("p")
-    assert policy is not None
+    policy = stores.policy
     assert policy.version == 2
     stores.engine.dispose()
 

@@ -14,7 +14,7 @@ import pytest
 from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import never
 from ratoon.engine.files.paths import policy_paths
-from ratoon.engine.types import FailedResult
+from ratoon.engine.types import FailedResult, version_of
 from ratoon.engine.worker.tasks import (
     Choices,
     FencedError,
@@ -31,6 +31,7 @@ from tests.engine.fake_trainer import FakeTrainer, Faults, as_trainer, number_bo
 from tests.engine.harness import (
     DISCARD,
     RATE,
+    code_of,
     digest_of,
     forward_backward,
     optim_step,
@@ -163,8 +164,7 @@ def test_a_bare_worker_refuses_to_work(bench: Bench) -> None:
 def test_versions_are_named_by_the_controller(bench: Bench) -> None:
     """Numbers of versions that were rolled back are not given again."""
     outcome = bench.core.apply(1, bench.update(1, 1, next_version=8))
-    assert isinstance(outcome.result, StepResult)
-    assert outcome.result.version == 8
+    assert version_of(outcome.result) == 8
     bench.core.hold(1, 8)
     manifest = bench.core.publish(1, 8, str(bench.folder / "weights"), 1.0)
     assert (manifest.version, [file.name for file in manifest.files]) == (8, ["model.json"])
@@ -372,8 +372,7 @@ def test_a_cancel_that_comes_first_stops_the_task(bench: Bench) -> None:
     bench.core.cancel("p.1")
     outcome = bench.core.apply(1, task)
     assert outcome.state is OperationState.CANCELLED
-    assert isinstance(outcome.result, FailedResult)
-    assert outcome.result.error["code"] == ErrorCode.CANCELLED
+    assert code_of(outcome) == ErrorCode.CANCELLED
     assert bench.core.apply(1, bench.update(2, 2)).state is OperationState.DONE
 
 
@@ -385,8 +384,7 @@ def test_what_is_refused_by_its_plan_has_touched_no_window(bench: Bench) -> None
     bench.faults.refuses.add(3.0)
     for task, code in ((gone, ErrorCode.INTERNAL), (stale, ErrorCode.STALE_ROLLOUTS)):
         outcome = bench.core.apply(1, task)
-        assert isinstance(outcome.result, FailedResult)
-        assert outcome.result.error["code"] == code
+        assert code_of(outcome) == code
         assert (outcome.state, outcome.must_restore) == (OperationState.FAILED, False)
     assert bench.trainer.gradients == [1.0]
 
