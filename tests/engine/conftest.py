@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import structlog
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.policy import turns
+from ratoon.engine.worker import worker
 from ratoon.log import configure_logging
 from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec
 from tests.engine.postgres import PostgresServer, running_postgres
@@ -34,6 +36,17 @@ def without_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(turns, "_BACKOFF_S", 0.001)
         patched.setattr(os, "fsync", lambda _descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_collections() -> Iterator[None]:
+    """A worker that loads collects what its process has frozen, too.
+
+    Where another test has compiled, these are the millions of objects of the whole session.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(worker, "collect_all", gc.collect)
         yield
 
 

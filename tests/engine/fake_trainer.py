@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -74,6 +75,7 @@ def number_batch(number: float) -> RolloutBatch:
     )
 
 
+@cache
 def number_body(number: float) -> bytes:
     return batch_to_bytes(number_batch(number))
 
