@@ -123,12 +123,13 @@ def _decode(hint: Any, value: object) -> object:
     if isinstance(value, dict):
         mapping = cast("dict[str, object]", value)
         return _decode_object(mapping) if _TAG in mapping else mapping
-    for arm in _arms(hint):
-        if typing.get_origin(arm) is tuple and isinstance(value, list):
-            item_hint = typing.get_args(arm)[0]
-            return tuple(_decode(item_hint, item) for item in cast("list[object]", value))
-        if isinstance(arm, type) and issubclass(arm, StrEnum) and isinstance(value, str):
-            return arm(value)
+    if isinstance(value, list):
+        item_hint, _ = _rebuilt(hint)
+        items = cast("list[object]", value)
+        return items if item_hint is None else tuple(_decode(item_hint, item) for item in items)
+    if isinstance(value, str):
+        _, enum = _rebuilt(hint)
+        return value if enum is None else enum(value)
     return value
 
 
@@ -159,8 +160,14 @@ def _hints(cls: type) -> dict[str, Any]:
     return {name: hints[name] for name in _names(cls)}
 
 
-def _arms(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; for any other type, the type itself."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.get_args(hint)
-    return (hint,)
+@cache
+def _rebuilt(hint: Any) -> tuple[Any, type[StrEnum] | None]:
+    """What JSON's lists and texts were: the type of a tuple's items, and an enum; None: the same.
+
+    `hint`: a type, or a union with at most one of each.
+    """
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    arms = typing.get_args(hint) if is_union else (hint,)
+    tuples = (typing.get_args(arm)[0] for arm in arms if typing.get_origin(arm) is tuple)
+    enums = (arm for arm in arms if isinstance(arm, type) and issubclass(arm, StrEnum))
+    return next(tuples, None), next(enums, None)
