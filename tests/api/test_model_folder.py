@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.files.model_folders import model_folder, plain_path
+from ratoon.engine.files.paths import model_folder, plain_path
 from ratoon.errors import RatoonError
 
 

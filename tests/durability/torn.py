@@ -25,7 +25,7 @@ from sqlalchemy import select
 from ratoon.auth.keys import KeyFile, access_folder
 from ratoon.engine.files.paths import policy_paths, read_result, require_known
 from ratoon.engine.files.uploads import UploadFiles
-from ratoon.engine.journal.sealed import DamagedRowError
+from ratoon.engine.journal.integrity import DamagedRowError
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import METADATA, open_database
 from ratoon.engine.types import PolicySpec

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 import structlog
 
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.policy import turns
+from ratoon.engine.worker import worker
 from ratoon.log import configure_logging
 from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec
 from tests.engine.postgres import PostgresServer, running_postgres
@@ -23,6 +28,26 @@ def service_logs() -> Iterator[None]:
     configure_logging("INFO")
     yield
     structlog.reset_defaults()
+
+
+@contextmanager
+def without_pauses() -> Iterator[None]:
+    """Failures are retried at once, and nothing is synced: no power is cut in these tests."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(turns, "_BACKOFF_S", 0.001)
+        patched.setattr(os, "fsync", lambda _descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_collections() -> Iterator[None]:
+    """A worker that loads collects what its process has frozen, too.
+
+    Where another test has compiled, these are the millions of objects of the whole session.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(worker, "collect_all", gc.collect)
+        yield
 
 
 @pytest.fixture
@@ -43,11 +68,12 @@ async def make_machine(tmp_path: Path) -> AsyncIterator[MakeMachine]:
         machines.append(machine)
         return machine
 
-    yield make
-    for machine in machines:
-        for hold in machine.faults.holds.values():
-            hold.set()
-        await machine.controller.close(1.0)
+    with without_pauses():
+        yield make
+        for machine in machines:
+            for hold in machine.faults.holds.values():
+                hold.set()
+            await machine.controller.close(1.0)
 
 
 @pytest.fixture

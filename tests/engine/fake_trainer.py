@@ -14,7 +14,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -74,6 +75,7 @@ def number_batch(number: float) -> RolloutBatch:
     )
 
 
+@cache
 def number_body(number: float) -> bytes:
     return batch_to_bytes(number_batch(number))
 
@@ -296,13 +298,8 @@ class FakeTrainer:
             self.discard_gradients()
             raise
         stepped = self.optim_step(step)
-        return StepReport(
-            loss=report.loss,
-            num_micro_batches=report.num_micro_batches,
-            trained_tokens=report.trained_tokens,
-            unshared_tokens=report.unshared_tokens,
-            packed_tokens=report.packed_tokens,
-            warnings=report.warnings,
+        return replace(
+            report,
             grad_norm=stepped.grad_norm,
             skipped=stepped.skipped,
             skip_reason=stepped.skip_reason,

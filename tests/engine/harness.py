@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,13 +33,12 @@ from ratoon.engine.commands import (
     UpdateCommand,
 )
 from ratoon.engine.files.paths import BodyFiles, policy_paths
-from ratoon.engine.journal.records import (
-    OperationRecord,
-)
+from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
 from ratoon.engine.types import FailedResult, Operation, PolicySpec
+from ratoon.engine.worker.tasks import Outcome
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.train.config import ONE_DEVICE
@@ -62,7 +62,7 @@ from ratoon_proto.types import (
     Sequencing,
 )
 from tests.engine.fake_trainer import IMPORTED_NAME, Faults, number_body
-from tests.engine.local_ports import POLICY, Crash, Crashes, LocalJournal, LocalWorker
+from tests.engine.local_ports import IN_MEMORY, POLICY, Crash, Crashes, LocalJournal, LocalWorker
 
 
 def policy_spec(policy_id: str = POLICY, **changes: object) -> PolicySpec:
@@ -102,7 +102,7 @@ def trainer_spec(spec: PolicySpec) -> TrainerSpec:
 def life_record(
     policy_id: str, operation_id: str, kind: OperationKind = OperationKind.CREATE_POLICY
 ) -> OperationRecord:
-    return OperationRecord.accepted(
+    return OperationRecord(
         operation_id=operation_id,
         policy_id=policy_id,
         kind=kind,
@@ -133,7 +133,7 @@ class Machine:
         root: Path,
         spec: PolicySpec,
         limits: LimitsConfig,
-        url: str = "sqlite://",
+        url: str = IN_MEMORY,
         make_worker: Callable[[Faults], LocalWorker] = LocalWorker,
         checkpoints: CheckpointConfig = NO_CHECKPOINTS,
     ) -> None:
@@ -196,6 +196,18 @@ class Machine:
 
     async def update(self, key: int | str, number: float, **changes: object) -> Operation:
         return await self.submit(key, update(number, **changes), number)
+
+    async def updates(self, *seqs: int) -> None:
+        """Updates with the number of their seq, each to its end."""
+        for seq in seqs:
+            await self.end(await self.update(seq, seq))
+
+    async def running(self, number: float, seq: int = 1) -> Operation:
+        """An update that runs until its hold is set."""
+        self.faults.holds[number] = threading.Event()
+        operation = await self.update(seq, number)
+        await started(self, operation)
+        return operation
 
     async def forward_backward(self, seq: int, number: float) -> Operation:
         return await self.submit(seq, forward_backward(number), number)
@@ -312,7 +324,7 @@ def _key(key: int | str | None) -> OperationKey:
             return NoKey()
 
 
-def code_of(operation: Operation) -> str:
+def code_of(operation: Operation | Outcome) -> str:
     assert isinstance(operation.result, FailedResult), operation
     return str(operation.result.error["code"])
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import closing
+from functools import cache, partial
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
+from sqlalchemy import Engine
+
 from ratoon.engine.crash_points import CrashPoint, Reach, never
+from ratoon.engine.journal.connections import connect
 from ratoon.engine.journal.journal import Journal
-from ratoon.engine.journal.records import (
-    JournalAwayError,
-)
+from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.worker.tasks import (
     GradientFile,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 POLICY = "p"
+IN_MEMORY = "sqlite://"
 
 
 class Crash(BaseException):
@@ -71,7 +75,7 @@ class LocalJournal(Journal):
     """
 
     def __init__(self, url: str) -> None:
-        super().__init__(open_database(url))
+        super().__init__(_copy_of_an_empty_one() if url == IN_MEMORY else open_database(url))
         self.lost: set[str] = set()
         self.is_away = False
 
@@ -90,6 +94,20 @@ class LocalJournal(Journal):
         if name in self.lost:
             self.lost.remove(name)
             raise ConnectionError(f"the answer to {name} was lost")
+
+
+@cache
+def _empty_database() -> bytes:
+    with closing(open_database(IN_MEMORY).raw_connection()) as made:
+        return cast("sqlite3.Connection", made.driver_connection).serialize()
+
+
+def _copy_of_an_empty_one() -> Engine:
+    """A database in memory with the journal's tables, which take longer to make than to copy."""
+    engine = connect(IN_MEMORY)
+    with closing(engine.raw_connection()) as connection:
+        cast("sqlite3.Connection", connection.driver_connection).deserialize(_empty_database())
+    return engine
 
 
 class LocalWorker:

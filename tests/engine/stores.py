@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ratoon.engine.journal.fenced import FencedStore
-from ratoon.engine.journal.records import Checkpoint, JournalState, OperationEnd, OperationRecord
+from ratoon.engine.journal.records import (
+    Checkpoint,
+    JournalState,
+    OperationEnd,
+    OperationRecord,
+    PolicyRow,
+)
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import CheckpointInfo
@@ -32,6 +38,17 @@ class Stores:
         self.store.insert_policy(policy_spec(), life_record("p", "p.create"))
         self.token = self.fenced.acquire("p")
         return self
+
+    def record(self, seq: int) -> OperationRecord:
+        found = self.store.find_operation(f"p.{seq}")
+        assert found is not None
+        return found
+
+    @property
+    def policy(self) -> PolicyRow:
+        found = self.store.policy("p")
+        assert found is not None
+        return found
 
     def accept(self, seq: int, kind: OperationKind = OperationKind.UPDATE) -> OperationRecord:
         record = record_of(seq, kind)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ratoon.engine.journal.records import JournalState, OperationRecord
-from ratoon.engine.policy.breakers import skipped_in_row
+from ratoon.engine.policy.run import skipped_in_row
 from ratoon.engine.types import CheckpointInfo, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import (
@@ -24,6 +24,7 @@ from ratoon_proto.types import (
 )
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, code_of, life_record, save
+from tests.engine.refusals import raises
 from tests.until import until
 
 THREE = NumericsGuard(max_skipped_in_row=3)
@@ -47,9 +48,8 @@ async def _run(machine: Machine, *numbers: float, first_seq: int = 1) -> None:
 
 
 async def _refused(machine: Machine, seq: int) -> RatoonError:
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.POLICY_FAILED) as caught:
         await machine.update(seq, GOOD)
-    assert caught.value.code is ErrorCode.POLICY_FAILED
     return caught.value
 
 
@@ -92,9 +92,8 @@ async def test_a_failed_policy_has_no_worker_and_can_be_read(make_machine: MakeM
         assert machine.worker.is_released
         assert machine.worker.core is core, "no start makes another"
         assert (await machine.controller.weight_manifest(None)).version == 1
-        with pytest.raises(RatoonError) as caught:
+        with raises(ErrorCode.WEIGHTS_NOT_FOUND):
             await machine.controller.weight_manifest(7)
-        assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
         for operation in (saved, last):
             assert (await machine.end(operation)).state is OperationState.DONE
             cancelled = await machine.controller.cancel_operation(operation.operation_id)

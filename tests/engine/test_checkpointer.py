@@ -12,7 +12,7 @@ from ratoon.engine.policy import checkpointer
 from ratoon.metrics import CHECKPOINTS
 from ratoon_proto.types import OperationState, Recovery
 from tests.engine.conftest import MakeMachine
-from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, save, started
+from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, save
 from tests.engine.test_recovery import checkpoint_ids, counted, lose_worker, settled
 from tests.until import until
 
@@ -28,8 +28,7 @@ async def machine_of(make_machine: MakeMachine, **changes: float) -> Machine:
 
 async def test_each_so_many_operations(make_machine: MakeMachine) -> None:
     machine = await machine_of(make_machine, every_operations=3)
-    for seq in (1, 2):
-        await machine.end(await machine.update(seq, seq))
+    await machine.updates(1, 2)
     await machine.end(await machine.submit(3, forward(3), 3))
     await settled(machine)
     assert checkpoint_ids(machine) == [], "a Forward is nothing to run again"
@@ -143,9 +142,7 @@ async def test_bodies_since_the_oldest_that_is_kept_are_kept(make_machine: MakeM
 async def test_what_was_cancelled_keeps_no_body(make_machine: MakeMachine) -> None:
     """Submitted and cancelled again and again, bodies would fill the disk before a checkpoint."""
     machine = await machine_of(make_machine)
-    machine.faults.holds[1.0] = threading.Event()
-    running = await machine.update(1, 1)
-    await started(machine, running)
+    running = await machine.running(1)
     queued = await machine.update(2, 2)
     for operation in (queued, running):
         await machine.controller.cancel_operation(operation.operation_id)

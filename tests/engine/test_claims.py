@@ -23,6 +23,7 @@ from ratoon_proto.types import OperationState
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
 from tests.engine.harness import POLICY, Machine, life_record, update
+from tests.engine.refusals import raises
 
 NOW = 1_000_000_000.0  # 01:46:40 of a day.
 
@@ -58,9 +59,8 @@ async def take(
 
 
 async def refused(claims: Claims, number: int, holder: Holder, **more: Any) -> dict[str, str]:
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.RESOURCE_EXHAUSTED) as caught:
         await take(claims, number, holder, **more)
-    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     return caught.value.details
 
 
@@ -198,9 +198,8 @@ async def test_a_quota_says_when_there_are_more(tmp_path: Path) -> None:
 
 
 async def test_more_than_a_whole_quota_never_passes(tmp_path: Path) -> None:
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.BODY_TOO_LARGE) as caught:
         await take(claims_of(tmp_path), 1, holder(tokens_per_day=10), tokens=11)
-    assert caught.value.code is ErrorCode.BODY_TOO_LARGE
     assert caught.value.retry_after_s is None
 
 

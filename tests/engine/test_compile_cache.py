@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from ratoon.engine.worker.compile_cache import CompileCache
+from ratoon.engine.worker.kernels import CompileCache
 
 TORCH_2 = {"torch": "2.0", "device": "cpu"}
 TORCH_3 = {"torch": "3.0", "device": "cpu"}
@@ -72,7 +72,7 @@ def test_a_compiler_that_was_started_is_imported_by_no_compilation() -> None:
     code = """if True:
         import sys
         import torch
-        from ratoon.engine.worker.compile_cache import start_compiler
+        from ratoon.engine.worker.kernels import start_compiler
 
         start_compiler().join()
         before = {*sys.modules}

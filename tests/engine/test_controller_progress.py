@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 
 import pytest
 
 from ratoon.engine.journal.records import NO_PROGRESS
-from ratoon.engine.policy import views
+from ratoon.engine.policy import callers
 from ratoon_proto.types import OperationState, Progress
-from tests.engine.harness import Machine, started
+from tests.engine.harness import Machine
 from tests.engine.local_ports import LocalWorker
 
 
 async def test_watching_shows_progress_and_the_end(machine: Machine) -> None:
-    machine.faults.holds[1.0] = threading.Event()
-    seen = await machine.update(1, 1)
-    await started(machine, seen)
+    seen = await machine.running(1)
     running = await machine.controller.watch_operation(seen, 5.0)
     assert (running.state, running.progress.micro_batches_planned) == (OperationState.RUNNING, 2)
     waiting = asyncio.create_task(machine.controller.watch_operation(running, 5.0))
@@ -32,10 +29,8 @@ async def test_a_worker_that_hangs_does_not_hold_those_who_look(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that computes answered those who asked how far it is after most of a second."""
-    monkeypatch.setattr(views, "_PROGRESS_S", 0.0)
-    machine.faults.holds[1.0] = threading.Event()
-    seen = await machine.update(1, 1)
-    await started(machine, seen)
+    monkeypatch.setattr(callers, "_PROGRESS_S", 0.0)
+    seen = await machine.running(1)
     answers, asked = asyncio.Event(), list[LocalWorker]()
 
     async def late(worker: LocalWorker) -> Progress:

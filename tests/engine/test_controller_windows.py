@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from ratoon.engine.types import CheckpointInfo, FailedResult
+from ratoon.engine.types import CheckpointInfo, FailedResult, version_of
 from ratoon.errors import ErrorCode
-from ratoon_proto.types import OperationState, StepResult
+from ratoon_proto.types import OperationState
 from tests.engine.harness import (
     DISCARD,
     RATE,
@@ -22,8 +22,7 @@ async def test_gradients_of_a_window_add_up_until_the_step(machine: Machine) -> 
     for seq, number in ((1, 10), (2, 20)):
         await machine.forward_backward(seq, number)
     stepped = await machine.end(await machine.step(3))
-    assert isinstance(stepped.result, StepResult)
-    assert stepped.result.version == 1
+    assert version_of(stepped.result) == 1
     assert machine.weights == [([10.0, 20.0], RATE)]
     assert code_of(await machine.end(await machine.step(4))) == ErrorCode.WINDOW_EMPTY
 
@@ -96,9 +95,7 @@ async def test_a_cancelled_operation_behind_a_gap_still_waits_its_turn(machine: 
 
 
 async def test_a_cancelled_running_update_leaves_the_weights(machine: Machine) -> None:
-    machine.faults.holds[1.0] = threading.Event()
-    running = await machine.update(1, 1)
-    await started(machine, running)
+    running = await machine.running(1)
     await machine.controller.cancel_operation(running.operation_id)
     assert code_of(await machine.end(running)) == ErrorCode.CANCELLED
     await machine.end(await machine.update(2, 2))

@@ -12,7 +12,8 @@ from ratoon.cluster import creation
 from ratoon.cluster.creation import Creation, Step
 from ratoon.engine.refusals import unexpected
 from ratoon.engine.worker.tasks import WorkerLostError
-from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
+from ratoon.errors import CopyFailedError, ErrorCode
+from tests.engine.refusals import raises
 
 _LOADED = Step(number=1, is_over=True, is_awaited=False)
 _LOADS = Step(number=1, is_over=False, is_awaited=False)
@@ -59,9 +60,8 @@ def _fail_once_ended(made: Creation, peer: Peer, failure: Exception) -> None:
 def test_a_rank_that_fails_is_told_while_rank_0_waits_for_it() -> None:
     failing, other = Peer(failed=MemoryError("no room"), now=_MEETS), Peer(now=_MEETS)
     made = _creation(failing, other)
-    with pytest.raises(RatoonError, match="no room") as caught:
+    with raises(ErrorCode.RESOURCE_EXHAUSTED, match="no room"):
         _fail_once_ended(made, other, CopyFailedError("a connection was closed"))
-    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert failing.ended.is_set()
 
 
@@ -77,9 +77,8 @@ def test_what_a_failure_follows_from_is_told() -> None:
 def test_rank_0_without_memory_is_what_the_others_ran_into() -> None:
     peer = Peer(failed=CopyFailedError("rank 1 could not join: remote process exited"))
     own = CopyFailedError("rank 0 could not join the others: Cuda failure 2 'out of memory'")
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.RESOURCE_EXHAUSTED) as caught:
         _fail_once_ended(_creation(peer), peer, own)
-    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert caught.value.message.startswith("rank 0 on GPU 0 of 10.0.0.1 has not enough memory")
 
 

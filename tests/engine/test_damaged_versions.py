@@ -23,6 +23,7 @@ from ratoon.stream.versions import (
 from ratoon_proto.types import OperationState, PublishConfig, PublishKind, WeightKind
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import PATIENCE_S, Machine, load, save
+from tests.engine.refusals import raises
 from tests.engine.test_read_after_end import client_of
 
 FILE = "model.json"
@@ -67,13 +68,18 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-async def stepped(machine: Machine, num_updates: int) -> Machine:
-    """A started policy after so many updates, all published that are due."""
-    await machine.start()
-    for seq in range(1, num_updates + 1):
-        ended = await machine.end(await machine.update(seq, seq))
+async def step_to(machine: Machine, seq: int) -> None:
+    """Updates up to `seq`, each of which makes the version of its number; all due are published."""
+    for one in range(machine.run.sequencer.turn, seq + 1):
+        ended = await machine.end(await machine.update(one, one))
         assert ended.state is OperationState.DONE
     await machine.landed()
+
+
+async def stepped(machine: Machine, num_updates: int) -> Machine:
+    """A started policy after so many updates."""
+    await machine.start()
+    await step_to(machine, num_updates)
     return machine
 
 
@@ -86,58 +92,55 @@ def kept(machine: Machine) -> set[str]:
     return {path.name for path in machine.paths.weights.glob("damaged-*")}
 
 
+def check_kept(machine: Machine, version: int, name: str) -> None:
+    """The files of a damaged version are set aside, where any were left."""
+    assert (f"damaged-{version:08d}" in kept(machine)) == ("folder" not in name), name
+
+
 async def refusal(machine: Machine, version: int | None) -> RatoonError:
     with pytest.raises(RatoonError) as caught:
         await machine.controller.weight_manifest(version)
     return caught.value
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-async def test_the_current_version_is_written_again(make_machine: MakeMachine, name: str) -> None:
-    """INTERNAL for the newest version, until the next one was made."""
-    machine = await stepped(make_machine(), 1)
-    whole = await machine.controller.weight_manifest(None)
-    damage(machine, 1, name)
-    again = await machine.controller.weight_manifest(None)
-    assert (again.version, again.files) == (1, whole.files)
-    assert open_chunk(machine.paths.weights, whole.files[0].digest, 0, 100)
-    assert kept(machine) == (set() if "folder" in name else {"damaged-00000001"})
-    assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
-    assert (await machine.controller.weight_manifest(None)).version == 2
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-async def test_a_start_writes_the_current_version_again(
-    make_machine: MakeMachine, name: str
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_the_current_version_is_written_again(
+    make_machine: MakeMachine, *, restarts: bool
 ) -> None:
-    """The damaged files were deleted."""
-    machine = await stepped(make_machine(), 1)
-    whole = await machine.controller.weight_manifest(None)
-    damage(machine, 1, name)
-    await machine.restart_controller()
-    again = await machine.controller.weight_manifest(None)
-    assert (again.version, again.files) == (1, whole.files)
-    assert kept(machine) == (set() if "folder" in name else {"damaged-00000001"})
+    """INTERNAL for the newest version, until the next one was made; a start deleted the files."""
+    machine = await make_machine().start()
+    for version, name in enumerate(DAMAGES, 1):
+        await step_to(machine, version)
+        whole = await machine.controller.weight_manifest(None)
+        damage(machine, version, name)
+        if restarts:
+            await machine.restart_controller()
+        again = await machine.controller.weight_manifest(None)
+        assert (again.version, again.files) == (version, whole.files), name
+        assert open_chunk(machine.paths.weights, whole.files[0].digest, 0, 100)
+        check_kept(machine, version, name)
 
 
-@pytest.mark.parametrize("name", [name for name in DAMAGES if name != "no folder of any version"])
 async def test_the_version_before_is_the_newest_where_the_weights_are_gone(
-    make_machine: MakeMachine, name: str
+    make_machine: MakeMachine,
 ) -> None:
     """The trainer is a step further, and that version is not published."""
-    machine = await stepped(make_machine(publish=EVERY_2), 3)
-    assert machine.run.published == (0, 2)
-    damage(machine, 2, name)
-    assert (await machine.controller.weight_manifest(None)).version == 0
-    assert machine.run.published == (0,)
-    assert (await refusal(machine, 2)).code is ErrorCode.WEIGHTS_NOT_FOUND
-    # A poll waits: it came back at once, and was made again at once, with what its caller had.
-    poll = asyncio.create_task(machine.controller.weight_manifest(None, 0, PATIENCE_S))
-    await asyncio.sleep(0.05)
-    assert not poll.done()
-    await machine.update(4, 4)
-    assert (await poll).version == 4
-    assert kept(machine) == (set() if "folder" in name else {"damaged-00000002"})
+    machine = await make_machine(publish=EVERY_2).start()
+    names = [name for name in DAMAGES if name != "no folder of any version"]
+    for version, name in zip(range(2, 2 * len(names) + 2, 2), names, strict=True):
+        await step_to(machine, version + 1)
+        assert machine.run.published == (0, version)
+        damage(machine, version, name)
+        assert (await machine.controller.weight_manifest(None)).version == 0, name
+        assert machine.run.published == (0,)
+        assert (await refusal(machine, version)).code is ErrorCode.WEIGHTS_NOT_FOUND
+        # A poll waits: it came back at once, and was made again at once, with what it had.
+        poll = asyncio.create_task(machine.controller.weight_manifest(None, 0, PATIENCE_S))
+        await asyncio.sleep(0.02)
+        assert not poll.done()
+        await step_to(machine, version + 2)
+        assert (await poll).version == version + 2
+        check_kept(machine, version, name)
 
 
 async def test_a_damaged_version_without_another_is_a_typed_error(
@@ -152,19 +155,20 @@ async def test_a_damaged_version_without_another_is_a_typed_error(
     assert "damaged-00000002" in error.message
 
 
-@pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_a_damaged_version_that_is_not_the_newest_is_a_typed_error(
-    make_machine: MakeMachine, name: str, *, restarts: bool
+    make_machine: MakeMachine, *, restarts: bool
 ) -> None:
-    machine = await stepped(make_machine(), 2)
-    assert machine.run.published == (1, 2)
-    damage(machine, 1, name)
-    if restarts:
-        await machine.restart_controller()
-    assert (await refusal(machine, 1)).code is ErrorCode.WEIGHTS_NOT_FOUND
-    assert (await machine.controller.weight_manifest(None)).version == 2
-    assert kept(machine) == (set() if "folder" in name else {"damaged-00000001"})
+    machine = await make_machine().start()
+    for version, name in enumerate(DAMAGES, 1):
+        await step_to(machine, version + 1)
+        assert machine.run.published == (version, version + 1)
+        damage(machine, version, name)
+        if restarts:
+            await machine.restart_controller()
+        assert (await refusal(machine, version)).code is ErrorCode.WEIGHTS_NOT_FOUND, name
+        assert (await machine.controller.weight_manifest(None)).version == version + 1
+        check_kept(machine, version, name)
 
 
 async def test_the_version_before_is_the_newest_where_it_cannot_be_written_again(
@@ -260,39 +264,38 @@ async def test_a_version_that_was_pruned_meanwhile_is_not_damaged(
     assert kept(machine) == set()
 
 
-@pytest.mark.parametrize("name", DAMAGES)
 async def test_files_of_whole_versions_are_fetched_beside_a_damaged_one(
-    make_machine: MakeMachine, name: str
+    make_machine: MakeMachine,
 ) -> None:
     """By digest, all versions were INTERNAL."""
-    machine = await stepped(make_machine(publish=WITH_DELTAS), 2)
-    file = next(
-        file for file in (await machine.controller.weight_manifest(1)).files if file.name == FILE
-    )
-    if "any version" not in name:
-        damage(machine, 2, name)
-        data = open_chunk(machine.paths.weights, file.digest, 0, file.size_bytes)
-        assert len(data) == file.size_bytes
-    damage(machine, 1, "no file")
-    with pytest.raises(RatoonError) as caught:
-        open_chunk(machine.paths.weights, file.digest, 0, file.size_bytes)
-    assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
+    machine = await make_machine(publish=WITH_DELTAS).start()
+    for version, name in zip(range(1, 2 * len(DAMAGES) + 1, 2), DAMAGES, strict=True):
+        await step_to(machine, version + 1)
+        files = (await machine.controller.weight_manifest(version)).files
+        file = next(file for file in files if file.name == FILE)
+        if "any version" not in name:
+            damage(machine, version + 1, name)
+            data = open_chunk(machine.paths.weights, file.digest, 0, file.size_bytes)
+            assert len(data) == file.size_bytes, name
+        damage(machine, version, "no file")
+        with raises(ErrorCode.WEIGHTS_NOT_FOUND):
+            open_chunk(machine.paths.weights, file.digest, 0, file.size_bytes)
 
 
-@pytest.mark.parametrize("name", DAMAGES)
 async def test_a_file_by_name_of_a_damaged_version_is_not_found_or_written_again(
-    make_machine: MakeMachine, name: str
+    make_machine: MakeMachine,
 ) -> None:
-    machine = await stepped(make_machine(), 2)
+    machine = await make_machine().start()
     client = client_of(machine.controller, machine.root)
-    damage(machine, 2, name)
-    path, file = await client.weight_file("p", 2, FILE)
-    assert path.stat().st_size == file.size_bytes
-    if "any version" not in name:
-        damage(machine, 1, name)
-    with pytest.raises(RatoonError) as caught:
-        await client.weight_file("p", 1, FILE)
-    assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
+    for version, name in enumerate(DAMAGES, 1):
+        await step_to(machine, version + 1)
+        damage(machine, version + 1, name)
+        path, file = await client.weight_file("p", version + 1, FILE)
+        assert path.stat().st_size == file.size_bytes, name
+        if "any version" not in name:
+            damage(machine, version, name)
+        with raises(ErrorCode.WEIGHTS_NOT_FOUND):
+            await client.weight_file("p", version, FILE)
 
 
 async def test_a_damaged_delta_is_no_damaged_version(make_machine: MakeMachine) -> None:

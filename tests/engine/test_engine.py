@@ -28,6 +28,7 @@ from ratoon_proto.types import BackendInfo, OperationState, PolicyState
 from tests.engine.fake_trainer import Faults, number_body
 from tests.engine.harness import PATIENCE_S, RATE, policy_spec, trainer_spec, update
 from tests.engine.local_ports import LocalWorker
+from tests.engine.refusals import raises
 from tests.until import until
 
 NAMES = ("a", "b")
@@ -170,9 +171,8 @@ async def test_a_controller_that_fails_for_good_is_the_failure_of_its_policy_alo
     fail_turns(monkeypatch, "a", ValueError("of its own"), lambda: False)
     await house.update("a", 1)
     await until(lambda: house.cluster.workers["a"].is_released)
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.POLICY_FAILED):
         await house.update("a", 2)
-    assert caught.value.code is ErrorCode.POLICY_FAILED
     assert (await house.engine.policy("a")).state is PolicyState.FAILED
     await house.done("b", 1)
     assert (await house.engine.policy("b")).state is PolicyState.READY
@@ -284,9 +284,8 @@ async def test_a_policy_that_is_deleted_while_it_starts_is_deleted(
         await waiting
     assert caught.value.retryable
     assert (await house.end(deletion)).state is OperationState.DONE
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.POLICY_NOT_FOUND):
         await house.update("a", 1)
-    assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
     await house.done("b", 1)
 
 

@@ -15,11 +15,11 @@ from ratoon.engine.journal.fenced import FencedStore
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.policy import turns
-from ratoon.engine.types import Operation
+from ratoon.engine.types import Operation, version_of
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
 from ratoon.stream.versions import version_folder
-from ratoon_proto.types import OperationState, Recovery, StepResult
+from ratoon_proto.types import OperationState, Recovery
 from tests.engine.harness import RATE, Machine, policy_spec
 from tests.engine.postgres import PostgresServer, a_pair, pair_folder
 from tests.engine.stores import Stores
@@ -74,8 +74,7 @@ async def test_a_lost_operation_is_not_taken_for_another_of_its_seq(
         assert ended.operation_id != lost.operation_id
         kept = [([1.0], RATE), ([2.0], RATE)] if recovery is Recovery.REPLAY else []
         assert machine.weights == [*kept, ([30.0], RATE)]
-        assert isinstance(ended.result, StepResult)
-        assert ended.result.version == 4, "the number of the lost one names other weights"
+        assert version_of(ended.result) == 4, "the number of the lost one names other weights"
         assert machine.run.token > token
         # It was published, and is no version of the journal any more.
         kept = [path.name for path in machine.paths.weights_set_aside.rglob("*")]

@@ -19,6 +19,7 @@ from ratoon.engine.files.paths import (
     require_known,
 )
 from ratoon.errors import ErrorCode, RatoonError
+from tests.engine.refusals import raises
 
 
 @pytest.fixture
@@ -49,9 +50,8 @@ def test_a_name_that_is_no_plain_name_is_refused(tmp_path: Path, name: str) -> N
         lambda: policy_paths(tmp_path, "p").checkpoint(name),
         lambda: policy_paths(tmp_path, "p").body(name),
     ):
-        with pytest.raises(RatoonError) as caught:
+        with raises(ErrorCode.INVALID_ARGUMENT):
             call()
-        assert caught.value.code is ErrorCode.INVALID_ARGUMENT
 
 
 async def test_a_body_is_there_while_anyone_holds_it(paths: PolicyPaths) -> None:

@@ -15,6 +15,7 @@ from ratoon.rollout.validate import validate_groups
 from ratoon_proto.codec import decode_tensor
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 from tests import builders
+from tests.engine.refusals import raises
 
 
 def batch_of(*groups: tuple[list[int], list[list[int]]], temperature: float = 1.0) -> RolloutBatch:
@@ -79,9 +80,8 @@ def test_entropies_are_found_as_log_probs_are(tmp_path: Path) -> None:
 
 
 def test_a_forward_without_entropies_is_refused_for_them(tmp_path: Path) -> None:
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.INVALID_ARGUMENT) as caught:
         read_entropy(written(tmp_path), BATCH)
-    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     assert caught.value.field == "loss.top_entropy_share"
 
 
@@ -106,9 +106,8 @@ def test_a_rollout_that_the_forward_did_not_see_is_refused(
 ) -> None:
     """One has the same tokens in all, cut elsewhere between prompt and response; the last has the
     same rollouts, sent to other experts."""
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.INVALID_ARGUMENT) as caught:
         read_old_logprobs(written(tmp_path), other)
-    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     assert caught.value.field == "loss.old_logprobs.forward_operation_id"
 
 

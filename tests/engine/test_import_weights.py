@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ratoon.engine.policy import checkpointer
-from ratoon.engine.types import FailedResult, Operation
+from ratoon.engine.types import FailedResult, Operation, version_of
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import RECOVERIES
@@ -24,6 +24,7 @@ from tests.engine.harness import (
     load,
     save,
 )
+from tests.engine.refusals import raises
 from tests.engine.test_recovery import (
     checkpoint_ids,
     counted,
@@ -79,8 +80,7 @@ async def test_a_full_import_replaces_what_was_there(machine: Machine) -> None:
     await imported(machine, 4, 10)
     await machine.end(await machine.submit(5, load("mine"), 0))
     again = await imported(machine, 6, 11)
-    assert isinstance(again.result, ImportResult)
-    assert again.result.version == 4
+    assert version_of(again.result) == 4
 
 
 async def test_a_retry_is_the_first_one_though_the_folder_is_gone(
@@ -95,9 +95,8 @@ async def test_a_retry_is_the_first_one_though_the_folder_is_gone(
     again = await machine.submit(1, import_weights(9), 9)
     assert (again.operation_id, again.result) == (first.operation_id, first.result)
     assert machine.weights == ADDED
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.KEY_REUSED):
         await machine.submit(1, import_weights(9, mode=FULL), 9)
-    assert caught.value.code is ErrorCode.KEY_REUSED
 
 
 @pytest.mark.parametrize("name", ["none", "../outside", "escape", "."])
@@ -282,8 +281,7 @@ async def test_without_replay_it_fails_like_a_step(make_machine: MakeMachine) ->
     assert "version 2 and rolled back" in message_of(lost)
     assert machine.weights == STEPPED
     again = await imported(machine, 4)
-    assert isinstance(again.result, ImportResult)
-    assert again.result.version == 3, "the number of the lost version is retired"
+    assert version_of(again.result) == 3, "the number of the lost version is retired"
 
 
 @pytest.mark.parametrize("recovery", list(Recovery))

@@ -36,6 +36,7 @@ from ratoon_proto.types import (
 )
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import ListSink, life_record, policy_spec
+from tests.engine.refusals import raises
 from tests.until import until
 
 
@@ -140,9 +141,8 @@ async def test_the_same_spec_again_is_the_same_operation(town: Town) -> None:
     await town.end(first)
     done = await town.lifecycle.create_policy(policy_spec("a"))
     assert (done.operation_id, done.state) == (first.operation_id, OperationState.DONE)
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.POLICY_EXISTS) as caught:
         await town.lifecycle.create_policy(policy_spec("a", keep_versions=5))
-    assert caught.value.code is ErrorCode.POLICY_EXISTS
     assert caught.value.message == (
         "policy a exists already, with another spec; it is ready, at version 0. Take another id, or"
         " the spec that it was created with"
@@ -153,9 +153,8 @@ async def test_a_policy_that_cannot_be_loaded_is_gone_and_may_be_tried_again(tow
     town.fleet.faults.append(RatoonError(ErrorCode.UNSUPPORTED, "sliding window"))
     failed = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     assert failed.state is OperationState.FAILED
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.POLICY_NOT_FOUND):
         await town.lifecycle.policy("a")
-    assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
     again = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     assert again.state is OperationState.DONE
     assert again.operation_id != failed.operation_id
@@ -164,16 +163,14 @@ async def test_a_policy_that_cannot_be_loaded_is_gone_and_may_be_tried_again(tow
 async def test_more_policies_than_there_is_room_for_are_refused(town: Town) -> None:
     for name in ("a", "b"):
         await town.lifecycle.create_policy(policy_spec(name))
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.RESOURCE_EXHAUSTED) as caught:
         await town.lifecycle.create_policy(policy_spec("c"))
-    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert caught.value.details == {"resource": "policies", "wanted": "1", "free": "0"}
 
 
 async def test_what_the_fleet_refuses_leaves_no_policy(town: Town) -> None:
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.UNSUPPORTED):
         await town.lifecycle.create_policy(policy_spec("a", parallel=ParallelLayout(num_workers=2)))
-    assert caught.value.code is ErrorCode.UNSUPPORTED
     assert town.store.policies() == ()
 
 
@@ -185,9 +182,8 @@ async def test_a_deleted_policy_leaves_nothing_but_the_operation(town: Town) -> 
     assert isinstance(ended.result, EmptyResult)
     assert (town.fleet.running, town.store.policies()) == (set(), ())
     assert list((town.root / "policies").iterdir()) == []
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.POLICY_NOT_FOUND):
         await town.lifecycle.delete_policy("a")
-    assert caught.value.code is ErrorCode.POLICY_NOT_FOUND
     again = await town.end(await town.lifecycle.create_policy(policy_spec("a")))
     assert again.state is OperationState.DONE
 
@@ -195,9 +191,8 @@ async def test_a_deleted_policy_leaves_nothing_but_the_operation(town: Town) -> 
 async def test_a_policy_that_is_being_created_is_not_deleted(town: Town) -> None:
     town.fleet.hold = asyncio.Event()
     created = await town.lifecycle.create_policy(policy_spec("a"))
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.POLICY_NOT_READY):
         await town.lifecycle.delete_policy("a")
-    assert caught.value.code is ErrorCode.POLICY_NOT_READY
     seen = await town.lifecycle.watch_operation(created, 1.0)
     assert seen.state is OperationState.RUNNING
     town.fleet.hold.set()
@@ -379,9 +374,8 @@ async def test_a_database_that_is_away_is_waited_for(
 
 
 async def test_an_unknown_operation_is_not_found(town: Town) -> None:
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.OPERATION_NOT_FOUND):
         await town.lifecycle.get_operation("a.0", 0.0)
-    assert caught.value.code is ErrorCode.OPERATION_NOT_FOUND
 
 
 async def test_an_engine_that_drains_takes_no_policy(town: Town) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.journal.log_check import check_log, find_damage
+from ratoon.engine.journal.integrity import check_log, find_damage
 from ratoon.engine.journal.tables import open_database
 from ratoon.errors import RatoonError
 from tests.engine.stores import Stores

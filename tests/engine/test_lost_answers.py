@@ -14,19 +14,17 @@ import pytest
 from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import OperationState
-from tests.engine.harness import RATE, Machine, started
+from tests.engine.harness import RATE, Machine
+from tests.engine.refusals import raises
 from tests.until import until
 
 
 async def _lose_the_third(machine: Machine) -> Operation:
     """Update 1 runs until it is let go; update 3 is in the journal alone."""
-    machine.faults.holds[1.0] = threading.Event()
-    first = await machine.update(1, 1)
-    await started(machine, first)
+    await machine.running(1)
     machine.journal.lost.add("accept")
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.UNAVAILABLE):
         await machine.update(3, 3)
-    assert caught.value.code is ErrorCode.UNAVAILABLE
     return await machine.update(3, 3)
 
 

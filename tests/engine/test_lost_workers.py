@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ratoon.engine.policy import turns
-from ratoon.engine.policy.breakers import MAX_LOSSES
+from ratoon.engine.policy.run import MAX_LOSSES
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import PUBLISH_FAILURES
@@ -17,11 +16,6 @@ from tests.engine.harness import RATE, Machine, code_of, forward
 from tests.until import until
 
 ALWAYS = 1000
-
-
-@pytest.fixture(autouse=True)
-def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_BACKOFF_S", 0.0)
 
 
 async def replaying(make_machine: MakeMachine) -> Machine:

@@ -6,7 +6,6 @@ A held call stays at the worker until it is let go, so that everything can happe
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import tempfile
 import threading
@@ -31,8 +30,7 @@ from hypothesis.stateful import (
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.policy import turns
-from ratoon.engine.policy.admission import Admission
+from ratoon.engine.policy.callers import Admission
 from ratoon.engine.policy.queue import Sequencer, Turn
 from ratoon.engine.types import FailedResult, Operation
 from ratoon.engine.worker.runner import TaskRunner
@@ -41,8 +39,10 @@ from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
 from ratoon_proto.types import OperationState, Recovery
+from tests.engine.conftest import without_pauses
 from tests.engine.harness import Machine, policy_spec
 from tests.engine.order_model import KINDS, Call, OrderModel
+from tests.engine.refusals import raises
 
 T = TypeVar("T")
 WRITES = ("accept", "before end", "end", "set_published")
@@ -112,9 +112,8 @@ class OrderMachine(RuleBasedStateMachine):
     def reuse_a_seq(self, data: st.DataObject) -> None:
         call = self.any_call(data)
         kind = {"discard": "optim_step", "optim_step": "discard"}.get(call.kind, call.kind)
-        with pytest.raises(RatoonError) as caught:
+        with raises(ErrorCode.KEY_REUSED) as caught:
             self.submit(Call(call.seq, kind, 0.5, False, False))
-        assert caught.value.code is ErrorCode.KEY_REUSED
         assert caught.value.details == {"operation_id": call.operation_id}
 
     @precondition(lambda self: self.model.calls)
@@ -310,12 +309,11 @@ BROKEN = (no_dedupe, order_of_arrival, window_not_rerun, stored_outcome_forgotte
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick() -> Iterator[None]:
     """Lost answers make restarts by the hundred: without pauses, tracebacks and syncs."""
-    monkeypatch.setattr(turns, "_BACKOFF_S", 0.001)
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
     configure_logging("CRITICAL")
-    yield
+    with without_pauses():
+        yield
     structlog.reset_defaults()
 
 

@@ -16,9 +16,9 @@ from ratoon.cluster import placement
 from ratoon.cluster.gpu_environment import seen_by_ranks
 from ratoon.cluster.ray_cluster import RayCluster, open_engine
 from ratoon.config import RatoonConfig, load_config
-from ratoon.engine.files.disk import is_waited_for
 from ratoon.engine.files.paths import make_policy_folders
 from ratoon.engine.journal import tables
+from ratoon.engine.refusals import is_waited_for
 from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelDtype

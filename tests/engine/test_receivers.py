@@ -17,6 +17,7 @@ from ratoon_proto.types import Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, load, save
 from tests.engine.local_ports import POLICY
+from tests.engine.refusals import raises
 from tests.engine.test_metrics import series
 
 
@@ -77,9 +78,10 @@ def test_a_hold_ends_with_the_next_word_or_at_its_deadline(
 def test_so_many_versions_are_held_and_no_more(receivers: Receivers, clock: Clock) -> None:
     receivers.acknowledge(ack("a", holds=1, hold_s=10.0))
     receivers.acknowledge(ack("b", holds=2))
-    with pytest.raises(RatoonError, match=r"hold versions \[1, 2\], of at most 2") as caught:
+    with raises(
+        ErrorCode.RESOURCE_EXHAUSTED, match=r"hold versions \[1, 2\], of at most 2"
+    ) as caught:
         receivers.acknowledge(ack("c", 0, holds=3))
-    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert caught.value.details["resource"] == "held_versions"
     assert receivers.lags(5) == {}
     # Another's version is no further one, and one's own makes way for the next.
@@ -134,9 +136,8 @@ async def test_a_receiver_that_never_returns_keeps_nothing_for_ever(machine: Mac
 async def test_what_is_gone_cannot_be_held(machine: Machine) -> None:
     await step_to(machine, 2)
     for version in (0, 3):
-        with pytest.raises(RatoonError, match=r"holds_version: .* \[1, 2\]") as caught:
+        with raises(ErrorCode.WEIGHTS_NOT_FOUND, match=r"holds_version: .* \[1, 2\]") as caught:
             await machine.controller.ack_weights(ack(version=1, holds=version))
-        assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
         assert caught.value.field == "holds_version"
     assert lags(machine) == {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 
 from ratoon.config import CheckpointConfig
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.policy import turns
 from ratoon.engine.types import FailedResult
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode
 from ratoon.metrics import CHECKPOINTS, RECOVERIES, Metric, Sample
 from ratoon_proto.types import OnChangedNumerics, OperationState, PolicyState, Recovery
 from tests.engine.conftest import MakeMachine
@@ -26,8 +24,8 @@ from tests.engine.harness import (
     from_forward,
     load,
     save,
-    started,
 )
+from tests.engine.refusals import raises
 from tests.until import until
 
 EACH = CheckpointConfig(every_operations=1, every_s=0, every_bytes=0, keep=2)
@@ -102,8 +100,7 @@ async def test_another_digest_stops_the_policy_with_both(
 ) -> None:
     """Going on would train weights that no caller has seen."""
     machine = await replaying(make_machine)
-    for seq in range(1, num_updates + 1):
-        await machine.end(await machine.update(seq, seq))
+    await machine.updates(*range(1, num_updates + 1))
     journaled = [record.weights_digest for record in machine.journal.store.records_from("p", 1)]
     await machine.landed()
     files, machine.faults.noise = snapshot_of(machine.paths.root), 1.0
@@ -114,9 +111,8 @@ async def test_another_digest_stops_the_policy_with_both(
         assert "update 1" in policy.failure
         assert journaled[0] in policy.failure
         assert machine.worker.trainer.state_digest() in policy.failure
-        with pytest.raises(RatoonError, match=journaled[0]) as caught:
+        with raises(ErrorCode.POLICY_FAILED, match=journaled[0]):
             await machine.update(num_updates + 1, 3)
-        assert caught.value.code is ErrorCode.POLICY_FAILED
         assert snapshot_of(machine.paths.root) == files
         assert machine.worker.is_released
         await machine.restart_controller()
@@ -194,8 +190,7 @@ async def test_other_numerics_stop_the_policy_naming_what_differs(
 async def test_other_numerics_may_be_a_new_base(make_machine: MakeMachine) -> None:
     rebase = OnChangedNumerics.REBASE
     machine = await replaying(make_machine, on_changed_numerics=rebase)
-    for seq in (1, 2):
-        await machine.end(await machine.update(seq, seq))
+    await machine.updates(1, 2)
     machine.faults.device, machine.faults.noise = "other", 0.5
     await lose_worker(machine)
     assert machine.weights == [([1.5], RATE), ([2.5], RATE)]
@@ -250,7 +245,7 @@ async def test_a_checkpoint_of_another_state_is_unusable(make_machine: MakeMachi
 
 
 async def test_a_roll_back_passes_over_a_damaged_checkpoint_for_good(
-    make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+    make_machine: MakeMachine,
 ) -> None:
     """It was the base of the next recovery where it could be read again: a double step."""
     machine = await make_machine().start()
@@ -261,7 +256,6 @@ async def test_a_roll_back_passes_over_a_damaged_checkpoint_for_good(
     state = machine.paths.checkpoint("newer") / "state.json"
     text = state.read_text()
     damage(machine, "newer")
-    monkeypatch.setattr(turns, "_BACKOFF_S", 0.001)
     machine.journal.lost.add("before roll_back")
     machine.worker.is_dead = True
     await machine.end(await machine.update(5, 5))
@@ -286,9 +280,7 @@ async def test_a_roll_back_passes_over_a_damaged_checkpoint_for_good(
 
 async def test_a_damaged_body_fails_its_operation_by_name(make_machine: MakeMachine) -> None:
     machine = await replaying(make_machine)
-    machine.faults.holds[1.0] = threading.Event()
-    running = await machine.update(1, 1)
-    await started(machine, running)
+    await machine.running(1)
     doomed = await machine.update(2, 2)
     path = machine.paths.body(digest_of(2))
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -304,8 +296,7 @@ async def test_a_damaged_body_fails_its_operation_by_name(make_machine: MakeMach
 async def test_a_damaged_body_stops_a_recovery(make_machine: MakeMachine, is_there: bool) -> None:
     """To pass over the operation would be a step that silently never was."""
     machine = await replaying(make_machine)
-    for seq in (1, 2):
-        await machine.end(await machine.update(seq, seq))
+    await machine.updates(1, 2)
     path = machine.paths.body(digest_of(1))
     whole = path.read_bytes()
     path.unlink()
@@ -362,9 +353,7 @@ async def test_a_forward_without_a_key_is_found_by_a_new_controller(
     """It is in no journal, and the Update that names it was accepted before the kill."""
     machine = await replaying(make_machine)
     read = await machine.end(await machine.submit(None, forward(1), 1))
-    machine.faults.holds[1.0] = threading.Event()
-    running = await machine.update(1, 1)
-    await started(machine, running)
+    await machine.running(1)
     named = await machine.update(2, 1, loss=from_forward(read))
     restart = asyncio.create_task(machine.restart_controller())
     await asyncio.sleep(0.02)
@@ -378,22 +367,18 @@ async def test_an_automatic_checkpoint_is_no_callers(make_machine: MakeMachine) 
     await machine.end(await machine.update(1, 1))
     await settled(machine)
     for command in (load("auto-1"), save("auto-9")):
-        with pytest.raises(RatoonError) as caught:
+        with raises(ErrorCode.INVALID_ARGUMENT):
             await machine.submit(2, command, 0)
-        assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     assert (await machine.update(2, 2)).seq == 2
 
 
 async def test_a_journal_that_is_away_loses_nothing(make_machine: MakeMachine) -> None:
     machine = await replaying(make_machine, checkpoints=NO_CHECKPOINTS)
-    machine.faults.holds[1.0] = threading.Event()
-    running = await machine.update(1, 1)
-    await started(machine, running)
+    running = await machine.running(1)
     machine.journal.is_away = True
     machine.faults.holds[1.0].set()
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.UNAVAILABLE):
         await machine.update(2, 2)
-    assert caught.value.code is ErrorCode.UNAVAILABLE
     await asyncio.sleep(0.05)
     machine.journal.is_away = False
     assert (await machine.end(running)).state is OperationState.DONE

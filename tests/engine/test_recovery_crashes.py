@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -66,14 +65,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
 async def test_a_kill_changes_nothing_that_can_be_seen(
     make_machine: MakeMachine,
     undisturbed: Told,
-    monkeypatch: pytest.MonkeyPatch,
     point: CrashPoint,
     count: int,
     loses_worker: bool,
 ) -> None:
     """`loses_worker`: a kill of the engine takes the worker with it, as that of a machine."""
-    # Not what is tested here, and most of the time.
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
     is_in_replay = point is CrashPoint.ENGINE_IN_REPLAY
     # A checkpoint that is written in time would leave a replay too little to be killed in.
     checkpoints = NO_CHECKPOINTS if is_in_replay else OFTEN

@@ -16,11 +16,12 @@ from sqlalchemy.exc import OperationalError
 from ratoon.config import LimitsConfig
 from ratoon.engine.files import paths as files
 from ratoon.engine.files import uploads
-from ratoon.engine.files.disk import disk_full, disk_refusal
+from ratoon.engine.refusals import disk_full, disk_refusal
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import OperationState
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, forward, policy_spec
+from tests.engine.refusals import raises
 from tests.small_disk import MIB, NoMountError, SmallDisk, mounted
 from tests.until import until
 
@@ -55,9 +56,8 @@ async def test_a_full_disk_refuses_new_work_and_loses_none(
     await machine.landed()
     small_disk.fill()
     for key, number in ((2, 2.0), (3, 3.0), (2, 2.0)):
-        with pytest.raises(RatoonError) as caught:
+        with raises(ErrorCode.RESOURCE_EXHAUSTED) as caught:
             await machine.update(key, number)
-        assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
         assert caught.value.details["resource"] == "disk"
         assert caught.value.retry_after_s is not None
     with pytest.raises(RatoonError) as caught:

@@ -16,10 +16,11 @@ from ratoon.engine.journal.records import (
 )
 from ratoon.engine.types import CheckpointInfo, FailedResult
 from ratoon.engine.worker.tasks import Choices, FencedError
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode
 from ratoon_proto.types import EmptyResult, OperationKind, PolicyState
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import life_record, policy_spec, update
+from tests.engine.refusals import raises
 from tests.engine.stores import Stores, end_of, journaled, record_of
 from tests.plans import PLAN
 
@@ -63,11 +64,9 @@ def test_an_older_token_writes_nothing(stores: Stores) -> None:
     ):
         with pytest.raises(FencedError):
             write()
-    policy = stores.store.policy("p")
-    assert policy is not None
+    policy = stores.policy
     assert (policy.version, policy.published, policy.info) == (0, (), None)
-    found = stores.store.find_operation("p.1")
-    assert found is not None
+    found = stores.record(1)
     assert found.state is JournalState.ACCEPTED
 
 
@@ -76,9 +75,7 @@ def test_a_repeated_write_changes_nothing(stores: Stores) -> None:
     stores.fenced.accept(stores.token, record, 2)
     stores.end(1, 1)
     stores.end(1, 7, state=JournalState.FAILED)
-    found, policy = stores.store.find_operation("p.1"), stores.store.policy("p")
-    assert found is not None
-    assert policy is not None
+    found, policy = stores.record(1), stores.policy
     assert (found.state, found.version, found.started_at) == (JournalState.APPLIED, 1, 5.0)
     assert (policy.version, policy.max_version, policy.next_seq) == (1, 1, 2)
 
@@ -87,9 +84,7 @@ def test_a_closed_window_keeps_hashes_and_drops_plans(stores: Stores) -> None:
     stores.applied(1, 0, OperationKind.FORWARD_BACKWARD)
     stores.accept(3)
     stores.applied(2, 1, OperationKind.OPTIM_STEP)
-    first, later = stores.store.find_operation("p.1"), stores.store.find_operation("p.3")
-    assert first is not None
-    assert later is not None
+    first, later = stores.record(1), stores.record(3)
     assert (first.command, first.choices, first.payload_hash) == (None, None, "hash1")
     assert first.result is not None
     assert later.command == update(3)
@@ -155,8 +150,7 @@ def test_a_roll_back_fails_what_is_past_the_checkpoint_and_retires_versions(
         6: failed,
         9: failed,
     }
-    step = stores.store.find_operation("p.4")
-    assert step is not None
+    step = stores.record(4)
     assert isinstance(step.result, FailedResult)
     assert step.result.error["code"] == "WORKER_LOST"
     assert step.result.error["details"] == {
@@ -166,8 +160,7 @@ def test_a_roll_back_fails_what_is_past_the_checkpoint_and_retires_versions(
     }
     known = journaled(checkpoint), journaled(replace(later, replay_from_seq=NO_RECOVERY))
     assert stores.store.history("p").checkpoints == known
-    policy = stores.store.policy("p")
-    assert policy is not None
+    policy = stores.policy
     assert (policy.version, policy.max_version, policy.next_seq) == (1, 2, 10)
 
 
@@ -186,9 +179,8 @@ def test_a_reopened_database_has_everything_that_was_committed(
 
 
 def test_lives_of_policies(stores: Stores) -> None:
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.POLICY_EXISTS):
         stores.store.insert_policy(policy_spec(), life_record("p", "p.again"))
-    assert caught.value.code is ErrorCode.POLICY_EXISTS
     created = stores.store.find_lifecycle_operation("p", OperationKind.CREATE_POLICY)
     assert created is not None
     assert created.operation_id == "p.create"
@@ -215,12 +207,10 @@ def test_a_policy_being_deleted_stays_so(stores: Stores) -> None:
     stores.store.mark_deleting("p", deletion)
     stores.fenced.fail(stores.token, "p", "gone")
     stores.fenced.set_policy(stores.token, "p", PolicyState.READY, INFO)
-    policy = stores.store.policy("p")
-    assert policy is not None
+    policy = stores.policy
     assert (policy.state, policy.info) == (PolicyState.DELETING, INFO)
-    with pytest.raises(RatoonError, match="policy p is deleting") as caught:
+    with raises(ErrorCode.POLICY_NOT_READY, match="policy p is deleting"):
         stores.store.mark_deleting("p", replace(deletion, operation_id="p.other"))
-    assert caught.value.code is ErrorCode.POLICY_NOT_READY
     stores.store.end_lifecycle_operation("p.delete", JournalState.FAILED, EmptyResult(), 3.0)
     again = replace(deletion, operation_id="p.again")
     stores.store.mark_deleting("p", again)

@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 from psycopg import sql
-from sqlalchemy import Table, text
+from sqlalchemy import Table, delete, insert, select, text
 
 from ratoon.engine.commands import SeqKey
-from ratoon.engine.journal import sealed
-from ratoon.engine.journal.sealed import DamagedRowError
-from ratoon.engine.journal.tables import OPERATIONS, await_database, open_database
+from ratoon.engine.journal import tables
+from ratoon.engine.journal.integrity import DamagedRowError
+from ratoon.engine.journal.tables import (
+    CHECKPOINTS,
+    OPERATIONS,
+    POLICIES,
+    await_database,
+    open_database,
+)
 from ratoon.engine.types import CheckpointInfo
 from ratoon.errors import RatoonError
 from tests.engine.postgres import PostgresServer
@@ -38,10 +44,11 @@ def fill(stores: Stores) -> None:
 
 
 def everything(stores: Stores) -> list[object]:
-    """What the journal says."""
+    """What the journal says, by its index of keys for some records."""
     store = stores.store
-    records = [store.find_key("p", SeqKey(seq=seq)) for seq in range(1, 41)]
-    return [*store.policies(), *store.checkpoints("p"), *records, store.history("p")]
+    records = [store.find_key("p", SeqKey(seq=seq)) for seq in range(1, 41, 8)]
+    everyone = store.records_from("p", 1)
+    return [*store.policies(), *store.checkpoints("p"), *records, everyone, store.history("p")]
 
 
 @pytest.fixture
@@ -52,26 +59,37 @@ def stores(database_url: str) -> Iterator[Stores]:
     opened.engine.dispose()
 
 
-@pytest.mark.parametrize(
-    ("change", "row"),
-    [
-        ("UPDATE policies SET version = version + 1", "row 'p' of the table policies"),
-        ("UPDATE policies SET token = token - 1", "row 'p' of the table policies"),
-        ("UPDATE operations SET state = 'accepted'", "of the table operations"),
-        ("UPDATE operations SET result = replace(result, '0.5', '7')", "of the table operations"),
-        ("UPDATE checkpoints SET size_bytes = 9", "row 'p', 'c' of the table checkpoints"),
-    ],
+CHANGES = (
+    ("UPDATE policies SET version = version + 1", "row 'p' of the table policies"),
+    ("UPDATE policies SET token = token - 1", "row 'p' of the table policies"),
+    ("UPDATE operations SET state = 'accepted'", "of the table operations"),
+    ("UPDATE operations SET result = replace(result, '0.5', '7')", "of the table operations"),
+    ("UPDATE checkpoints SET size_bytes = 9", "row 'p', 'c' of the table checkpoints"),
 )
+
+
 def test_a_row_that_is_not_what_was_written_is_refused_by_name(
-    stores: Stores, database_url: str, change: str, row: str
+    stores: Stores, database_url: str
 ) -> None:
+    expected, changed = everything(stores), (POLICIES, OPERATIONS, CHECKPOINTS)
     with stores.engine.begin() as connection:
-        connection.execute(text(change))
-    with pytest.raises(DamagedRowError, match=row):
-        everything(stores)
-    with pytest.raises(RatoonError, match=rf"{row} is damaged") as caught:
-        open_database(database_url)
-    assert caught.value.field == "database_url"
+        written = {
+            table: [dict(row) for row in connection.execute(select(table)).mappings()]
+            for table in changed
+        }
+    for change, row in CHANGES:
+        with stores.engine.begin() as connection:
+            connection.execute(text(change))
+        with pytest.raises(DamagedRowError, match=row):
+            everything(stores)
+        with pytest.raises(RatoonError, match=rf"{row} is damaged") as caught:
+            open_database(database_url)
+        assert caught.value.field == "database_url"
+        with stores.engine.begin() as connection:
+            for table, rows in written.items():
+                connection.execute(delete(table))
+                connection.execute(insert(table), rows)
+        assert everything(stores) == expected
 
 
 def test_a_postgresql_server_sends_rows_in_portions_and_may_go_away_between_them(
@@ -82,9 +100,9 @@ def test_a_postgresql_server_sends_rows_in_portions_and_may_go_away_between_them
     opened = Stores(url).with_policy()
     fill(opened)
     opened.engine.dispose()
-    monkeypatch.setattr(sealed, "_PORTION_ROWS", 7)
+    monkeypatch.setattr(tables, "_PORTION_ROWS", 7)
     ends = [sql.SQL("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = {}")]
-    num_read, verify = 0, sealed.verified
+    num_read, verify = 0, tables.verified
 
     def verified(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal num_read
@@ -93,7 +111,7 @@ def test_a_postgresql_server_sends_rows_in_portions_and_may_go_away_between_them
         num_read += table is OPERATIONS
         return verify(table, row)
 
-    monkeypatch.setattr(sealed, "verified", verified)
+    monkeypatch.setattr(tables, "verified", verified)
     await_database(url).dispose()
     # At most a portion, then all 41 by another session.
     assert 41 < num_read <= 41 + 7

@@ -14,7 +14,8 @@ from sqlalchemy.exc import DBAPIError
 import ratoon.engine.journal.migrations
 from ratoon.engine.journal.connections import connect
 from ratoon.engine.journal.tables import METADATA, open_database
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode
+from tests.engine.refusals import raises
 from tests.engine.stores import Stores
 
 
@@ -55,9 +56,8 @@ def test_an_open_of_the_newest_schema_changes_nothing(database_url: str) -> None
 def test_a_database_newer_than_the_code_is_refused_by_name(database_url: str) -> None:
     engine = open_database(database_url)
     execute(engine, "UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(RatoonError, match="revision 9999") as caught:
+    with raises(ErrorCode.UNSUPPORTED, match="revision 9999") as caught:
         open_database(database_url)
-    assert caught.value.code is ErrorCode.UNSUPPORTED
     assert caught.value.expected == f"at most {newest_revision()}"
     assert revision(engine) == "9999"
     engine.dispose()

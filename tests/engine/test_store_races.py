@@ -123,8 +123,7 @@ def test_a_token_raised_meanwhile_fences_a_write_that_waited(pair: tuple[Stores,
         assert not late.done()
         set_policy(connection, "p", token=first.token + 1)
     assert isinstance(late.exception(30), FencedError)
-    found = first.store.find_operation("p.1")
-    assert found is not None
+    found = first.record(1)
     assert found.state is JournalState.ACCEPTED
 
 
@@ -137,9 +136,7 @@ def test_an_operation_ends_once(pair: tuple[Stores, Stores]) -> None:
         state=JournalState.CANCELLED,
     )
     assert ended.exception(30) is None
-    found, policy = first.store.find_operation("p.1"), first.store.policy("p")
-    assert found is not None
-    assert policy is not None
+    found, policy = first.record(1), first.policy
     assert (found.state, found.result, policy.version) == (JournalState.CANCELLED, None, 0)
 
 
@@ -181,8 +178,7 @@ def test_a_start_waits_for_another_that_switches_a_new_file_to_wal(tmp_path: Pat
 def test_processes_that_start_at_once_upgrade_once(database_url: str) -> None:
     engines = at_once(*[lambda: open_database(database_url)] * 4)
     first = Stores(database_url).with_policy()
-    policy = first.store.policy("p")
-    assert policy is not None
+    policy = first.policy
     assert policy.state is PolicyState.CREATING
     for engine in engines:
         assert isinstance(engine, Engine), engine

@@ -14,7 +14,6 @@ from ratoon.engine.journal.records import (
     Checkpoint,
     Covered,
     JournalState,
-    OperationRecord,
 )
 from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import Choices, FencedError, Numerics, differences
@@ -54,12 +53,6 @@ def applied(stores: Stores, *seqs: int, kind: OperationKind = OperationKind.UPDA
         stores.end(seq, seq, choices=choices, weights_digest=digest, frees_window=False)
 
 
-def record(stores: Stores, seq: int) -> OperationRecord:
-    found = stores.store.find_operation(f"p.{seq}")
-    assert found is not None
-    return found
-
-
 def cover(stores: Stores, automatic: Checkpoint | None, keep: int) -> Covered:
     return stores.fenced.cover(stores.token, "p", automatic, keep)
 
@@ -70,8 +63,8 @@ def test_a_cover_frees_what_no_recovery_begins_before(stores: Stores) -> None:
     covered = cover(stores, checkpoint(4, replay_from_seq=3), keep=1)
     assert covered.bodies == (("p.1", "body1"), ("p.2", "body2"))
     assert covered.checkpoint_ids == ()
-    assert [record(stores, seq).command is None for seq in (1, 2, 3)] == [True, True, False]
-    freed, kept = record(stores, 2), record(stores, 3)
+    assert [stores.record(seq).command is None for seq in (1, 2, 3)] == [True, True, False]
+    freed, kept = stores.record(2), stores.record(3)
     assert (freed.choices, freed.payload_hash, freed.weights_digest) == (None, "hash2", "digest2")
     assert kept.choices is not None
     history = stores.store.history("p")
@@ -119,7 +112,7 @@ def test_what_is_open_is_never_freed(stores: Stores) -> None:
     stores.accept(2)
     covered = cover(stores, checkpoint(5), keep=1)
     assert covered.bodies == (("p.1", "body1"),)
-    assert record(stores, 2).command is not None
+    assert stores.record(2).command is not None
 
 
 def test_an_older_token_covers_and_fails_nothing(stores: Stores) -> None:
@@ -134,21 +127,21 @@ def test_an_older_token_covers_and_fails_nothing(stores: Stores) -> None:
         with pytest.raises(FencedError):
             write()
     assert stores.store.checkpoints("p") == ()
-    assert record(stores, 1).weights_digest == "digest1"
+    assert stores.record(1).weights_digest == "digest1"
 
 
 def test_numerics_are_kept_once_and_named_by_their_fields(stores: Stores) -> None:
     applied(stores, 1, 2)
-    assert record(stores, 1).numerics == NUMERICS.digest
+    assert stores.record(1).numerics == NUMERICS.digest
     assert stores.store.numerics(NUMERICS.digest) == NUMERICS.fields
     assert stores.store.numerics("unknown") == {}
     other = Numerics.of({"device": "other", "threads": "1"})
     stores.fenced.rebase(stores.token, "p", {2: "other2"}, other)
-    assert (record(stores, 1).weights_digest, record(stores, 2).weights_digest) == (
+    assert (stores.record(1).weights_digest, stores.record(2).weights_digest) == (
         "digest1",
         "other2",
     )
-    assert stores.store.numerics(record(stores, 2).numerics) == other.fields
+    assert stores.store.numerics(stores.record(2).numerics) == other.fields
     assert differences(NUMERICS.fields, other.fields) == "device: fake -> other"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
 from ratoon_proto.types import ImportMode, OperationState, Recovery
 from tests.engine.archived_machine import ArchivedMachine, Store
+from tests.engine.conftest import without_pauses
 from tests.engine.crash_runs import BROKEN, SKIPPED, Survivor
 from tests.engine.harness import (
     DISCARD,
@@ -229,11 +229,10 @@ class Caller:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Failures by the hundred: without pauses, tracebacks and syncs."""
-    monkeypatch.setattr(turns, "_BACKOFF_S", 0.001)
     monkeypatch.setattr(turns, "_AWAY_S", 0.01)
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
     configure_logging("CRITICAL")
-    yield
+    with without_pauses():
+        yield
     structlog.reset_defaults()
 
 

@@ -108,9 +108,7 @@ async def test_what_the_older_one_had_applied_is_refused_at_its_commit(
         return position
 
     monkeypatch.setattr(machine.journal.fenced, "end", end)
-    machine.faults.holds[1.0] = threading.Event()
-    running = await machine.update(1, 1)
-    await started(machine, running)
+    running = await machine.running(1)
     older, older_run = await second_controller(machine)
     starting = asyncio.create_task(machine.controller.start())
     await asyncio.sleep(0.02)
@@ -160,9 +158,7 @@ async def test_a_retry_at_the_older_one_leaves_the_body_that_the_newer_one_accep
 ) -> None:
     older, _ = await second_controller(machine)
     await machine.controller.start()
-    machine.faults.holds[1.0] = threading.Event()
-    first = await machine.update(1, 1)
-    await started(machine, first)
+    await machine.running(1)
     second = await machine.update(2, 2)
     assert (await older.submit(an_update(2))).operation_id == second.operation_id
     machine.faults.holds[1.0].set()

@@ -14,6 +14,7 @@ from ratoon.engine.files import uploads as uploads_module
 from ratoon.engine.files.paths import PolicyPaths, make_policy_folders, policy_paths
 from ratoon.engine.files.uploads import UploadFiles
 from ratoon.errors import ErrorCode, RatoonError
+from tests.engine.refusals import raises
 
 
 @pytest.fixture
@@ -31,17 +32,15 @@ def uploads(paths: PolicyPaths) -> UploadFiles:
 def test_a_part_may_be_sent_again_with_the_same_bytes_only(uploads: UploadFiles) -> None:
     uploads.put("u", 0, b"abc")
     uploads.put("u", 0, b"abc")
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.KEY_REUSED):
         uploads.put("u", 0, b"abd")
-    assert caught.value.code is ErrorCode.KEY_REUSED
     assert uploads.get("u", 1) == [b"abc"]
 
 
 def test_parts_come_back_in_order_or_name_the_missing_one(uploads: UploadFiles) -> None:
     uploads.put("u", 1, b"b")
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.UPLOAD_NOT_FOUND) as caught:
         uploads.get("u", 2)
-    assert caught.value.code is ErrorCode.UPLOAD_NOT_FOUND
     assert caught.value.details == {"missing_part": "0"}
     uploads.put("u", 0, b"a")
     assert uploads.get("u", 2) == [b"a", b"b"]
@@ -87,9 +86,8 @@ def test_a_part_that_is_sent_again_is_as_young_as_a_new_one(
 
 def test_the_sum_of_parts_is_bounded(uploads: UploadFiles) -> None:
     uploads.put("u", 0, b"123456")
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.BODY_TOO_LARGE):
         uploads.put("u", 1, b"12345")
-    assert caught.value.code is ErrorCode.BODY_TOO_LARGE
     uploads.put("u", 1, b"1234")
 
 
@@ -100,9 +98,8 @@ def test_a_damaged_part_is_not_there_until_it_is_sent_again(
     """Without a digest in the file a batch was built from whatever the disk gave back."""
     uploads.put("u", 0, b"123456")
     (paths.uploads / "u" / "000000").write_bytes(damage)
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.UPLOAD_NOT_FOUND):
         uploads.get("u", 1)
-    assert caught.value.code is ErrorCode.UPLOAD_NOT_FOUND
     uploads.put("u", 0, b"1234567890")
     assert uploads.get("u", 1) == [b"1234567890"]
 
@@ -144,9 +141,8 @@ def test_what_a_call_has_named_makes_room(uploads: UploadFiles, paths: PolicyPat
     uploads.put("new", 1, b"12345678")
     # Sent again, it is one that no call has named yet.
     uploads.put("second", 1, b"1")
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.RESOURCE_EXHAUSTED):
         uploads.put("more", 0, b"1234567")
-    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert uploads.get("open", 1) == [b"12345678"]
     uploads.put("more", 0, b"1234567")
     assert sorted(path.name for path in paths.uploads.iterdir()) == ["more", "new", "second"]
@@ -158,9 +154,8 @@ def test_what_is_sent_again_for_another_call_makes_no_room(uploads: UploadFiles)
     uploads.get("again", 1)
     uploads.put("again", 0, b"1234567890")
     uploads.put("open", 0, b"1234567890")
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.RESOURCE_EXHAUSTED):
         uploads.put("more", 0, b"1234567890")
-    assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
     assert uploads.get("again", 1) == [b"1234567890"]
 
 

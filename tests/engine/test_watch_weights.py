@@ -12,6 +12,7 @@ from ratoon.stream.manifest import WeightManifest
 from ratoon_proto.types import OperationState, PublishConfig, PublishKind
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import PATIENCE_S, Machine, load, save
+from tests.engine.refusals import raises
 
 
 async def waiting(machine: Machine, known: int | None) -> asyncio.Task[WeightManifest]:
@@ -46,9 +47,8 @@ async def test_a_wait_ends_where_the_newest_is_an_earlier_one(machine: Machine) 
 
 async def test_a_wait_for_what_does_not_come_ends_in_time(machine: Machine) -> None:
     assert (await machine.controller.weight_manifest(None, 0, 0.05)).version == 0
-    with pytest.raises(RatoonError, match="has published") as caught:
+    with raises(ErrorCode.WEIGHTS_NOT_FOUND, match="has published"):
         await machine.controller.weight_manifest(1, None, 0.05)
-    assert caught.value.code is ErrorCode.WEIGHTS_NOT_FOUND
 
 
 async def test_who_waits_requests_what_is_published_on_request(make_machine: MakeMachine) -> None:
@@ -94,15 +94,13 @@ async def test_who_waits_has_a_version_published_once(
 async def test_a_drained_service_lets_go(machine: Machine) -> None:
     wait = await waiting(machine, 0)
     await machine.controller.drain(1.0)
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.UNAVAILABLE):
         await wait
-    assert caught.value.code is ErrorCode.UNAVAILABLE
 
 
 async def test_a_failed_policy_has_no_next_version(machine: Machine) -> None:
     wait = await waiting(machine, 0)
     await machine.controller._turns._give_up("its worker is gone")
-    with pytest.raises(RatoonError, match="its worker is gone") as caught:
+    with raises(ErrorCode.POLICY_FAILED, match="its worker is gone"):
         await wait
-    assert caught.value.code is ErrorCode.POLICY_FAILED
     assert (await machine.controller.weight_manifest(None)).version == 0

@@ -12,6 +12,7 @@ from ratoon.engine.policy.queue import Window
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import OperationKind
 from tests.engine.harness import life_record
+from tests.engine.refusals import raises
 
 _GRADIENTS = life_record("p", "p.gradients", OperationKind.FORWARD_BACKWARD)
 # (seq, outcome) of ForwardBackwards in a row; a cancelled one is not recorded at all.
@@ -33,14 +34,12 @@ def test_a_step_on_the_whole_window_needs_one_applied_and_none_failed(outcomes: 
     applied = tuple(i for i, outcome in enumerate(outcomes, start=1) if outcome == "applied")
     window = window_of(outcomes)
     if "failed" in outcomes:
-        with pytest.raises(RatoonError) as caught:
+        with raises(ErrorCode.WINDOW_POISONED) as caught:
             window.select(())
-        assert caught.value.code is ErrorCode.WINDOW_POISONED
         assert caught.value.details["failed_seq"] == str(outcomes.index("failed") + 1)
     elif not applied:
-        with pytest.raises(RatoonError) as caught:
+        with raises(ErrorCode.WINDOW_EMPTY):
             window.select(())
-        assert caught.value.code is ErrorCode.WINDOW_EMPTY
     else:
         assert window.select(()) == applied
 
@@ -69,9 +68,8 @@ def test_an_update_needs_a_window_without_entries(outcomes: list[str]) -> None:
     if set(outcomes) <= {"cancelled"}:
         window.check_closed()
         return
-    with pytest.raises(RatoonError) as caught:
+    with raises(ErrorCode.WINDOW_OPEN):
         window.check_closed()
-    assert caught.value.code is ErrorCode.WINDOW_OPEN
 
 
 def test_a_listed_seq_twice_is_refused() -> None:

@@ -14,11 +14,11 @@ from unittest import mock
 
 from ratoon.engine.commands import UpdateCommand
 from ratoon.engine.journal import fenced
+from ratoon.engine.journal.integrity import lock_row
 from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
-from ratoon.engine.journal.sealed import lock_row
 from ratoon.engine.journal.tables import POLICIES
 from ratoon.engine.policy import startup
-from ratoon.engine.policy.admission import Admission
+from ratoon.engine.policy.callers import Admission
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.worker.runner import TaskRunner
 from ratoon.engine.worker.worker import WorkerCore

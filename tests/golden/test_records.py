@@ -15,8 +15,8 @@ from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.engine.commands import Command
 from ratoon.engine.journal.codec import from_text, payload_hash, to_text
+from ratoon.engine.journal.integrity import insert_row
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord
-from ratoon.engine.journal.sealed import insert_row
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     METADATA,

@@ -31,7 +31,7 @@ from ratoon.engine.commands import (
     Submission,
     UpdateCommand,
 )
-from ratoon.engine.files.model_folders import plain_path
+from ratoon.engine.files.paths import plain_path
 from ratoon.engine.types import Policy
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelInfo

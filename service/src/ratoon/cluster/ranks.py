@@ -75,7 +75,7 @@ class RankActor:
         """Join the others and load the model."""
         import torch
 
-        from ratoon.engine.worker.compile_cache import CompileCache, start_compiler
+        from ratoon.engine.worker.kernels import CompileCache, start_compiler
         from ratoon.shards.copies import Copies
         from ratoon.train.micro_batches import PassHooks
         from ratoon.train.numerics import numerics_fingerprint

@@ -23,7 +23,7 @@ from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import await_database
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import PolicySpec
-from ratoon.engine.worker.backends import list_backends
+from ratoon.engine.worker.kernels import list_backends
 from ratoon.engine.worker.tasks import RemoteWorker
 from ratoon.errors import invalid
 from ratoon.model.spec import ModelDtype

@@ -27,7 +27,7 @@ from ray import ObjectRef
 from ratoon.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.worker.backends import list_backends
+from ratoon.engine.worker.kernels import list_backends
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
@@ -37,7 +37,7 @@ from ratoon_proto.types import BackendInfo
 if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy
 
-    from ratoon.engine.worker.compile_cache import CompileCache
+    from ratoon.engine.worker.kernels import CompileCache
     from ratoon.train.spec import TrainerSpec
     from ratoon.train.trainer import Trainer
 
@@ -87,7 +87,7 @@ class WorkerActor:
         self._core = WorkerCore(self._create, make_reach(crash_points))
 
     def _create(self, spec: TrainerSpec) -> Trainer:
-        from ratoon.engine.worker.compile_cache import CompileCache, start_compiler
+        from ratoon.engine.worker.kernels import CompileCache, start_compiler
 
         if spec.device != "cpu":
             # While weights are loaded; nothing is compiled before.

@@ -14,7 +14,6 @@ from pathlib import Path
 from ratoon.config import LimitsConfig
 from ratoon.engine.controllers import Controllers
 from ratoon.engine.files.archive import Archive
-from ratoon.engine.files.disk import disk_refusal, is_waited_for
 from ratoon.engine.files.paths import PolicyPaths, remove_policy_files
 from ratoon.engine.journal.codec import hash_text, to_text
 from ratoon.engine.journal.journal import Journal, until_room, until_there
@@ -25,11 +24,12 @@ from ratoon.engine.journal.records import (
     PolicyRow,
 )
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.admission import new_operation_id
+from ratoon.engine.policy.callers import new_operation_id, view_of
 from ratoon.engine.policy.queue import Ledger, LiveOperation
-from ratoon.engine.policy.views import view_of
 from ratoon.engine.refusals import (
+    disk_refusal,
     draining,
+    is_waited_for,
     operation_not_found,
     policy_exists,
     policy_not_found,
@@ -368,7 +368,7 @@ class Lifecycle:
         live.set_record(replace(live.record, state=JournalState.APPLYING, started_at=self._now()))
 
     def _record(self, policy_id: str, kind: OperationKind, payload: str) -> OperationRecord:
-        return OperationRecord.accepted(
+        return OperationRecord(
             operation_id=new_operation_id(policy_id),
             policy_id=policy_id,
             kind=kind,

@@ -127,6 +127,12 @@ OperationResult = (
 )
 
 
+def version_of(result: OperationResult | None) -> int | None:
+    """The policy's version after an operation that may change it; None: any other."""
+    changes = isinstance(result, StepResult | CheckpointInfo | ImportResult)
+    return result.version if changes else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """Handle of an asynchronous operation. seq 0: not sequenced; blocked_by_seq 0: not blocked."""

@@ -18,7 +18,7 @@ from ratoon.api.convert.checks import (
     required,
 )
 from ratoon.api.convert.records import read, write
-from ratoon.engine.files.model_folders import model_folder
+from ratoon.engine.files.paths import model_folder
 from ratoon.engine.types import Policy, PolicySpec
 from ratoon.errors import invalid, shown
 from ratoon.model.spec import PRESET_NAMES, FolderBase, ModelDtype, ModelSpec, PresetBase

@@ -50,22 +50,6 @@ class Choice(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundVersion:
-    """A published version. `made_by` None: its manifest cannot be read."""
-
-    version: int
-    made_by: MadeBy | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundCheckpoint:
-    """A checkpoint's folder. `saved` None: its manifest cannot be read."""
-
-    checkpoint_id: str
-    saved: SavedState | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """How far the policy had come: `last_seq` had ended, and `max_seq` was accepted."""
 
@@ -116,32 +100,36 @@ class JournalLoss:
         )
 
 
-def find_versions(paths: PolicyPaths) -> list[FoundVersion]:
-    """Finds every published version, whether the journal knows it or not."""
-    found: list[FoundVersion] = []
+def find_versions(paths: PolicyPaths) -> dict[int, MadeBy | None]:
+    """What made every published version; None: its manifest cannot be read.
+
+    The journal may not know the version.
+    """
+    found: dict[int, MadeBy | None] = {}
     for version in list_versions(paths.weights):
         try:
-            made_by = read_manifest(paths.weights, version).made_by
+            found[version] = read_manifest(paths.weights, version).made_by
         except (RatoonError, OSError):
-            made_by = None
-        found.append(FoundVersion(version=version, made_by=made_by))
+            found[version] = None
     return found
 
 
 def find_checkpoints(
     paths: PolicyPaths, names: Sequence[str] | None = None
-) -> list[FoundCheckpoint]:
-    """Finds every checkpoint, or those with these names."""
+) -> dict[str, SavedState | None]:
+    """The state that each checkpoint's manifest names; None: it cannot be read.
+
+    `names`: of the checkpoints to look at; None: all.
+    """
     there = names_in(paths.checkpoints) if paths.checkpoints.is_dir() else []
-    found: list[FoundCheckpoint] = []
+    found: dict[str, SavedState | None] = {}
     for name in sorted(set(there if names is None else names)):
         if name.startswith("."):
             continue
         try:
-            saved = read_saved_state(paths.checkpoint(name))
+            found[name] = read_saved_state(paths.checkpoint(name))
         except (DamagedFileError, OSError):
-            saved = None
-        found.append(FoundCheckpoint(checkpoint_id=name, saved=saved))
+            found[name] = None
     return found
 
 

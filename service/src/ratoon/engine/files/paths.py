@@ -1,7 +1,8 @@
 """The files of one policy: request bodies, uploaded parts, results, checkpoints, weights.
 
-Every path is built here, from names that cannot leave the policy's folder. Files appear whole under
-their names (see `stream.files`).
+Every path is built here, from names that cannot leave the policy's folder, and from the model
+folders that callers name, which cannot leave the models root. Files appear whole under their names
+(see `stream.files`).
 
     policies/<policy_id>/{bodies,uploads,results,checkpoints,weights,set-aside,open,position}
 """
@@ -14,9 +15,10 @@ import re
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.errors import ErrorCode, RatoonError, invalid, shown
+from ratoon.model.folder import ModelFolder
 from ratoon.stream.files import (
     find_leftovers,
     fsync_folder,
@@ -29,6 +31,8 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 # Folder below the data root. The rest of a folder that is being removed has a temporary name there.
 POLICIES = "policies"
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,127}")
+_EXPECTED = "a model folder below the server's models root, given relative to it"
+_MAX_LENGTH = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,14 +232,14 @@ class BodyFiles:
             self._known = {**known}
             return frozenset(known)
 
-    async def set_aside(self, needed: Collection[str], folder: Path) -> int:
-        """Move bodies that are neither `needed` nor in flight to `folder`; returns how many."""
+    async def set_aside(self, needed: Collection[str], folder: Path) -> None:
+        """Move bodies that are neither `needed` nor in flight to `folder`."""
         async with self._lock:
             spared = {d for d, holders in self._holders.items() if holders & self._in_flight}
             names = await asyncio.to_thread(names_in, self._paths.bodies)
             doomed = {*names} - {*needed} - spared
             paths = [self._paths.bodies / name for name in doomed if not name.startswith(".")]
-            return await asyncio.to_thread(move_to, folder, paths)
+            await asyncio.to_thread(move_to, folder, paths)
 
     async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
         """Hold only bodies that journaled operations need (digest by holder) and those in flight.
@@ -289,17 +293,16 @@ def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def move_to(folder: Path, paths: Collection[Path]) -> int:
-    """Move files and folders, any of which may be gone, to `folder` durably; returns how many."""
-    num_moved = 0
+def move_to(folder: Path, paths: Collection[Path]) -> None:
+    """Move files and folders, any of which may be gone, to `folder` durably."""
+    changed: set[Path] = set()
     for path in paths:
         make_folder(folder)
         with contextlib.suppress(FileNotFoundError):
             path.rename(folder / path.name)
-            num_moved += 1
-    for changed in {folder, *(path.parent for path in paths)} if num_moved else ():
-        fsync_folder(changed)
-    return num_moved
+            changed |= {folder, path.parent}
+    for one in changed:
+        fsync_folder(one)
 
 
 def drop_checkpoint_folder(paths: PolicyPaths, name: str) -> None:
@@ -344,3 +347,49 @@ def read_result(paths: PolicyPaths, digest: str, offset: int, length: int) -> by
             return file.read(length)
     except FileNotFoundError:
         return None
+
+
+def plain_path(field: str, given: str) -> str:
+    """Returns `given` in its normal form, if its text alone leads below the root it is relative to.
+
+    Raises INVALID_ARGUMENT. It reads no folder, so that a retry has the same form whatever happened
+    to the folder.
+    """
+    path = PurePosixPath(given)
+    if (
+        len(given) > _MAX_LENGTH
+        or "\0" in given
+        or path.is_absolute()
+        or not path.parts
+        or ".." in path.parts
+    ):
+        raise _refused(field, given)
+    return str(path)
+
+
+def model_folder(field: str, given: str, models_root: Path) -> Path:
+    """Returns a caller's model folder, absolute. Its entries are files and folders, and after links
+    are resolved all of them are below `models_root`.
+
+    Readers check a file again (`ModelFolder.open`). Raises INVALID_ARGUMENT; the message reveals
+    nothing about folders outside the root.
+    """
+    if not given or "\0" in given or Path(given).is_absolute():
+        raise _refused(field, given)
+    root = models_root.resolve()
+    try:
+        folder = (root / given).resolve()
+        is_folder = folder.is_relative_to(root) and folder != root and folder.is_dir()
+    except (OSError, RuntimeError) as err:
+        raise _refused(field, given) from err
+    if not is_folder:
+        raise _refused(field, given)
+    try:
+        ModelFolder(path=folder, root=root).check_kinds()
+    except RatoonError as err:
+        raise invalid(field, f"{shown(given)}, where {err.message}", _EXPECTED) from err
+    return folder
+
+
+def _refused(field: str, given: str) -> RatoonError:
+    return invalid(field, shown(given), _EXPECTED)

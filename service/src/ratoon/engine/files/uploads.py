@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ratoon.engine.files.disk import check_room
 from ratoon.engine.files.paths import PolicyPaths, safe_name
+from ratoon.engine.refusals import check_room
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 from ratoon.stream.files import (

@@ -28,31 +28,7 @@ from ratoon.engine.types import (
 from ratoon.engine.worker.tasks import Choices
 from ratoon.model.spec import FolderBase, ModelInfo, ModelSpec, PresetBase
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
-from ratoon_proto.types import (
-    AdamWConfig,
-    CorrectionMask,
-    EmptyResult,
-    FullTuning,
-    ImportResult,
-    KlConfig,
-    LoraTuning,
-    LossConfig,
-    NumericsGuard,
-    OldLogprobs,
-    OptimStepConfig,
-    OverlongFilter,
-    OverlongPenalty,
-    ParallelLayout,
-    PhaseSeconds,
-    PublishConfig,
-    RolloutCorrection,
-    RouterReport,
-    SelfCheckReport,
-    StalenessConfig,
-    StepReport,
-    StepResult,
-    TensorGradNorm,
-)
+from ratoon_proto import types as proto
 
 _TAG = "$"
 
@@ -60,42 +36,42 @@ _TAG = "$"
 TAGS: dict[str, type] = {
     "policy": Policy,
     "policy_spec": PolicySpec,
-    "publish": PublishConfig,
-    "parallel": ParallelLayout,
+    "publish": proto.PublishConfig,
+    "parallel": proto.ParallelLayout,
     "model": ModelSpec,
     "model_info": ModelInfo,
     "base.preset": PresetBase,
     "base.folder": FolderBase,
-    "tuning.full": FullTuning,
-    "tuning.lora": LoraTuning,
-    "adamw": AdamWConfig,
-    "numerics_guard": NumericsGuard,
+    "tuning.full": proto.FullTuning,
+    "tuning.lora": proto.LoraTuning,
+    "adamw": proto.AdamWConfig,
+    "numerics_guard": proto.NumericsGuard,
     **{f"command.{command.kind}": command for command in COMMANDS},
     "choices": Choices,
     "plan": UpdatePlan,
     "micro_batch": MicroBatch,
     "stage": Stage,
-    "loss": LossConfig,
-    "optim": OptimStepConfig,
-    "old_logprobs": OldLogprobs,
-    "kl": KlConfig,
-    "correction": RolloutCorrection,
-    "correction_mask": CorrectionMask,
-    "overlong.filter": OverlongFilter,
-    "overlong.penalty": OverlongPenalty,
-    "staleness": StalenessConfig,
+    "loss": proto.LossConfig,
+    "optim": proto.OptimStepConfig,
+    "old_logprobs": proto.OldLogprobs,
+    "kl": proto.KlConfig,
+    "correction": proto.RolloutCorrection,
+    "correction_mask": proto.CorrectionMask,
+    "overlong.filter": proto.OverlongFilter,
+    "overlong.penalty": proto.OverlongPenalty,
+    "staleness": proto.StalenessConfig,
     "result.policy": PolicyResult,
-    "result.step": StepResult,
+    "result.step": proto.StepResult,
     "result.forward": ForwardResult,
     "result.checkpoint": CheckpointInfo,
-    "result.import": ImportResult,
-    "result.empty": EmptyResult,
+    "result.import": proto.ImportResult,
+    "result.empty": proto.EmptyResult,
     "result.failed": FailedResult,
-    "report": StepReport,
-    "seconds": PhaseSeconds,
-    "self_check": SelfCheckReport,
-    "tensor_grad_norm": TensorGradNorm,
-    "router": RouterReport,
+    "report": proto.StepReport,
+    "seconds": proto.PhaseSeconds,
+    "self_check": proto.SelfCheckReport,
+    "tensor_grad_norm": proto.TensorGradNorm,
+    "router": proto.RouterReport,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _PLAIN = (bool, int, float, str)
@@ -147,12 +123,13 @@ def _decode(hint: Any, value: object) -> object:
     if isinstance(value, dict):
         mapping = cast("dict[str, object]", value)
         return _decode_object(mapping) if _TAG in mapping else mapping
-    for arm in _arms(hint):
-        if typing.get_origin(arm) is tuple and isinstance(value, list):
-            item_hint = typing.get_args(arm)[0]
-            return tuple(_decode(item_hint, item) for item in cast("list[object]", value))
-        if isinstance(arm, type) and issubclass(arm, StrEnum) and isinstance(value, str):
-            return arm(value)
+    if isinstance(value, list):
+        item_hint, _ = _rebuilt(hint)
+        items = cast("list[object]", value)
+        return items if item_hint is None else tuple(_decode(item_hint, item) for item in items)
+    if isinstance(value, str):
+        _, enum = _rebuilt(hint)
+        return value if enum is None else enum(value)
     return value
 
 
@@ -183,8 +160,14 @@ def _hints(cls: type) -> dict[str, Any]:
     return {name: hints[name] for name in _names(cls)}
 
 
-def _arms(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; for any other type, the type itself."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.get_args(hint)
-    return (hint,)
+@cache
+def _rebuilt(hint: Any) -> tuple[Any, type[StrEnum] | None]:
+    """What JSON's lists and texts were: the type of a tuple's items, and an enum; None: the same.
+
+    `hint`: a type, or a union with at most one of each.
+    """
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    arms = typing.get_args(hint) if is_union else (hint,)
+    tuples = (typing.get_args(arm)[0] for arm in arms if typing.get_origin(arm) is tuple)
+    enums = (arm for arm in arms if isinstance(arm, type) and issubclass(arm, StrEnum))
+    return next(tuples, None), next(enums, None)

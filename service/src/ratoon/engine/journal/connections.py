@@ -33,8 +33,8 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
-from ratoon.engine.files.disk import disk_full
-from ratoon.engine.journal.log_check import check_log
+from ratoon.engine.journal.integrity import check_log
+from ratoon.engine.refusals import disk_full
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 

@@ -17,6 +17,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ratoon.engine.journal.codec import to_text
 from ratoon.engine.journal.connections import timeline_of
+from ratoon.engine.journal.integrity import insert_row, lock_row, update_row, update_rows
 from ratoon.engine.journal.records import (
     NO_RECOVERY,
     Checkpoint,
@@ -28,9 +29,9 @@ from ratoon.engine.journal.records import (
     RollBack,
     first_uncovered_seq,
     kept_checkpoints,
+    lost_records,
+    rolled_back,
 )
-from ratoon.engine.journal.rollback import lost_records, rolled_back
-from ratoon.engine.journal.sealed import insert_row, lock_row, update_row, update_rows
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     NUMERICS,

@@ -16,10 +16,10 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from ratoon.engine.files.disk import is_disk_full
 from ratoon.engine.journal.fenced import FencedStore
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.journal.store import SqlStore
+from ratoon.engine.refusals import is_disk_full
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 

@@ -1,7 +1,9 @@
 """The journal's nouns: durable knowledge of a policy, its operations and its checkpoints.
 
 A record is written twice: accepted, then applied, failed or cancelled, and never back. Only applied
-ones changed weights. That an operation is running is known in memory only.
+ones changed weights. That an operation is running is known in memory only. Where state and journal
+part, records change once more, and what is lost fails explicitly: after a rollback the state lacks
+what the journal has; after an adoption it has what the journal lost.
 
 Ids of automatic checkpoints start with `AUTOMATIC_PREFIX`, which is refused to callers. They are
 deleted once recovery no longer needs them; a caller's checkpoint lives as long as its policy.
@@ -9,13 +11,16 @@ deleted once recovery no longer needs them; a caller's checkpoint lives as long 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ratoon.engine.commands import Command, Effect, effect_of
 from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.types import (
     CheckpointInfo,
+    FailedResult,
     ForwardResult,
     Operation,
     OperationResult,
@@ -23,7 +28,7 @@ from ratoon.engine.types import (
     PolicySpec,
 )
 from ratoon.engine.worker.tasks import Choices, Numerics, Task
-from ratoon.errors import invalid
+from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.spec import ModelInfo
 from ratoon_proto.types import OperationKind, OperationState, PolicyState, Progress, StepResult
 
@@ -71,68 +76,38 @@ NO_PROGRESS = Progress()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRecord:
-    """One row: times in seconds since the epoch, digests in hexadecimal, "" where there is none."""
+    """One row: times in seconds since the epoch, digests in hexadecimal, "" where there is none.
+
+    With its defaults it is a lifecycle operation that was just accepted; all others have a command.
+    """
 
     operation_id: str
     policy_id: str
     kind: OperationKind
     # 0 and "": lifecycle operations, and a Forward without a key.
-    seq: int
-    request_id: str
+    seq: int = 0
+    request_id: str = ""
     payload_hash: str
     # It is None in lifecycle operations, and in records that nothing will replay.
-    command: Command | None
-    body_digest: str
-    body_bytes: int
+    command: Command | None = None
+    body_digest: str = ""
+    body_bytes: int = 0
     # The API key that it counts against while open; "": none.
-    key_id: str
-    state: JournalState
+    key_id: str = ""
+    state: JournalState = JournalState.ACCEPTED
     # They are None where the operation was not applied, or nothing will replay it.
-    choices: Choices | None
-    result: OperationResult | None
+    choices: Choices | None = None
+    result: OperationResult | None = None
     # The policy's version once applied. Of a lost one: the version that the policy went on from
     # after it, with no window open; None: with one open, or from a later one.
-    version: int | None
+    version: int | None = None
     # Digest of weights, moments and counters after the operation.
-    weights_digest: str
+    weights_digest: str = ""
     # Digest of the `Numerics` that it ran under.
-    numerics: str
+    numerics: str = ""
     created_at: float
-    started_at: float | None
-    finished_at: float | None
-
-    @classmethod
-    def accepted(
-        cls,
-        *,
-        operation_id: str,
-        policy_id: str,
-        kind: OperationKind,
-        payload_hash: str,
-        created_at: float,
-    ) -> OperationRecord:
-        """The record of a lifecycle operation that is accepted; all others have a command too."""
-        return cls(
-            operation_id=operation_id,
-            policy_id=policy_id,
-            kind=kind,
-            seq=0,
-            request_id="",
-            payload_hash=payload_hash,
-            command=None,
-            body_digest="",
-            body_bytes=0,
-            key_id="",
-            state=JournalState.ACCEPTED,
-            choices=None,
-            result=None,
-            version=None,
-            weights_digest="",
-            numerics="",
-            created_at=created_at,
-            started_at=None,
-            finished_at=None,
-        )
+    started_at: float | None = None
+    finished_at: float | None = None
 
     @property
     def effect(self) -> Effect:
@@ -320,3 +295,100 @@ def first_uncovered_seq(checkpoints: tuple[Checkpoint, ...], keep: int) -> int:
     if len(checkpoints) < keep:
         return 1
     return min(c.info.replay_from_seq for c in kept_checkpoints(checkpoints, keep))
+
+
+def rolled_back(record: OperationRecord, roll_back: RollBack) -> OperationRecord | None:
+    """The record after the rollback; None: unchanged."""
+    if not record.state.is_final:
+        return _failed(record, roll_back, _lost(record, roll_back, "was not applied"))
+    if record.effect.adds_to_window and record.seq >= roll_back.replay_from_seq:
+        return _failed(record, roll_back, _lost(record, roll_back, "lost its gradients"))
+    if record.effect.changes_weights and record.seq > roll_back.seq:
+        was = f"was applied as version {record.version} and rolled back"
+        return _failed(record, roll_back, _lost(record, roll_back, was))
+    return None
+
+
+def lost_records(
+    policy_id: str,
+    records: Mapping[int, OperationRecord],
+    checkpoint: Checkpoint,
+    closed_seq: int,
+    now: float,
+) -> Iterator[OperationRecord]:
+    """The records that an adopted checkpoint changes or adds: all up to its seq is past.
+
+    `records`: those since `closed_seq`, by seq.
+    Gradients that are applied and not stepped in the journal are lost too: what became of their
+    window is not known.
+    """
+    info = checkpoint.info
+    has_open_window = info.replay_from_seq <= info.seq
+    for seq in range(closed_seq + 1, info.seq + 1):
+        record = records.get(seq)
+        is_gradient = record is not None and record.effect.adds_to_window
+        is_last = seq == info.seq
+        if record is not None and record.state.is_final and not (is_gradient or is_last):
+            continue
+        yield replace(
+            record or _unknown(policy_id, seq, now),
+            state=JournalState.LOST,
+            command=None,
+            choices=None,
+            result=FailedResult(error=_unknown_end(seq, checkpoint).to_dict()),
+            version=info.version if is_last and not has_open_window else None,
+            weights_digest=checkpoint.weights_digest if is_last else "",
+            finished_at=now,
+        )
+
+
+def _unknown(policy_id: str, seq: int, now: float) -> OperationRecord:
+    """An operation of which the journal has lost everything, its kind too."""
+    return OperationRecord(
+        operation_id=f"{policy_id}.{uuid.uuid4().hex}",
+        policy_id=policy_id,
+        kind=OperationKind.FORWARD_BACKWARD,
+        seq=seq,
+        payload_hash="",
+        created_at=now,
+    )
+
+
+def _unknown_end(seq: int, checkpoint: Checkpoint) -> RatoonError:
+    info = checkpoint.info
+    return RatoonError(
+        ErrorCode.WORKER_LOST,
+        f"the journal lost how seq {seq} ended; the policy went on from checkpoint "
+        f"{info.checkpoint_id}, version {info.version}, which has its effect, if it had one",
+        details={
+            "seq": str(info.seq),
+            "version": str(info.version),
+            "checkpoint_id": info.checkpoint_id,
+        },
+    )
+
+
+def _failed(record: OperationRecord, roll_back: RollBack, error: RatoonError) -> OperationRecord:
+    return replace(
+        record,
+        state=JournalState.FAILED,
+        result=FailedResult(error=error.to_dict()),
+        version=None,
+        finished_at=roll_back.finished_at,
+    )
+
+
+def _lost(record: OperationRecord, roll_back: RollBack, what: str) -> RatoonError:
+    source = f"checkpoint {roll_back.checkpoint_id}" if roll_back.checkpoint_id else "its start"
+    details = {
+        "version": str(roll_back.version),
+        "checkpoint_id": roll_back.checkpoint_id,
+    }
+    if record.version is not None:
+        details["retired_version"] = str(record.version)
+    return RatoonError(
+        ErrorCode.WORKER_LOST,
+        f"the worker was lost: the operation {what}; the policy is again as of {source}, "
+        f"version {roll_back.version}",
+        details=details,
+    )

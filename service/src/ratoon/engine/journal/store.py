@@ -13,8 +13,9 @@ from contextlib import closing
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, func, or_, select
 from sqlalchemy.exc import IntegrityError
 
-from ratoon.engine.commands import NoKey, OperationKey, RequestKey, SeqKey, effect_of
+from ratoon.engine.commands import RequestKey, SeqKey, effect_of
 from ratoon.engine.journal.codec import to_text
+from ratoon.engine.journal.integrity import insert_row, verified
 from ratoon.engine.journal.records import (
     Checkpoint,
     JournalState,
@@ -22,7 +23,6 @@ from ratoon.engine.journal.records import (
     PolicyHistory,
     PolicyRow,
 )
-from ratoon.engine.journal.sealed import insert_row, verified
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     NUMERICS,
@@ -198,14 +198,12 @@ class SqlStore:
             row = connection.execute(query).mappings().first()
             return {} if row is None else json.loads(verified(NUMERICS, row)["fields"])
 
-    def find_key(self, policy_id: str, key: OperationKey) -> OperationRecord | None:
+    def find_key(self, policy_id: str, key: SeqKey | RequestKey) -> OperationRecord | None:
         match key:
             case SeqKey(seq=seq):
                 condition = OPERATIONS.c.seq == seq
             case RequestKey(request_id=request_id):
                 condition = OPERATIONS.c.request_id == request_id
-            case NoKey():
-                return None
         with self._engine.begin() as connection:
             return select_operation(
                 connection, and_(OPERATIONS.c.policy_id == policy_id, condition)

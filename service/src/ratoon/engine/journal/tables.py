@@ -3,7 +3,7 @@
 Values that are only read back whole are JSON text columns; bodies are files, never columns.
 (policy_id, seq) and (policy_id, request_id) are unique. The newest revision of `migrations` must
 leave exactly these tables. A record written and read again is equal, or refused as damaged
-(`sealed.DamagedRowError`).
+(`integrity.DamagedRowError`).
 
 Fencing tokens are integers that only grow, across policies, deletions and database failovers. Their
 upper bits are PostgreSQL's timeline, which each promotion of a standby raises. So a token whose
@@ -34,16 +34,23 @@ from sqlalchemy import (
     UniqueConstraint,
     select,
 )
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from ratoon.engine.commands import Command
 from ratoon.engine.journal.codec import from_text, to_text
 from ratoon.engine.journal.connections import connect, is_server_away, upgrade
+from ratoon.engine.journal.integrity import (
+    DIGEST,
+    DamagedRowError,
+    insert_row,
+    update_rows,
+    verified,
+)
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyRow
-from ratoon.engine.journal.sealed import DIGEST, check_all, insert_row, update_rows, verified
 from ratoon.engine.refusals import policy_not_found
 from ratoon.engine.types import CheckpointInfo, OperationResult, PolicySpec
 from ratoon.engine.worker.tasks import Choices
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon_proto.types import OperationKind, PolicyState
@@ -54,10 +61,13 @@ METADATA = MetaData()
 _WIDE = BigInteger().with_variant(Integer, "sqlite")
 _TIMELINE_BITS = 32
 _NAME = "last"
+# Rows that a server sends at a time: a whole table would fill the memory, and take the time of a
+# statement.
+_PORTION_ROWS = 500
 
 
 def _digest() -> Column[str]:
-    """Digest of the row: see `sealed`."""
+    """Digest of the row: see `integrity`."""
     return Column(DIGEST, String(32), nullable=False, server_default="")
 
 
@@ -166,13 +176,38 @@ NUMERICS = Table(
 def open_database(url: str) -> Engine:
     """A database with these tables, created or upgraded as needed.
 
-    Every row is read once. Raises what `connect`, `upgrade` and `check_all` raise.
+    Every row is read once. Raises what `connect` and `upgrade` raise, and INTERNAL for a damaged
+    row.
     """
     engine = connect(url)
     upgrade(engine)
     with engine.begin() as connection:
-        check_all(connection, POLICIES, OPERATIONS, CHECKPOINTS, NUMERICS, TOKENS)
+        _check_all(connection, POLICIES, OPERATIONS, CHECKPOINTS, NUMERICS, TOKENS)
     return engine
+
+
+def _check_all(connection: Connection, *tables: Table) -> None:
+    """Read every row, in portions. Raises INTERNAL naming the first damaged one, or why not.
+
+    Raises `OperationalError` where the server goes away meanwhile.
+    """
+    portions = {"yield_per": _PORTION_ROWS}
+    try:
+        for table in tables:
+            names = table.c.keys()
+            for row in connection.execute(select(table), execution_options=portions):
+                verified(table, dict(zip(names, row, strict=True)))
+    except (DamagedRowError, DBAPIError) as err:
+        if isinstance(err, DBAPIError) and is_server_away(err):
+            raise
+        fault = str(err.orig) if isinstance(err, DBAPIError) else str(err)
+        raise RatoonError(
+            ErrorCode.INTERNAL,
+            f"database_url: the journal cannot be read ({fault}): restore it from a backup",
+            field="database_url",
+            got=fault,
+            expected="rows as they were written",
+        ) from err
 
 
 def await_database(url: str) -> Engine:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ratoon import metrics
-from ratoon.config import CheckpointConfig
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_checkpoint_folder, names_in
 from ratoon.engine.journal.records import (
@@ -62,10 +61,6 @@ class Checkpointer:
         self._since = _Since()
         self._retry_at = 0.0
         self._landing: asyncio.Task[None] | None = None
-
-    @property
-    def _config(self) -> CheckpointConfig:
-        return self._run.checkpoints
 
     async def start(self) -> None:
         """Count what ended since the newest checkpoint, and free what an earlier run left."""
@@ -114,7 +109,7 @@ class Checkpointer:
 
     def wait_s(self) -> float | None:
         """Seconds until a checkpoint is due if nothing else ends; 0: now; None: never."""
-        since, config = self._since, self._config
+        since, config = self._since, self._run.checkpoints
         is_landing = self._landing is not None and not self._landing.done()
         if since.first_at is None or is_landing:
             return None
@@ -158,13 +153,6 @@ class Checkpointer:
         if self._landing is not None:
             await self._landing
 
-    async def drop_unsaved(self, checkpoint_id: str) -> None:
-        """Delete the folder of a caller's checkpoint whose failure is journaled.
-
-        Its archived copy goes at the next start, or once the name is used again.
-        """
-        await asyncio.to_thread(drop_checkpoint_folder, self._run.paths, checkpoint_id)
-
     async def cover_saved(self) -> None:
         """A caller's checkpoint is journaled: it covers as much as an automatic one."""
         self._since = _Since()
@@ -207,7 +195,7 @@ class Checkpointer:
         run.reach(CrashPoint.ENGINE_AFTER_COLLECT)
 
     async def _cover(self, automatic: Checkpoint | None) -> None:
-        run, keep = self._run, self._config.keep
+        run, keep = self._run, self._run.checkpoints.keep
         covered = await run.ports.journal.cover(run.token, run.policy_id, automatic, keep)
         run.has_come_to(covered.position)
         run.reach(CrashPoint.ENGINE_AFTER_COVER)

@@ -14,20 +14,16 @@ from collections.abc import AsyncGenerator
 from functools import partial
 
 from ratoon.engine.commands import NOBODY, Holder, NoKey, Submission
-from ratoon.engine.files.disk import full_disk_refused, is_disk_full
 from ratoon.engine.files.paths import drop_expired_results
 from ratoon.engine.files.uploads import UploadFiles
 from ratoon.engine.journal.codec import payload_hash
-from ratoon.engine.journal.records import (
-    JournalState,
-    OperationEnd,
-    OperationRecord,
-)
-from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.admission import (
+from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.policy.callers import (
     Admission,
     JournalUnknownError,
+    OperationViews,
     new_operation_id,
+    view_of,
 )
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
@@ -35,8 +31,14 @@ from ratoon.engine.policy.publisher import PublicationState, Publisher
 from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.turns import GradientReads, TurnLoop
-from ratoon.engine.policy.views import OperationViews, view_of
-from ratoon.engine.refusals import cancelled, draining, policy_not_ready, superseded
+from ratoon.engine.refusals import (
+    cancelled,
+    draining,
+    full_disk_refused,
+    is_disk_full,
+    policy_not_ready,
+    superseded,
+)
 from ratoon.engine.types import Acknowledgement, FailedResult, ForwardResult, Operation
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
@@ -354,8 +356,7 @@ class Controller:
                 raise self._unknown() from err
             run.sequencer.consume(record.seq)
         live.end(JournalState.CANCELLED, result, now)
-        run.ledger.settle(live)
-        run.send(telemetry.entered(live.record, JournalState.CANCELLED))
+        run.settle(live)
         if record.body_digest:
             await run.bodies.release(record.operation_id, record.body_digest)
 
@@ -365,7 +366,7 @@ class Controller:
 
     def _unknown(self) -> RatoonError:
         """A write got no answer: read the journal again before the next turn."""
-        self._restart()
+        self._turns.restart()
         return RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer; ask again")
 
     def _check_taking(self) -> None:

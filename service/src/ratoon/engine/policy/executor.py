@@ -26,17 +26,22 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_checkpoint_folder
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationEnd, OperationRecord
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.breakers import LostWorkers
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.queue import LiveOperation, Window
-from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.run import LostWorkers, PolicyRun
 from ratoon.engine.refusals import cancelled
-from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, OperationResult
+from ratoon.engine.types import (
+    CheckpointInfo,
+    FailedResult,
+    ForwardResult,
+    OperationResult,
+    version_of,
+)
 from ratoon.engine.worker.tasks import Choices, Outcome, Task
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon_proto.types import ImportResult, OperationKind, OperationState, StepResult
+from ratoon_proto.types import OperationKind, OperationState
 
 _JOURNAL_STATE = {
     OperationState.DONE: JournalState.APPLIED,
@@ -74,8 +79,7 @@ class Executor:
     async def pass_over(self, record: OperationRecord) -> None:
         """Skip an operation that ended before its turn; the worker counts its seq."""
         run = self._run
-        error = cancelled(record.operation_id)
-        outcome = Outcome.unrun(record.operation_id, OperationState.CANCELLED, error)
+        outcome = Outcome.of_error(record.operation_id, cancelled(record.operation_id))
         await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
         if record.state is JournalState.FAILED and record.effect.adds_to_window:
             run.window = run.window.with_failed(record.seq)
@@ -87,7 +91,7 @@ class Executor:
         try:
             task = await self._task(live)
         except RatoonError as error:
-            outcome = Outcome.unrun(live.operation_id, OperationState.FAILED, error)
+            outcome = Outcome.of_error(live.operation_id, error)
         else:
             call = run.ports.worker.call(WorkerCore.forward, run.token, task)
             outcome = await self._lost_workers.counted(live.operation_id, call)
@@ -106,10 +110,9 @@ class Executor:
         try:
             task = await self._task(live)
         except RatoonError as error:
-            return await self._skip(live, OperationState.FAILED, error)
+            return await self._skip(live, error)
         if live.cancel_requested:
-            error = cancelled(live.operation_id)
-            return await self._skip(live, OperationState.CANCELLED, error)
+            return await self._skip(live, cancelled(live.operation_id))
         command = live.record.command
         if isinstance(command, OptimStepCommand):
             selected = run.window.select(command.include_seqs)
@@ -125,14 +128,11 @@ class Executor:
         live.set_record(replace(live.record, choices=choices))
         return live.record.to_task(self._run.paths)
 
-    async def _skip(
-        self, live: LiveOperation, state: OperationState, error: RatoonError
-    ) -> Outcome:
+    async def _skip(self, live: LiveOperation, error: RatoonError) -> Outcome:
         """Have the worker count the operation's seq without running it."""
-        outcome = Outcome.unrun(live.operation_id, state, error, live.record.started_at)
-        await self._run.ports.worker.call(
-            WorkerCore.skip, self._run.token, live.record.seq, outcome
-        )
+        run, record = self._run, live.record
+        outcome = Outcome.of_error(live.operation_id, error, started_at=record.started_at)
+        await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
         return outcome
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:
@@ -161,7 +161,8 @@ class Executor:
             replace(live.record, choices=outcome.choices, started_at=outcome.started_at)
         )
         record, result, done = live.record, outcome.result, state is JournalState.APPLIED
-        version = _version_after(result, run.version) if done else run.version
+        made = version_of(result) if done else None
+        version = run.version if made is None else made
         stepped = version != run.version
         if stepped:
             result = await self._publisher.hold(version, result)
@@ -228,9 +229,13 @@ class Executor:
             await run.bodies.release(ended.operation_id, ended.body_digest)
 
     async def _drop_unsaved(self, choices: Choices | None) -> None:
-        """Delete what a failed save left; one that did not run left nothing."""
+        """Delete what a failed save left, if it ran.
+
+        Its archived copy goes at the next start, or once the name is used again.
+        """
         if choices is not None and choices.checkpoint is not None:
-            await self._checkpointer.drop_unsaved(choices.checkpoint.checkpoint_id)
+            name = choices.checkpoint.checkpoint_id
+            await asyncio.to_thread(drop_checkpoint_folder, self._run.paths, name)
 
     def _settle(
         self,
@@ -243,8 +248,7 @@ class Executor:
         run = self._run
         live.set_record(replace(live.record, version=version))
         live.end(state, result, run.ports.now())
-        run.ledger.settle(live)
-        run.send(telemetry.entered(live.record, state))
+        run.settle(live)
         run.send(telemetry.result(run.policy_id, live.record.kind, result))
         run.send(telemetry.versions(run.policy_id, run.version, run.published))
 
@@ -252,14 +256,6 @@ class Executor:
 def _has_subset(record: OperationRecord) -> bool:
     """Whether an OptimStep may have left only part of the window's gradients on the worker."""
     return isinstance(record.command, OptimStepCommand) and bool(record.command.include_seqs)
-
-
-def _version_after(result: OperationResult, version: int) -> int:
-    match result:
-        case StepResult() | CheckpointInfo() | ImportResult():
-            return result.version
-        case _:
-            return version
 
 
 class TaskBuilder:

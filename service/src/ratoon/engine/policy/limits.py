@@ -18,9 +18,9 @@ from typing import Any
 
 from ratoon.config import KeyLimits
 from ratoon.engine.commands import Holder
-from ratoon.engine.files.disk import check_room
 from ratoon.engine.files.uploads import upload_bytes_of
 from ratoon.engine.journal.records import OperationRecord
+from ratoon.engine.refusals import check_room
 from ratoon.errors import ErrorCode, RatoonError, exhausted
 from ratoon.log import get_logger
 from ratoon.stream.files import make_folder, write_atomic

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,8 +25,6 @@ from ratoon.engine.commands import SeqKey
 from ratoon.engine.files.losses import (
     Choice,
     Facts,
-    FoundCheckpoint,
-    FoundVersion,
     JournalLoss,
     Position,
     find_checkpoints,
@@ -39,21 +38,21 @@ from ratoon.engine.files.losses import (
 from ratoon.engine.files.paths import PolicyPaths, move_to, names_in
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyHistory
 from ratoon.engine.journal.tables import is_promoted_since
-from ratoon.engine.policy.adoption import agrees
-from ratoon.engine.policy.replay import RecoveryStoppedError, replay_policy
+from ratoon.engine.policy.recovery import (
+    RecoveryStoppedError,
+    agrees,
+    load_state,
+    replay_policy,
+)
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import CheckpointInfo
-from ratoon.engine.worker.tasks import (
-    CheckpointWeights,
-    LoadRequest,
-    UnusableCheckpointError,
-    WorkerStatus,
-)
-from ratoon.engine.worker.worker import WorkerCore
+from ratoon.engine.worker.tasks import UnusableCheckpointError, WorkerStatus
 from ratoon.errors import RatoonError
 from ratoon.log import get_logger
 from ratoon.stream.files import make_folder
+from ratoon.stream.manifest import MadeBy
 from ratoon.stream.versions import version_folder
+from ratoon.train.saved_state import SavedState
 from ratoon_proto.types import OperationKind, Sequencing
 
 _LOG = get_logger("losses")
@@ -76,16 +75,16 @@ class Found:
     """Files beside the journal that name operations. `told` None: no position file."""
 
     told: Position | None
-    versions: tuple[FoundVersion, ...]
-    checkpoints: tuple[FoundCheckpoint, ...]
+    versions: Mapping[int, MadeBy | None]
+    checkpoints: Mapping[str, SavedState | None]
 
 
 def look(paths: PolicyPaths) -> Found:
     """Read all that names an operation."""
     return Found(
         told=read_position(paths.position),
-        versions=tuple(find_versions(paths)),
-        checkpoints=tuple(find_checkpoints(paths)),
+        versions=find_versions(paths),
+        checkpoints=find_checkpoints(paths),
     )
 
 
@@ -95,16 +94,17 @@ def judge(history: PolicyHistory, found: Found, sequencing: Sequencing) -> Journ
     told = found.told
     is_behind = told is not None and told.count > policy.position
     versions = tuple(
-        v.version
-        for v in found.versions
-        if v.version > policy.max_version or (v.made_by is not None and v.made_by.seq > last_seq)
+        version
+        for version, made_by in found.versions.items()
+        if version > policy.max_version or (made_by is not None and made_by.seq > last_seq)
     )
     known = {checkpoint.info.checkpoint_id for checkpoint in history.checkpoints}
-    ahead = [
-        c
-        for c in found.checkpoints
-        if c.checkpoint_id not in known and _is_ahead(c, history, last_seq)
-    ]
+    # A damaged one says nothing.
+    ahead = {
+        name: saved.as_of.seq
+        for name, saved in found.checkpoints.items()
+        if name not in known and saved is not None and _is_ahead(saved.as_of.seq, history, last_seq)
+    }
     if not (is_behind or versions or ahead):
         return None
     adoptable, obstacle = _adoptable(history, ahead, last_seq, sequencing)
@@ -115,7 +115,7 @@ def judge(history: PolicyHistory, found: Found, sequencing: Sequencing) -> Journ
         position=policy.position,
         told=_facts(told) if told is not None and is_behind else None,
         versions=versions,
-        checkpoints=tuple(c.checkpoint_id for c in ahead),
+        checkpoints=tuple(ahead),
         adoptable=adoptable,
         obstacle=obstacle,
     )
@@ -211,9 +211,9 @@ def _checkpoint_names(folder: Path) -> list[str]:
     return names_in(folder) if folder.is_dir() else []
 
 
-def _is_ahead(found: FoundCheckpoint, history: PolicyHistory, last_seq: int) -> bool:
-    """Whether no crash explains an unknown checkpoint; a damaged one says nothing."""
-    if found.saved is None or (seq := found.saved.as_of.seq) <= last_seq:
+def _is_ahead(seq: int, history: PolicyHistory, last_seq: int) -> bool:
+    """Whether no crash explains an unknown checkpoint at this seq."""
+    if seq <= last_seq:
         return False
     record = _record_of(history, seq)
     is_being_saved = record is not None and record.kind is OperationKind.SAVE_CHECKPOINT
@@ -221,13 +221,12 @@ def _is_ahead(found: FoundCheckpoint, history: PolicyHistory, last_seq: int) -> 
 
 
 def _adoptable(
-    history: PolicyHistory, ahead: list[FoundCheckpoint], last_seq: int, sequencing: Sequencing
+    history: PolicyHistory, ahead: Mapping[str, int], last_seq: int, sequencing: Sequencing
 ) -> tuple[str, str]:
-    """The checkpoint to go on from, and "", or "" and why there is none."""
-    states = [(c.saved.as_of.seq, c.checkpoint_id) for c in ahead if c.saved is not None]
-    if not states:
+    """The checkpoint to go on from, and "", or "" and why there is none. `ahead`: seqs by id."""
+    if not ahead:
         return "", "there is no checkpoint of what was lost"
-    seq, checkpoint_id = max(states)
+    seq, checkpoint_id = max((seq, name) for name, seq in ahead.items())
     recorded = {record.seq for record in history.records}
     missing = [s for s in range(last_seq + 1, seq + 1) if s not in recorded]
     if missing and sequencing is Sequencing.SERVER:
@@ -309,9 +308,12 @@ async def _vouched_for(run: PolicyRun, history: PolicyHistory) -> tuple[Checkpoi
     """Automatic checkpoints that the journal lost, of states whose digests it has."""
     known = {checkpoint.info.checkpoint_id for checkpoint in history.checkpoints}
     last_seq, vouched = last_in_turn(history), list[Checkpoint]()
-    for found in await asyncio.to_thread(find_checkpoints, run.paths):
-        checkpoint = _to_checkpoint(found, run.ports.now())
-        if checkpoint is None or not checkpoint.is_automatic or found.checkpoint_id in known:
+    found = await asyncio.to_thread(find_checkpoints, run.paths)
+    for name, saved in found.items():
+        if saved is None or name in known:
+            continue
+        checkpoint = _to_checkpoint(name, saved, run.ports.now())
+        if not checkpoint.is_automatic:
             continue
         seq = checkpoint.info.seq
         while 0 < seq <= last_seq:
@@ -326,27 +328,18 @@ async def _vouched_for(run: PolicyRun, history: PolicyHistory) -> tuple[Checkpoi
 
 async def _load_adopted(run: PolicyRun, loss: JournalLoss) -> Checkpoint:
     """The checkpoint to go on from, once the worker has loaded it: so it is whole."""
-    (found,) = await asyncio.to_thread(find_checkpoints, run.paths, [loss.adoptable])
-    checkpoint = _to_checkpoint(found, run.ports.now())
-    if checkpoint is None:
+    found = await asyncio.to_thread(find_checkpoints, run.paths, [loss.adoptable])
+    saved = found[loss.adoptable]
+    if saved is None:
         raise await refused(run, loss, f". Checkpoint {loss.adoptable} cannot be read")
-    info = checkpoint.info
-    source = CheckpointWeights(
-        folder=str(run.paths.checkpoint(info.checkpoint_id)),
-        weights_digest=checkpoint.weights_digest if run.replays else "",
-    )
-    request = LoadRequest(
-        trainer=run.trainer,
-        source=source,
-        version=info.version,
-        last_seq=info.seq,
-        digests=run.replays,
-    )
+    checkpoint = _to_checkpoint(loss.adoptable, saved, run.ports.now())
+    if not run.replays:
+        checkpoint = replace(checkpoint, weights_digest="")
     try:
-        await run.ports.worker.call(WorkerCore.load, run.token, run.policy_id, request)
+        await load_state(run, checkpoint, checkpoint.info.seq)
     except UnusableCheckpointError as error:
         raise await refused(run, loss, f". --{Choice.FROM_EVIDENCE} failed: {error}") from error
-    return checkpoint if run.replays else replace(checkpoint, weights_digest="")
+    return checkpoint
 
 
 async def _set_aside(
@@ -363,19 +356,16 @@ async def _set_aside(
     states = {(c.info.version, c.weights_digest) for c in kept}
     if history.closed is not None:
         states.add((history.policy.version, history.closed.weights_digest))
-    unlisted = [
-        found
-        for found in await asyncio.to_thread(find_versions, run.paths)
-        if found.version not in history.policy.published
-    ]
+    found = await asyncio.to_thread(find_versions, run.paths)
+    unlisted = {version: found[version] for version in found.keys() - {*history.policy.published}}
     staying = tuple(
-        found.version
-        for found in unlisted
-        if found.made_by is not None
-        and found.made_by.state_digest
-        and (found.version, found.made_by.state_digest) in states
+        version
+        for version, made_by in sorted(unlisted.items())
+        if made_by is not None
+        and made_by.state_digest
+        and (version, made_by.state_digest) in states
     )
-    doomed = {found.version for found in unlisted}.difference(staying)
+    doomed = unlisted.keys() - {*staying}
     known = {checkpoint.info.checkpoint_id for checkpoint in (*history.checkpoints, *kept)}
     await asyncio.to_thread(_move_folders, run.paths, name, doomed, known)
     return staying
@@ -391,13 +381,10 @@ def _move_folders(paths: PolicyPaths, name: str, versions: set[int], known: set[
     move_to(paths.weights_set_aside / name, there)
 
 
-def _to_checkpoint(found: FoundCheckpoint, now: float) -> Checkpoint | None:
-    """The checkpoint as the journal would have it; None: its manifest cannot be read."""
-    saved = found.saved
-    if saved is None:
-        return None
+def _to_checkpoint(name: str, saved: SavedState, now: float) -> Checkpoint:
+    """The checkpoint as the journal would have it."""
     info = CheckpointInfo(
-        checkpoint_id=found.checkpoint_id,
+        checkpoint_id=name,
         version=saved.version,
         seq=saved.as_of.seq,
         replay_from_seq=saved.as_of.replay_from_seq,

@@ -18,10 +18,9 @@ from pathlib import Path
 from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.breakers import LostWorkers
 from ratoon.engine.policy.queue import Awaited
 from ratoon.engine.policy.receivers import Receivers
-from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.run import LostWorkers, PolicyRun
 from ratoon.engine.refusals import superseded
 from ratoon.engine.types import Acknowledgement, OperationResult
 from ratoon.engine.worker.tasks import FencedError

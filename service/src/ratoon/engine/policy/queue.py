@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ratoon.engine.commands import NoKey, OperationKey, RequestKey, SeqKey
+from ratoon.engine.commands import RequestKey, SeqKey
 from ratoon.engine.journal.records import NO_PROGRESS, JournalState, OperationRecord
 from ratoon.engine.types import FailedResult, OperationResult
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -28,14 +28,6 @@ from ratoon_proto.types import Progress
 
 # Ended operations kept in memory, so that most waits end without a journal read.
 _MAX_ENDED = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """The operation that a key already names."""
-
-    operation_id: str
-    payload_hash: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +39,14 @@ class Turn:
     is_consumed: bool
 
 
-def check_reuse(key: OperationKey, payload_hash: str, known: Known) -> None:
-    """Raises KEY_REUSED unless a retry has the same payload."""
+def check_reuse(key: SeqKey | RequestKey, payload_hash: str, known: OperationRecord) -> None:
+    """Raises KEY_REUSED unless a retry has the payload of the operation that its key names."""
     if known.payload_hash == payload_hash:
         return
-    field, got = ("key", "none")
-    match key:
-        case SeqKey(seq=seq):
-            field, got = "key.seq", str(seq)
-        case RequestKey(request_id=request_id):
-            field, got = "key.request_id", request_id
-        case NoKey():
-            pass
+    if isinstance(key, SeqKey):
+        field, got = "key.seq", str(key.seq)
+    else:
+        field, got = "key.request_id", key.request_id
     raise RatoonError(
         ErrorCode.KEY_REUSED,
         f"{field}: {got} was used for another payload",
@@ -229,31 +217,25 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowEntry:
-    """One ForwardBackward of the window. `record` None: it failed."""
-
-    seq: int
-    record: OperationRecord | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Entries in seq order; none: closed."""
+    """The window's ForwardBackwards by seq, in seq order; none: closed. A failed one has None."""
 
-    entries: tuple[WindowEntry, ...] = ()
+    entries: Mapping[int, OperationRecord | None] = field(
+        default_factory=dict[int, OperationRecord | None]
+    )
 
     @property
     def applied(self) -> tuple[int, ...]:
-        return tuple(entry.seq for entry in self.entries if entry.record is not None)
+        return tuple(self.records)
 
     @property
     def failed(self) -> tuple[int, ...]:
-        return tuple(entry.seq for entry in self.entries if entry.record is None)
+        return tuple(seq for seq, record in self.entries.items() if record is None)
 
     @property
     def records(self) -> dict[int, OperationRecord]:
         """The applied ForwardBackwards by seq."""
-        return {entry.seq: entry.record for entry in self.entries if entry.record is not None}
+        return {seq: record for seq, record in self.entries.items() if record is not None}
 
     @property
     def is_open(self) -> bool:
@@ -261,13 +243,13 @@ class Window:
 
     def replay_from(self, seq: int) -> int:
         """The first seq to replay from a checkpoint taken at `seq`."""
-        return self.entries[0].seq if self.entries else seq + 1
+        return next(iter(self.entries), seq + 1)
 
     def with_applied(self, record: OperationRecord) -> Window:
-        return self._with(WindowEntry(seq=record.seq, record=record))
+        return self._with(record.seq, record)
 
     def with_failed(self, seq: int) -> Window:
-        return self._with(WindowEntry(seq=seq, record=None))
+        return self._with(seq, None)
 
     def check_closed(self) -> None:
         """Raises WINDOW_OPEN: an Update brings its own gradients, an import other weights."""
@@ -302,9 +284,9 @@ class Window:
                 )
         return tuple(sorted(include_seqs))
 
-    def _with(self, entry: WindowEntry) -> Window:
-        assert all(earlier.seq < entry.seq for earlier in self.entries)
-        return replace(self, entries=(*self.entries, entry))
+    def _with(self, seq: int, record: OperationRecord | None) -> Window:
+        assert all(earlier < seq for earlier in self.entries)
+        return Window(entries={**self.entries, seq: record})
 
     def _poisoned(self, seq: int) -> RatoonError:
         return RatoonError(
@@ -314,5 +296,5 @@ class Window:
         )
 
 
-def _names(entries: tuple[WindowEntry, ...]) -> str:
-    return ",".join(str(entry.seq) for entry in entries)
+def _names(seqs: Iterable[int]) -> str:
+    return ",".join(map(str, seqs))

@@ -3,12 +3,20 @@
 A start fills the state from the journal; afterwards each field has one writer, which the class
 names. The state changes on the controller's event loop only, and a field changes only after the
 journal write that makes it true.
+
+Failures in a row are counted, after which something is given up. A policy fails after too many
+steps in a row were skipped for their numbers. That count is a function of the journal, so every
+reader gets the same, and a failed policy is not brought back. A step that was taken, a loaded
+checkpoint or imported weights reset the count. Operations that change no weights, and steps without
+tokens or without a gradient, leave it as it is. An operation, or a publication, fails after too
+many workers in a row were lost to it: each loss costs a load and a replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import Reach
@@ -16,14 +24,22 @@ from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.losses import Position, write_position
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.engine.journal.journal import Journal
-from ratoon.engine.journal.records import OperationEnd, OperationRecord
+from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.limits import Claims
-from ratoon.engine.policy.queue import Ledger, Sequencer, Window
-from ratoon.engine.types import PolicySpec
-from ratoon.engine.worker.tasks import Numerics, Outcome, RemoteWorker
+from ratoon.engine.policy.queue import Ledger, LiveOperation, Sequencer, Window
+from ratoon.engine.refusals import policy_not_ready
+from ratoon.engine.types import FailedResult, PolicySpec
+from ratoon.engine.worker.tasks import Numerics, Outcome, RemoteWorker, WorkerLostError
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change, MetricsSink
 from ratoon.train.spec import TrainerSpec
-from ratoon_proto.types import PolicyState, Recovery
+from ratoon_proto.types import PolicyState, Recovery, StepResult
+
+# Records read first from the end of the journal; doubled until the count is known.
+_FIRST_SPAN = 64
+T = TypeVar("T")
+MAX_LOSSES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,5 +144,128 @@ class PolicyRun:
         """Raises `FencedError` where another controller has taken over."""
         await self.ports.journal.check_token(self.token, self.policy_id)
 
+    def settle(self, live: LiveOperation) -> None:
+        """Report an operation that has ended to its callers and to the metrics."""
+        self.ledger.settle(live)
+        self.send(telemetry.entered(live.record, live.record.state))
+
     def send(self, changes: Sequence[Change]) -> None:
         self.ports.metrics.send(changes)
+
+
+class NumbersFailedError(Exception):
+    """The policy is failed for its numbers; the message says why."""
+
+
+async def note_end(run: PolicyRun, record: OperationRecord) -> None:
+    """Count a sequenced operation that ended. Raises `NumbersFailedError` at the limit.
+
+    The caller holds the controller's lock, so that nothing is submitted meanwhile.
+    """
+    run.skipped_in_row = skipped_after(run.skipped_in_row, record)
+    if is_run_too_long(run, run.skipped_in_row):
+        await _give_up(run, run.skipped_in_row)
+
+
+async def read_run(run: PolicyRun, next_seq: int) -> None:
+    """Read the count from the journal. Raises as `note_end`."""
+    span = _FIRST_SPAN
+    while True:
+        start = max(1, next_seq - span)
+        records = await run.ports.journal.records_from(run.policy_id, start)
+        is_known = start == 1 or any(ends_run(record) for record in records)
+        count = skipped_in_row(records)
+        if is_known or is_run_too_long(run, count):
+            break
+        span *= 2
+    run.skipped_in_row = count
+    if is_run_too_long(run, count):
+        await _give_up(run, count)
+
+
+def skipped_in_row(records: Iterable[OperationRecord]) -> int:
+    """The count after `records`, in seq order, starting from 0. Pure."""
+    count = 0
+    for record in records:
+        count = skipped_after(count, record)
+    return count
+
+
+def skipped_after(count: int, record: OperationRecord) -> int:
+    """The count after a record, given the count before it. Pure."""
+    if ends_run(record):
+        return 0
+    return count + _is_skipped_for_numbers(record)
+
+
+def ends_run(record: OperationRecord) -> bool:
+    """Whether the operation changed the weights, which resets the count. Pure."""
+    if record.state is not JournalState.APPLIED or not record.effect.changes_weights:
+        return False
+    return not (isinstance(record.result, StepResult) and record.result.report.skipped)
+
+
+def is_run_too_long(run: PolicyRun, count: int) -> bool:
+    limit = run.spec.numerics_guard.max_skipped_in_row
+    return 0 < limit <= count
+
+
+def _is_skipped_for_numbers(record: OperationRecord) -> bool:
+    if record.state is not JournalState.APPLIED or not isinstance(record.result, StepResult):
+        return False
+    reason = record.result.report.skip_reason
+    return reason is not None and reason.is_of_numbers
+
+
+async def _give_up(run: PolicyRun, count: int) -> None:
+    """Fail the policy and its open operations. Idempotent."""
+    history = await run.ports.journal.history(run.policy_id)
+    reason = f"{count} optimizer steps in a row were skipped for their numbers"
+    # A skipped step closes its window too.
+    if history.closed is not None and isinstance(history.closed.result, StepResult):
+        last = history.closed.result.report.skip_reason
+        reason += f", the last at seq {history.closed.seq}: {last}"
+    run.enter(PolicyState.FAILED, reason)
+    error = policy_not_ready(run.policy_id, run.state, reason)
+    result = FailedResult(error=error.to_dict())
+    for record in history.records:
+        if record.state.is_final:
+            continue
+        end = OperationEnd(
+            operation_id=record.operation_id,
+            state=JournalState.FAILED,
+            result=result,
+            version=history.policy.version,
+            started_at=None,
+            finished_at=run.ports.now(),
+        )
+        await run.end(end)
+        run.send(telemetry.entered(replace(record, result=result), JournalState.FAILED))
+    for live in run.ledger.open_operations():
+        live.fail(error, run.ports.now())
+        run.ledger.settle(live)
+    raise NumbersFailedError(reason)
+
+
+class LostWorkers:
+    """Remembers the last thing that has lost a worker, by its name."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        # Why each worker was lost.
+        self._reasons: tuple[str, ...] = ()
+
+    async def counted(self, name: str, call: Awaitable[T]) -> T:
+        """Await the worker's answer, and count a loss of the worker."""
+        try:
+            return await call
+        except WorkerLostError as err:
+            reasons = self._reasons if self._name == name else ()
+            self._name, self._reasons = name, (*reasons, str(err))
+            raise
+
+    def check(self, name: str) -> None:
+        """Raises WORKER_LOST where too many workers were lost to it."""
+        if self._name == name and len(self._reasons) >= MAX_LOSSES:
+            message = f"{len(self._reasons)} workers in a row were lost to it, the last: "
+            raise RatoonError(ErrorCode.WORKER_LOST, message + self._reasons[-1])

@@ -2,14 +2,14 @@
 
 It raises the fencing token on the journal, then on the worker, before it reads either. A worker
 that agrees with the journal is kept, and its stored outcome completes the record. Otherwise lost
-work is replayed (`replay`). With `recovery: fail` the policy rolls back to its newest checkpoint or
-its initial weights instead, and everything after that fails explicitly.
+work is replayed (`policy.recovery`). With `recovery: fail` the policy rolls back to its newest
+checkpoint or its initial weights instead, and everything after that fails explicitly.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from ratoon import metrics
@@ -17,29 +17,22 @@ from ratoon.engine.files.losses import Position, read_position
 from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
 from ratoon.engine.journal.records import JournalState, PolicyHistory, RollBack
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.adoption import adopt, agrees, fail_unsequenced, settle_ended
-from ratoon.engine.policy.breakers import read_run
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.losses import carry_out, find_loss, find_worker_loss, last_in_turn
 from ratoon.engine.policy.publisher import Publisher
-from ratoon.engine.policy.replay import (
-    Base,
+from ratoon.engine.policy.recovery import (
+    Recovered,
     RecoveryStoppedError,
-    bases,
+    adopt,
+    agrees,
+    fail_unsequenced,
+    load_newest,
     replay_policy,
-    unusable,
+    settle_ended,
 )
-from ratoon.engine.policy.run import PolicyRun
-from ratoon.engine.worker.tasks import (
-    Loaded,
-    LoadRequest,
-    Numerics,
-    UnusableCheckpointError,
-    WorkerLostError,
-    WorkerStatus,
-)
-from ratoon.engine.worker.worker import WorkerCore
+from ratoon.engine.policy.run import PolicyRun, read_run
+from ratoon.engine.worker.tasks import Numerics, WorkerLostError, WorkerStatus
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
@@ -48,15 +41,6 @@ from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import PolicyState, Shard
 
 _LOG = get_logger("startup")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Standing:
-    """A worker ready for the next turn. `info` None: it was kept rather than loaded."""
-
-    status: WorkerStatus
-    info: ModelInfo | None
-    is_rebased: bool
 
 
 async def start_policy(
@@ -71,14 +55,15 @@ async def start_policy(
     history, status = await _take_over(run)
     if run.replays:
         await run.archive.restore_bodies((await _needed_bodies(run)).values())
-    if status.is_loaded and agrees(history, status):
-        standing = _Standing(status=status, info=None, is_rebased=False)
-    else:
-        standing = await _recover(run, history, status)
+    recovered: Recovered | None = None
+    if not (status.is_loaded and agrees(history, status)):
+        recovered = await _recover(run, history)
+        last_seq, numerics = recovered.last_seq, recovered.loaded.numerics
+        status = replace(status, last_seq=last_seq, last_outcome=None, numerics=numerics)
         history = await journal.history(run.policy_id)
         await read_run(run, history.policy.next_seq)
-    run.numerics = Numerics.of(standing.status.numerics)
-    adopt(run, history, standing.status)
+    run.numerics = Numerics.of(status.numerics)
+    adopt(run, history, status)
     await settle_ended(run)
     fail_unsequenced(run)
     listed, needed = await run.bodies.names(), await _needed_bodies(run)
@@ -86,18 +71,17 @@ async def start_policy(
     await run.bodies.reconcile(needed, listed)
     records = [live.record for live in run.ledger.open_operations()]
     run.claims.restore(run.policy_id, records)
-    is_kept = standing.info is None
-    if is_kept and run.stored_outcome is None:
+    if recovered is None and run.stored_outcome is None:
         # Even an empty window: a cancelled ForwardBackward may have left partial gradients.
         await executor.restore_window()
     await publisher.catch_up()
     await checkpointer.start()
-    if standing.is_rebased:
+    if recovered is not None and recovered.rebased:
         await checkpointer.take_now()
     _note_position(run, history)
-    info = standing.info
-    if info is not None:
-        info = replace(info, uses_gpu=run.trainer.device != "cpu")
+    info: ModelInfo | None = None
+    if recovered is not None:
+        info = replace(recovered.loaded.info, uses_gpu=run.trainer.device != "cpu")
     await journal.set_policy(run.token, run.policy_id, PolicyState.READY, info)
     run.enter(PolicyState.READY)
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
@@ -177,62 +161,37 @@ async def _fence(run: PolicyRun) -> WorkerStatus:
         return await fence()
 
 
-async def _recover(run: PolicyRun, history: PolicyHistory, status: WorkerStatus) -> _Standing:
+async def _recover(run: PolicyRun, history: PolicyHistory) -> Recovered:
     """Bring a worker that is lost, or disagrees with the journal, to a known state."""
-    is_new = history.policy.next_seq == 1
     if not run.replays:
-        loaded, last_seq, outcome = *await _roll_back(run, history), "rolled_back"
-        is_rebased = False
+        recovered, outcome = await _roll_back(run, history), "rolled_back"
     else:
         try:
-            replayed = await replay_policy(run, history)
+            recovered, outcome = await replay_policy(run, history), "replayed"
         except RecoveryStoppedError:
             run.send([metrics.RECOVERIES.sample(1, "stopped")])
             raise
-        loaded, last_seq = replayed.loaded, replayed.last_seq
-        is_rebased = bool(replayed.rebased)
-        outcome = "rebased" if is_rebased else "replayed"
-        if is_rebased:
-            numerics = Numerics.of(loaded.numerics)
-            await run.ports.journal.rebase(run.token, run.policy_id, replayed.rebased, numerics)
-    if not is_new:
+    if recovered.rebased:
+        numerics, outcome = Numerics.of(recovered.loaded.numerics), "rebased"
+        await run.ports.journal.rebase(run.token, run.policy_id, recovered.rebased, numerics)
+    if history.policy.next_seq > 1:
         run.send([metrics.RECOVERIES.sample(1, outcome)])
-    status = replace(status, last_seq=last_seq, last_outcome=None, numerics=loaded.numerics)
-    return _Standing(status=status, info=loaded.info, is_rebased=is_rebased)
+    return recovered
 
 
-async def _roll_back(run: PolicyRun, history: PolicyHistory) -> tuple[Loaded, int]:
+async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
     """Load the newest usable checkpoint, and fail everything past it.
 
     A crash in between leaves a worker that disagrees with the journal, unless nothing was lost.
     """
     last_seq = history.policy.next_seq - 1
     # Nothing is replayed, so missing bodies do not matter.
-    for base in bases(run, history, 1):
-        request = LoadRequest(
-            trainer=run.trainer,
-            source=base.source,
-            version=base.version,
-            last_seq=last_seq,
-            digests=False,
-        )
-        await run.archive.restore_checkpoint(base.checkpoint_id)
-        try:
-            loaded = await run.ports.worker.call(WorkerCore.load, run.token, run.policy_id, request)
-        except UnusableCheckpointError as error:
-            unusable(run, error)
-        else:
-            await _fail_past(run, history, base)
-            return loaded, last_seq
-    raise AssertionError("initial weights can be used")
-
-
-async def _fail_past(run: PolicyRun, history: PolicyHistory, base: Base) -> None:
+    base, loaded = await load_newest(run, history, 1, last_seq)
     roll_back = RollBack(
-        seq=base.seq,
-        replay_from_seq=base.replay_from_seq,
-        version=base.version,
-        checkpoint_id=base.checkpoint_id,
+        seq=base.info.seq,
+        replay_from_seq=base.info.replay_from_seq,
+        version=base.info.version,
+        checkpoint_id=base.info.checkpoint_id,
         finished_at=run.ports.now(),
     )
     changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)
@@ -252,6 +211,7 @@ async def _fail_past(run: PolicyRun, history: PolicyHistory, base: Base) -> None
     kept = tuple(v for v in history.policy.published if v <= roll_back.version)
     if kept != history.policy.published:
         await run.set_published(kept)
+    return Recovered(loaded=loaded, last_seq=last_seq, rebased={})
 
 
 async def _needed_bodies(run: PolicyRun) -> dict[str, str]:

@@ -18,18 +18,16 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from ratoon.engine.files.disk import is_waited_for
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.policy import telemetry
-from ratoon.engine.policy.breakers import MAX_LOSSES, NumbersFailedError, note_end
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.queue import LiveOperation
-from ratoon.engine.policy.replay import RecoveryStoppedError
-from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.recovery import RecoveryStoppedError
+from ratoon.engine.policy.run import MAX_LOSSES, NumbersFailedError, PolicyRun, note_end
 from ratoon.engine.policy.startup import start_policy
-from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
+from ratoon.engine.refusals import is_waited_for, not_up, operation_not_found, policy_not_ready
 from ratoon.engine.worker.tasks import FencedError, GradientRequest, WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError, described

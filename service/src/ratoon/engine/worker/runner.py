@@ -26,8 +26,7 @@ from ratoon.engine.commands import (
     SaveCheckpointCommand,
     UpdateCommand,
 )
-from ratoon.engine.files.disk import disk_refusal
-from ratoon.engine.files.model_folders import model_folder
+from ratoon.engine.files.paths import model_folder
 from ratoon.engine.files.results import (
     keep_result,
     num_rollouts,
@@ -35,7 +34,7 @@ from ratoon.engine.files.results import (
     read_old_logprobs,
     write_forward_output,
 )
-from ratoon.engine.refusals import cancelled, disk_fault
+from ratoon.engine.refusals import cancelled, disk_fault, disk_refusal
 from ratoon.engine.types import CheckpointInfo, ForwardResult, OperationResult
 from ratoon.engine.worker.tasks import NO_FORWARD, GradientFile, GradientRequest, Task
 from ratoon.errors import ErrorCode, RatoonError, invalid

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
@@ -20,10 +21,11 @@ from ratoon.model.spec import ModelInfo
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import Counters
 from ratoon.train.spec import TrainerSpec
-from ratoon_proto.types import OperationState
+from ratoon_proto.types import OperationState, Progress
 
 if TYPE_CHECKING:
     from ratoon.engine.worker.worker import WorkerCore
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,42 +93,30 @@ class Outcome:
     operation_id: str
     state: OperationState
     result: OperationResult
-    must_restore: bool
-    weights_digest: str
-    choices: Choices | None
-    started_at: float | None
+    must_restore: bool = False
+    weights_digest: str = ""
+    choices: Choices | None = None
+    started_at: float | None = None
 
     @classmethod
-    def unrun(
+    def of_error(
         cls,
         operation_id: str,
-        state: OperationState,
         error: RatoonError,
+        *,
+        must_restore: bool = False,
+        choices: Choices | None = None,
         started_at: float | None = None,
     ) -> Outcome:
-        """Outcome of an operation that fails, or is cancelled, before it reaches the worker."""
-        return cls(
-            operation_id=operation_id,
-            state=state,
-            result=FailedResult(error=error.to_dict()),
-            must_restore=False,
-            weights_digest="",
-            choices=None,
-            started_at=started_at,
-        )
-
-    @classmethod
-    def of_error(cls, task: Task, error: RatoonError, *, must_restore: bool) -> Outcome:
-        """Outcome of a task that has failed or was cancelled."""
+        """Outcome of an operation that has failed or was cancelled, as the error's code says."""
         is_cancelled = error.code is ErrorCode.CANCELLED
         return cls(
-            operation_id=task.operation_id,
+            operation_id=operation_id,
             state=OperationState.CANCELLED if is_cancelled else OperationState.FAILED,
             result=FailedResult(error=error.to_dict()),
             must_restore=must_restore,
-            weights_digest="",
-            choices=task.choices,
-            started_at=task.started_at,
+            choices=choices,
+            started_at=started_at,
         )
 
 
@@ -255,3 +245,24 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 def _text(fields: Mapping[str, str]) -> str:
     return json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(slots=True)
+class Meter:
+    """Progress of the running task; written by the compute thread, read by any."""
+
+    done: int = 0
+    planned: int = 0
+    tokens: int = 0
+    started: float = 0.0
+
+    def progress(self) -> Progress:
+        seconds = time.perf_counter() - self.started
+        rate = self.tokens / seconds if self.tokens and seconds > 0 else 0.0
+        remaining = seconds * (self.planned - self.done) / self.done if self.done else None
+        return Progress(
+            micro_batches_done=self.done,
+            micro_batches_planned=self.planned,
+            tokens_per_second=rate,
+            eta_s=remaining,
+        )

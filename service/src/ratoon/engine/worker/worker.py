@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ratoon.engine.crash_points import CrashPoint, Reach
 from ratoon.engine.refusals import disk_fault, unexpected
-from ratoon.engine.worker.meter import Meter
 from ratoon.engine.worker.runner import TaskRunner, write_checkpoint, write_gradients
 from ratoon.engine.worker.tasks import (
     CheckpointWeights,
@@ -43,6 +42,7 @@ from ratoon.engine.worker.tasks import (
     GradientRequest,
     Loaded,
     LoadRequest,
+    Meter,
     Outcome,
     Task,
     UnusableCheckpointError,
@@ -188,20 +188,23 @@ class WorkerCore:
         try:
             planned = self._guarded(runner, name, partial(runner.plan, task))
         except RatoonError as error:
-            return Outcome.of_error(task, error, must_restore=False)
+            return Outcome.of_error(name, error, choices=task.choices, started_at=task.started_at)
         run = partial(runner.run, planned, self._on_progress, self._is_cancelled(name))
         may_have_stepped = partial(_may_have_stepped, task, runner.trainer, runner.version)
         try:
             result = self._guarded(runner, name, run, may_have_stepped)
         except RatoonError as error:
-            is_torn = task.command.effect.adds_to_window
-            return Outcome.of_error(planned.task, error, must_restore=is_torn)
+            return Outcome.of_error(
+                name,
+                error,
+                must_restore=task.command.effect.adds_to_window,
+                choices=planned.task.choices,
+                started_at=task.started_at,
+            )
         return Outcome(
             operation_id=name,
             state=OperationState.DONE,
             result=result,
-            must_restore=False,
-            weights_digest="",
             choices=planned.task.choices,
             started_at=task.started_at,
         )

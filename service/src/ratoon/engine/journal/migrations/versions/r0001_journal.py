@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from ratoon.engine.journal.sealed import insert_row
+from ratoon.engine.journal.integrity import insert_row
 
 revision = "0001"
 down_revision = None

@@ -1,7 +1,7 @@
-"""Compiled kernels that outlive the process that compiled them, in one folder per fingerprint.
+"""Kernels of the workers' device: its backends, and compiled ones that outlive their process.
 
-A worker holds a shared lock on its folder for as long as it lives, so the folder is never removed
-under it.
+Compiled kernels are in one folder per fingerprint. A worker holds a shared lock on its folder for
+as long as it lives, so the folder is never removed under it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from ratoon.config import set_compile_cache
 from ratoon.engine.worker.tasks import Numerics
 from ratoon.log import get_logger
 from ratoon.stream.files import make_folder, remove_folder
+from ratoon_proto.types import BackendInfo
 
 MAX_BYTES = 8 * 2**30
 _LOCK = ".lock"
-_LOG = get_logger("compile_cache")
+_LOG = get_logger("kernels")
 
 
 class CompileCache:
@@ -107,3 +108,18 @@ def _size_bytes(folder: Path) -> int:
         with suppress(FileNotFoundError):  # Compilers rename their output.
             total += path.lstat().st_size
     return total
+
+
+def list_backends() -> tuple[BackendInfo, ...]:
+    """All backends of all ops, as seen by this process."""
+    from ratoon_kernels import registry
+
+    return tuple(
+        BackendInfo(
+            op=backend.op,
+            name=backend.name,
+            available=backend.is_available,
+            unavailable_reason=backend.reason,
+        )
+        for backend in registry.list_backends()
+    )
