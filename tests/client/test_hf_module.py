@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ratoon_client import EngineError
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.hf_module import ModuleAdapter
-from ratoon_proto.types import WeightKind
+from ratoon_proto.types import (
+    WeightFile,
+    WeightKind,
+    WeightManifest,
+)
 
 FILE = "model.safetensors"
 

@@ -16,12 +16,15 @@ import xxhash
 
 from ratoon_client import ClientConfig, IntegrityError, TransportError
 from ratoon_client.transport.grpc_wire import GrpcTransport
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.checks import check_manifest
 from ratoon_client.weights.chunks import chunk_ranges
 from ratoon_client.weights.partial import PartialFile
 from ratoon_client.weights.threads import in_thread
-from ratoon_proto.types import WeightKind
+from ratoon_proto.types import (
+    WeightFile,
+    WeightKind,
+    WeightManifest,
+)
 from ratoon_proto.v1 import service_pb2
 
 FILE = WeightFile(name="a.bin", size_bytes=3, digest="0" * 32)

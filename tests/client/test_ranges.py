@@ -24,7 +24,9 @@ from ratoon_client import (
 from ratoon_client.transport.http_wire import HttpTransport
 from ratoon_client.transport.ranges import RangeReader
 from ratoon_client.transport.tls import ssl_context
-from ratoon_client.values import WeightFile
+from ratoon_proto.types import (
+    WeightFile,
+)
 from tests.certificates import make_authority
 
 DATA = bytes(range(256)) * 4

@@ -20,9 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ratoon_client import EngineError, VllmNcclAdapter
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights import vllm_nccl
-from ratoon_proto.types import WeightKind
+from ratoon_proto.types import (
+    WeightFile,
+    WeightKind,
+    WeightManifest,
+)
 from tests.client.nccl_engine import FILE, WAIT_S, digest
 
 # A broadcast of several waits for its reader: more than sockets hold.

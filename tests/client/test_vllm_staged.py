@@ -23,9 +23,12 @@ import xxhash
 from safetensors.torch import save
 
 from ratoon_client import AsyncRatoonClient, EngineError, StagedVllmAdapter
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.vllm_staged import register
-from ratoon_proto.types import WeightKind
+from ratoon_proto.types import (
+    WeightFile,
+    WeightKind,
+    WeightManifest,
+)
 from tests.client import fake_vllm
 from tests.client.fake_engine import FILE, serving_engine
 from tests.client.fake_service import FakeService

@@ -14,9 +14,12 @@ from ratoon_client import (
     SglangAdapter,
     VllmAdapter,
 )
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.committed import COMMITTED_NAME
-from ratoon_proto.types import WeightKind
+from ratoon_proto.types import (
+    WeightFile,
+    WeightKind,
+    WeightManifest,
+)
 from tests.client.conftest import versions
 from tests.client.fake_engine import FILE, ROOT, START, FakeEngine, HangError, serving_engine
 from tests.client.fake_service import FakeService

@@ -27,34 +27,17 @@ from ratoon_client.values import (
     AdamW,
     Checkpoint,
     Correction,
-    CorrectionMask,
     ForwardResult,
     FromForward,
-    GradientManifest,
     Health,
-    ImportResult,
     Kl,
     Lora,
     Loss,
-    NumericsGuard,
-    OldLogprobs,
-    Operation,
     Optim,
-    OverlongFilter,
-    OverlongPenalty,
     Parallel,
-    Policy,
     PolicyOptions,
-    Progress,
     Publish,
-    ServerInfo,
     Staleness,
-    StepReport,
-    StepResult,
-    VersionSpan,
-    WeightDelta,
-    WeightFile,
-    WeightManifest,
 )
 from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.pull import PulledWeights
@@ -68,6 +51,25 @@ from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import VllmAdapter
 from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
 from ratoon_client.weights.vllm_staged import StagedVllmAdapter
+from ratoon_proto.types import (
+    CorrectionMask,
+    GradientManifest,
+    ImportResult,
+    NumericsGuard,
+    OldLogprobs,
+    Operation,
+    OverlongFilter,
+    OverlongPenalty,
+    Policy,
+    Progress,
+    ServerInfo,
+    StepReport,
+    StepResult,
+    VersionSpan,
+    WeightDelta,
+    WeightFile,
+    WeightManifest,
+)
 
 __version__ = "0.1.0"
 

@@ -18,9 +18,12 @@ from ratoon_client.caller import Caller, may_pass
 from ratoon_client.errors import RatoonClientError, ResultTimeoutError
 from ratoon_client.outcome import outcome
 from ratoon_client.progress import progress_bar
-from ratoon_client.values import Operation
 from ratoon_client.wire.decode import decode
+from ratoon_client.wire.encode import request_message
 from ratoon_client.wire.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERATION
+from ratoon_proto.types import (
+    Operation,
+)
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 ResultT = TypeVar("ResultT")
@@ -106,8 +109,7 @@ class AsyncOperationHandle(Generic[ResultT]):
 
     async def cancel(self) -> Operation:
         """Stop the operation before its optimizer step; one that has ended stays as it is."""
-        request = service_pb2.CancelOperationRequest(operation_id=self.operation_id)
-        self._newest = await self._caller.call(CANCEL_OPERATION, request)
+        self._newest = await self._caller.ask(CANCEL_OPERATION, operation_id=self.operation_id)
         return decode(self._newest, Operation)
 
     async def _drawn_wait(self, timeout_s: float | None) -> operation_pb2.Operation:
@@ -142,15 +144,23 @@ class AsyncOperationHandle(Generic[ResultT]):
         return self._newest
 
     async def _get(self, wait_s: float, *, timeout_s: float) -> operation_pb2.Operation:
-        request = service_pb2.GetOperationRequest(operation_id=self.operation_id, wait_s=wait_s)
-        self._newest = await self._caller.call(
-            GET_OPERATION,
-            request,
-            timeout_s=timeout_s,
-            attempt_timeout_s=wait_s + self._caller.config.attempt_timeout_s,
+        self._newest = await get_operation(
+            self._caller, self.operation_id, wait_s, timeout_s=timeout_s
         )
         return self._newest
 
     def _timed_out(self, timeout_s: float | None) -> ResultTimeoutError:
         state = decode(self._newest, Operation).state
         return ResultTimeoutError(f"operation {self.operation_id} is {state} after {timeout_s} s")
+
+
+async def get_operation(
+    caller: Caller, operation_id: str, wait_s: float, *, timeout_s: float
+) -> operation_pb2.Operation:
+    """Read an operation once it has ended, or as it stands after `wait_s` seconds."""
+    return await caller.call(
+        GET_OPERATION,
+        request_message(GET_OPERATION.request, operation_id=operation_id, wait_s=wait_s),
+        timeout_s=timeout_s,
+        attempt_timeout_s=wait_s + caller.config.attempt_timeout_s,
+    )

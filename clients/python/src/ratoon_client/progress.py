@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ratoon_client.values import Operation
+from ratoon_proto.types import (
+    Operation,
+)
 
 
 @contextmanager

@@ -122,8 +122,7 @@ class Sender:
 
     async def _known_seq(self) -> int:
         if self._next_seq is None:
-            request = request_message(service_pb2.GetPolicyRequest, policy_id=self._policy_id)
-            policy = await self._caller.call(rpcs.GET_POLICY, request)
+            policy = await self._caller.ask(rpcs.GET_POLICY, policy_id=self._policy_id)
             self._is_server_sequenced = policy.spec.sequencing == policy_pb2.SEQUENCING_SERVER
             self._next_seq = 0 if self._is_server_sequenced else policy.next_seq
             self._advance()

@@ -8,8 +8,12 @@ import typer
 from rich.markup import escape
 
 from ratoon_client.cli.context import open_client, show, show_rows
-from ratoon_client.values import Lora, Policy, PolicyOptions
-from ratoon_proto.types import ModelDtypeName, SequencingName
+from ratoon_client.values import Lora, PolicyOptions
+from ratoon_proto.types import (
+    ModelDtypeName,
+    Policy,
+    SequencingName,
+)
 
 cli = typer.Typer(no_args_is_help=True)
 

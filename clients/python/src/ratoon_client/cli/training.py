@@ -15,8 +15,13 @@ from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.jsonl import read_jsonl
 from ratoon_client.progress import describe
 from ratoon_client.rollouts import Group
-from ratoon_client.values import Loss, Operation, Optim, StepResult
-from ratoon_proto.types import AdvantageKindName, LossKindName
+from ratoon_client.values import Loss, Optim
+from ratoon_proto.types import (
+    AdvantageKindName,
+    LossKindName,
+    Operation,
+    StepResult,
+)
 
 LearningRate = Annotated[
     float, typer.Option("--learning-rate", "--lr", help="Learning rate of this step.", min=0.0)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from ratoon_client.values import WeightFile
 from ratoon_client.wire.rpcs import RequestT, ResponseT, Rpc
+from ratoon_proto.types import (
+    WeightFile,
+)
 
 
 class Transport(Protocol):

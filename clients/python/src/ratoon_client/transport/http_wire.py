@@ -20,12 +20,14 @@ from ratoon_client.transport.events import read_events
 from ratoon_client.transport.ranges import PART_OF_FILE, WHOLE_FILE, RangeReader
 from ratoon_client.transport.routes import ROUTES, Route
 from ratoon_client.transport.tls import no_answer
-from ratoon_client.values import WeightFile
 from ratoon_client.weights.chunks import check_chunk, check_length
 from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import error_of
 from ratoon_client.wire.rpcs import RequestT, ResponseT, Rpc
 from ratoon_proto.json_form import MessageT, from_json, to_request_json
+from ratoon_proto.types import (
+    WeightFile,
+)
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ratoon_client.values import WeightManifest
+from ratoon_proto.types import (
+    WeightManifest,
+)
 
 
 class Adapter(Protocol):

@@ -24,10 +24,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.checks import MANIFEST_NAME
 from ratoon_client.weights.file_lock import open_lock
 from ratoon_client.weights.partial import is_whole
+from ratoon_proto.types import (
+    WeightFile,
+    WeightManifest,
+)
 
 _VERSION = re.compile(r"version-(\d{1,19})")
 _STAGED = ".staged-"

@@ -20,8 +20,10 @@ from safetensors import torch as safetensors_torch
 from torch import Tensor, nn
 
 from ratoon_client.errors import EngineError
-from ratoon_client.values import WeightManifest
 from ratoon_client.weights.threads import in_thread
+from ratoon_proto.types import (
+    WeightManifest,
+)
 
 _NAMES_SHOWN = 3
 

@@ -16,8 +16,10 @@ from typing import Self
 import xxhash
 
 from ratoon_client.errors import IntegrityError
-from ratoon_client.values import WeightFile
 from ratoon_client.weights.chunks import ChunkRange, digest_of
+from ratoon_proto.types import (
+    WeightFile,
+)
 
 _READ_BYTES = 2**20
 

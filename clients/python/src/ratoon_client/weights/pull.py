@@ -16,7 +16,6 @@ from pathlib import Path
 from ratoon_client.caller import Caller, retried
 from ratoon_client.config import weights_root
 from ratoon_client.errors import IntegrityError, RatoonApiError
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.calls import weight_manifest
 from ratoon_client.weights.chain import Rebuilt, rebuild_missing
 from ratoon_client.weights.checks import check_manifest
@@ -25,6 +24,10 @@ from ratoon_client.weights.folder import VersionsFolder
 from ratoon_client.weights.partial import PartialFile
 from ratoon_client.weights.published import published_folder, take_published
 from ratoon_client.weights.threads import in_thread
+from ratoon_proto.types import (
+    WeightFile,
+    WeightManifest,
+)
 
 KEEP_VERSIONS = 2
 # A version may be retired while it is pulled; then the newest is another one.

@@ -28,7 +28,6 @@ from ratoon_client.errors import (
     RatoonClientError,
 )
 from ratoon_client.operation import POLL_S
-from ratoon_client.values import WeightManifest
 from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.calls import ack_weights, weight_manifest
 from ratoon_client.weights.committed import Committed, read_committed, write_committed
@@ -36,6 +35,9 @@ from ratoon_client.weights.file_lock import held
 from ratoon_client.weights.folder import VersionsFolder, files_of
 from ratoon_client.weights.pull import KEEP_VERSIONS, pull_weights
 from ratoon_client.weights.threads import in_thread
+from ratoon_proto.types import (
+    WeightManifest,
+)
 
 _LOG = logging.getLogger("ratoon_client")
 _FIRST_RETRY_S = 0.5

@@ -20,8 +20,10 @@ from typing import Any
 import httpx
 
 from ratoon_client.errors import EngineError
-from ratoon_client.values import WeightManifest
 from ratoon_client.weights.vllm import VllmAdapter
+from ratoon_proto.types import (
+    WeightManifest,
+)
 
 CHUNK_BYTES = 256 * 2**20
 

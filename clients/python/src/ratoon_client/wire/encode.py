@@ -16,7 +16,6 @@ from ratoon_client.values import (
     AdamW,
     Lora,
     Loss,
-    NumericsGuard,
     Optim,
     Parallel,
     PolicyOptions,
@@ -26,6 +25,9 @@ from ratoon_client.wire.rpcs import RequestT
 from ratoon_proto.codec import encode_array
 from ratoon_proto.fields import FieldError
 from ratoon_proto.fill import fill
+from ratoon_proto.types import (
+    NumericsGuard,
+)
 from ratoon_proto.v1 import policy_pb2, rollout_pb2, training_pb2
 
 _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
