@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,13 @@ from safetensors.torch import save
 
 from ratoon_client import AsyncRatoonClient, EngineError, StagedVllmAdapter
 from ratoon_client.weights.vllm_staged import register
-from ratoon_proto.types import (
-    WeightFile,
-    WeightKind,
-    WeightManifest,
-)
+from ratoon_proto.types import WeightFile, WeightManifest
 from tests.client import fake_vllm
 from tests.client.fake_engine import FILE, serving_engine
 from tests.client.fake_service import FakeService
 from tests.client.fake_vllm import NAMES, NUM_WORKERS, StagingEngine, model, tensors
 from tests.client.receiver.conftest import follow
+from tests.client.samples import manifest, weight_file
 
 WAIT_S = 20.0
 PYPROJECT = Path(__file__).parents[2] / "clients/python/pyproject.toml"
@@ -94,41 +90,31 @@ class Held:
 
 
 def version(root: Path, number: int, data: bytes | None = None) -> tuple[Path, WeightManifest]:
-    """A folder and its manifest; `config.json` has bytes that no engine looks at."""
+    """A folder and its manifest."""
     folder = root / f"version-{number}"
     folder.mkdir(exist_ok=True)
     data = model(number) if data is None else data
     (folder / FILE).write_bytes(data)
-    digest = xxhash.xxh3_128_hexdigest(data)
-    manifest = WeightManifest(
-        policy_id="p",
-        version=number,
-        kind=WeightKind.FULL,
-        deltas=(),
-        files=(
-            WeightFile(name="config.json", size_bytes=2, digest="0" * 32),
-            WeightFile(name=FILE, size_bytes=len(data), digest=digest),
-        ),
-        created_at=datetime.now(UTC),
-    )
-    return folder, manifest
+    # No engine looks at the bytes of `config.json`.
+    files = [weight_file("config.json", b"{}"), weight_file(FILE, data)]
+    return folder, manifest(number, files)
 
 
 def stage_info(of: tuple[Path, WeightManifest], staging_id: str) -> dict[str, Any]:
-    folder, manifest = of
+    folder, listed = of
     return {
         "staging_id": staging_id,
         "folder": str(folder),
-        "files": [asdict(file) for file in manifest.files[1:]],
+        "files": [asdict(file) for file in listed.files[1:]],
     }
 
 
 async def commit(
     vllm: StagedVllmAdapter, root: Path, number: int, *, previous: int | None = None
 ) -> float:
-    folder, manifest = version(root, number)
+    folder, listed = version(root, number)
     old = None if previous is None else version(root, previous)[0]
-    return await vllm.commit(folder, manifest, previous=old)
+    return await vllm.commit(folder, listed, previous=old)
 
 
 async def test_versions_are_received(
@@ -236,9 +222,9 @@ def test_an_update_of_what_is_not_staged_changes_nothing(tmp_path: Path, engine:
     with pytest.raises(RuntimeError, match="nothing was staged as 2"):
         worker.weight_transfer_engine.update_weights({"staging_id": "2"})
     # As of a second data-parallel engine, whose workers are not asked.
-    folder, manifest = version(tmp_path, 1)
+    folder, listed = version(tmp_path, 1)
     (folder / FILE).write_bytes(flipped(model(1), 9))
-    other.init_weight_transfer_engine(stage_info((folder, manifest), "3"))
+    other.init_weight_transfer_engine(stage_info((folder, listed), "3"))
     with pytest.raises(RuntimeError, match=r"version-1 is not staged: .* the digest"):
         other.weight_transfer_engine.update_weights({"staging_id": "3"})
     assert engine._loaded() == model(0)
@@ -263,13 +249,13 @@ async def test_bytes_that_are_not_the_manifests_cause_no_pause(
     tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, kind: str
 ):
     data, message = SPOILED[kind]
-    folder, manifest = version(tmp_path, 1)
+    folder, listed = version(tmp_path, 1)
     if data is None:
         (folder / FILE).unlink()
     else:
         (folder / FILE).write_bytes(data)
     with pytest.raises(EngineError, match=message):
-        await vllm.commit(folder, manifest, previous=None)
+        await vllm.commit(folder, listed, previous=None)
     assert "/pause?mode=wait" not in engine.paths()
     assert engine.sample() == model(0)
     await commit(vllm, tmp_path, 1)
@@ -287,9 +273,9 @@ async def test_bytes_that_are_not_the_manifests_cause_no_pause(
 async def test_files_without_tensors_cause_no_pause(
     tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, data: bytes, message: str
 ):
-    folder, manifest = version(tmp_path, 1, data)
+    folder, listed = version(tmp_path, 1, data)
     with pytest.raises(EngineError, match=message):
-        await vllm.commit(folder, manifest, previous=None)
+        await vllm.commit(folder, listed, previous=None)
     assert "/pause?mode=wait" not in engine.paths()
 
 
@@ -297,23 +283,13 @@ async def test_a_version_of_several_files_and_float32_is_loaded(
     tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
 ):
     values = tensors(1)
-    _, manifest = version(tmp_path, 1)
+    folder, _ = version(tmp_path, 1)
     files: list[WeightFile] = []
     for number, name in enumerate(NAMES):
         data = save({name: values[name].float() if number % 2 else values[name]})
-        path = tmp_path / "version-1" / f"model-{number}.safetensors"
-        path.write_bytes(data)
-        digest = xxhash.xxh3_128_hexdigest(data)
-        files.append(WeightFile(name=path.name, size_bytes=len(data), digest=digest))
-    several = WeightManifest(
-        policy_id="p",
-        version=1,
-        kind=WeightKind.FULL,
-        deltas=(),
-        files=tuple(files),
-        created_at=manifest.created_at,
-    )
-    await vllm.commit(tmp_path / "version-1", several, previous=None)
+        files.append(weight_file(f"model-{number}.safetensors", data))
+        (folder / files[-1].name).write_bytes(data)
+    await vllm.commit(folder, manifest(1, files), previous=None)
     assert engine.sample() == model(1)
 
 
@@ -364,9 +340,9 @@ async def test_a_version_without_one_of_the_parameters_is_undone(
     await commit(vllm, tmp_path, 1)
     values = tensors(2)
     del values[NAMES[1]]
-    folder, manifest = version(tmp_path, 2, save(values))
+    folder, listed = version(tmp_path, 2, save(values))
     with pytest.raises(EngineError, match=rf"{NAMES[1]}.*version-1 is loaded again"):
-        await vllm.commit(folder, manifest, previous=tmp_path / "version-1")
+        await vllm.commit(folder, listed, previous=tmp_path / "version-1")
     assert engine.sample() == model(1)
 
 

@@ -17,9 +17,7 @@ from ratoon_client import AsyncRatoonClient, Group, Loss, Optim, group, rollout
 from ratoon_client.errors import RatoonApiError, RatoonClientError
 from ratoon_client.operation import AsyncOperationHandle
 from ratoon_client.values import FromForward
-from ratoon_proto.types import (
-    Operation,
-)
+from ratoon_proto.types import Operation
 from tests.faults.judge.calls import (
     LEARNING_RATE,
     NO_VERSION,

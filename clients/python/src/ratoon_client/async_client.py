@@ -25,13 +25,7 @@ from ratoon_client.transport.target import (
     open_transport,
 )
 from ratoon_client.upload import set_batch
-from ratoon_client.values import (
-    Checkpoint,
-    ForwardResult,
-    Health,
-    OperationResult,
-    PolicyOptions,
-)
+from ratoon_client.values import Checkpoint, ForwardResult, Health, OperationResult, PolicyOptions
 from ratoon_client.weights.adapter import Adapter
 from ratoon_client.weights.calls import (
     HOLD_S,

@@ -15,12 +15,7 @@ from typing import Any, TypeVar
 import tenacity
 
 from ratoon_client.config import ClientConfig
-from ratoon_client.errors import (
-    RatoonApiError,
-    TlsError,
-    TransportError,
-    UnusableClientError,
-)
+from ratoon_client.errors import RatoonApiError, TlsError, TransportError, UnusableClientError
 from ratoon_client.transport.base import Transport
 from ratoon_client.wire.encode import request_message
 from ratoon_client.wire.rpcs import GET_SERVER_INFO, RequestT, ResponseT, Rpc

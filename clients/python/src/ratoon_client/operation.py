@@ -21,9 +21,7 @@ from ratoon_client.progress import progress_bar
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.encode import request_message
 from ratoon_client.wire.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERATION
-from ratoon_proto.types import (
-    Operation,
-)
+from ratoon_proto.types import Operation
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 ResultT = TypeVar("ResultT")

@@ -12,12 +12,7 @@ from ratoon_client.errors import IntegrityError, RatoonApiError
 from ratoon_client.values import Checkpoint, ForwardResult, OperationResult
 from ratoon_client.weights.calls import fetch_result_file
 from ratoon_client.wire.decode import decode, decode_forward, error_of
-from ratoon_proto.types import (
-    ImportResult,
-    Operation,
-    Policy,
-    StepResult,
-)
+from ratoon_proto.types import ImportResult, Operation, Policy, StepResult
 from ratoon_proto.v1 import operation_pb2, training_pb2
 
 

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ratoon_proto.types import (
-    Operation,
-)
+from ratoon_proto.types import Operation
 
 
 @contextmanager

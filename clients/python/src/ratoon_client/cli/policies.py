@@ -9,11 +9,7 @@ from rich.markup import escape
 
 from ratoon_client.cli.context import open_client, show, show_rows
 from ratoon_client.values import Lora, PolicyOptions
-from ratoon_proto.types import (
-    ModelDtypeName,
-    Policy,
-    SequencingName,
-)
+from ratoon_proto.types import ModelDtypeName, Policy, SequencingName
 
 cli = typer.Typer(no_args_is_help=True)
 

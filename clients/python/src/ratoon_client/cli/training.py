@@ -16,12 +16,7 @@ from ratoon_client.jsonl import read_jsonl
 from ratoon_client.progress import describe
 from ratoon_client.rollouts import Group
 from ratoon_client.values import Loss, Optim
-from ratoon_proto.types import (
-    AdvantageKindName,
-    LossKindName,
-    Operation,
-    StepResult,
-)
+from ratoon_proto.types import AdvantageKindName, LossKindName, Operation, StepResult
 
 LearningRate = Annotated[
     float, typer.Option("--learning-rate", "--lr", help="Learning rate of this step.", min=0.0)

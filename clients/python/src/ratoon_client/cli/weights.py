@@ -23,9 +23,7 @@ from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import VllmAdapter
 from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
 from ratoon_client.weights.vllm_staged import StagedVllmAdapter
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 cli = typer.Typer(no_args_is_help=True)
 

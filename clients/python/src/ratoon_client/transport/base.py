@@ -10,9 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from ratoon_client.wire.rpcs import RequestT, ResponseT, Rpc
-from ratoon_proto.types import (
-    WeightFile,
-)
+from ratoon_proto.types import WeightFile
 
 
 class Transport(Protocol):

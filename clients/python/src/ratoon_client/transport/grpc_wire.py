@@ -23,9 +23,7 @@ from ratoon_client.weights.chunks import check_chunk
 from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import error_of
 from ratoon_client.wire.rpcs import FETCH_WEIGHTS, RequestT, ResponseT, Rpc
-from ratoon_proto.types import (
-    WeightFile,
-)
+from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 T = TypeVar("T")

@@ -25,9 +25,7 @@ from ratoon_client.weights.threads import in_thread
 from ratoon_client.wire.decode import error_of
 from ratoon_client.wire.rpcs import RequestT, ResponseT, Rpc
 from ratoon_proto.json_form import MessageT, from_json, to_request_json
-from ratoon_proto.types import (
-    WeightFile,
-)
+from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 
 class Adapter(Protocol):

@@ -11,9 +11,7 @@ from ratoon_client.weights.chunks import check_chunk, chunk_ranges, digest_of
 from ratoon_client.wire.decode import decode
 from ratoon_client.wire.encode import request_message
 from ratoon_client.wire.rpcs import ACK_WEIGHTS, FETCH_WEIGHTS, GET_WEIGHT_MANIFEST, HEALTH
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 # How long a version is held for a receiver that says nothing more.
 HOLD_S = 600.0

@@ -9,11 +9,7 @@ from pathlib import Path
 from ratoon_client.weights.deltas import read_delta, rebuild
 from ratoon_client.weights.folder import VersionsFolder
 from ratoon_client.weights.threads import in_thread
-from ratoon_proto.types import (
-    WeightDelta,
-    WeightFile,
-    WeightManifest,
-)
+from ratoon_proto.types import WeightDelta, WeightFile, WeightManifest
 
 # Of a version that is still published; raises WEIGHTS_NOT_FOUND.
 GetManifest = Callable[[int], Awaitable[WeightManifest]]

@@ -7,9 +7,7 @@ from __future__ import annotations
 import re
 
 from ratoon_client.errors import IntegrityError
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 # Ours, beside a version's files.
 MANIFEST_NAME = ".ratoon-manifest.json"

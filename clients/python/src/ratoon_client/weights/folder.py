@@ -27,10 +27,7 @@ from typing import Any, cast
 from ratoon_client.weights.checks import MANIFEST_NAME
 from ratoon_client.weights.file_lock import open_lock
 from ratoon_client.weights.partial import is_whole
-from ratoon_proto.types import (
-    WeightFile,
-    WeightManifest,
-)
+from ratoon_proto.types import WeightFile, WeightManifest
 
 _VERSION = re.compile(r"version-(\d{1,19})")
 _STAGED = ".staged-"

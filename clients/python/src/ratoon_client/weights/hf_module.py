@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from ratoon_client.errors import EngineError
 from ratoon_client.weights.threads import in_thread
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 _NAMES_SHOWN = 3
 

@@ -17,9 +17,7 @@ import xxhash
 
 from ratoon_client.errors import IntegrityError
 from ratoon_client.weights.chunks import ChunkRange, digest_of
-from ratoon_proto.types import (
-    WeightFile,
-)
+from ratoon_proto.types import WeightFile
 
 _READ_BYTES = 2**20
 

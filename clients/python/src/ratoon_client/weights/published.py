@@ -20,9 +20,7 @@ from pathlib import Path
 
 from ratoon_client.weights.checks import is_plain_name
 from ratoon_client.weights.partial import is_whole
-from ratoon_proto.types import (
-    WeightFile,
-)
+from ratoon_proto.types import WeightFile
 
 
 def published_folder(weights_root: Path, policy_id: str, version: int) -> Path | None:

@@ -24,10 +24,7 @@ from ratoon_client.weights.folder import VersionsFolder
 from ratoon_client.weights.partial import PartialFile
 from ratoon_client.weights.published import published_folder, take_published
 from ratoon_client.weights.threads import in_thread
-from ratoon_proto.types import (
-    WeightFile,
-    WeightManifest,
-)
+from ratoon_proto.types import WeightFile, WeightManifest
 
 KEEP_VERSIONS = 2
 # A version may be retired while it is pulled; then the newest is another one.

@@ -35,9 +35,7 @@ from ratoon_client.weights.file_lock import held
 from ratoon_client.weights.folder import VersionsFolder, files_of
 from ratoon_client.weights.pull import KEEP_VERSIONS, pull_weights
 from ratoon_client.weights.threads import in_thread
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 _LOG = logging.getLogger("ratoon_client")
 _FIRST_RETRY_S = 0.5

@@ -8,9 +8,7 @@ from pathlib import Path
 from ratoon_client.errors import EngineError
 from ratoon_client.weights.engine_http import EngineHttp
 from ratoon_client.weights.threads import in_thread
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 
 class SglangAdapter(EngineHttp):

@@ -18,9 +18,7 @@ import tenacity
 from ratoon_client.errors import EngineError
 from ratoon_client.weights.engine_http import EngineHttp
 from ratoon_client.weights.threads import in_thread
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 _STARTED = re.compile(r"^process_start_time_seconds(?:\{.*\})? (\S+)$", re.MULTILINE)
 _ATTEMPTS = 4

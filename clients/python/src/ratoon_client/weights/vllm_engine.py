@@ -22,9 +22,7 @@ import xxhash
 from torch import Tensor
 
 from ratoon_client.errors import IntegrityError
-from ratoon_proto.types import (
-    WeightFile,
-)
+from ratoon_proto.types import WeightFile
 
 if TYPE_CHECKING:
     WeightTransferEngine = cast("Any", object)

@@ -21,9 +21,7 @@ import httpx
 
 from ratoon_client.errors import EngineError
 from ratoon_client.weights.vllm import VllmAdapter
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 CHUNK_BYTES = 256 * 2**20
 

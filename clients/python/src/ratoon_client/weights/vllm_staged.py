@@ -15,9 +15,7 @@ from typing import Any
 
 from ratoon_client.errors import EngineError
 from ratoon_client.weights.vllm import VllmAdapter
-from ratoon_proto.types import (
-    WeightManifest,
-)
+from ratoon_proto.types import WeightManifest
 
 _POLL_S = 0.05
 

@@ -13,9 +13,7 @@ from ratoon_client.errors import IntegrityError, RatoonApiError
 from ratoon_client.values import ForwardResult
 from ratoon_proto.codec import CodecError, decode_tensor
 from ratoon_proto.records import from_proto
-from ratoon_proto.types import (
-    StepReport,
-)
+from ratoon_proto.types import StepReport
 from ratoon_proto.v1 import operation_pb2, training_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
 

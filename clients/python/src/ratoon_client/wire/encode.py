@@ -12,22 +12,12 @@ from google.protobuf.message import Message
 from ratoon_client.arguments import all_of, check_type
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.rollouts import Group, Rollout
-from ratoon_client.values import (
-    AdamW,
-    Lora,
-    Loss,
-    Optim,
-    Parallel,
-    PolicyOptions,
-    Publish,
-)
+from ratoon_client.values import AdamW, Lora, Loss, Optim, Parallel, PolicyOptions, Publish
 from ratoon_client.wire.rpcs import RequestT
 from ratoon_proto.codec import encode_array
 from ratoon_proto.fields import FieldError
 from ratoon_proto.fill import fill
-from ratoon_proto.types import (
-    NumericsGuard,
-)
+from ratoon_proto.types import NumericsGuard
 from ratoon_proto.v1 import policy_pb2, rollout_pb2, training_pb2
 
 _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
