@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
-from ratoon_client.blocking.loop import LoopThread
+from ratoon_client.blocking import LoopThread
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from tests.client.fake_service import FakeService, LostAnswerError, RefusalError
 

@@ -16,7 +16,7 @@ from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.edge.budget import EdgeBounds
 from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context
-from ratoon_client.blocking.loop import LoopThread
+from ratoon_client.blocking import LoopThread
 from tests.api.fake_engine import FakeEngine
 from tests.api.open_gate import OPEN_GATE
 

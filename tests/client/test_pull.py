@@ -20,8 +20,8 @@ from ratoon_client import (
     RatoonClient,
     TransportError,
 )
-from ratoon_client.weights.checks import MANIFEST_NAME
-from ratoon_client.weights.partial import PartialFile
+from ratoon_client.weights.chunks import PartialFile
+from ratoon_client.weights.folder import MANIFEST_NAME
 from tests.client.conftest import serving, versions
 from tests.client.fake_service import CHUNK_BYTES, FakePolicy, FakeService, LostAnswerError
 

@@ -16,10 +16,9 @@ import xxhash
 
 from ratoon_client import ClientConfig, IntegrityError, TransportError
 from ratoon_client.transport.grpc_wire import GrpcTransport
-from ratoon_client.weights.checks import check_manifest
-from ratoon_client.weights.chunks import chunk_ranges
-from ratoon_client.weights.partial import PartialFile
-from ratoon_client.weights.threads import in_thread
+from ratoon_client.weights.chunks import PartialFile, chunk_ranges
+from ratoon_client.weights.disk import in_thread
+from ratoon_client.weights.folder import check_manifest
 from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import service_pb2
 from tests.client.samples import manifest

@@ -22,7 +22,7 @@ import xxhash
 from safetensors.torch import save
 
 from ratoon_client import AsyncRatoonClient, EngineError, StagedVllmAdapter
-from ratoon_client.weights.vllm_staged import register
+from ratoon_client.weights.vllm import register
 from ratoon_proto.types import WeightFile, WeightManifest
 from tests.client import fake_vllm
 from tests.client.fake_engine import FILE, serving_engine
@@ -451,7 +451,7 @@ def test_the_plugin_is_registered_once_and_passes_over_another_vllm(
 
 
 def test_the_plugin_imports_no_torch():
-    code = "import sys, ratoon_client.weights.vllm_staged as v; v.register()"
+    code = "import sys, ratoon_client.weights.vllm as v; v.register()"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

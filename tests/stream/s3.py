@@ -21,7 +21,7 @@ from unittest import mock
 from s3fs import S3FileSystem
 
 from ratoon.sole_service import free_port
-from ratoon_client.blocking.loop import LoopThread
+from ratoon_client.blocking import LoopThread
 from tests.network.proxy import Fault, Proxy
 
 BUCKET = "ratoon-tests"

@@ -12,7 +12,7 @@ from ratoon_client import (
     SglangAdapter,
     VllmAdapter,
 )
-from ratoon_client.weights.committed import COMMITTED_NAME
+from ratoon_client.weights.folder import COMMITTED_NAME
 from ratoon_proto.types import WeightKind, WeightManifest
 from tests.client.conftest import versions
 from tests.client.fake_engine import FILE, ROOT, START, FakeEngine, HangError, serving_engine

@@ -11,12 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
+from ratoon_client import rpcs
 from ratoon_client.arguments import all_of, check_seconds
 from ratoon_client.caller import Caller
 from ratoon_client.config import ClientConfig, with_api_key, with_timeouts, with_tls_files
 from ratoon_client.errors import RatoonApiError
 from ratoon_client.operation import POLL_S, AsyncOperationHandle, get_operation
 from ratoon_client.rollouts import Group
+from ratoon_client.sender import set_batch
 from ratoon_client.session import AsyncPolicySession
 from ratoon_client.transport.target import (
     TLS_SCHEMES,
@@ -24,9 +26,7 @@ from ratoon_client.transport.target import (
     check_target,
     open_transport,
 )
-from ratoon_client.upload import set_batch
 from ratoon_client.values import Checkpoint, ForwardResult, Health, OperationResult, PolicyOptions
-from ratoon_client.weights.adapter import Adapter
 from ratoon_client.weights.calls import (
     HOLD_S,
     ack_weights,
@@ -35,10 +35,8 @@ from ratoon_client.weights.calls import (
     weight_manifest,
 )
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
-from ratoon_client.weights.receiver import AsyncWeightReceiver, ReceiverEvent, log_event
-from ratoon_client.wire import rpcs
-from ratoon_client.wire.decode import decode
-from ratoon_client.wire.encode import group_messages, policy_spec_message, request_message
+from ratoon_client.weights.receiver import Adapter, AsyncWeightReceiver, ReceiverEvent, log_event
+from ratoon_client.wire import decode, group_messages, policy_spec_message, request_message
 from ratoon_proto.types import (
     GradientManifest,
     Operation,

@@ -1,4 +1,4 @@
-"""One call with its retries.
+"""One call with its retries, and what it needs of a wire.
 
 A request is sent again only where that has the effect of sending it once, after a failure that may
 pass, not before the service says, and within the caller's timeout.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
 import tenacity
 
 from ratoon_client.config import ClientConfig
 from ratoon_client.errors import RatoonApiError, TlsError, TransportError, UnusableClientError
-from ratoon_client.transport.base import Transport
-from ratoon_client.wire.encode import request_message
-from ratoon_client.wire.rpcs import GET_SERVER_INFO, RequestT, ResponseT, Rpc
+from ratoon_client.rpcs import GET_SERVER_INFO, RequestT, ResponseT, Rpc
+from ratoon_client.wire import request_message
+from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import service_pb2
 
 T = TypeVar("T")
@@ -27,6 +27,33 @@ TURN_S = 600.0
 _FIRST_WAIT_S = 0.05
 _MAX_WAIT_S = 2.0
 _LEAST_ATTEMPT_S = 0.5
+
+
+class Transport(Protocol):
+    """One connection, of one event loop."""
+
+    async def call(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, timeout_s: float
+    ) -> ResponseT: ...
+
+    def stream(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT
+    ) -> AsyncGenerator[ResponseT, None]: ...
+
+    async def read_file(
+        self,
+        policy_id: str,
+        version: int,
+        file: WeightFile,
+        *,
+        offset: int,
+        length: int,
+        timeout_s: float,
+    ) -> bytes:
+        """`length` bytes of a version's file. Raises IntegrityError where the wire shows a flaw."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 def may_pass(error: BaseException) -> bool:
@@ -78,7 +105,7 @@ class Caller:
 
     @property
     def transport(self) -> Transport:
-        """Of the running event loop. Raises UnusableClientError."""
+        """The connection of the running event loop. Raises UnusableClientError."""
         if self._is_closed:
             raise closed()
         if self._transport is None:

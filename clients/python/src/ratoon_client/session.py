@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from ratoon_client import rpcs
 from ratoon_client.caller import Caller
 from ratoon_client.custom_loss import WEIGHTED, CustomLoss, weighted
 from ratoon_client.operation import AsyncOperationHandle
 from ratoon_client.rollouts import Group
-from ratoon_client.sender import OperationKey, Sender, SequencedRpc, operation_key
-from ratoon_client.upload import set_batch
+from ratoon_client.sender import OperationKey, Sender, SequencedRpc, operation_key, set_batch
 from ratoon_client.values import Checkpoint, ForwardResult, Loss, Optim
-from ratoon_client.wire import rpcs
-from ratoon_client.wire.encode import loss_message, optim_message, request_message
+from ratoon_client.wire import loss_message, optim_message, request_message
 from ratoon_proto.types import ImportMode, ImportModeName, ImportResult, StepResult
 
 

@@ -300,7 +300,7 @@ def _take_spare(root: Path, temporary: Path) -> list[Path]:
 
     Their modification time is 0 until they are overwritten. The folder loses its version's name
     before they are checked, on which clients that link files rely:
-    `ratoon_client.weights.published`.
+    `ratoon_client.weights.sources`.
     """
     try:
         (root / SPARE_NAME).rename(temporary)

@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ratoon_client.caller import Transport
 from ratoon_client.config import PLAIN_VARIABLE, ClientConfig, may_send_plain_key
 from ratoon_client.errors import InvalidArgumentError
-from ratoon_client.transport.base import Transport
 from ratoon_client.transport.grpc_wire import GrpcTransport
 from ratoon_client.transport.http_wire import HttpTransport
 from ratoon_client.transport.tls import channel_credentials, ssl_context

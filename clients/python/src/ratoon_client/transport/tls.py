@@ -57,7 +57,7 @@ def ssl_context(config: ClientConfig) -> ssl.SSLContext:
 
 
 def no_answer(text: str) -> TransportError:
-    """Of what a library says where no answer came: TlsError where it says that TLS failed for good.
+    """The error where no answer came: TlsError where a library says that TLS failed for good.
 
     A service that hangs up looks the same for want of a client's certificate and in a restart.
     """

@@ -7,10 +7,9 @@ import time
 from ratoon_client.arguments import check_seconds
 from ratoon_client.caller import TURN_S, Caller
 from ratoon_client.errors import IntegrityError, RatoonClientError, TransportError
+from ratoon_client.rpcs import ACK_WEIGHTS, FETCH_WEIGHTS, GET_WEIGHT_MANIFEST, HEALTH
 from ratoon_client.weights.chunks import check_chunk, chunk_ranges, digest_of
-from ratoon_client.wire.decode import decode
-from ratoon_client.wire.encode import request_message
-from ratoon_client.wire.rpcs import ACK_WEIGHTS, FETCH_WEIGHTS, GET_WEIGHT_MANIFEST, HEALTH
+from ratoon_client.wire import decode, request_message
 from ratoon_proto.types import WeightManifest
 
 # How long a version is held for a receiver that says nothing more.

@@ -34,7 +34,7 @@ def _rpc(
 
 _Operation = operation_pb2.Operation
 
-# The same spec again is answered with the first operation; another spec with POLICY_EXISTS.
+# A repeated spec is answered with the first operation; another spec with POLICY_EXISTS.
 CREATE_POLICY = _rpc("CreatePolicy", service_pb2.CreatePolicyRequest, _Operation)
 # A second delete could meet a policy that was made anew in between.
 DELETE_POLICY = _rpc(
