@@ -17,9 +17,9 @@ from ratoon_client.errors import (
     RatoonClientError,
     TransportError,
     UnusableClientError,
+    no_answer,
 )
 from ratoon_client.rpcs import FETCH_WEIGHTS, RequestT, ResponseT, Rpc
-from ratoon_client.transport.tls import no_answer
 from ratoon_client.weights.chunks import check_chunk
 from ratoon_client.weights.disk import in_thread
 from ratoon_client.wire import error_of

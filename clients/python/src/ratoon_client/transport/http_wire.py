@@ -22,10 +22,15 @@ import httpx
 from google.protobuf.message import Message
 
 from ratoon_client.config import ClientConfig
-from ratoon_client.errors import IntegrityError, RatoonApiError, RatoonClientError, TransportError
+from ratoon_client.errors import (
+    IntegrityError,
+    RatoonApiError,
+    RatoonClientError,
+    TransportError,
+    no_answer,
+)
 from ratoon_client.rpcs import RequestT, ResponseT, Rpc
 from ratoon_client.transport.ranges import PART_OF_FILE, WHOLE_FILE, RangeReader
-from ratoon_client.transport.tls import no_answer
 from ratoon_client.weights.chunks import check_chunk, check_length
 from ratoon_client.weights.disk import in_thread
 from ratoon_client.wire import error_of
