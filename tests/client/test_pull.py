@@ -27,6 +27,8 @@ from tests.client.fake_service import CHUNK_BYTES, FakePolicy, FakeService, Lost
 
 CONFIG_JSON = b'{"model_type": "llama"}'
 NUM_CHUNKS = 10
+# For what happens behind the wire.
+one_wire = pytest.mark.parametrize("wire", ["http"])
 
 
 def model_bytes(seed: int) -> bytes:
@@ -67,6 +69,7 @@ def test_a_pulled_version_has_the_files_and_latest_names_it(
     assert 2 <= service.max_in_flight <= ClientConfig().fetches_in_flight
 
 
+@one_wire
 @pytest.mark.parametrize("is_good", [True, False])
 def test_a_file_is_put_on_disk_while_the_next_one_comes(
     service: FakeService,
@@ -102,6 +105,7 @@ def test_a_file_is_put_on_disk_while_the_next_one_comes(
     assert versions(root) == set()
 
 
+@one_wire
 def test_what_is_here_already_is_not_fetched(
     service: FakeService, client: RatoonClient, root: Path
 ):
@@ -119,6 +123,7 @@ def test_what_is_here_already_is_not_fetched(
     assert (root / "latest" / "model.safetensors").read_bytes() == model_bytes(2)
 
 
+@one_wire
 def test_a_local_file_that_was_changed_is_fetched_again(
     service: FakeService, client: RatoonClient, root: Path
 ):
@@ -129,6 +134,7 @@ def test_a_local_file_that_was_changed_is_fetched_again(
     assert (pulled.folder / "config.json").read_bytes() == CONFIG_JSON
 
 
+@one_wire
 def test_a_version_that_was_changed_in_place_is_not_taken_for_whole(
     service: FakeService, client: RatoonClient, root: Path
 ):
@@ -200,6 +206,7 @@ def test_an_interrupted_pull_goes_on_where_it_stopped(service: FakeService, url:
     assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(1)
 
 
+@one_wire
 def test_only_chunks_that_went_bad_on_disk_are_fetched_again(
     service: FakeService, client: RatoonClient, root: Path
 ):
@@ -222,6 +229,7 @@ def test_only_chunks_that_went_bad_on_disk_are_fetched_again(
     assert service.calls["FetchWeights"] == 4
 
 
+@one_wire
 def test_a_whole_file_of_another_digest_is_forgotten(service: FakeService, url: str, root: Path):
     """Chunks that agree with a log but not with the file, as after a server's mistake."""
     digest = xxhash.xxh3_128_hexdigest(model_bytes(1))
@@ -243,6 +251,7 @@ def test_a_whole_file_of_another_digest_is_forgotten(service: FakeService, url: 
     assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(1)
 
 
+@one_wire
 def test_old_versions_go_and_latest_stays(service: FakeService, client: RatoonClient, root: Path):
     for version in (1, 2, 3, 4):
         service.publish(version, {"model.safetensors": model_bytes(version)})
@@ -260,6 +269,7 @@ def test_old_versions_go_and_latest_stays(service: FakeService, client: RatoonCl
     assert versions(root) == {"version-5"}
 
 
+@one_wire
 def test_a_policy_made_anew_replaces_a_version_of_the_same_number(
     service: FakeService, client: RatoonClient, root: Path
 ):
@@ -289,6 +299,7 @@ def test_a_version_retired_during_the_pull_gives_way_to_the_newest(
         client.pull_weights("p", root, 1)
 
 
+@one_wire
 def test_pulls_into_one_folder_take_turns(service: FakeService, url: str, root: Path):
     def pull(_: int) -> int:
         with RatoonClient(url, timeout_s=10.0) as client:
@@ -315,6 +326,7 @@ async def test_a_cancelled_pull_leaves_no_version_and_no_lock(
         assert (await client.pull_weights("p", root)).version == 1
 
 
+@one_wire
 def test_a_file_that_two_names_share_is_fetched_once(
     service: FakeService, client: RatoonClient, root: Path
 ):
@@ -325,6 +337,7 @@ def test_a_file_that_two_names_share_is_fetched_once(
     assert (pulled.folder / "empty.txt").read_bytes() == b""
 
 
+@one_wire
 @pytest.mark.parametrize(
     "name", ["../evil", "a/b", "..", ".", "", MANIFEST_NAME, "a\0b", "x" * 256]
 )
@@ -338,6 +351,7 @@ def test_a_name_that_leads_elsewhere_is_refused(
     assert not (root.parent / "evil").exists()
 
 
+@one_wire
 def test_a_full_disk_leaves_the_versions_as_they_were(
     service: FakeService, client: RatoonClient, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -366,6 +380,7 @@ def test_a_range_of_another_file_is_refused(service: FakeService, root: Path):
     assert versions(root) == set()
 
 
+@one_wire
 def test_what_a_killed_pull_left_is_removed(client: RatoonClient, root: Path):
     (root / ".staged-1").mkdir(parents=True)
     (root / ".staged-1" / "model.safetensors").write_bytes(b"half")

@@ -12,9 +12,7 @@ import xxhash
 
 from ratoon.stream.deltas import write_delta
 from ratoon.stream.files import seal_bytes
-from ratoon.stream.manifest import WeightManifest
 from ratoon_client import RatoonApiError, RatoonClient, TransportError
-from ratoon_proto.types import WeightFile, WeightKind
 from tests.client.fake_service import (
     CHUNK_BYTES,
     FakePolicy,
@@ -22,10 +20,16 @@ from tests.client.fake_service import (
     LostAnswerError,
     RefusalError,
 )
-from tests.stream.samples import NAME, safetensors
+from tests.stream.samples import NAME, put_version, safetensors
 
 CONFIG = b'{"model_type": "llama"}'
 NUM_WORDS = 4000
+
+
+@pytest.fixture
+def wire() -> str:
+    """Files come by both wires in test_pull."""
+    return "http"
 
 
 def model(version: int) -> dict[str, bytes]:
@@ -41,20 +45,9 @@ def delta_between(
 ) -> bytes:
     """The delta as the service writes it."""
 
-    def put(name: str, contents: Mapping[str, bytes]) -> WeightManifest:
-        (folder / name).mkdir()
-        for file, data in contents.items():
-            (folder / name / file).write_bytes(data)
-        files = tuple(
-            WeightFile(name=file, size_bytes=len(data), digest=xxhash.xxh3_128_hexdigest(data))
-            for file, data in contents.items()
-        )
-        return WeightManifest(
-            policy_id="p", version=parent, kind=WeightKind.FULL, files=files, created_at=0.0
-        )
-
     folder.mkdir()
-    parents, files = put("before", before), put("after", after).files
+    parents = put_version(folder / "before", before, parent)
+    files = put_version(folder / "after", after).files
     write_delta(folder / "delta", folder / "before", parents, folder / "after", files)
     return (folder / "delta").read_bytes()
 

@@ -30,6 +30,12 @@ SECOND = {MODEL: b"2" * 5000, "config.json": b"{}"}
 WAIT_S = 30.0
 
 
+@pytest.fixture
+def wire() -> str:
+    """Files come by both wires in test_pull."""
+    return "http"
+
+
 class Publisher:
     """Publishes to the fake service and, as a worker does, to the folder `weights_root`."""
 
