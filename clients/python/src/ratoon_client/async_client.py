@@ -6,6 +6,7 @@ A method that returns a handle has been durably accepted.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Self, Unpack
 from ratoon_client import rpcs
 from ratoon_client.arguments import all_of, check_seconds
 from ratoon_client.caller import Caller
-from ratoon_client.config import ClientConfig, with_api_key, with_timeouts, with_tls_files
+from ratoon_client.config import ClientConfig, with_api_key, with_tls_files
 from ratoon_client.errors import RatoonApiError
 from ratoon_client.operation import POLL_S, AsyncOperationHandle, get_operation
 from ratoon_client.rollouts import Group
@@ -83,8 +84,9 @@ class AsyncRatoonClient:
         config: ClientConfig | None = None,
     ) -> None:
         scheme, _ = check_target(target)
-        timed = with_timeouts(config or ClientConfig(), timeout_s, attempt_timeout_s)
-        keyed = with_api_key(timed, api_key)
+        times = {"timeout_s": timeout_s, "attempt_timeout_s": attempt_timeout_s}
+        given = {name: value for name, value in times.items() if value is not None}
+        keyed = with_api_key(replace(config or ClientConfig(), **given), api_key)
         check_key_target(target, keyed)
         self._config = with_tls_files(
             keyed, ca_file, cert_file, key_file, is_tls=scheme in TLS_SCHEMES

@@ -131,7 +131,8 @@ class VersionsFolder:
             else:
                 _link(source, target)
             placed[file.digest] = target
-        _write_manifest(staged / MANIFEST_NAME, manifest)
+        listed = asdict(manifest) | {"created_at": manifest.created_at.isoformat()}
+        _write_json(staged / MANIFEST_NAME, listed)
         _fsync_folder(staged)
         self._put(staged, self.version_folder(manifest.version))
         return self.version_folder(manifest.version)
@@ -194,9 +195,8 @@ def files_of(folder: Path) -> set[WeightFile]:
         return set()
 
 
-def _write_manifest(path: Path, manifest: WeightManifest) -> None:
-    data = asdict(manifest) | {"created_at": manifest.created_at.isoformat()}
-    with path.open("x", encoding="utf-8") as file:
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
@@ -256,8 +256,5 @@ def read_committed(root: Path, policy_id: str) -> Committed | None:
 def write_committed(root: Path, committed: Committed) -> None:
     # Named as what an interrupted pull leaves, which the next one removes.
     staged = root / f".staged-{COMMITTED_NAME}"
-    with staged.open("w", encoding="utf-8") as file:
-        json.dump(asdict(committed), file)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_json(staged, asdict(committed))
     staged.replace(root / COMMITTED_NAME)

@@ -98,8 +98,7 @@ class VllmAdapter(EngineHttp):
         return self._get("/v1/models").fields.get("data") or []
 
     def _pause(self) -> None:
-        before = self._find("/is_paused")
-        was_paused = before is not None and before.fields.get("is_paused") is True
+        was_paused = self._is_paused()
         self._may_have_leftovers |= was_paused
         try:
             self._post("/pause?mode=wait", timeout_s=self._drain_s)
@@ -109,6 +108,10 @@ class VllmAdapter(EngineHttp):
                 with suppress(EngineError):
                     self._post("/resume")
             raise
+
+    def _is_paused(self) -> bool:
+        answer = self._find("/is_paused")
+        return answer is not None and answer.fields.get("is_paused") is True
 
     def _load(self, path: str) -> None:
         """Old keys and values would answer for tokens that the new weights have not seen.

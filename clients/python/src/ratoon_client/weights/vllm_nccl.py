@@ -63,8 +63,7 @@ class VllmNcclAdapter(VllmAdapter):
 
     def _stage(self, folder: Path, manifest: WeightManifest) -> None:
         self._num_workers = int(self._get("/get_world_size").fields["world_size"])
-        paused = self._find("/is_paused")
-        self._was_paused = paused is not None and paused.fields.get("is_paused") is True
+        self._was_paused = self._is_paused()
         if self._was_paused and self._num_workers > 1:
             raise EngineError(f"{self._url} was paused before: {_RESTART}")
         started_at = self._started_at()
