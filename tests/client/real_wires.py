@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +76,10 @@ async def _started(
         defaults=SpecDefaults(models_root=folder, micro_batch_tokens=4096),
         device="cpu",
     )
-    store = None if files is None else CertificateStore(files)
+
+    def context(*protocols: str) -> ssl.SSLContext | None:
+        return files and server_context(CertificateStore(files), protocols=protocols)
+
     grpc = await start_grpc(
         service,
         LIMITS,
@@ -83,13 +87,13 @@ async def _started(
         host="127.0.0.1",
         port=0,
         max_message_bytes=MESSAGE_BYTES,
-        context=None if store is None else server_context(store, protocols=("h2",)),
+        context=context("h2"),
     )
     http = await start_http(
         create_app(service, LIMITS, gate=gate),
         host="127.0.0.1",
         port=0,
         bounds=EdgeBounds(),
-        context=None if store is None else server_context(store),
+        context=context(),
     )
     return RealWires(http=http, grpc=grpc, is_tls=files is not None, engine=engine, loop=loop)

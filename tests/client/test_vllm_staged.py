@@ -11,7 +11,7 @@ import threading
 import tomllib
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -109,35 +109,43 @@ def stage_info(of: tuple[Path, WeightManifest], staging_id: str) -> dict[str, An
     }
 
 
-async def commit(
-    vllm: StagedVllmAdapter, root: Path, number: int, *, previous: int | None = None
-) -> float:
-    folder, listed = version(root, number)
-    old = None if previous is None else version(root, previous)[0]
-    return await vllm.commit(folder, listed, previous=old)
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    """An engine, its adapter, and a root for folders of versions."""
+
+    root: Path
+    engine: StagingEngine
+    vllm: StagedVllmAdapter
+
+    def version(self, number: int, data: bytes | None = None) -> tuple[Path, WeightManifest]:
+        return version(self.root, number, data)
+
+    async def commit(self, number: int, *, previous: int | None = None) -> float:
+        folder, listed = self.version(number)
+        old = None if previous is None else self.version(previous)[0]
+        return await self.vllm.commit(folder, listed, previous=old)
 
 
-async def test_versions_are_received(
-    service: FakeService,
-    client: AsyncRatoonClient,
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-):
-    receiver = client.weight_receiver("p", tmp_path / "mirror", vllm)
+@pytest.fixture
+def rig(tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter) -> Rig:
+    return Rig(root=tmp_path, engine=engine, vllm=vllm)
+
+
+async def test_versions_are_received(rig: Rig, service: FakeService, client: AsyncRatoonClient):
+    receiver = client.weight_receiver("p", rig.root / "mirror", rig.vllm)
     for number in (1, 2):
         service.publish(number, {FILE: model(number), "config.json": b"{}"})
         received = await receiver.sync_once()
         assert received is not None
         assert received.pause_s > 0
-        assert engine.sample() == model(number)
+        assert rig.engine.sample() == model(number)
     assert await receiver.sync_once() is None
-    engine.start()
-    assert engine.sample() == model(0)
+    rig.engine.start()
+    assert rig.engine.sample() == model(0)
     assert await receiver.sync_once() is not None
-    assert engine.sample() == model(2)
+    assert rig.engine.sample() == model(2)
     # Nothing was loaded from a folder.
-    loads = [body for path, body in engine.calls if path == "/collective_rpc"]
+    loads = [body for path, body in rig.engine.calls if path == "/collective_rpc"]
     assert {body["method"] for body in loads} == {"weight_transfer_engine"}
 
 
@@ -157,23 +165,20 @@ def test_ratoonctl_stages_versions(
 
 
 async def test_the_engine_samples_until_every_worker_has_staged(
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     held = Held(monkeypatch)
     was_asked = threading.Semaphore(0)
-    engine.on_call = lambda path: was_asked.release() if path == "/collective_rpc" else None
-    committing = asyncio.create_task(commit(vllm, tmp_path, 1))
+    rig.engine.on_call = lambda path: was_asked.release() if path == "/collective_rpc" else None
+    committing = asyncio.create_task(rig.commit(1))
     for _ in range(3):
         assert await asyncio.to_thread(was_asked.acquire, timeout=WAIT_S)
-    assert engine.sample() == model(0)
-    assert "/pause?mode=wait" not in engine.paths()
+    assert rig.engine.sample() == model(0)
+    assert "/pause?mode=wait" not in rig.engine.paths()
     held.go.set()
     await committing
-    assert engine.sample() == model(1)
-    assert engine.paths()[engine.paths().index("/pause?mode=wait") :] == [
+    assert rig.engine.sample() == model(1)
+    assert rig.engine.paths()[rig.engine.paths().index("/pause?mode=wait") :] == [
         "/pause?mode=wait",
         "/start_weight_update",
         "/update_weights",
@@ -200,18 +205,16 @@ class LateWorker:
 
 
 @pytest.mark.parametrize("rank", range(NUM_WORKERS))
-async def test_no_worker_is_passed_over(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, rank: int
-):
-    worker = engine.workers[rank]
+async def test_no_worker_is_passed_over(rig: Rig, rank: int):
+    worker = rig.engine.workers[rank]
     late = worker.weight_transfer_engine = LateWorker(worker.weight_transfer_engine, None)
-    await commit(vllm, tmp_path, 1)
+    await rig.commit(1)
     assert late.num_answers == 3
     worker.weight_transfer_engine = LateWorker(worker.weight_transfer_engine, "no memory")
     with pytest.raises(EngineError, match="not staged: no memory"):
-        await commit(vllm, tmp_path, 2)
-    assert engine.sample() == model(1)
-    assert engine.paths().count("/pause?mode=wait") == 1
+        await rig.commit(2)
+    assert rig.engine.sample() == model(1)
+    assert rig.engine.paths().count("/pause?mode=wait") == 1
 
 
 def test_an_update_of_what_is_not_staged_changes_nothing(tmp_path: Path, engine: StagingEngine):
@@ -245,21 +248,19 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("kind", SPOILED)
-async def test_bytes_that_are_not_the_manifests_cause_no_pause(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, kind: str
-):
+async def test_bytes_that_are_not_the_manifests_cause_no_pause(rig: Rig, kind: str):
     data, message = SPOILED[kind]
-    folder, listed = version(tmp_path, 1)
+    folder, listed = rig.version(1)
     if data is None:
         (folder / FILE).unlink()
     else:
         (folder / FILE).write_bytes(data)
     with pytest.raises(EngineError, match=message):
-        await vllm.commit(folder, listed, previous=None)
-    assert "/pause?mode=wait" not in engine.paths()
-    assert engine.sample() == model(0)
-    await commit(vllm, tmp_path, 1)
-    assert engine.sample() == model(1)
+        await rig.vllm.commit(folder, listed, previous=None)
+    assert "/pause?mode=wait" not in rig.engine.paths()
+    assert rig.engine.sample() == model(0)
+    await rig.commit(1)
+    assert rig.engine.sample() == model(1)
 
 
 @pytest.mark.parametrize(
@@ -270,27 +271,23 @@ async def test_bytes_that_are_not_the_manifests_cause_no_pause(
         (b"", "not staged"),
     ],
 )
-async def test_files_without_tensors_cause_no_pause(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, data: bytes, message: str
-):
-    folder, listed = version(tmp_path, 1, data)
+async def test_files_without_tensors_cause_no_pause(rig: Rig, data: bytes, message: str):
+    folder, listed = rig.version(1, data)
     with pytest.raises(EngineError, match=message):
-        await vllm.commit(folder, listed, previous=None)
-    assert "/pause?mode=wait" not in engine.paths()
+        await rig.vllm.commit(folder, listed, previous=None)
+    assert "/pause?mode=wait" not in rig.engine.paths()
 
 
-async def test_a_version_of_several_files_and_float32_is_loaded(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
-):
+async def test_a_version_of_several_files_and_float32_is_loaded(rig: Rig):
     values = tensors(1)
-    folder, _ = version(tmp_path, 1)
+    folder, _ = rig.version(1)
     files: list[WeightFile] = []
     for number, name in enumerate(NAMES):
         data = save({name: values[name].float() if number % 2 else values[name]})
         files.append(weight_file(f"model-{number}.safetensors", data))
         (folder / files[-1].name).write_bytes(data)
-    await vllm.commit(folder, manifest(1, files), previous=None)
-    assert engine.sample() == model(1)
+    await rig.vllm.commit(folder, manifest(1, files), previous=None)
+    assert rig.engine.sample() == model(1)
 
 
 @pytest.mark.parametrize(
@@ -303,110 +300,92 @@ async def test_a_version_of_several_files_and_float32_is_loaded(
     ],
 )
 async def test_a_load_that_fails_is_undone_and_the_next_is_taken(
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-    path: str,
-    fault: int | Exception,
+    rig: Rig, path: str, fault: int | Exception
 ):
     """500: in the middle of a layer of one worker, whose update is over; the other's is not."""
-    await commit(vllm, tmp_path, 1)
-    engine.faults[path] = [fault] * (2 if path == "/start_weight_update" else 1)
+    await rig.commit(1)
+    rig.engine.faults[path] = [fault] * (2 if path == "/start_weight_update" else 1)
     with pytest.raises(EngineError, match="version-1 is loaded again"):
-        await commit(vllm, tmp_path, 2, previous=1)
-    assert engine.sample() == model(1)
-    await commit(vllm, tmp_path, 3, previous=1)
-    assert engine.sample() == model(3)
-    assert engine.sampled == {model(1), model(3)}
+        await rig.commit(2, previous=1)
+    assert rig.engine.sample() == model(1)
+    await rig.commit(3, previous=1)
+    assert rig.engine.sample() == model(3)
+    assert rig.engine.sampled == {model(1), model(3)}
 
 
-async def test_an_engine_that_takes_neither_version_stays_paused(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
-):
-    await commit(vllm, tmp_path, 1)
-    engine.faults["/update_weights"] = [500]
+async def test_an_engine_that_takes_neither_version_stays_paused(rig: Rig):
+    await rig.commit(1)
+    rig.engine.faults["/update_weights"] = [500]
     # What was staged is asked for by the same call.
-    engine.on_call = lambda path: (
-        engine.faults.update({"/collective_rpc": [500]}) if path == "/update_weights" else None
+    rig.engine.on_call = lambda path: (
+        rig.engine.faults.update({"/collective_rpc": [500]}) if path == "/update_weights" else None
     )
     with pytest.raises(EngineError, match="the engine is left paused"):
-        await commit(vllm, tmp_path, 2, previous=1)
-    assert engine.sample() is None
+        await rig.commit(2, previous=1)
+    assert rig.engine.sample() is None
 
 
-async def test_a_version_without_one_of_the_parameters_is_undone(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
-):
-    await commit(vllm, tmp_path, 1)
+async def test_a_version_without_one_of_the_parameters_is_undone(rig: Rig):
+    await rig.commit(1)
     values = tensors(2)
     del values[NAMES[1]]
-    folder, listed = version(tmp_path, 2, save(values))
+    folder, listed = rig.version(2, save(values))
     with pytest.raises(EngineError, match=rf"{NAMES[1]}.*version-1 is loaded again"):
-        await vllm.commit(folder, listed, previous=tmp_path / "version-1")
-    assert engine.sample() == model(1)
+        await rig.vllm.commit(folder, listed, previous=rig.root / "version-1")
+    assert rig.engine.sample() == model(1)
 
 
 async def test_a_version_that_comes_during_another_waits_for_its_memory(
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     held = Held(monkeypatch)
-    vllm._load_s = 0.0
+    rig.vllm._load_s = 0.0
     with pytest.raises(EngineError, match=r"version-1 is not staged after 0\.0 s"):
-        await commit(vllm, tmp_path, 1)
-    vllm._load_s = WAIT_S
-    first = [worker.weight_transfer_engine._staging for worker in engine.workers]
-    committing = asyncio.create_task(commit(vllm, tmp_path, 2))
+        await rig.commit(1)
+    rig.vllm._load_s = WAIT_S
+    first = [worker.weight_transfer_engine._staging for worker in rig.engine.workers]
+    committing = asyncio.create_task(rig.commit(2))
     begun = threading.Event()
-    engine.on_call = lambda path: begun.set() if path == "/collective_rpc" else None
+    rig.engine.on_call = lambda path: begun.set() if path == "/collective_rpc" else None
     assert await asyncio.to_thread(begun.wait, WAIT_S)
-    for worker in engine.workers:
+    for worker in rig.engine.workers:
         worker.weight_transfer_engine._staging._thread.join(0.2)
         assert worker.weight_transfer_engine._staging.is_running
     held.go.set()
     await committing
-    assert engine.sample() == model(2)
+    assert rig.engine.sample() == model(2)
     assert all("another version came" in staging.error for staging in first)
 
 
 async def test_an_engine_that_restarts_while_it_stages_is_not_paused(
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     held = Held(monkeypatch)
-    engine.on_call = lambda path: engine.start() if path == "/collective_rpc" else None
+    rig.engine.on_call = lambda path: rig.engine.start() if path == "/collective_rpc" else None
     with pytest.raises(EngineError, match="staged no more"):
-        await commit(vllm, tmp_path, 1)
+        await rig.commit(1)
     held.go.set()
-    assert "/pause?mode=wait" not in engine.paths()
+    assert "/pause?mode=wait" not in rig.engine.paths()
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/collective_rpc"])
-async def test_an_engine_that_does_not_know_the_backend_is_not_paused(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, path: str
-):
-    engine.faults[path] = [500]
+async def test_an_engine_that_does_not_know_the_backend_is_not_paused(rig: Rig, path: str):
+    rig.engine.faults[path] = [500]
     with pytest.raises(EngineError, match=f"{path} answered 500"):
-        await commit(vllm, tmp_path, 1)
-    assert "/pause?mode=wait" not in engine.paths()
+        await rig.commit(1)
+    assert "/pause?mode=wait" not in rig.engine.paths()
 
 
-async def test_host_memory_is_used_again(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
-):
+async def test_host_memory_is_used_again(rig: Rig):
     def places() -> list[int]:
-        staged = [worker.weight_transfer_engine._staging.wait() for worker in engine.workers]
+        staged = [worker.weight_transfer_engine._staging.wait() for worker in rig.engine.workers]
         return [tensor.data_ptr() for worker in staged for tensor in worker.values()]
 
-    await commit(vllm, tmp_path, 1)
+    await rig.commit(1)
     first = places()
-    await commit(vllm, tmp_path, 2)
+    await rig.commit(2)
     assert places() == first
-    assert engine.sample() == model(2)
+    assert rig.engine.sample() == model(2)
 
 
 def test_host_memory_grows_and_goes_with_its_file():
