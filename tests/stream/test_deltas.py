@@ -133,11 +133,11 @@ def test_a_file_of_many_runs_with_long_stretches_that_stay(versions: Versions) -
     assert versions.path.stat().st_size < 1000
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("num_parts", [1, 3])
 def test_processes_apart_write_the_same_delta(
     versions: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int
 ) -> None:
-    """Two runs are one part, or two, or two and some parts without any."""
+    """Two runs are one part, or two parts and one without any."""
     random = np.random.default_rng(0)
     old = [("F32", random.bytes(4 * 5000)), ("BF16", random.bytes(2 * 3000))]
     new = [(dtype, flipped(data, 2, range(7, 2000, 9), seed=1)) for dtype, data in old]
