@@ -2,6 +2,11 @@
 
 Nothing is summed on the way: the receiver adds, in the order of ranks. So no figure depends on a
 backend's algorithm or buckets, and tests with Gloo on a CPU hold for NCCL on GPUs.
+
+Each rank has a TCP connection to rank 0, on which nothing is ever sent. The kernels of both
+machines probe it (keepalive) and close it when no answer comes. A copy between ranks waits for as
+long as the other rank may compute, so without these connections a rank would wait for hours for a
+machine behind a network that drops its packets.
 """
 
 from __future__ import annotations

@@ -7,6 +7,11 @@ parameter has its shape and no memory. Autograd and compiled layers keep paramet
 them: these share the storage that is emptied and filled, and no version counter notices.
 
 Values change only between passes, in place at their owners.
+
+A rank's memory is mapped by other processes of the same node: its owner writes, they read. On a CPU
+it is anonymous (memfd_create(2)), and others find it among the owner's descriptors (proc(5)): it
+has no name that could be left over, and is freed with the last process that maps it. On a GPU it is
+shared by CUDA's IPC handles.
 """
 
 from __future__ import annotations

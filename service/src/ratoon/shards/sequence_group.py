@@ -9,6 +9,9 @@ it, and receives zeros.
 
 No exchange adds. If several ranks attend copies of one key head, the rank that has the token adds
 their gradients in rank order.
+
+Each exchange is agreed on first, on the host: so nothing waits on a device for a rank that has
+failed, and all of them stop at the same place, from where another pass can begin.
 """
 
 from __future__ import annotations
@@ -175,7 +178,7 @@ class _Word(IntEnum):
 
 
 class SequenceLink:
-    """`sequence_group.Link` of one pass.
+    """`Link` of one pass.
 
     States: running; over, once a rank has said that it failed, or cannot be reached.
     """

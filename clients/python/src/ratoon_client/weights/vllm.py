@@ -3,6 +3,9 @@
 A full version is loaded in place while generation is paused; the engine samples again once the
 new weights or the old ones are in whole, and stays paused where neither could be loaded. LoRA
 versions (VLLM_ALLOW_RUNTIME_LORA_UPDATING=True) get a name each, without a pause.
+
+A server with the weight transfer backend `ratoon`, which `register` gives to vLLM, has a version in
+its workers' memory before it is paused.
 """
 
 from __future__ import annotations
