@@ -70,7 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         answer = self.answers(
-            Request(method=self.command, path=self.path, headers=self.headers, body=body)
+            Request(
+                method=self.command, path=self.path, headers=dict(self.headers.items()), body=body
+            )
         )
         is_whole = answer is not None and isinstance(answer.body, bytes)
         self.close_connection |= not is_whole or not self.is_kept

@@ -23,15 +23,15 @@ class LocalStore(ObjectStore):
 
 
 class _Objects(LocalFileSystem):
-    def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         make_folder(Path(path).parent)
         write_atomic(Path(path), value)
 
     def rm_file(self, path: str) -> None:
         Path(path).unlink(missing_ok=True)
 
-    def find(self, path: str, **options: Any) -> list[str]:
-        found: list[str] = super().find(path, **options)
+    def find(self, path: str, *args: Any, **options: Any) -> list[str]:
+        found: Any = super().find(path, *args, **options)
         return [name for name in found if f"/{TEMPORARY_PREFIX}" not in name]
 
     def call_s3(self, *_: Any, **__: Any) -> dict[str, Any]:
