@@ -28,8 +28,7 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
 from ratoon_client import Group as Rollouts
 from ratoon_client import Loss, Optim, RatoonClient, RatoonClientError, group, rollout
-from ratoon_client.values import StepResult
-from ratoon_proto.types import ModelDtypeName
+from ratoon_proto.types import ModelDtypeName, StepResult
 
 Row = dict[str, Any]
 

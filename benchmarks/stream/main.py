@@ -35,7 +35,7 @@ from benchmarks.stream import bare_servers, delta
 from harness.environment import describe
 from harness.service import Service
 from ratoon_client import ClientConfig, Loss, Optim, Publish, RatoonClient
-from ratoon_client.values import WeightManifest
+from ratoon_proto.types import WeightManifest
 
 BEGIN = "<!-- streams: written by benchmarks/stream/main.py -->"
 END = "<!-- end of streams -->"

@@ -38,10 +38,7 @@ class Guarded:
     gate: Gate
 
     def key(self, scope: Scope, policies: tuple[str, ...] | None = None, **changes: Any) -> str:
-        values = {"note": "", "created_at": time.time(), "expires_at": None} | changes
-        key, text = new_key(scope=scope, policies=policies, **values)
-        KeyFile(self.root).add(key)
-        return text
+        return make_key(self.root, scope, policies, **changes)
 
     def wire(self, name: str, key: str = "") -> Wire:
         """A wire that sends `key` with every call."""
@@ -58,6 +55,15 @@ class Guarded:
     def audit(self) -> list[dict[str, Any]]:
         lines = (self.root / "access" / "audit.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def make_key(
+    root: Path, scope: Scope, policies: tuple[str, ...] | None = None, **changes: Any
+) -> str:
+    values = {"note": "", "created_at": time.time(), "expires_at": None} | changes
+    key, text = new_key(scope=scope, policies=policies, **values)
+    KeyFile(root).add(key)
+    return text
 
 
 class _Keyed:

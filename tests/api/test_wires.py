@@ -8,7 +8,7 @@ import pytest
 from ratoon.engine.commands import RequestKey, SeqKey, UpdateCommand
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon_client import Correction, CorrectionMask, FromForward, Loss
-from ratoon_client.wire.encode import loss_message
+from ratoon_client.wire import loss_message
 from ratoon_proto.codec import encode_array
 from ratoon_proto.types import (
     AdvantageKind,

@@ -11,7 +11,7 @@ from ratoon.cli import cli
 from ratoon.edge.tls import CertificateFiles
 from ratoon.sole_service import free_port
 from tests.certificates import make_authority
-from tests.client.tls_service import serving_tls
+from tests.client.real_wires import serving_wires
 
 
 def _health(port: int, monkeypatch: pytest.MonkeyPatch, files: CertificateFiles | None) -> int:
@@ -35,10 +35,10 @@ def test_a_service_with_tls_is_well(
     make_authority("servers").issue(cert, key, "ratoon.example", addresses=())
     client_ca.write_bytes(make_authority("clients").pem)
     files = CertificateFiles(cert=cert, key=key, client_ca=client_ca if asks_clients else None)
-    with serving_tls(tmp_path, files) as service:
-        assert _health(service.ports["http"], monkeypatch, files) == 0
+    with serving_wires(tmp_path, files=files) as service:
+        assert _health(service.port("http"), monkeypatch, files) == 0
         # What speaks no TLS is not this service.
-        assert _health(service.ports["http"] + 1, monkeypatch, files) == 1
+        assert _health(service.port("http") + 1, monkeypatch, files) == 1
 
 
 def test_nobody_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:

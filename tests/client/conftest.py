@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ratoon_client import ClientConfig, RatoonClient
+from ratoon_client import ClientConfig, PulledWeights, RatoonClient
 from tests.client.fake_grpc import serving_grpc
 from tests.client.fake_http import serving_http
 from tests.client.fake_service import FakeService
@@ -52,6 +54,23 @@ def url(service: FakeService, wire: str) -> Iterator[str]:
 def client(url: str) -> Iterator[RatoonClient]:
     with RatoonClient(url, config=CONFIG) as client:
         yield client
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    """A service, a client of it and a folder for versions."""
+
+    service: FakeService
+    client: RatoonClient
+    root: Path
+
+    def pull(self, version: int | None = None, **options: Any) -> PulledWeights:
+        return self.client.pull_weights("p", self.root, version, **options)
+
+
+@pytest.fixture
+def rig(service: FakeService, client: RatoonClient, root: Path) -> Rig:
+    return Rig(service=service, client=client, root=root)
 
 
 @pytest.fixture

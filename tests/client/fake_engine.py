@@ -10,9 +10,10 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.client.http_server import Answer, Request, serving
 
 FILE = "model.safetensors"
 ROOT = "/models/start"
@@ -119,53 +120,25 @@ class FakeEngine:
         self.weights = new if is_whole else new[:middle] + self.weights[middle:]
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 128
-
-
 @contextmanager
 def serving_engine(engine: FakeEngine, port: int = 0) -> Iterator[str]:
     """Gives `http://127.0.0.1:port`."""
 
-    class Handler(_Handler):
-        fake = engine
-
-    server = _Server(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        engine.released.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    fake: FakeEngine
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        body = json.loads(self.rfile.read(length)) if length else None
-        self.close_connection = True
+    def answer(request: Request) -> Answer | None:
+        body = json.loads(request.body) if request.body else None
         try:
-            status, answer = self.fake.answer(self.path, body)
+            status, said = engine.answer(request.path, body)
         except HangError:
-            self.fake.released.wait(30)
-            return
+            engine.released.wait(30)
+            return None
         except ConnectionError:
-            return
-        data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+            return None
+        return Answer(
+            status=status, body=(said if isinstance(said, str) else json.dumps(said)).encode()
+        )
 
-    do_POST = do_GET
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        pass
+    with serving(answer, port=port, keeps_alive=False) as url:
+        try:
+            yield url
+        finally:
+            engine.released.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
+from ratoon_client.blocking import LoopThread
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from tests.client.fake_service import FakeService, LostAnswerError, RefusalError
 
@@ -29,17 +29,13 @@ _STATUS = {
 @contextmanager
 def serving_grpc(service: FakeService) -> Iterator[str]:
     """Gives `grpc://host:port`."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    server, port = asyncio.run_coroutine_threadsafe(_start(service), loop).result(10)
+    loop = LoopThread()
+    server, port = loop.run(_start(service))
     try:
         yield f"grpc://127.0.0.1:{port}"
     finally:
-        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        loop.run(server.stop(0))
+        loop.stop()
 
 
 async def _start(service: FakeService) -> tuple[grpc.aio.Server, int]:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -132,11 +133,18 @@ class FakeService:
         for policy in self.policies.values():
             for version, files in policy.weights.items():
                 for data in (*files.values(), *(data for _, data in policy.deltas[version])):
-                    if xxhash.xxh3_128_hexdigest(data) == digest:
+                    if _digest(data) == digest:
                         return data
         if digest in self.result_files:
             return self.result_files[digest]
         raise RefusalError("WEIGHTS_NOT_FOUND", field="digest")
+
+    def named_file(self, policy_id: str, version: int, name: str) -> weights_pb2.WeightFile:
+        """A file of a version, or of a delta to it."""
+        with self.lock:
+            manifest = self._manifest(policy_id, version)
+        files = [*manifest.files, *(delta.file for delta in manifest.deltas)]
+        return next(file for file in files if file.name == name)
 
     def slow_chunk(self) -> None:
         """Hold a chunk for a moment, so that several are in flight."""
@@ -356,10 +364,14 @@ class FakeService:
                 min(request.wait_s, self.long_poll_s),
             )
         version = request.version if request.HasField("version") else policy.version
+        return self._manifest(request.policy_id, version)
+
+    def _manifest(self, policy_id: str, version: int) -> weights_pb2.WeightManifest:
+        policy = self._policy(policy_id)
         if version not in policy.weights:
             raise RefusalError("WEIGHTS_NOT_FOUND", field="version")
         return weights_pb2.WeightManifest(
-            policy_id=request.policy_id,
+            policy_id=policy_id,
             version=version,
             kind=weights_pb2.WEIGHT_KIND_FULL,
             files=[_weight_file(name, data) for name, data in policy.weights[version].items()],
@@ -409,6 +421,9 @@ class FakeService:
 
 
 def _weight_file(name: str, data: bytes) -> weights_pb2.WeightFile:
-    return weights_pb2.WeightFile(
-        name=name, size_bytes=len(data), digest=xxhash.xxh3_128_hexdigest(data)
-    )
+    return weights_pb2.WeightFile(name=name, size_bytes=len(data), digest=_digest(data))
+
+
+@cache
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)

@@ -1,8 +1,14 @@
-"""Small groups for calls whose content does not matter."""
+"""Groups and manifests for calls whose content does not matter."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import xxhash
+
 from ratoon_client import Group, Loss, Optim, group, rollout
+from ratoon_proto.types import WeightFile, WeightKind, WeightManifest
 
 LOSS = Loss("grpo")
 OPTIM = Optim(learning_rate=1e-3)
@@ -25,3 +31,24 @@ def one_group(name: str = "g", *, num_tokens: int = 3) -> list[Group]:
 def bad_group() -> list[Group]:
     """What the fake refuses at validation."""
     return [group("empty", [1], [])]
+
+
+def weight_file(name: str, data: bytes = b"") -> WeightFile:
+    return WeightFile(name=name, size_bytes=len(data), digest=xxhash.xxh3_128_hexdigest(data))
+
+
+def manifest(
+    version: int = 1,
+    files: Sequence[WeightFile] = (weight_file("model.safetensors"),),
+    *,
+    kind: WeightKind = WeightKind.FULL,
+    policy_id: str = "p",
+) -> WeightManifest:
+    return WeightManifest(
+        policy_id=policy_id,
+        version=version,
+        kind=kind,
+        files=tuple(files),
+        deltas=(),
+        created_at=datetime.now(UTC),
+    )

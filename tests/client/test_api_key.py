@@ -2,73 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 
-from ratoon.api.convert.policy import SpecDefaults
-from ratoon.api.service import PolicyService
+from ratoon.api.gate import build_gate
 from ratoon.auth.keys import Scope
-from ratoon.config import LimitsConfig
+from ratoon.config import AuthConfig, RatoonConfig
 from ratoon_client import ClientConfig, InvalidArgumentError, RatoonApiError, RatoonClient
 from ratoon_client.cli.app import main
 from ratoon_client.config import with_api_key
-from tests.api.fake_engine import FakeEngine
-from tests.api.guarded import Guarded, guarded_service
+from tests.api.guarded import make_key
+from tests.client.real_wires import serving_wires
 
 KEY = f"ratoon_{'1' * 12}_{'2' * 64}"
-
-
-@contextmanager
-def _on_thread(folder: Path) -> Iterator[tuple[Guarded, dict[str, str]]]:
-    """The real wires, asking for keys, over a fake engine; addresses by wire."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    ready: Future[Any] = Future()
-    over = asyncio.Event()
-
-    async def serve() -> None:
-        (folder / "weights").mkdir()
-        (folder / "weights" / "model.safetensors").write_bytes(b"0123456789")
-        engine = FakeEngine(folder=folder / "weights", gap_wait_s=0.1)
-        engine.add_file(b"0123456789")
-        service = PolicyService(
-            engine=engine,
-            limits=LimitsConfig(),
-            defaults=SpecDefaults(models_root=folder, micro_batch_tokens=4096),
-            device="cpu",
-        )
-        async with guarded_service(service, LimitsConfig(), folder / "data") as guarded:
-            config = uvicorn.Config(guarded.app, port=0, log_level="error", lifespan="off")
-            server = uvicorn.Server(config)
-            serving = asyncio.create_task(server.serve())
-            async with asyncio.timeout(20):
-                while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-                    await asyncio.sleep(0.01)
-            port = server.servers[0].sockets[0].getsockname()[1]
-            urls = {"http": f"http://127.0.0.1:{port}", "grpc": f"grpc://{guarded.address}"}
-            ready.set_result((guarded, urls))
-            await over.wait()
-            server.should_exit = True
-            await serving
-
-    served = asyncio.run_coroutine_threadsafe(serve(), loop)
-    try:
-        yield ready.result(20)
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        served.result(20)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 @pytest.mark.parametrize("wire", ["http", "grpc"])
@@ -76,9 +23,10 @@ def test_a_key_opens_every_kind_of_call(
     tmp_path: Path, wire: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RATOON_API_KEY", raising=False)
-    with _on_thread(tmp_path) as (guarded, urls):
-        admin, reader = guarded.key(Scope.ADMIN), guarded.key(Scope.READ)
-        url = urls[wire]
+    gate = build_gate(RatoonConfig(data_root=tmp_path / "data", auth=AuthConfig(required=True)))
+    admin, reader = (make_key(tmp_path / "data", scope) for scope in (Scope.ADMIN, Scope.READ))
+    with serving_wires(tmp_path, gate=gate) as service:
+        url = service.url(wire)
         with RatoonClient(url) as client:
             assert client.health().is_ok
             with pytest.raises(RatoonApiError) as refused:

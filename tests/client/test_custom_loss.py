@@ -15,6 +15,12 @@ from tests.client.fake_service import FakeService
 from tests.client.samples import OPTIM, one_group
 
 
+@pytest.fixture
+def wire() -> str:
+    """Calls are the same over both wires."""
+    return "grpc"
+
+
 def test_a_custom_loss_is_a_forward_and_weighted_cross_entropy(
     service: FakeService, client: RatoonClient
 ):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ratoon_client import EngineError
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.hf_module import ModuleAdapter
 from ratoon_proto.types import WeightKind
+from tests.client.samples import manifest
 
 FILE = "model.safetensors"
 
@@ -37,18 +36,6 @@ def llama(seed: int, *, tied: bool = True) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
-
-
-def manifest(version: int, kind: Literal["full", "adapter"] = "full") -> WeightManifest:
-    file = WeightFile(name=FILE, size_bytes=0, digest="0" * 32)
-    return WeightManifest(
-        policy_id="p",
-        version=version,
-        kind=WeightKind(kind),
-        deltas=(),
-        files=(file,),
-        created_at=datetime.now(UTC),
-    )
 
 
 def save(module: Any, folder: Path) -> Path:
@@ -220,7 +207,9 @@ async def test_a_lora_version_takes_the_place_of_the_one_before(tmp_path: Path):
     adapter = ModuleAdapter(module)
     tokens = torch.arange(8)[None]
     for version, seed in ((1, 2), (2, 3), (1, 2)):
-        await adapter.commit(folders[seed - 1], manifest(version, "adapter"), previous=None)
+        await adapter.commit(
+            folders[seed - 1], manifest(version, kind=WeightKind.ADAPTER), previous=None
+        )
         assert len(module.peft_config) == 1
         assert torch.equal(module(tokens).logits, _lora(seed)(tokens).logits)
 
@@ -236,7 +225,7 @@ async def test_a_lora_version_that_does_not_fit_leaves_the_one_before(tmp_path: 
     for spoiled in ({**whole, last: torch.zeros(3, 3)}, {n: whole[n] for n in whole if n != last}):
         save_file(dict(spoiled), path)
         with pytest.raises(EngineError):
-            await adapter.commit(folder, manifest(2, "adapter"), previous=None)
+            await adapter.commit(folder, manifest(2, kind=WeightKind.ADAPTER), previous=None)
         assert len(module.peft_config) == 1
         assert torch.equal(module(tokens).logits, _lora(1)(tokens).logits)
 
@@ -244,7 +233,7 @@ async def test_a_lora_version_that_does_not_fit_leaves_the_one_before(tmp_path: 
 async def test_a_module_without_adapters_takes_no_lora_version(tmp_path: Path):
     adapter = ModuleAdapter(llama(1))
     with pytest.raises(EngineError, match=r"LlamaForCausalLM takes no LoRA version"):
-        await adapter.commit(tmp_path, manifest(1, "adapter"), previous=None)
+        await adapter.commit(tmp_path, manifest(1, kind=WeightKind.ADAPTER), previous=None)
 
 
 async def test_a_folder_for_transformers_is_one_for_the_adapter(tmp_path: Path):

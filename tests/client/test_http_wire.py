@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from ratoon_client.config import ClientConfig
 from ratoon_client.errors import TransportError
+from ratoon_client.rpcs import GET_OPERATION
 from ratoon_client.transport.http_wire import HttpTransport
-from ratoon_client.wire.rpcs import GET_OPERATION
 from ratoon_proto.v1 import service_pb2
 
 # Twice what a client has at once.

@@ -9,7 +9,7 @@ import pytest
 
 from ratoon_client import InvalidArgumentError, Segment, group, rollout
 from ratoon_client.jsonl import parse_jsonl
-from ratoon_client.wire.encode import group_messages
+from ratoon_client.wire import group_messages
 
 
 def messages(lines: list[str], *, byte_tokens: bool = False):

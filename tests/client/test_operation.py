@@ -118,6 +118,7 @@ def test_a_poll_is_longer_than_the_service_waits_behind_a_gap(
     assert LimitsConfig().gap_wait_s < wait_s < LimitsConfig().max_wait_s
 
 
+@pytest.mark.parametrize("wire", ["http"])
 @pytest.mark.parametrize("seconds", [math.nan, -0.1, "1", True, [1.0]])
 def test_a_timeout_that_is_none_is_refused(
     service: FakeService, client: RatoonClient, seconds: float
@@ -239,6 +240,7 @@ def test_a_folder_is_imported(service: FakeService, client: RatoonClient):
     assert third.key.seq == 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("wire", ["http"])
 @pytest.mark.parametrize(
     ("folder", "options", "field"),
     [

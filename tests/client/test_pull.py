@@ -20,13 +20,15 @@ from ratoon_client import (
     RatoonClient,
     TransportError,
 )
-from ratoon_client.weights.checks import MANIFEST_NAME
-from ratoon_client.weights.partial import PartialFile
-from tests.client.conftest import serving, versions
+from ratoon_client.weights.chunks import PartialFile
+from ratoon_client.weights.folder import MANIFEST_NAME
+from tests.client.conftest import Rig, serving, versions
 from tests.client.fake_service import CHUNK_BYTES, FakePolicy, FakeService, LostAnswerError
 
 CONFIG_JSON = b'{"model_type": "llama"}'
 NUM_CHUNKS = 10
+# For what happens behind the wire.
+one_wire = pytest.mark.parametrize("wire", ["http"])
 
 
 def model_bytes(seed: int) -> bytes:
@@ -48,13 +50,11 @@ def tree(root: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_pulled_version_has_the_files_and_latest_names_it(
-    service: FakeService, client: RatoonClient, root: Path
-):
-    pulled = client.pull_weights("p", root)
-    assert (pulled.version, pulled.folder) == (1, root / "version-1")
+def test_a_pulled_version_has_the_files_and_latest_names_it(rig: Rig):
+    pulled = rig.pull()
+    assert (pulled.version, pulled.folder) == (1, rig.root / "version-1")
     assert pulled.fetched_bytes == len(model_bytes(1)) + len(CONFIG_JSON)
-    assert (root / "latest").resolve() == (root / "version-1").resolve()
+    assert (rig.root / "latest").resolve() == (rig.root / "version-1").resolve()
     assert {path.name for path in pulled.folder.iterdir()} == {
         "model.safetensors",
         "config.json",
@@ -62,20 +62,17 @@ def test_a_pulled_version_has_the_files_and_latest_names_it(
     }
     assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(1)
     assert (pulled.folder / "config.json").read_bytes() == CONFIG_JSON
-    assert service.calls["FetchWeights"] == NUM_CHUNKS + 1
-    assert {path.name for path in root.iterdir()} == {"version-1", "latest", ".lock"}
-    assert 2 <= service.max_in_flight <= ClientConfig().fetches_in_flight
+    assert rig.service.calls["FetchWeights"] == NUM_CHUNKS + 1
+    assert {path.name for path in rig.root.iterdir()} == {"version-1", "latest", ".lock"}
+    assert 2 <= rig.service.max_in_flight <= ClientConfig().fetches_in_flight
 
 
+@one_wire
 @pytest.mark.parametrize("is_good", [True, False])
 def test_a_file_is_put_on_disk_while_the_next_one_comes(
-    service: FakeService,
-    client: RatoonClient,
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_good: bool,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_good: bool
 ):
-    service.publish(2, {"a.bin": model_bytes(1), "b.bin": model_bytes(2)})
+    rig.service.publish(2, {"a.bin": model_bytes(1), "b.bin": model_bytes(2)})
     second_began, finish = threading.Event(), PartialFile.finish
     first = xxhash.xxh3_128_hexdigest(model_bytes(1))
     seen: set[str] = set()
@@ -91,90 +88,85 @@ def test_a_file_is_put_on_disk_while_the_next_one_comes(
         seen.add(digest)
         finish(self, digest if is_good else "0" * 32)
 
-    service.tamper = note
+    rig.service.tamper = note
     monkeypatch.setattr(PartialFile, "finish", slow)
     if is_good:
-        assert client.pull_weights("p", root).fetched_bytes == 2 * len(model_bytes(1))
+        assert rig.pull().fetched_bytes == 2 * len(model_bytes(1))
         assert len(seen) == 2
         return
     with pytest.raises(IntegrityError, match=r"a\.bin of version 2"):
-        client.pull_weights("p", root)
-    assert versions(root) == set()
+        rig.pull()
+    assert versions(rig.root) == set()
 
 
-def test_what_is_here_already_is_not_fetched(
-    service: FakeService, client: RatoonClient, root: Path
-):
-    client.pull_weights("p", root)
-    service.calls.clear()
-    assert client.pull_weights("p", root).fetched_bytes == 0
-    assert service.calls["FetchWeights"] == 0
+@one_wire
+def test_what_is_here_already_is_not_fetched(rig: Rig):
+    rig.pull()
+    rig.service.calls.clear()
+    assert rig.pull().fetched_bytes == 0
+    assert rig.service.calls["FetchWeights"] == 0
 
-    service.publish(2, {"model.safetensors": model_bytes(2), "config.json": CONFIG_JSON})
-    pulled = client.pull_weights("p", root)
+    rig.service.publish(2, {"model.safetensors": model_bytes(2), "config.json": CONFIG_JSON})
+    pulled = rig.pull()
     assert pulled.fetched_bytes == len(model_bytes(2))
-    assert service.calls["FetchWeights"] == NUM_CHUNKS
-    first, second = root / "version-1" / "config.json", root / "version-2" / "config.json"
+    assert rig.service.calls["FetchWeights"] == NUM_CHUNKS
+    first, second = rig.root / "version-1" / "config.json", rig.root / "version-2" / "config.json"
     assert first.samefile(second)
-    assert (root / "latest" / "model.safetensors").read_bytes() == model_bytes(2)
+    assert (rig.root / "latest" / "model.safetensors").read_bytes() == model_bytes(2)
 
 
-def test_a_local_file_that_was_changed_is_fetched_again(
-    service: FakeService, client: RatoonClient, root: Path
-):
-    client.pull_weights("p", root)
-    (root / "version-1" / "config.json").write_bytes(b"#" * len(CONFIG_JSON))
-    service.publish(2, {"model.safetensors": model_bytes(2), "config.json": CONFIG_JSON})
-    pulled = client.pull_weights("p", root)
+@one_wire
+def test_a_local_file_that_was_changed_is_fetched_again(rig: Rig):
+    rig.pull()
+    (rig.root / "version-1" / "config.json").write_bytes(b"#" * len(CONFIG_JSON))
+    rig.service.publish(2, {"model.safetensors": model_bytes(2), "config.json": CONFIG_JSON})
+    pulled = rig.pull()
     assert (pulled.folder / "config.json").read_bytes() == CONFIG_JSON
 
 
-def test_a_version_that_was_changed_in_place_is_not_taken_for_whole(
-    service: FakeService, client: RatoonClient, root: Path
-):
+@one_wire
+def test_a_version_that_was_changed_in_place_is_not_taken_for_whole(rig: Rig):
     """Its sizes were enough."""
-    client.pull_weights("p", root)
-    service.calls.clear()
-    path = root / "version-1" / "model.safetensors"
+    rig.pull()
+    rig.service.calls.clear()
+    path = rig.root / "version-1" / "model.safetensors"
     data = bytearray(model_bytes(1))
     data[100] ^= 1
     path.write_bytes(data)
-    pulled = client.pull_weights("p", root)
+    pulled = rig.pull()
     assert pulled.fetched_bytes == len(model_bytes(1))
-    assert service.calls["FetchWeights"] == NUM_CHUNKS
+    assert rig.service.calls["FetchWeights"] == NUM_CHUNKS
     assert path.read_bytes() == model_bytes(1)
-    assert {item.name for item in root.iterdir()} == {"version-1", "latest", ".lock"}
-    assert client.pull_weights("p", root).fetched_bytes == 0
+    assert {item.name for item in rig.root.iterdir()} == {"version-1", "latest", ".lock"}
+    assert rig.pull().fetched_bytes == 0
 
 
-def test_weight_pull_that_half_applied(service: FakeService, client: RatoonClient, root: Path):
+def test_weight_pull_that_half_applied(rig: Rig):
     """Trap 11, 'Weight pull that half-applied': one bad chunk of the next version."""
-    client.pull_weights("p", root)
-    before = tree(root)
-    service.publish(2, {"model.safetensors": model_bytes(2), "config.json": CONFIG_JSON})
+    rig.pull()
+    before = tree(rig.root)
+    rig.service.publish(2, {"model.safetensors": model_bytes(2), "config.json": CONFIG_JSON})
 
     def flip(data: bytes, offset: int) -> bytes:
         return bytes([data[0] ^ 1]) + data[1:] if offset == 3 * CHUNK_BYTES else data
 
-    service.tamper = flip
+    rig.service.tamper = flip
     with pytest.raises(IntegrityError, match=r"model\.safetensors"):
-        client.pull_weights("p", root)
-    after = {name: data for name, data in tree(root).items() if not name.startswith(".partial")}
+        rig.pull()
+    after = {name: data for name, data in tree(rig.root).items() if not name.startswith(".partial")}
     assert after == before
-    assert (root / "latest").readlink() == Path("version-1")
+    assert (rig.root / "latest").readlink() == Path("version-1")
 
-    service.tamper = lambda data, _: data
-    assert client.pull_weights("p", root).version == 2
-    assert (root / "latest" / "model.safetensors").read_bytes() == model_bytes(2)
+    rig.service.tamper = lambda data, _: data
+    assert rig.pull().version == 2
+    assert (rig.root / "latest" / "model.safetensors").read_bytes() == model_bytes(2)
 
 
-def test_a_chunk_that_is_too_short_is_refused(
-    service: FakeService, client: RatoonClient, root: Path
-):
-    service.tamper = lambda data, offset: data[:-1] if offset else data
+def test_a_chunk_that_is_too_short_is_refused(rig: Rig):
+    rig.service.tamper = lambda data, offset: data[:-1] if offset else data
     with pytest.raises(IntegrityError, match="63 bytes, 64 were asked for"):
-        client.pull_weights("p", root)
-    assert versions(root) == set()
+        rig.pull()
+    assert versions(rig.root) == set()
 
 
 def test_an_interrupted_pull_goes_on_where_it_stopped(service: FakeService, url: str, root: Path):
@@ -200,12 +192,11 @@ def test_an_interrupted_pull_goes_on_where_it_stopped(service: FakeService, url:
     assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(1)
 
 
-def test_only_chunks_that_went_bad_on_disk_are_fetched_again(
-    service: FakeService, client: RatoonClient, root: Path
-):
+@one_wire
+def test_only_chunks_that_went_bad_on_disk_are_fetched_again(rig: Rig):
     """An interrupted pull's file, in which a chunk has rotted and the log's end is cut off."""
     digest = xxhash.xxh3_128_hexdigest(model_bytes(1))
-    partial = root / ".partial" / digest
+    partial = rig.root / ".partial" / digest
     partial.parent.mkdir(parents=True)
     data = bytearray(model_bytes(1))
     data[2 * CHUNK_BYTES] ^= 1
@@ -215,13 +206,14 @@ def test_only_chunks_that_went_bad_on_disk_are_fetched_again(
         f"{offset} {CHUNK_BYTES} {xxhash.xxh3_128_hexdigest(good[offset : offset + CHUNK_BYTES])}"
         for offset in range(0, (NUM_CHUNKS - 1) * CHUNK_BYTES, CHUNK_BYTES)
     ]
-    (root / ".partial" / f"{digest}.chunks").write_text("\n".join(lines)[:-5])
-    pulled = client.pull_weights("p", root)
+    (rig.root / ".partial" / f"{digest}.chunks").write_text("\n".join(lines)[:-5])
+    pulled = rig.pull()
     assert (pulled.folder / "model.safetensors").read_bytes() == good
     # The rotten one, the one whose line is cut, the last short one, and config.json.
-    assert service.calls["FetchWeights"] == 4
+    assert rig.service.calls["FetchWeights"] == 4
 
 
+@one_wire
 def test_a_whole_file_of_another_digest_is_forgotten(service: FakeService, url: str, root: Path):
     """Chunks that agree with a log but not with the file, as after a server's mistake."""
     digest = xxhash.xxh3_128_hexdigest(model_bytes(1))
@@ -243,52 +235,51 @@ def test_a_whole_file_of_another_digest_is_forgotten(service: FakeService, url: 
     assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(1)
 
 
-def test_old_versions_go_and_latest_stays(service: FakeService, client: RatoonClient, root: Path):
+@one_wire
+def test_old_versions_go_and_latest_stays(rig: Rig):
     for version in (1, 2, 3, 4):
-        service.publish(version, {"model.safetensors": model_bytes(version)})
-        client.pull_weights("p", root)
-    assert versions(root) == {"version-3", "version-4"}
+        rig.service.publish(version, {"model.safetensors": model_bytes(version)})
+        rig.pull()
+    assert versions(rig.root) == {"version-3", "version-4"}
 
-    assert client.pull_weights("p", root, 1).folder == root / "version-1"
-    assert versions(root) == {"version-1", "version-4"}
-    assert (root / "latest").readlink() == Path("version-4")
+    assert rig.pull(1).folder == rig.root / "version-1"
+    assert versions(rig.root) == {"version-1", "version-4"}
+    assert (rig.root / "latest").readlink() == Path("version-4")
 
-    service.publish(5, {"model.safetensors": model_bytes(5)})
-    client.pull_weights("p", root, keep=None)
-    assert versions(root) == {"version-1", "version-4", "version-5"}
-    client.pull_weights("p", root, keep=1)
-    assert versions(root) == {"version-5"}
+    rig.service.publish(5, {"model.safetensors": model_bytes(5)})
+    rig.pull(keep=None)
+    assert versions(rig.root) == {"version-1", "version-4", "version-5"}
+    rig.pull(keep=1)
+    assert versions(rig.root) == {"version-5"}
 
 
-def test_a_policy_made_anew_replaces_a_version_of_the_same_number(
-    service: FakeService, client: RatoonClient, root: Path
-):
-    client.pull_weights("p", root)
-    service.policies["p"] = FakePolicy()
-    service.publish(1, {"model.safetensors": model_bytes(9)})
-    pulled = client.pull_weights("p", root)
+@one_wire
+def test_a_policy_made_anew_replaces_a_version_of_the_same_number(rig: Rig):
+    rig.pull()
+    rig.service.policies["p"] = FakePolicy()
+    rig.service.publish(1, {"model.safetensors": model_bytes(9)})
+    pulled = rig.pull()
     assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(9)
     assert not (pulled.folder / "config.json").exists()
-    assert versions(root) == {"version-1"}
+    assert versions(rig.root) == {"version-1"}
 
 
-def test_a_version_retired_during_the_pull_gives_way_to_the_newest(
-    service: FakeService, client: RatoonClient, root: Path
-):
+def test_a_version_retired_during_the_pull_gives_way_to_the_newest(rig: Rig):
     def retire(data: bytes, offset: int) -> bytes:
-        if 1 in service.policies["p"].weights and offset == 2 * CHUNK_BYTES:
-            del service.policies["p"].weights[1]
-            service.publish(2, {"model.safetensors": model_bytes(2)})
+        if 1 in rig.service.policies["p"].weights and offset == 2 * CHUNK_BYTES:
+            del rig.service.policies["p"].weights[1]
+            rig.service.publish(2, {"model.safetensors": model_bytes(2)})
         return data
 
-    service.tamper = retire
-    pulled = client.pull_weights("p", root)
+    rig.service.tamper = retire
+    pulled = rig.pull()
     assert pulled.version == 2
     assert (pulled.folder / "model.safetensors").read_bytes() == model_bytes(2)
     with pytest.raises(RatoonApiError, match="WEIGHTS_NOT_FOUND"):
-        client.pull_weights("p", root, 1)
+        rig.pull(1)
 
 
+@one_wire
 def test_pulls_into_one_folder_take_turns(service: FakeService, url: str, root: Path):
     def pull(_: int) -> int:
         with RatoonClient(url, timeout_s=10.0) as client:
@@ -315,34 +306,31 @@ async def test_a_cancelled_pull_leaves_no_version_and_no_lock(
         assert (await client.pull_weights("p", root)).version == 1
 
 
-def test_a_file_that_two_names_share_is_fetched_once(
-    service: FakeService, client: RatoonClient, root: Path
-):
-    service.publish(3, {"a.bin": model_bytes(3), "b.bin": model_bytes(3), "empty.txt": b""})
-    pulled = client.pull_weights("p", root)
+@one_wire
+def test_a_file_that_two_names_share_is_fetched_once(rig: Rig):
+    rig.service.publish(3, {"a.bin": model_bytes(3), "b.bin": model_bytes(3), "empty.txt": b""})
+    pulled = rig.pull()
     assert pulled.fetched_bytes == len(model_bytes(3))
     assert (pulled.folder / "b.bin").read_bytes() == model_bytes(3)
     assert (pulled.folder / "empty.txt").read_bytes() == b""
 
 
+@one_wire
 @pytest.mark.parametrize(
     "name", ["../evil", "a/b", "..", ".", "", MANIFEST_NAME, "a\0b", "x" * 256]
 )
-def test_a_name_that_leads_elsewhere_is_refused(
-    service: FakeService, client: RatoonClient, root: Path, name: str
-):
-    service.publish(3, {"good.bin": b"1", name: b"2"})
+def test_a_name_that_leads_elsewhere_is_refused(rig: Rig, name: str):
+    rig.service.publish(3, {"good.bin": b"1", name: b"2"})
     with pytest.raises(IntegrityError, match="is no name of a weight file"):
-        client.pull_weights("p", root)
-    assert {path.name for path in root.iterdir()} == {".lock"}
-    assert not (root.parent / "evil").exists()
+        rig.pull()
+    assert {path.name for path in rig.root.iterdir()} == {".lock"}
+    assert not (rig.root.parent / "evil").exists()
 
 
-def test_a_full_disk_leaves_the_versions_as_they_were(
-    service: FakeService, client: RatoonClient, root: Path, monkeypatch: pytest.MonkeyPatch
-):
-    client.pull_weights("p", root)
-    service.publish(2, {"model.safetensors": model_bytes(2)})
+@one_wire
+def test_a_full_disk_leaves_the_versions_as_they_were(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    rig.pull()
+    rig.service.publish(2, {"model.safetensors": model_bytes(2)})
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -350,9 +338,9 @@ def test_a_full_disk_leaves_the_versions_as_they_were(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match="No space"):
-            client.pull_weights("p", root)
-    assert versions(root) == {"version-1"}
-    assert client.pull_weights("p", root).version == 2
+            rig.pull()
+    assert versions(rig.root) == {"version-1"}
+    assert rig.pull().version == 2
 
 
 def test_a_range_of_another_file_is_refused(service: FakeService, root: Path):
@@ -366,6 +354,7 @@ def test_a_range_of_another_file_is_refused(service: FakeService, root: Path):
     assert versions(root) == set()
 
 
+@one_wire
 def test_what_a_killed_pull_left_is_removed(client: RatoonClient, root: Path):
     (root / ".staged-1").mkdir(parents=True)
     (root / ".staged-1" / "model.safetensors").write_bytes(b"half")

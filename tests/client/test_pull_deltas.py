@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,8 @@ import xxhash
 
 from ratoon.stream.deltas import write_delta
 from ratoon.stream.files import seal_bytes
-from ratoon.stream.manifest import WeightManifest
 from ratoon_client import RatoonApiError, RatoonClient, TransportError
-from ratoon_proto.types import WeightFile, WeightKind
+from tests.client.conftest import Rig
 from tests.client.fake_service import (
     CHUNK_BYTES,
     FakePolicy,
@@ -22,10 +22,16 @@ from tests.client.fake_service import (
     LostAnswerError,
     RefusalError,
 )
-from tests.stream.samples import NAME, safetensors
+from tests.stream.samples import NAME, put_version, safetensors
 
 CONFIG = b'{"model_type": "llama"}'
 NUM_WORDS = 4000
+
+
+@pytest.fixture
+def wire() -> str:
+    """Files come by both wires in test_pull."""
+    return "http"
 
 
 def model(version: int) -> dict[str, bytes]:
@@ -41,20 +47,9 @@ def delta_between(
 ) -> bytes:
     """The delta as the service writes it."""
 
-    def put(name: str, contents: Mapping[str, bytes]) -> WeightManifest:
-        (folder / name).mkdir()
-        for file, data in contents.items():
-            (folder / name / file).write_bytes(data)
-        files = tuple(
-            WeightFile(name=file, size_bytes=len(data), digest=xxhash.xxh3_128_hexdigest(data))
-            for file, data in contents.items()
-        )
-        return WeightManifest(
-            policy_id="p", version=parent, kind=WeightKind.FULL, files=files, created_at=0.0
-        )
-
     folder.mkdir()
-    parents, files = put("before", before), put("after", after).files
+    parents = put_version(folder / "before", before, parent)
+    files = put_version(folder / "after", after).files
     write_delta(folder / "delta", folder / "before", parents, folder / "after", files)
     return (folder / "delta").read_bytes()
 
@@ -85,6 +80,16 @@ def published(service: FakeService, tmp_path: Path) -> Published:
     return published
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaRig(Rig):
+    published: Published
+
+
+@pytest.fixture
+def rig(rig: Rig, published: Published) -> DeltaRig:
+    return DeltaRig(service=rig.service, client=rig.client, root=rig.root, published=published)
+
+
 def assert_whole(root: Path, version: int) -> None:
     folder = root / f"version-{version}"
     assert {name: (folder / name).read_bytes() for name in model(version)} == model(version)
@@ -92,109 +97,93 @@ def assert_whole(root: Path, version: int) -> None:
     assert not (root / ".partial").exists()
 
 
-def test_a_reader_of_the_version_before_fetches_the_delta(
-    client: RatoonClient, published: Published, root: Path
-):
-    first = client.pull_weights("p", root)
+def test_a_reader_of_the_version_before_fetches_the_delta(rig: DeltaRig):
+    first = rig.pull()
     assert first.parent_version is None
-    published.add(2, 1)
-    pulled = client.pull_weights("p", root)
-    assert (pulled.parent_version, pulled.fetched_bytes) == (1, published.sizes[2])
-    assert published.sizes[2] < len(model(2)[NAME]) / 4
-    assert_whole(root, 2)
-    assert client.pull_weights("p", root).fetched_bytes == 0
+    rig.published.add(2, 1)
+    pulled = rig.pull()
+    assert (pulled.parent_version, pulled.fetched_bytes) == (1, rig.published.sizes[2])
+    assert rig.published.sizes[2] < len(model(2)[NAME]) / 4
+    assert_whole(rig.root, 2)
+    assert rig.pull().fetched_bytes == 0
 
 
-def test_a_reader_of_an_older_version_fetches_the_deltas_between(
-    client: RatoonClient, published: Published, root: Path
-):
-    client.pull_weights("p", root)
+def test_a_reader_of_an_older_version_fetches_the_deltas_between(rig: DeltaRig):
+    rig.pull()
     for version in (2, 3, 4):
-        published.add(version, version - 1)
-    pulled = client.pull_weights("p", root)
-    sizes = published.sizes
+        rig.published.add(version, version - 1)
+    pulled = rig.pull()
+    sizes = rig.published.sizes
     assert (pulled.parent_version, pulled.fetched_bytes) == (1, sizes[2] + sizes[3] + sizes[4])
-    assert_whole(root, 4)
+    assert_whole(rig.root, 4)
 
 
-def test_a_chain_that_is_larger_than_the_files_is_not_taken(
-    service: FakeService, client: RatoonClient, published: Published, root: Path
-):
-    client.pull_weights("p", root)
+def test_a_chain_that_is_larger_than_the_files_is_not_taken(rig: DeltaRig):
+    rig.pull()
     for version in range(2, 40):
-        published.add(version, version - 1)
-    assert sum(published.sizes.values()) > len(model(39)[NAME])
-    service.calls.clear()
-    pulled = client.pull_weights("p", root)
+        rig.published.add(version, version - 1)
+    assert sum(rig.published.sizes.values()) > len(model(39)[NAME])
+    rig.service.calls.clear()
+    pulled = rig.pull()
     assert (pulled.parent_version, pulled.fetched_bytes) == (None, len(model(39)[NAME]))
     # No more manifests are asked for than a chain below that size has.
-    assert service.calls["GetWeightManifest"] < 39
-    assert_whole(root, 39)
+    assert rig.service.calls["GetWeightManifest"] < 39
+    assert_whole(rig.root, 39)
 
 
-def test_of_several_deltas_the_one_from_a_local_version_is_taken(
-    service: FakeService, client: RatoonClient, published: Published, root: Path, tmp_path: Path
-):
-    client.pull_weights("p", root)
-    published.add(2, 1)
-    published.add(3, 2)
+def test_of_several_deltas_the_one_from_a_local_version_is_taken(rig: DeltaRig, tmp_path: Path):
+    rig.pull()
+    rig.published.add(2, 1)
+    rig.published.add(3, 2)
     long = delta_between(tmp_path / "long", model(1), model(3), 1)
-    service.policies["p"].deltas[3].append((1, long))
-    assert published.sizes[3] < len(long)
-    pulled = client.pull_weights("p", root)
+    rig.service.policies["p"].deltas[3].append((1, long))
+    assert rig.published.sizes[3] < len(long)
+    pulled = rig.pull()
     assert (pulled.parent_version, pulled.fetched_bytes) == (1, len(long))
-    assert_whole(root, 3)
+    assert_whole(rig.root, 3)
 
 
-def test_a_version_between_that_was_retired_breaks_the_chain(
-    service: FakeService, client: RatoonClient, published: Published, root: Path
-):
-    client.pull_weights("p", root)
-    published.add(2, 1)
-    published.add(3, 2)
-    del service.policies["p"].weights[2]
-    pulled = client.pull_weights("p", root)
+def test_a_version_between_that_was_retired_breaks_the_chain(rig: DeltaRig):
+    rig.pull()
+    rig.published.add(2, 1)
+    rig.published.add(3, 2)
+    del rig.service.policies["p"].weights[2]
+    pulled = rig.pull()
     assert (pulled.parent_version, pulled.fetched_bytes) == (None, len(model(3)[NAME]))
-    assert_whole(root, 3)
+    assert_whole(rig.root, 3)
 
 
-def test_manifests_that_lead_in_a_circle_end(
-    service: FakeService, client: RatoonClient, published: Published, root: Path
-):
-    published.add(2, 1)
-    service.policies["p"].deltas[1] = [(2, b"?")]
-    assert client.pull_weights("p", root).parent_version is None
-    assert_whole(root, 2)
+def test_manifests_that_lead_in_a_circle_end(rig: DeltaRig):
+    rig.published.add(2, 1)
+    rig.service.policies["p"].deltas[1] = [(2, b"?")]
+    assert rig.pull().parent_version is None
+    assert_whole(rig.root, 2)
 
 
-def test_a_reader_without_the_parent_fetches_whole_files(
-    client: RatoonClient, published: Published, root: Path
-):
-    published.add(2, 1)
-    pulled = client.pull_weights("p", root)
+def test_a_reader_without_the_parent_fetches_whole_files(rig: DeltaRig):
+    rig.published.add(2, 1)
+    pulled = rig.pull()
     assert (pulled.parent_version, pulled.fetched_bytes) == (
         None,
         sum(len(data) for data in model(2).values()),
     )
-    assert_whole(root, 2)
+    assert_whole(rig.root, 2)
 
 
 @pytest.mark.parametrize("fault", ["cut", "flipped", "other", "retired"])
-def test_a_delta_that_is_not_what_it_says_gives_way_to_whole_files(
-    service: FakeService, client: RatoonClient, published: Published, root: Path, fault: str
-):
-    client.pull_weights("p", root)
-    published.add(2, 1)
-    ((_, delta),) = service.policies["p"].deltas[2]
+def test_a_delta_that_is_not_what_it_says_gives_way_to_whole_files(rig: DeltaRig, fault: str):
+    rig.pull()
+    rig.published.add(2, 1)
+    ((_, delta),) = rig.service.policies["p"].deltas[2]
     match fault:
         case "cut":
-            service.policies["p"].deltas[2] = [(1, delta[:-20])]
+            rig.service.policies["p"].deltas[2] = [(1, delta[:-20])]
         case "flipped":
             # With a digest that says so: not the fetch but what it makes tells.
             damaged = bytes([delta[5] ^ 1]) + delta[1:]
-            service.policies["p"].deltas[2] = [(1, damaged)]
+            rig.service.policies["p"].deltas[2] = [(1, damaged)]
         case "other":
-            service.policies["p"].deltas[2] = [(1, published_other(root.parent))]
+            rig.service.policies["p"].deltas[2] = [(1, published_other(rig.root.parent))]
         case "retired":
 
             def gone(data: bytes, _: int) -> bytes:
@@ -202,12 +191,12 @@ def test_a_delta_that_is_not_what_it_says_gives_way_to_whole_files(
                     raise RefusalError("WEIGHTS_NOT_FOUND", field="digest")
                 return data
 
-            service.tamper = gone
-    pulled = client.pull_weights("p", root)
+            rig.service.tamper = gone
+    pulled = rig.pull()
     assert pulled.parent_version is None
     assert pulled.fetched_bytes >= len(model(2)[NAME])
-    assert_whole(root, 2)
-    assert (root / "version-1" / NAME).read_bytes() == model(1)[NAME]
+    assert_whole(rig.root, 2)
+    assert (rig.root / "version-1" / NAME).read_bytes() == model(1)[NAME]
 
 
 def published_other(folder: Path) -> bytes:
@@ -217,33 +206,27 @@ def published_other(folder: Path) -> bytes:
 
 @pytest.mark.parametrize(("name", "size_bytes"), [("../../mine", 8), ("0" * 32, 2**60)])
 def test_a_delta_makes_no_file_that_is_not_of_its_version(
-    service: FakeService,
-    client: RatoonClient,
-    root: Path,
-    name: str,
-    size_bytes: int,
+    rig: DeltaRig, name: str, size_bytes: int
 ):
-    service.publish(1, model(1))
-    client.pull_weights("p", root)
-    mine = root.parent / "mine.rebuilt"
+    rig.service.publish(1, model(1))
+    rig.pull()
+    mine = rig.root.parent / "mine.rebuilt"
     mine.write_bytes(b"mine")
     parent = xxhash.xxh3_128_hexdigest(model(1)[NAME])
     file = {"name": NAME, "size_bytes": size_bytes, "digest": name, "parent_digest": parent}
     header = seal_bytes(json.dumps({"format": 1, "files": [file | {"runs": []}]}).encode())
     delta = header + len(header).to_bytes(8, "little")
-    service.publish(2, model(2), deltas=[(1, delta)])
-    assert client.pull_weights("p", root).parent_version is None
-    assert_whole(root, 2)
+    rig.service.publish(2, model(2), deltas=[(1, delta)])
+    assert rig.pull().parent_version is None
+    assert_whole(rig.root, 2)
     assert mine.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("fault", ["changed", "shorter", "gone"])
-def test_a_parent_that_is_not_whole_any_more_gives_way_to_whole_files(
-    client: RatoonClient, published: Published, root: Path, fault: str
-):
-    client.pull_weights("p", root)
-    published.add(2, 1)
-    path = root / "version-1" / NAME
+def test_a_parent_that_is_not_whole_any_more_gives_way_to_whole_files(rig: DeltaRig, fault: str):
+    rig.pull()
+    rig.published.add(2, 1)
+    path = rig.root / "version-1" / NAME
     data = path.read_bytes()
     match fault:
         case "changed":
@@ -252,23 +235,21 @@ def test_a_parent_that_is_not_whole_any_more_gives_way_to_whole_files(
             path.write_bytes(data[:-500])
         case "gone":
             path.unlink()
-    pulled = client.pull_weights("p", root)
+    pulled = rig.pull()
     assert pulled.parent_version is None
-    assert pulled.fetched_bytes == published.sizes[2] + len(model(2)[NAME])
-    assert_whole(root, 2)
+    assert pulled.fetched_bytes == rig.published.sizes[2] + len(model(2)[NAME])
+    assert_whole(rig.root, 2)
 
 
-def test_a_version_of_a_policy_made_anew_is_no_parent(
-    service: FakeService, client: RatoonClient, published: Published, root: Path
-):
-    published.add(3, None)
-    client.pull_weights("p", root)
-    service.policies["p"] = FakePolicy()
-    (root / "version-3").rename(root / "version-1")
-    published.add(1, None)
-    published.add(2, 1)
-    assert client.pull_weights("p", root).parent_version is None
-    assert_whole(root, 2)
+def test_a_version_of_a_policy_made_anew_is_no_parent(rig: DeltaRig):
+    rig.published.add(3, None)
+    rig.pull()
+    rig.service.policies["p"] = FakePolicy()
+    (rig.root / "version-3").rename(rig.root / "version-1")
+    rig.published.add(1, None)
+    rig.published.add(2, 1)
+    assert rig.pull().parent_version is None
+    assert_whole(rig.root, 2)
 
 
 def test_a_lost_connection_in_a_delta_is_gone_on_from(
@@ -295,17 +276,15 @@ def test_a_lost_connection_in_a_delta_is_gone_on_from(
     assert_whole(root, 2)
 
 
-def test_a_version_retired_while_its_delta_comes_is_not_found(
-    service: FakeService, client: RatoonClient, published: Published, root: Path
-):
-    client.pull_weights("p", root)
-    published.add(2, 1)
+def test_a_version_retired_while_its_delta_comes_is_not_found(rig: DeltaRig):
+    rig.pull()
+    rig.published.add(2, 1)
 
     def retire(_data: bytes, _offset: int) -> bytes:
-        service.policies["p"].weights.pop(2, None)
+        rig.service.policies["p"].weights.pop(2, None)
         raise RefusalError("WEIGHTS_NOT_FOUND", field="digest")
 
-    service.tamper = retire
+    rig.service.tamper = retire
     with pytest.raises(RatoonApiError, match="WEIGHTS_NOT_FOUND"):
-        client.pull_weights("p", root, 2)
-    assert (root / "latest").resolve() == (root / "version-1").resolve()
+        rig.pull(2)
+    assert (rig.root / "latest").resolve() == (rig.root / "version-1").resolve()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ import xxhash
 
 from ratoon_client import ClientConfig, IntegrityError, TransportError
 from ratoon_client.transport.grpc_wire import GrpcTransport
-from ratoon_client.values import WeightFile, WeightManifest
-from ratoon_client.weights.checks import check_manifest
-from ratoon_client.weights.chunks import chunk_ranges
-from ratoon_client.weights.partial import PartialFile
-from ratoon_client.weights.threads import in_thread
-from ratoon_proto.types import WeightKind
+from ratoon_client.weights.chunks import PartialFile, chunk_ranges
+from ratoon_client.weights.disk import in_thread
+from ratoon_client.weights.folder import check_manifest
+from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import service_pb2
+from tests.client.samples import manifest
 
 FILE = WeightFile(name="a.bin", size_bytes=3, digest="0" * 32)
 
@@ -40,21 +39,14 @@ FILE = WeightFile(name="a.bin", size_bytes=3, digest="0" * 32)
     ],
 )
 def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], text: str):
-    file = WeightFile(
-        name="a.bin",
-        size_bytes=changes.get("size_bytes", 1),
-        digest=changes.get("digest", "0" * 32),
-    )
-    manifest = WeightManifest(
+    file = replace(FILE, **{n: changes[n] for n in {"digest", "size_bytes"} & changes.keys()})
+    lying = manifest(
+        changes.get("version", 3),
+        changes.get("files", [file] * (2 if "twice" in changes else 1)),
         policy_id=changes.get("policy_id", "p"),
-        version=changes.get("version", 3),
-        kind=WeightKind.FULL,
-        files=changes.get("files", (file,) * (2 if "twice" in changes else 1)),
-        created_at=datetime.now(UTC),
-        deltas=(),
     )
     with pytest.raises(IntegrityError, match=text):
-        check_manifest(manifest, policy_id="p", version=3)
+        check_manifest(lying, policy_id="p", version=3)
 
 
 @pytest.mark.parametrize(

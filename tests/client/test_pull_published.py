@@ -19,7 +19,7 @@ from ratoon.engine.files.paths import policy_paths
 from ratoon.stream.versions import prune_versions, publish_version, version_folder
 from ratoon_client import AsyncRatoonClient, ClientConfig, RatoonClient
 from ratoon_client.cli import main
-from ratoon_client.weights.published import published_folder
+from ratoon_client.weights.sources import published_folder
 from ratoon_proto.types import WeightKind
 from tests.client.conftest import versions
 from tests.client.fake_service import FakeService
@@ -28,6 +28,12 @@ MODEL = "model.safetensors"
 FIRST = {MODEL: b"1" * 5000, "config.json": b"{}"}
 SECOND = {MODEL: b"2" * 5000, "config.json": b"{}"}
 WAIT_S = 30.0
+
+
+@pytest.fixture
+def wire() -> str:
+    """Files come by both wires in test_pull."""
+    return "http"
 
 
 class Publisher:

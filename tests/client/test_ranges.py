@@ -14,17 +14,11 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from ratoon_client import (
-    ClientConfig,
-    IntegrityError,
-    RatoonApiError,
-    TlsError,
-    TransportError,
-)
+from ratoon_client import ClientConfig, IntegrityError, RatoonApiError, TlsError, TransportError
 from ratoon_client.transport.http_wire import HttpTransport
 from ratoon_client.transport.ranges import RangeReader
-from ratoon_client.transport.tls import ssl_context
-from ratoon_client.values import WeightFile
+from ratoon_client.transport.target import ssl_context
+from ratoon_proto.types import WeightFile
 from tests.certificates import make_authority
 
 DATA = bytes(range(256)) * 4

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ratoon_client import IntegrityError, Operation, StepReport, StepResult
-from ratoon_client.wire.decode import decode, decode_forward
+from ratoon_client.wire import decode, decode_forward
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import operation_pb2, training_pb2
 

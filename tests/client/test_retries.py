@@ -175,7 +175,7 @@ def test_a_version_is_waited_for_longer_than_a_try(service: FakeService, url: st
         return answer(request)
 
     service._get_weight_manifest = written
-    later = Timer(5.0, service.publish, (2, {"a": b"2"}))
+    later = Timer(2.5, service.publish, (2, {"a": b"2"}))
     later.start()
     with RatoonClient(url, timeout_s=2.0, attempt_timeout_s=1.5) as client:
         assert client.weight_manifest("p", known_version=1).version == 2

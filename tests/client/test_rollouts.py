@@ -26,7 +26,7 @@ from ratoon_client import (
     rollout,
 )
 from ratoon_client.sender import operation_key
-from ratoon_client.wire.encode import (
+from ratoon_client.wire import (
     group_message,
     group_messages,
     loss_message,

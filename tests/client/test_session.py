@@ -27,6 +27,12 @@ from tests.client.fake_service import FakeService, Fault, LostAnswerError
 from tests.client.samples import LOSS, OPTIM, bad_group, one_group
 
 
+@pytest.fixture
+def wire() -> str:
+    """Keys are the same over both wires."""
+    return "grpc"
+
+
 def test_calls_of_many_threads_take_contiguous_seqs(service: FakeService, client: RatoonClient):
     session = client.policy("p")
 

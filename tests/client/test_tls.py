@@ -15,20 +15,14 @@ import pytest
 from cryptography import x509
 
 from ratoon.edge.tls import CertificateFiles
-from ratoon_client import (
-    ClientConfig,
-    InvalidArgumentError,
-    RatoonClient,
-    TlsError,
-    TransportError,
-)
+from ratoon_client import ClientConfig, InvalidArgumentError, RatoonClient, TlsError, TransportError
 from ratoon_client.cli.app import main
 from ratoon_client.config import with_tls_files
 from tests.certificates import Authority, make_authority
 from tests.client.conftest import serving
 from tests.client.fake_service import FakeService
+from tests.client.real_wires import RealWires, serving_wires
 from tests.client.samples import LOSS, OPTIM, one_group
-from tests.client.tls_service import TlsService, serving_tls
 
 WIRES = ["http", "grpc"]
 SHORT_S = 0.6
@@ -39,7 +33,7 @@ LONG_S = 600.0
 class Setup:
     """A service that asks for certificates of `clients`, and a client's."""
 
-    service: TlsService
+    service: RealWires
     files: CertificateFiles
     servers: Authority
     clients: Authority
@@ -79,7 +73,7 @@ class Setup:
         context.set_alpn_protocols(["h2", "http/1.1"])
         context.load_cert_chain(self.folder / "client.pem", self.folder / "client-key.pem")
         with (
-            socket.create_connection(("127.0.0.1", self.service.ports[wire]), 60) as raw,
+            socket.create_connection(("127.0.0.1", self.service.port(wire)), 60) as raw,
             context.wrap_socket(raw, server_hostname="127.0.0.1") as connection,
         ):
             shown = connection.getpeercert(binary_form=True)
@@ -99,7 +93,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
     files = CertificateFiles(
         cert=tmp_path / "cert.pem", key=tmp_path / "key.pem", client_ca=tmp_path / "clients.pem"
     )
-    with serving_tls(tmp_path, files) as service:
+    with serving_wires(tmp_path, files=files) as service:
         yield Setup(service=service, files=files, servers=servers, clients=clients, folder=tmp_path)
 
 
@@ -181,10 +175,10 @@ def test_a_service_with_tls_that_is_down_is_tried_again(setup: Setup, wire: str)
 @pytest.mark.parametrize("wire", WIRES)
 def test_plain_text_is_refused(setup: Setup, wire: str) -> None:
     scheme = {"http": "http", "grpc": "grpc"}[wire]
-    target = f"{scheme}://127.0.0.1:{setup.service.ports[wire]}"
+    target = f"{scheme}://127.0.0.1:{setup.service.port(wire)}"
     with RatoonClient(target, timeout_s=SHORT_S) as client, pytest.raises(TransportError):
         client.list_policies()
-    with socket.create_connection(("127.0.0.1", setup.service.ports[wire]), 60) as raw:
+    with socket.create_connection(("127.0.0.1", setup.service.port(wire)), 60) as raw:
         raw.sendall(b"GET /v1/policies HTTP/1.1\r\nHost: localhost\r\n\r\n")
         raw.settimeout(60)
         assert b"policies" not in raw.recv(4096)

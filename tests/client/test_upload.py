@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon_client import ClientConfig, RatoonClient
-from ratoon_client.upload import split_parts
-from ratoon_client.wire.encode import group_messages
+from ratoon_client.sender import split_parts
+from ratoon_client.wire import group_messages
 from ratoon_proto.v1 import rollout_pb2
 from tests.client.fake_service import FakeService
 from tests.client.samples import LOSS, OPTIM, one_group

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ratoon_client import EngineError, VllmNcclAdapter
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights import vllm_nccl
-from ratoon_proto.types import WeightKind
 from tests.client.nccl_engine import FILE, WAIT_S, digest
+from tests.client.samples import manifest
 
 # A broadcast of several waits for its reader: more than sockets hold.
 BIG = 2 * 2**20
 # As one of them: two are together in a chunk.
 CHUNK_BYTES = 4 * BIG
-MANIFEST = WeightManifest(
-    policy_id="p",
-    version=1,
-    kind=WeightKind.FULL,
-    deltas=(),
-    files=(WeightFile(name=FILE, size_bytes=0, digest="0" * 32),),
-    created_at=datetime.now(UTC),
-)
+MANIFEST = manifest()
 PUSH = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 COMMIT = ["/is_paused", "/pause?mode=wait", *PUSH, "/reset_prefix_cache", "/resume"]
 JOIN = "/init_weight_transfer_engine"
@@ -111,22 +104,27 @@ def engine(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    """An engine, adapters of it, and folders of versions with their digests."""
+
+    engine: Engine
+    device: str
+    versions: list[Path]
+    digests: list[str]
+    stack: ExitStack
+
+    def adapter(self, load_s: float = WAIT_S) -> VllmNcclAdapter:
+        options: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "load_s": load_s, "call_s": WAIT_S}
+        made = VllmNcclAdapter(self.engine.url, device=self.device, **options)
+        return self.stack.enter_context(made)
+
+
 @pytest.fixture
-def adapter(engine: Engine, device: str) -> Iterator[Callable[..., VllmNcclAdapter]]:
-    made: list[VllmNcclAdapter] = []
-
-    def make(load_s: float = WAIT_S) -> VllmNcclAdapter:
-        made.append(
-            VllmNcclAdapter(
-                engine.url, device=device, chunk_bytes=CHUNK_BYTES, load_s=load_s, call_s=WAIT_S
-            )
-        )
-        return made[-1]
-
-    yield make
-    engine("release")
-    for one in made:
-        one.close()
+def rig(engine: Engine, device: str, versions: list[Path], digests: list[str]) -> Iterator[Rig]:
+    with ExitStack() as stack:
+        yield Rig(engine=engine, device=device, versions=versions, digests=digests, stack=stack)
+        engine("release")
 
 
 def child_ids() -> list[int]:
@@ -142,95 +140,71 @@ def child_ids() -> list[int]:
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)], indirect=True
 )
-async def test_versions_are_pushed_by_one_group(
-    adapter: Callable[..., VllmNcclAdapter],
-    engine: Engine,
-    versions: list[Path],
-    digests: list[str],
-):
-    vllm = adapter()
-    pause_s = await vllm.commit(versions[1], MANIFEST, previous=None)
+async def test_versions_are_pushed_by_one_group(rig: Rig):
+    vllm = rig.adapter()
+    pause_s = await vllm.commit(rig.versions[1], MANIFEST, previous=None)
     assert pause_s > 0
     (first,) = child_ids()
     # The group is made, and all is staged, before the pause.
-    assert engine.taken("calls") == [COMMIT[0], JOIN, *COMMIT]
-    await vllm.commit(versions[2], MANIFEST, previous=versions[1])
-    assert engine.taken("calls")[len(COMMIT) + 2 :] == [COMMIT[0], *COMMIT]
-    assert engine.taken("sampled") == digests[1:]
+    assert rig.engine.taken("calls") == [COMMIT[0], JOIN, *COMMIT]
+    await vllm.commit(rig.versions[2], MANIFEST, previous=rig.versions[1])
+    assert rig.engine.taken("calls")[len(COMMIT) + 2 :] == [COMMIT[0], *COMMIT]
+    assert rig.engine.taken("sampled") == rig.digests[1:]
     assert child_ids() == [first]
-    engine("restart")
-    await vllm.commit(versions[1], MANIFEST, previous=versions[2])
-    assert engine.taken("sampled") == [digests[1]]
+    rig.engine("restart")
+    await vllm.commit(rig.versions[1], MANIFEST, previous=rig.versions[2])
+    assert rig.engine.taken("sampled") == [rig.digests[1]]
     assert child_ids() not in ([], [first])
 
 
 @pytest.mark.parametrize(
     "path", [PUSH[0], *(pytest.param(path, marks=pytest.mark.more) for path in PUSH[1:])]
 )
-async def test_an_engine_that_answers_500_gets_the_old_version(
-    adapter: Callable[..., VllmNcclAdapter],
-    engine: Engine,
-    versions: list[Path],
-    digests: list[str],
-    path: str,
-):
-    vllm = adapter()
-    engine("fault", {path: 500})
+async def test_an_engine_that_answers_500_gets_the_old_version(rig: Rig, path: str):
+    vllm = rig.adapter()
+    rig.engine("fault", {path: 500})
     with pytest.raises(EngineError, match=r"answered 500: .*version-0 is loaded again"):
-        await vllm.commit(versions[1], MANIFEST, previous=None)
-    await vllm.commit(versions[2], MANIFEST, previous=None)
-    assert engine.taken("sampled") == [digests[0], digests[2]]
-    assert engine.taken("calls").count(JOIN) == 2
+        await vllm.commit(rig.versions[1], MANIFEST, previous=None)
+    await vllm.commit(rig.versions[2], MANIFEST, previous=None)
+    assert rig.engine.taken("sampled") == [rig.digests[0], rig.digests[2]]
+    assert rig.engine.taken("calls").count(JOIN) == 2
 
 
-async def test_a_child_killed_in_mid_broadcast_is_half_a_version_that_is_not_sampled(
-    adapter: Callable[..., VllmNcclAdapter],
-    engine: Engine,
-    versions: list[Path],
-    digests: list[str],
-):
-    vllm = adapter()
-    engine("fault", {"/update_weights": "hold"})
+async def test_a_child_killed_in_mid_broadcast_is_half_a_version_that_is_not_sampled(rig: Rig):
+    vllm = rig.adapter()
+    rig.engine("fault", {"/update_weights": "hold"})
     with ThreadPoolExecutor(1) as pool:
 
         def kill() -> None:
-            engine("wait")
+            rig.engine("wait")
             (child,) = child_ids()
             os.kill(child, signal.SIGKILL)
-            engine("release")
+            rig.engine("release")
 
         killing = pool.submit(kill)
         with pytest.raises(EngineError, match=r"answered 500: .*version-1 is loaded again"):
-            await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+            await vllm.commit(rig.versions[2], MANIFEST, previous=rig.versions[1])
         killing.result()
-    await vllm.commit(versions[2], MANIFEST, previous=versions[1])
-    assert engine.taken("sampled") == digests[1:]
+    await vllm.commit(rig.versions[2], MANIFEST, previous=rig.versions[1])
+    assert rig.engine.taken("sampled") == rig.digests[1:]
 
 
-async def test_an_engine_that_never_joins_is_not_paused(
-    adapter: Callable[..., VllmNcclAdapter],
-    engine: Engine,
-    versions: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
-):
+async def test_an_engine_that_never_joins_is_not_paused(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     # The child's own calls have the time that they need.
     make = vllm_nccl._Child  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(vllm_nccl, "_Child", lambda device, _: make(device, WAIT_S))
-    engine("fault", {JOIN: "hang"})
+    rig.engine("fault", {JOIN: "hang"})
     with pytest.raises(EngineError, match=f"no answer to {JOIN}"):
-        await adapter(load_s=0.5).commit(versions[1], MANIFEST, previous=None)
+        await rig.adapter(load_s=0.5).commit(rig.versions[1], MANIFEST, previous=None)
     assert child_ids() == []
-    assert engine.taken("calls") == ["/is_paused", JOIN]
+    assert rig.engine.taken("calls") == ["/is_paused", JOIN]
 
 
 async def test_an_engine_that_says_that_it_joined_is_waited_for_until_the_deadline(
-    adapter: Callable[..., VllmNcclAdapter],
-    engine: Engine,
-    versions: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     """As one does whose NCCL is switched off."""
-    vllm = adapter()
+    vllm = rig.adapter()
     join = vllm._join  # pyright: ignore[reportPrivateUsage]
 
     def join_soon(child: Any) -> None:
@@ -238,75 +212,62 @@ async def test_an_engine_that_says_that_it_joined_is_waited_for_until_the_deadli
         join(child)
 
     monkeypatch.setattr(vllm, "_join", join_soon)
-    engine("fault", {JOIN: 200})
+    rig.engine("fault", {JOIN: 200})
     with pytest.raises(EngineError, match=r"gave no answer in 0\.5 s"):
-        await vllm.commit(versions[1], MANIFEST, previous=None)
+        await vllm.commit(rig.versions[1], MANIFEST, previous=None)
     assert child_ids() == []
-    assert engine.taken("calls") == ["/is_paused", JOIN]
+    assert rig.engine.taken("calls") == ["/is_paused", JOIN]
 
 
 @pytest.mark.more
 async def test_an_engine_that_hangs_in_mid_update_stays_paused_until_its_restart(
-    adapter: Callable[..., VllmNcclAdapter],
-    engine: Engine,
-    versions: list[Path],
-    digests: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
-    vllm = adapter()
-    await vllm.commit(versions[1], MANIFEST, previous=None)
+    vllm = rig.adapter()
+    await vllm.commit(rig.versions[1], MANIFEST, previous=None)
     monkeypatch.setattr(vllm, "_load_s", 2.0)
     monkeypatch.setattr(vllm, "_call_s", 2.0)
-    engine("fault", {"/update_weights": "hold"})
+    rig.engine("fault", {"/update_weights": "hold"})
     with pytest.raises(EngineError, match="the engine is left paused: restart it"):
-        await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+        await vllm.commit(rig.versions[2], MANIFEST, previous=rig.versions[1])
     with pytest.raises(EngineError, match="no answer to /is_paused"):
-        await vllm.commit(versions[2], MANIFEST, previous=versions[1])
-    assert engine.taken("is_paused")
-    assert engine.taken("sampled") == [digests[1]]
-    engine("restart")
+        await vllm.commit(rig.versions[2], MANIFEST, previous=rig.versions[1])
+    assert rig.engine.taken("is_paused")
+    assert rig.engine.taken("sampled") == [rig.digests[1]]
+    rig.engine("restart")
     monkeypatch.setattr(vllm, "_load_s", WAIT_S)
     monkeypatch.setattr(vllm, "_call_s", WAIT_S)
-    await vllm.commit(versions[2], MANIFEST, previous=versions[1])
-    assert engine.taken("sampled") == [digests[2]]
+    await vllm.commit(rig.versions[2], MANIFEST, previous=rig.versions[1])
+    assert rig.engine.taken("sampled") == [rig.digests[2]]
 
 
-async def test_what_an_update_left_in_a_paused_engine_is_no_part_of_the_next(
-    adapter: Callable[..., VllmNcclAdapter],
-    engine: Engine,
-    versions: list[Path],
-    digests: list[str],
-):
-    vllm = adapter()
-    engine("fault", {"/update_weights": "half", "/finish_weight_update": 500})
+async def test_what_an_update_left_in_a_paused_engine_is_no_part_of_the_next(rig: Rig):
+    vllm = rig.adapter()
+    rig.engine("fault", {"/update_weights": "half", "/finish_weight_update": 500})
     with pytest.raises(EngineError, match="left paused: restart it"):
-        await vllm.commit(versions[1], MANIFEST, previous=None)
-    assert engine.taken("is_paused")
-    await vllm.commit(versions[2], MANIFEST, previous=None)
-    assert engine.taken("sampled") == [digests[2]]
+        await vllm.commit(rig.versions[1], MANIFEST, previous=None)
+    assert rig.engine.taken("is_paused")
+    await vllm.commit(rig.versions[2], MANIFEST, previous=None)
+    assert rig.engine.taken("sampled") == [rig.digests[2]]
 
 
-async def test_several_workers_are_not_trusted_after_a_failure(
-    adapter: Callable[..., VllmNcclAdapter], engine: Engine, versions: list[Path]
-):
-    vllm = adapter()
-    await vllm.commit(versions[1], MANIFEST, previous=None)
-    engine("workers", 2)
-    engine("fault", {"/update_weights": 500})
+async def test_several_workers_are_not_trusted_after_a_failure(rig: Rig):
+    vllm = rig.adapter()
+    await vllm.commit(rig.versions[1], MANIFEST, previous=None)
+    rig.engine("workers", 2)
+    rig.engine("fault", {"/update_weights": 500})
     with pytest.raises(EngineError, match=r"answered 500: .*the engine is left paused: restart it"):
-        await vllm.commit(versions[2], MANIFEST, previous=versions[1])
+        await vllm.commit(rig.versions[2], MANIFEST, previous=rig.versions[1])
     with pytest.raises(EngineError, match="was paused before: restart it"):
-        await vllm.commit(versions[2], MANIFEST, previous=versions[1])
-    assert engine.taken("is_paused")
+        await vllm.commit(rig.versions[2], MANIFEST, previous=rig.versions[1])
+    assert rig.engine.taken("is_paused")
 
 
-async def test_what_cannot_be_staged_is_refused_before_the_pause(
-    adapter: Callable[..., VllmNcclAdapter], engine: Engine, tmp_path: Path
-):
+async def test_what_cannot_be_staged_is_refused_before_the_pause(rig: Rig, tmp_path: Path):
     scalar = save(tmp_path / "version-1", {"scale": torch.ones(())})
     with pytest.raises(EngineError, match="scale: vLLM unpacks no tensor without dimensions"):
-        await adapter().commit(scalar, MANIFEST, previous=None)
-    assert engine.taken("calls") == ["/is_paused"]
+        await rig.adapter().commit(scalar, MANIFEST, previous=None)
+    assert rig.engine.taken("calls") == ["/is_paused"]
 
 
 def test_a_child_ends_with_its_receiver(engine: Engine, versions: list[Path]):

@@ -11,8 +11,7 @@ import threading
 import tomllib
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,14 @@ import xxhash
 from safetensors.torch import save
 
 from ratoon_client import AsyncRatoonClient, EngineError, StagedVllmAdapter
-from ratoon_client.values import WeightFile, WeightManifest
-from ratoon_client.weights.vllm_staged import register
-from ratoon_proto.types import WeightKind
+from ratoon_client.weights.vllm import register
+from ratoon_proto.types import WeightFile, WeightManifest
 from tests.client import fake_vllm
 from tests.client.fake_engine import FILE, serving_engine
 from tests.client.fake_service import FakeService
 from tests.client.fake_vllm import NAMES, NUM_WORKERS, StagingEngine, model, tensors
 from tests.client.receiver.conftest import follow
+from tests.client.samples import manifest, weight_file
 
 WAIT_S = 20.0
 PYPROJECT = Path(__file__).parents[2] / "clients/python/pyproject.toml"
@@ -91,64 +90,62 @@ class Held:
 
 
 def version(root: Path, number: int, data: bytes | None = None) -> tuple[Path, WeightManifest]:
-    """A folder and its manifest; `config.json` has bytes that no engine looks at."""
+    """A folder and its manifest."""
     folder = root / f"version-{number}"
     folder.mkdir(exist_ok=True)
     data = model(number) if data is None else data
     (folder / FILE).write_bytes(data)
-    digest = xxhash.xxh3_128_hexdigest(data)
-    manifest = WeightManifest(
-        policy_id="p",
-        version=number,
-        kind=WeightKind.FULL,
-        deltas=(),
-        files=(
-            WeightFile(name="config.json", size_bytes=2, digest="0" * 32),
-            WeightFile(name=FILE, size_bytes=len(data), digest=digest),
-        ),
-        created_at=datetime.now(UTC),
-    )
-    return folder, manifest
+    # No engine looks at the bytes of `config.json`.
+    files = [weight_file("config.json", b"{}"), weight_file(FILE, data)]
+    return folder, manifest(number, files)
 
 
 def stage_info(of: tuple[Path, WeightManifest], staging_id: str) -> dict[str, Any]:
-    folder, manifest = of
+    folder, listed = of
     return {
         "staging_id": staging_id,
         "folder": str(folder),
-        "files": [asdict(file) for file in manifest.files[1:]],
+        "files": [asdict(file) for file in listed.files[1:]],
     }
 
 
-async def commit(
-    vllm: StagedVllmAdapter, root: Path, number: int, *, previous: int | None = None
-) -> float:
-    folder, manifest = version(root, number)
-    old = None if previous is None else version(root, previous)[0]
-    return await vllm.commit(folder, manifest, previous=old)
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    """An engine, its adapter, and a root for folders of versions."""
+
+    root: Path
+    engine: StagingEngine
+    vllm: StagedVllmAdapter
+
+    def version(self, number: int, data: bytes | None = None) -> tuple[Path, WeightManifest]:
+        return version(self.root, number, data)
+
+    async def commit(self, number: int, *, previous: int | None = None) -> float:
+        folder, listed = self.version(number)
+        old = None if previous is None else self.version(previous)[0]
+        return await self.vllm.commit(folder, listed, previous=old)
 
 
-async def test_versions_are_received(
-    service: FakeService,
-    client: AsyncRatoonClient,
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-):
-    receiver = client.weight_receiver("p", tmp_path / "mirror", vllm)
+@pytest.fixture
+def rig(tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter) -> Rig:
+    return Rig(root=tmp_path, engine=engine, vllm=vllm)
+
+
+async def test_versions_are_received(rig: Rig, service: FakeService, client: AsyncRatoonClient):
+    receiver = client.weight_receiver("p", rig.root / "mirror", rig.vllm)
     for number in (1, 2):
         service.publish(number, {FILE: model(number), "config.json": b"{}"})
         received = await receiver.sync_once()
         assert received is not None
         assert received.pause_s > 0
-        assert engine.sample() == model(number)
+        assert rig.engine.sample() == model(number)
     assert await receiver.sync_once() is None
-    engine.start()
-    assert engine.sample() == model(0)
+    rig.engine.start()
+    assert rig.engine.sample() == model(0)
     assert await receiver.sync_once() is not None
-    assert engine.sample() == model(2)
+    assert rig.engine.sample() == model(2)
     # Nothing was loaded from a folder.
-    loads = [body for path, body in engine.calls if path == "/collective_rpc"]
+    loads = [body for path, body in rig.engine.calls if path == "/collective_rpc"]
     assert {body["method"] for body in loads} == {"weight_transfer_engine"}
 
 
@@ -168,23 +165,20 @@ def test_ratoonctl_stages_versions(
 
 
 async def test_the_engine_samples_until_every_worker_has_staged(
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     held = Held(monkeypatch)
     was_asked = threading.Semaphore(0)
-    engine.on_call = lambda path: was_asked.release() if path == "/collective_rpc" else None
-    committing = asyncio.create_task(commit(vllm, tmp_path, 1))
+    rig.engine.on_call = lambda path: was_asked.release() if path == "/collective_rpc" else None
+    committing = asyncio.create_task(rig.commit(1))
     for _ in range(3):
         assert await asyncio.to_thread(was_asked.acquire, timeout=WAIT_S)
-    assert engine.sample() == model(0)
-    assert "/pause?mode=wait" not in engine.paths()
+    assert rig.engine.sample() == model(0)
+    assert "/pause?mode=wait" not in rig.engine.paths()
     held.go.set()
     await committing
-    assert engine.sample() == model(1)
-    assert engine.paths()[engine.paths().index("/pause?mode=wait") :] == [
+    assert rig.engine.sample() == model(1)
+    assert rig.engine.paths()[rig.engine.paths().index("/pause?mode=wait") :] == [
         "/pause?mode=wait",
         "/start_weight_update",
         "/update_weights",
@@ -211,18 +205,16 @@ class LateWorker:
 
 
 @pytest.mark.parametrize("rank", range(NUM_WORKERS))
-async def test_no_worker_is_passed_over(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, rank: int
-):
-    worker = engine.workers[rank]
+async def test_no_worker_is_passed_over(rig: Rig, rank: int):
+    worker = rig.engine.workers[rank]
     late = worker.weight_transfer_engine = LateWorker(worker.weight_transfer_engine, None)
-    await commit(vllm, tmp_path, 1)
+    await rig.commit(1)
     assert late.num_answers == 3
     worker.weight_transfer_engine = LateWorker(worker.weight_transfer_engine, "no memory")
     with pytest.raises(EngineError, match="not staged: no memory"):
-        await commit(vllm, tmp_path, 2)
-    assert engine.sample() == model(1)
-    assert engine.paths().count("/pause?mode=wait") == 1
+        await rig.commit(2)
+    assert rig.engine.sample() == model(1)
+    assert rig.engine.paths().count("/pause?mode=wait") == 1
 
 
 def test_an_update_of_what_is_not_staged_changes_nothing(tmp_path: Path, engine: StagingEngine):
@@ -233,9 +225,9 @@ def test_an_update_of_what_is_not_staged_changes_nothing(tmp_path: Path, engine:
     with pytest.raises(RuntimeError, match="nothing was staged as 2"):
         worker.weight_transfer_engine.update_weights({"staging_id": "2"})
     # As of a second data-parallel engine, whose workers are not asked.
-    folder, manifest = version(tmp_path, 1)
+    folder, listed = version(tmp_path, 1)
     (folder / FILE).write_bytes(flipped(model(1), 9))
-    other.init_weight_transfer_engine(stage_info((folder, manifest), "3"))
+    other.init_weight_transfer_engine(stage_info((folder, listed), "3"))
     with pytest.raises(RuntimeError, match=r"version-1 is not staged: .* the digest"):
         other.weight_transfer_engine.update_weights({"staging_id": "3"})
     assert engine._loaded() == model(0)
@@ -256,21 +248,19 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("kind", SPOILED)
-async def test_bytes_that_are_not_the_manifests_cause_no_pause(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, kind: str
-):
+async def test_bytes_that_are_not_the_manifests_cause_no_pause(rig: Rig, kind: str):
     data, message = SPOILED[kind]
-    folder, manifest = version(tmp_path, 1)
+    folder, listed = rig.version(1)
     if data is None:
         (folder / FILE).unlink()
     else:
         (folder / FILE).write_bytes(data)
     with pytest.raises(EngineError, match=message):
-        await vllm.commit(folder, manifest, previous=None)
-    assert "/pause?mode=wait" not in engine.paths()
-    assert engine.sample() == model(0)
-    await commit(vllm, tmp_path, 1)
-    assert engine.sample() == model(1)
+        await rig.vllm.commit(folder, listed, previous=None)
+    assert "/pause?mode=wait" not in rig.engine.paths()
+    assert rig.engine.sample() == model(0)
+    await rig.commit(1)
+    assert rig.engine.sample() == model(1)
 
 
 @pytest.mark.parametrize(
@@ -281,37 +271,23 @@ async def test_bytes_that_are_not_the_manifests_cause_no_pause(
         (b"", "not staged"),
     ],
 )
-async def test_files_without_tensors_cause_no_pause(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, data: bytes, message: str
-):
-    folder, manifest = version(tmp_path, 1, data)
+async def test_files_without_tensors_cause_no_pause(rig: Rig, data: bytes, message: str):
+    folder, listed = rig.version(1, data)
     with pytest.raises(EngineError, match=message):
-        await vllm.commit(folder, manifest, previous=None)
-    assert "/pause?mode=wait" not in engine.paths()
+        await rig.vllm.commit(folder, listed, previous=None)
+    assert "/pause?mode=wait" not in rig.engine.paths()
 
 
-async def test_a_version_of_several_files_and_float32_is_loaded(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
-):
+async def test_a_version_of_several_files_and_float32_is_loaded(rig: Rig):
     values = tensors(1)
-    _, manifest = version(tmp_path, 1)
+    folder, _ = rig.version(1)
     files: list[WeightFile] = []
     for number, name in enumerate(NAMES):
         data = save({name: values[name].float() if number % 2 else values[name]})
-        path = tmp_path / "version-1" / f"model-{number}.safetensors"
-        path.write_bytes(data)
-        digest = xxhash.xxh3_128_hexdigest(data)
-        files.append(WeightFile(name=path.name, size_bytes=len(data), digest=digest))
-    several = WeightManifest(
-        policy_id="p",
-        version=1,
-        kind=WeightKind.FULL,
-        deltas=(),
-        files=tuple(files),
-        created_at=manifest.created_at,
-    )
-    await vllm.commit(tmp_path / "version-1", several, previous=None)
-    assert engine.sample() == model(1)
+        files.append(weight_file(f"model-{number}.safetensors", data))
+        (folder / files[-1].name).write_bytes(data)
+    await rig.vllm.commit(folder, manifest(1, files), previous=None)
+    assert rig.engine.sample() == model(1)
 
 
 @pytest.mark.parametrize(
@@ -324,110 +300,92 @@ async def test_a_version_of_several_files_and_float32_is_loaded(
     ],
 )
 async def test_a_load_that_fails_is_undone_and_the_next_is_taken(
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-    path: str,
-    fault: int | Exception,
+    rig: Rig, path: str, fault: int | Exception
 ):
     """500: in the middle of a layer of one worker, whose update is over; the other's is not."""
-    await commit(vllm, tmp_path, 1)
-    engine.faults[path] = [fault] * (2 if path == "/start_weight_update" else 1)
+    await rig.commit(1)
+    rig.engine.faults[path] = [fault] * (2 if path == "/start_weight_update" else 1)
     with pytest.raises(EngineError, match="version-1 is loaded again"):
-        await commit(vllm, tmp_path, 2, previous=1)
-    assert engine.sample() == model(1)
-    await commit(vllm, tmp_path, 3, previous=1)
-    assert engine.sample() == model(3)
-    assert engine.sampled == {model(1), model(3)}
+        await rig.commit(2, previous=1)
+    assert rig.engine.sample() == model(1)
+    await rig.commit(3, previous=1)
+    assert rig.engine.sample() == model(3)
+    assert rig.engine.sampled == {model(1), model(3)}
 
 
-async def test_an_engine_that_takes_neither_version_stays_paused(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
-):
-    await commit(vllm, tmp_path, 1)
-    engine.faults["/update_weights"] = [500]
+async def test_an_engine_that_takes_neither_version_stays_paused(rig: Rig):
+    await rig.commit(1)
+    rig.engine.faults["/update_weights"] = [500]
     # What was staged is asked for by the same call.
-    engine.on_call = lambda path: (
-        engine.faults.update({"/collective_rpc": [500]}) if path == "/update_weights" else None
+    rig.engine.on_call = lambda path: (
+        rig.engine.faults.update({"/collective_rpc": [500]}) if path == "/update_weights" else None
     )
     with pytest.raises(EngineError, match="the engine is left paused"):
-        await commit(vllm, tmp_path, 2, previous=1)
-    assert engine.sample() is None
+        await rig.commit(2, previous=1)
+    assert rig.engine.sample() is None
 
 
-async def test_a_version_without_one_of_the_parameters_is_undone(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
-):
-    await commit(vllm, tmp_path, 1)
+async def test_a_version_without_one_of_the_parameters_is_undone(rig: Rig):
+    await rig.commit(1)
     values = tensors(2)
     del values[NAMES[1]]
-    folder, manifest = version(tmp_path, 2, save(values))
+    folder, listed = rig.version(2, save(values))
     with pytest.raises(EngineError, match=rf"{NAMES[1]}.*version-1 is loaded again"):
-        await vllm.commit(folder, manifest, previous=tmp_path / "version-1")
-    assert engine.sample() == model(1)
+        await rig.vllm.commit(folder, listed, previous=rig.root / "version-1")
+    assert rig.engine.sample() == model(1)
 
 
 async def test_a_version_that_comes_during_another_waits_for_its_memory(
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     held = Held(monkeypatch)
-    vllm._load_s = 0.0
+    rig.vllm._load_s = 0.0
     with pytest.raises(EngineError, match=r"version-1 is not staged after 0\.0 s"):
-        await commit(vllm, tmp_path, 1)
-    vllm._load_s = WAIT_S
-    first = [worker.weight_transfer_engine._staging for worker in engine.workers]
-    committing = asyncio.create_task(commit(vllm, tmp_path, 2))
+        await rig.commit(1)
+    rig.vllm._load_s = WAIT_S
+    first = [worker.weight_transfer_engine._staging for worker in rig.engine.workers]
+    committing = asyncio.create_task(rig.commit(2))
     begun = threading.Event()
-    engine.on_call = lambda path: begun.set() if path == "/collective_rpc" else None
+    rig.engine.on_call = lambda path: begun.set() if path == "/collective_rpc" else None
     assert await asyncio.to_thread(begun.wait, WAIT_S)
-    for worker in engine.workers:
+    for worker in rig.engine.workers:
         worker.weight_transfer_engine._staging._thread.join(0.2)
         assert worker.weight_transfer_engine._staging.is_running
     held.go.set()
     await committing
-    assert engine.sample() == model(2)
+    assert rig.engine.sample() == model(2)
     assert all("another version came" in staging.error for staging in first)
 
 
 async def test_an_engine_that_restarts_while_it_stages_is_not_paused(
-    tmp_path: Path,
-    engine: StagingEngine,
-    vllm: StagedVllmAdapter,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     held = Held(monkeypatch)
-    engine.on_call = lambda path: engine.start() if path == "/collective_rpc" else None
+    rig.engine.on_call = lambda path: rig.engine.start() if path == "/collective_rpc" else None
     with pytest.raises(EngineError, match="staged no more"):
-        await commit(vllm, tmp_path, 1)
+        await rig.commit(1)
     held.go.set()
-    assert "/pause?mode=wait" not in engine.paths()
+    assert "/pause?mode=wait" not in rig.engine.paths()
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/collective_rpc"])
-async def test_an_engine_that_does_not_know_the_backend_is_not_paused(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter, path: str
-):
-    engine.faults[path] = [500]
+async def test_an_engine_that_does_not_know_the_backend_is_not_paused(rig: Rig, path: str):
+    rig.engine.faults[path] = [500]
     with pytest.raises(EngineError, match=f"{path} answered 500"):
-        await commit(vllm, tmp_path, 1)
-    assert "/pause?mode=wait" not in engine.paths()
+        await rig.commit(1)
+    assert "/pause?mode=wait" not in rig.engine.paths()
 
 
-async def test_host_memory_is_used_again(
-    tmp_path: Path, engine: StagingEngine, vllm: StagedVllmAdapter
-):
+async def test_host_memory_is_used_again(rig: Rig):
     def places() -> list[int]:
-        staged = [worker.weight_transfer_engine._staging.wait() for worker in engine.workers]
+        staged = [worker.weight_transfer_engine._staging.wait() for worker in rig.engine.workers]
         return [tensor.data_ptr() for worker in staged for tensor in worker.values()]
 
-    await commit(vllm, tmp_path, 1)
+    await rig.commit(1)
     first = places()
-    await commit(vllm, tmp_path, 2)
+    await rig.commit(2)
     assert places() == first
-    assert engine.sample() == model(2)
+    assert rig.engine.sample() == model(2)
 
 
 def test_host_memory_grows_and_goes_with_its_file():
@@ -472,7 +430,7 @@ def test_the_plugin_is_registered_once_and_passes_over_another_vllm(
 
 
 def test_the_plugin_imports_no_torch():
-    code = "import sys, ratoon_client.weights.vllm_staged as v; v.register()"
+    code = "import sys, ratoon_client.weights.vllm as v; v.register()"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -13,8 +13,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ratoon.api.http.bodies import fill_request
 from ratoon_client import Kl, Loss, Optim, OverlongPenalty
-from ratoon_client.transport.routes import ROUTES
-from ratoon_client.wire.encode import loss_message, optim_message
+from ratoon_client.transport.http_wire import ROUTES
+from ratoon_client.wire import loss_message, optim_message
 from ratoon_proto.codec import DTYPES
 from ratoon_proto.json_form import from_json, to_json, to_request_json
 from ratoon_proto.v1 import operation_pb2, service_pb2, weights_pb2

@@ -15,7 +15,7 @@ from ratoon.demo.task import ALPHABET, CopyTask, reward
 from ratoon.demo.verdict import Round, Verdict, loss_faults
 from tests.demo.trained_here import Fault, TrainedHere
 
-NUM_ROUNDS = 2
+NUM_ROUNDS = 1
 
 
 def rounds_of(folder: Path, fault: Fault) -> list[Round]:

@@ -27,8 +27,7 @@ from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_client import Group, Loss, Optim, StepReport
-from ratoon_client.wire.decode import decode
-from ratoon_client.wire.encode import group_messages, loss_message, optim_message
+from ratoon_client.wire import decode, group_messages, loss_message, optim_message
 from ratoon_proto.types import AdamWConfig, FullTuning, LossConfig, OldLogprobs, OldLogprobsKind
 from ratoon_proto.v1 import training_pb2
 from tests import builders

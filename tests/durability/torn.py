@@ -285,7 +285,7 @@ def _upload_reader(policy_id: str, upload_id: str) -> Callable[[Path], Hashable]
 
 def _result_reader(policy_id: str, digest: str) -> Callable[[Path], Hashable]:
     def read(root: Path) -> Hashable:
-        """As `ratoon_client.weights.fetch` does."""
+        """As `ratoon_client.weights.calls` does."""
         data = read_result(policy_paths(root, policy_id), digest, 0, _RESULT_BYTES)
         if data is None or digest_bytes(data) != digest:
             raise DamagedFileError(f"result {digest}")

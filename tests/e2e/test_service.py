@@ -29,7 +29,7 @@ from ratoon_client import (
     group,
     rollout,
 )
-from ratoon_client.wire.encode import group_messages
+from ratoon_client.wire import group_messages
 from ratoon_proto.v1 import operation_pb2, service_pb2, training_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests

@@ -9,16 +9,16 @@ from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive
 from ratoon.engine.policy.controller import Controller
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.stream.local_blobs import LocalBlobs
 from ratoon_proto.types import Recovery
 from tests.engine.fake_trainer import Faults
 from tests.engine.harness import Machine, policy_spec
 from tests.engine.local_ports import LocalWorker
+from tests.stream.local_store import LocalStore
 
 OFTEN = CheckpointConfig(every_operations=3, every_s=0, every_bytes=0)
 
 
-class Store(LocalBlobs):
+class Store(LocalStore):
     """Object store that may be unreachable."""
 
     is_away = False

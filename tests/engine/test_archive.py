@@ -16,7 +16,7 @@ from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, open_arc
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.policy import turns
 from ratoon.errors import ErrorCode
-from ratoon.stream.blobs import FOLDER_MANIFEST
+from ratoon.stream.object_store import FOLDER_MANIFEST
 from ratoon_proto.types import OperationState
 from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.fake_trainer import number_body as body_of

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ratoon.rollout.serial import batch_to_bytes
-from ratoon_client.wire.encode import group_messages
+from ratoon_client.wire import group_messages
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, training_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor

@@ -19,8 +19,8 @@ from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.model.folder import ModelFolder
 from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
-from ratoon.stream.blobs import decode_manifest, encode_manifest
 from ratoon.stream.files import seal_bytes, seal_document, unseal_document
+from ratoon.stream.object_store import decode_manifest, encode_manifest
 from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
 from ratoon.train import checkpoint, imported, saved_state
 from ratoon.train.config import OptimizerStates

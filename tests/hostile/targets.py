@@ -34,11 +34,10 @@ from ratoon.errors import RatoonError
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon_client.caller import Caller
 from ratoon_client.errors import IntegrityError, RatoonClientError
-from ratoon_client.outcome import outcome
-from ratoon_client.values import Operation
-from ratoon_client.wire.decode import decode
+from ratoon_client.operation import outcome
+from ratoon_client.wire import decode
 from ratoon_proto.codec import CodecError, decode_tensor
-from ratoon_proto.types import PolicyState
+from ratoon_proto.types import Operation, PolicyState
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
 from tests.api import requests

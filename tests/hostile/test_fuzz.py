@@ -18,10 +18,9 @@ from ratoon.api import submissions
 from ratoon.api.convert.policy import policy_spec
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon.train.loss import checks
-from ratoon_client.values import Operation
-from ratoon_client.wire.decode import decode
+from ratoon_client.wire import decode
 from ratoon_proto.codec import decode_tensor
-from ratoon_proto.types import EmptyResult
+from ratoon_proto.types import EmptyResult, Operation
 from tests.hostile import corpus
 from tests.hostile.fuzz import FuzzCounts, fuzz, run
 from tests.hostile.targets import DEFAULTS, Target, all_targets, judge, judge_json

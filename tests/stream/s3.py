@@ -6,28 +6,26 @@ the loopback alone, holds everything in memory and is gone afterwards.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 from s3fs import S3FileSystem
 
 from ratoon.sole_service import free_port
+from ratoon_client.blocking import LoopThread
 from tests.network.proxy import Fault, Proxy
 
 BUCKET = "ratoon-tests"
 START_S = 280.0
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class S3Server:
     endpoint: str
     direct: str
     _proxy: Proxy
-    _loop: asyncio.AbstractEventLoop
+    _loop: LoopThread
 
     def url(self) -> str:
         """A prefix that nobody has used."""
@@ -50,7 +48,10 @@ class S3Server:
         )
 
     def arm(self, fault: Fault | None) -> None:
-        self._loop.call_soon_threadsafe(self._proxy.arm, fault)
+        async def arm() -> None:
+            self._proxy.arm(fault)
+
+        self._loop.run(arm())
 
     @property
     def num_hits(self) -> int:
@@ -63,10 +64,7 @@ class S3Server:
         self.arm(Fault(kind="outage", direction="up", at_byte=at_byte))
         yield
         assert self.num_hits == hits + 1
-        self.run(self._proxy.start())
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+        self._loop.run(self._proxy.start())
 
 
 @contextmanager
@@ -105,11 +103,9 @@ def _environment(server: S3Server) -> dict[str, str]:
 
 @contextmanager
 def _proxied(port: int) -> Iterator[S3Server]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
+    loop = LoopThread()
     proxy = Proxy(host="127.0.0.1", far_port=port)
-    asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(10)
+    loop.run(proxy.start())
     server = S3Server(
         endpoint=f"http://{proxy.address}",
         direct=f"http://127.0.0.1:{port}",
@@ -119,10 +115,8 @@ def _proxied(port: int) -> Iterator[S3Server]:
     try:
         yield server
     finally:
-        server.run(proxy.stop())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        loop.run(proxy.stop())
+        loop.stop()
 
 
 def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:

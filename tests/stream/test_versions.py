@@ -151,7 +151,7 @@ def test_publish_failing_write_leaves_nothing(tmp_path: Path) -> None:
 CRASH = """
 import os, pathlib
 from ratoon.stream import versions
-from ratoon.stream.manifest import WeightKind
+from ratoon_proto.types import WeightKind
 
 point = {point!r}
 if point != "write":

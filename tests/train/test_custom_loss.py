@@ -17,7 +17,7 @@ from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from ratoon_client import Group, by_autograd, group, rollout
 from ratoon_client.custom_loss import WEIGHTED, weighted
-from ratoon_client.wire.encode import group_message, loss_message
+from ratoon_client.wire import group_message, loss_message
 from tests.builders import limits
 from tests.equivalence import assert_close, paths_of
 from tests.oracle import hf

@@ -19,7 +19,7 @@ import pytest
 from harness.environment import ROOT
 from ratoon.errors import CopyFailedError
 from ratoon.model.spec import ModelDtype, PresetBase
-from ratoon.shards import lines
+from ratoon.shards import copies
 from ratoon_proto.types import Shard
 from tests.train.rank_runs import alone_of, ranked, update_over
 from tests.train.trainer_runs import make_batch, make_loss, make_step
@@ -62,7 +62,7 @@ def _set_loopback(*, is_up: bool) -> None:
 def _lose_the_network(shard: Shard) -> float:
     """Seconds from when nothing came through any more until the update failed."""
     _set_loopback(is_up=True)
-    lines.IDLE_S, lines.EVERY_S, lines.TIMES = 1, 1, 2
+    copies.IDLE_S, copies.EVERY_S, copies.TIMES = 1, 1, 2
     alone = alone_of(PresetBase(name="tiny"), dtype=ModelDtype.FLOAT64)
     with ranked(alone.spec, 2, 100, shard, TIMEOUT_S) as (two, _):
         update_over(two, 0, (0, 1))

@@ -6,10 +6,12 @@ import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from ratoon_client import AsyncRatoonClient, SglangAdapter, VllmAdapter
+from ratoon_client import AsyncRatoonClient, AsyncWeightReceiver, SglangAdapter, VllmAdapter
 from tests.client.fake_engine import FILE, FakeEngine, serving_engine
 from tests.client.fake_service import CHUNK_BYTES, FakeService
 
@@ -24,6 +26,32 @@ def model(version: int) -> bytes:
 
 def publish(service: FakeService, version: int) -> None:
     service.publish(version, {FILE: model(version), "config.json": b"{}"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    """A service with version 1, a client of it, a folder for versions, and an engine."""
+
+    service: FakeService
+    client: AsyncRatoonClient
+    root: Path
+    engine: FakeEngine
+    request: pytest.FixtureRequest
+
+    @property
+    def vllm(self) -> VllmAdapter:
+        """The engine's adapter, which holds it from here on."""
+        return self.request.getfixturevalue("vllm")
+
+    def publish(self, version: int) -> None:
+        publish(self.service, version)
+
+    def receiver(self) -> AsyncWeightReceiver:
+        return self.client.weight_receiver("p", self.root, self.vllm)
+
+    def mirror(self) -> AsyncWeightReceiver:
+        """A receiver without an engine."""
+        return self.client.weight_receiver("p", self.root)
 
 
 def honest(data: bytes, _: int) -> bytes:
@@ -75,3 +103,14 @@ def vllm(engine_url: str) -> Iterator[VllmAdapter]:
 def sglang(engine_url: str) -> Iterator[SglangAdapter]:
     with SglangAdapter(engine_url, load_s=WAIT_S, call_s=WAIT_S) as adapter:
         yield adapter
+
+
+@pytest.fixture
+def rig(
+    service: FakeService,
+    client: AsyncRatoonClient,
+    root: Path,
+    engine: FakeEngine,
+    request: pytest.FixtureRequest,
+) -> Rig:
+    return Rig(service=service, client=client, root=root, engine=engine, request=request)

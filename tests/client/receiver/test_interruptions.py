@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from ratoon_client import (
-    AsyncRatoonClient,
     EngineError,
     IntegrityError,
     RatoonApiError,
@@ -22,25 +21,25 @@ from ratoon_client import (
     VllmAdapter,
 )
 from tests.client.fake_engine import FILE, START, FakeEngine
-from tests.client.fake_service import CHUNK_BYTES, FakeService, Fault, LostAnswerError
-from tests.client.receiver.conftest import NUM_CHUNKS, SIZE_BYTES, WAIT_S, honest, model, publish
+from tests.client.fake_service import CHUNK_BYTES, Fault, LostAnswerError
+from tests.client.receiver.conftest import (
+    NUM_CHUNKS,
+    SIZE_BYTES,
+    WAIT_S,
+    Rig,
+    honest,
+    model,
+)
 
 LOAD_CALLS = ("/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/resume")
 
 
 @pytest.mark.parametrize("kind", ["cut", "bit"])
-async def test_bytes_that_are_not_the_versions_keep_the_old_one(
-    service: FakeService,
-    client: AsyncRatoonClient,
-    root: Path,
-    engine: FakeEngine,
-    vllm: VllmAdapter,
-    kind: str,
-):
+async def test_bytes_that_are_not_the_versions_keep_the_old_one(rig: Rig, kind: str):
     """A cut or a flipped bit at every eleventh byte of the file, each met by a pull."""
-    receiver = client.weight_receiver("p", root, vllm)
+    receiver = rig.receiver()
     await receiver.sync_once()
-    publish(service, 2)
+    rig.publish(2)
     for place in range(0, SIZE_BYTES, 11):
 
         def spoil(data: bytes, offset: int, place: int = place) -> bytes:
@@ -51,33 +50,27 @@ async def test_bytes_that_are_not_the_versions_keep_the_old_one(
                 return data[:at]
             return data[:at] + bytes([data[at] ^ (1 << place % 8)]) + data[at + 1 :]
 
-        service.tamper = spoil
+        rig.service.tamper = spoil
         with pytest.raises(IntegrityError):
             await receiver.sync_once()
-        for path in (root / ".partial").iterdir():
+        for path in (rig.root / ".partial").iterdir():
             path.unlink()
-    assert (engine.sample(), engine.paths().count("/collective_rpc")) == (model(1), 1)
-    assert (root / "latest" / FILE).read_bytes() == model(1)
-    service.tamper = honest
+    assert (rig.engine.sample(), rig.engine.paths().count("/collective_rpc")) == (model(1), 1)
+    assert (rig.root / "latest" / FILE).read_bytes() == model(1)
+    rig.service.tamper = honest
     await receiver.sync_once()
-    assert engine.sample() == model(2)
+    assert rig.engine.sample() == model(2)
 
 
-async def test_a_receiver_that_ends_at_any_step_leaves_a_whole_engine(
-    service: FakeService,
-    client: AsyncRatoonClient,
-    root: Path,
-    engine: FakeEngine,
-    vllm: VllmAdapter,
-):
+async def test_a_receiver_that_ends_at_any_step_leaves_a_whole_engine(rig: Rig):
     """It is cancelled at each call that it makes, of the service or the engine, in turn."""
     loop = asyncio.get_running_loop()
-    await client.weight_receiver("p", root, vllm).sync_once()
+    await rig.receiver().sync_once()
     step, version = 0, 1
     while True:
         version += 1
-        publish(service, version)
-        task = asyncio.create_task(client.weight_receiver("p", root, vllm).sync_once())
+        rig.publish(version)
+        task = asyncio.create_task(rig.receiver().sync_once())
         num_calls = 0
 
         def count(*_: object, task: asyncio.Task[Any] = task, last: int = step) -> None:
@@ -90,31 +83,24 @@ async def test_a_receiver_that_ends_at_any_step_leaves_a_whole_engine(
             count()
             return data
 
-        engine.on_call, service.tamper = count, count_chunk
+        rig.engine.on_call, rig.service.tamper = count, count_chunk
         is_done = False
         with suppress(asyncio.CancelledError):
             is_done = await task is not None
-        engine.on_call, service.tamper = lambda _: None, honest
-        assert engine.sample() in (model(version - 1), model(version))
-        await client.weight_receiver("p", root, vllm).sync_once()
-        assert engine.sample() == model(version)
+        rig.engine.on_call, rig.service.tamper = lambda _: None, honest
+        assert rig.engine.sample() in (model(version - 1), model(version))
+        await rig.receiver().sync_once()
+        assert rig.engine.sample() == model(version)
         if is_done and num_calls <= step:
             break
         step += 1
     # A call of the service for each chunk, and seven of the engine.
     assert step == NUM_CHUNKS + 7
-    assert engine.sampled == {model(number) for number in range(1, version + 1)}
+    assert rig.engine.sampled == {model(number) for number in range(1, version + 1)}
 
 
 @pytest.mark.parametrize("num_rounds", [30, pytest.param(300, marks=pytest.mark.more)])
-async def test_interruptions_at_random_end_on_the_newest_version(
-    service: FakeService,
-    client: AsyncRatoonClient,
-    root: Path,
-    engine: FakeEngine,
-    vllm: VllmAdapter,
-    num_rounds: int,
-):
+async def test_interruptions_at_random_end_on_the_newest_version(rig: Rig, num_rounds: int):
     """Service, wire, engine and receiver fail at random; no half version is ever sampled with."""
     rng = random.Random(19)
     loop = asyncio.get_running_loop()
@@ -123,9 +109,9 @@ async def test_interruptions_at_random_end_on_the_newest_version(
     for _ in range(num_rounds):
         if rng.random() < 0.6:
             version += 1
-            publish(service, version)
-            service.policies["p"].weights.pop(version - 2, None)
-        receiver = client.weight_receiver("p", root, vllm)
+            rig.publish(version)
+            rig.service.policies["p"].weights.pop(version - 2, None)
+        receiver = rig.receiver()
         task = asyncio.create_task(receiver.sync_once())
         at = rng.randrange(0, SIZE_BYTES)
         calls = [rng.randrange(1, 9)]
@@ -156,28 +142,28 @@ async def test_interruptions_at_random_end_on_the_newest_version(
             if calls[0] == 0:
                 loop.call_soon_threadsafe(task.cancel)
 
-        service.tamper = spoil if rng.random() < 0.5 else honest
-        engine.on_call = stop if rng.random() < 0.4 else lambda _: None
+        rig.service.tamper = spoil if rng.random() < 0.5 else honest
+        rig.engine.on_call = stop if rng.random() < 0.4 else lambda _: None
         if rng.random() < 0.3:
-            engine.faults[rng.choice(LOAD_CALLS)] = [
+            rig.engine.faults[rng.choice(LOAD_CALLS)] = [
                 rng.choice([500, ConnectionError()]) for _ in range(rng.randrange(1, 3))
             ]
         if rng.random() < 0.1:
-            service.faults = [Fault(name="GetWeightManifest", error=LostAnswerError())]
+            rig.service.faults = [Fault(name="GetWeightManifest", error=LostAnswerError())]
         if rng.random() < 0.1:
-            engine.start()
+            rig.engine.start()
         try:
             await task
         except (asyncio.CancelledError, IntegrityError, EngineError, RatoonApiError):
             num_failed += 1
-        engine.sample()
-    engine.on_call, service.tamper = lambda _: None, honest
-    engine.faults.clear()
-    await client.weight_receiver("p", root, vllm).sync_once()
+        rig.engine.sample()
+    rig.engine.on_call, rig.service.tamper = lambda _: None, honest
+    rig.engine.faults.clear()
+    await rig.receiver().sync_once()
     assert num_failed > num_rounds / 3
-    assert engine.sample() == model(version)
-    assert (root / "latest" / FILE).read_bytes() == model(version)
-    assert engine.sampled <= {START, *map(model, range(1, version + 1))}
+    assert rig.engine.sample() == model(version)
+    assert (rig.root / "latest" / FILE).read_bytes() == model(version)
+    assert rig.engine.sampled <= {START, *map(model, range(1, version + 1))}
 
 
 def test_a_client_that_is_closed_in_mid_load_waits_for_its_end(

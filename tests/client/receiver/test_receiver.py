@@ -27,7 +27,7 @@ from ratoon_client import (
 from tests.client.conftest import versions
 from tests.client.fake_engine import FILE, FakeEngine
 from tests.client.fake_service import FakePolicy, FakeService, Fault, RefusalError
-from tests.client.receiver.conftest import SIZE_BYTES, WAIT_S, follow, model, publish
+from tests.client.receiver.conftest import SIZE_BYTES, WAIT_S, Rig, follow, model, publish
 
 
 class Events:
@@ -56,10 +56,8 @@ class Events:
                 await self._more.wait()
 
 
-async def test_a_folder_follows_the_newest_version(
-    service: FakeService, client: AsyncRatoonClient, root: Path
-):
-    receiver = client.weight_receiver("p", root)
+async def test_a_folder_follows_the_newest_version(rig: Rig):
+    receiver = rig.mirror()
     first = await receiver.sync_once()
     assert first is not None
     assert (first.version, first.size_bytes) == (1, SIZE_BYTES + 2)
@@ -68,27 +66,25 @@ async def test_a_folder_follows_the_newest_version(
     assert first.verify_s > 0
     assert await receiver.sync_once() is None
     for version in (2, 3, 4):
-        publish(service, version)
+        rig.publish(version)
     second = await receiver.sync_once()
     assert second is not None
     # config.json is linked, versions in between are not fetched.
     assert (second.version, second.fetched_bytes) == (4, SIZE_BYTES)
-    assert (root / "latest" / FILE).read_bytes() == model(4)
-    publish(service, 5)
+    assert (rig.root / "latest" / FILE).read_bytes() == model(4)
+    rig.publish(5)
     await receiver.sync_once()
-    assert versions(root) == {"version-4", "version-5"}
-    publish(service, 6)
-    await client.weight_receiver("p", root, keep=3).sync_once()
-    assert versions(root) == {"version-4", "version-5", "version-6"}
+    assert versions(rig.root) == {"version-4", "version-5"}
+    rig.publish(6)
+    await rig.client.weight_receiver("p", rig.root, keep=3).sync_once()
+    assert versions(rig.root) == {"version-4", "version-5", "version-6"}
     with pytest.raises(InvalidArgumentError, match="2 or more"):
-        client.weight_receiver("p", root, keep=1)
+        rig.client.weight_receiver("p", rig.root, keep=1)
 
 
-async def test_the_service_hears_what_is_served_and_what_is_fetched(
-    service: FakeService, client: AsyncRatoonClient, root: Path
-):
+async def test_the_service_hears_what_is_served_and_what_is_fetched(rig: Rig):
     def said() -> list[tuple[int | None, int | None]]:
-        acks, service.acks = service.acks, []
+        acks, rig.service.acks = rig.service.acks, []
         (name,) = {ack.receiver_id for ack in acks}
         assert re.fullmatch(r"[a-zA-Z0-9._-]{1,64}", name)
         assert name == "mine" or len(name) > 17
@@ -100,144 +96,123 @@ async def test_the_service_hears_what_is_served_and_what_is_fetched(
             for ack in acks
         ]
 
-    await client.weight_receiver("p", root).sync_once()
+    await rig.mirror().sync_once()
     assert said() == [(None, 1), (1, None)]
-    publish(service, 2)
-    await client.weight_receiver("p", root, receiver_id="mine").sync_once()
+    rig.publish(2)
+    await rig.client.weight_receiver("p", rig.root, receiver_id="mine").sync_once()
     assert said() == [(1, 2), (2, None)]
 
 
-async def test_a_version_is_served_where_the_service_hears_nothing(
-    service: FakeService, client: AsyncRatoonClient, root: Path
-):
+async def test_a_version_is_served_where_the_service_hears_nothing(rig: Rig):
     error = RefusalError("RESOURCE_EXHAUSTED", field="holds_version")
-    service.faults = [Fault(name="AckWeights", error=error) for _ in range(2)]
-    received = await client.weight_receiver("p", root).sync_once()
+    rig.service.faults = [Fault(name="AckWeights", error=error) for _ in range(2)]
+    received = await rig.mirror().sync_once()
     assert received is not None
-    assert service.faults == []
+    assert rig.service.faults == []
 
 
-async def test_a_receiver_waits_for_a_version(
-    service: FakeService, client: AsyncRatoonClient, root: Path
-):
-    service.long_poll_s = WAIT_S
-    receiver = client.weight_receiver("p", root)
+async def test_a_receiver_waits_for_a_version(rig: Rig):
+    rig.service.long_poll_s = WAIT_S
+    receiver = rig.mirror()
     await receiver.sync_once()
     waiting = asyncio.create_task(receiver.sync_once(WAIT_S))
-    publish(service, 2)
+    rig.publish(2)
     received = await waiting
     assert received is not None
     assert received.version == 2
 
 
-async def test_nothing_is_received_where_nothing_is_published(
-    service: FakeService, client: AsyncRatoonClient, root: Path
-):
-    service.policies["p"] = FakePolicy()
-    assert await client.weight_receiver("p", root).sync_once() is None
+async def test_nothing_is_received_where_nothing_is_published(rig: Rig):
+    rig.service.policies["p"] = FakePolicy()
+    assert await rig.mirror().sync_once() is None
 
 
-async def test_a_manifest_of_another_policy_is_refused(
-    service: FakeService,
-    client: AsyncRatoonClient,
-    root: Path,
-    engine: FakeEngine,
-    vllm: VllmAdapter,
-):
-    receiver = client.weight_receiver("p", root, vllm)
+async def test_a_manifest_of_another_policy_is_refused(rig: Rig):
+    receiver = rig.receiver()
     await receiver.sync_once()
-    publish(service, 2)
-    ours: Any = service._get_weight_manifest
+    rig.publish(2)
+    ours: Any = rig.service._get_weight_manifest
 
     def other(request: Any) -> Any:
         manifest = ours(request)
         manifest.policy_id = "q"
         return manifest
 
-    service._get_weight_manifest = other
+    rig.service._get_weight_manifest = other
     with pytest.raises(IntegrityError, match="asked for p version 2, got 'q'"):
         await receiver.sync_once()
-    assert engine.sample() == model(1)
+    assert rig.engine.sample() == model(1)
 
 
-async def test_a_version_that_goes_during_its_pull_gives_way_to_the_newest(
-    service: FakeService, client: AsyncRatoonClient, root: Path
-):
+async def test_a_version_that_goes_during_its_pull_gives_way_to_the_newest(rig: Rig):
     def retire(data: bytes, _: int) -> bytes:
-        if service.policies["p"].weights.pop(1, None) is not None:
-            publish(service, 2)
+        if rig.service.policies["p"].weights.pop(1, None) is not None:
+            rig.publish(2)
         return data
 
-    service.tamper = retire
-    received = await client.weight_receiver("p", root).sync_once()
+    rig.service.tamper = retire
+    received = await rig.mirror().sync_once()
     assert received is not None
     assert received.version == 2
-    assert (root / "latest" / FILE).read_bytes() == model(2)
+    assert (rig.root / "latest" / FILE).read_bytes() == model(2)
 
 
-async def test_a_policy_made_anew_is_received_under_its_old_number(
-    service: FakeService, client: AsyncRatoonClient, root: Path
-):
-    receiver = client.weight_receiver("p", root)
+async def test_a_policy_made_anew_is_received_under_its_old_number(rig: Rig):
+    receiver = rig.mirror()
     await receiver.sync_once()
-    service.policies["p"] = FakePolicy()
-    service.publish(1, {FILE: model(9)})
+    rig.service.policies["p"] = FakePolicy()
+    rig.service.publish(1, {FILE: model(9)})
     assert await receiver.sync_once() is not None
-    assert (root / "latest" / FILE).read_bytes() == model(9)
+    assert (rig.root / "latest" / FILE).read_bytes() == model(9)
 
 
-async def test_two_receivers_in_one_folder_are_refused(
-    service: FakeService, client: AsyncRatoonClient, root: Path
-):
-    service.long_poll_s = WAIT_S
+async def test_two_receivers_in_one_folder_are_refused(rig: Rig):
+    rig.service.long_poll_s = WAIT_S
     events = Events()
-    following = asyncio.create_task(client.weight_receiver("p", root, on_event=events).follow())
+    following = asyncio.create_task(
+        rig.client.weight_receiver("p", rig.root, on_event=events).follow()
+    )
     await events.until(lambda: events.versions == [1])
     with pytest.raises(InvalidArgumentError, match="another receiver's"):
-        await client.weight_receiver("p", root).sync_once()
+        await rig.mirror().sync_once()
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
         await following
-    assert await client.weight_receiver("p", root).sync_once() is None
+    assert await rig.mirror().sync_once() is None
 
 
 async def test_failures_are_told_and_the_next_version_does_not_wait(
-    service: FakeService,
-    client: AsyncRatoonClient,
-    root: Path,
-    engine: FakeEngine,
-    vllm: VllmAdapter,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     """The first retry would come after a minute."""
     monkeypatch.setattr("ratoon_client.weights.receiver._FIRST_RETRY_S", 600.0)
     monkeypatch.setattr("random.uniform", lambda _, high: high)
-    service.long_poll_s = WAIT_S
+    rig.service.long_poll_s = WAIT_S
     events = Events()
-    engine.faults["/collective_rpc"] = [500]
+    rig.engine.faults["/collective_rpc"] = [500]
     following = asyncio.create_task(
-        client.weight_receiver("p", root, vllm, on_event=events).follow()
+        rig.client.weight_receiver("p", rig.root, rig.vllm, on_event=events).follow()
     )
     await events.until(lambda: len(events.failures) == 1)
     (failure,) = events.failures
     assert (failure.policy_id, failure.version, failure.retry_s) == ("p", 1, 60.0)
     assert "answered 500" in str(failure.error)
-    publish(service, 2)
+    rig.publish(2)
     await events.until(lambda: events.versions == [2])
-    assert engine.sample() == model(2)
+    assert rig.engine.sample() == model(2)
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
         await following
 
 
-async def test_following_goes_on_where_the_service_has_no_room(
-    service: FakeService, client: AsyncRatoonClient, root: Path
-):
+async def test_following_goes_on_where_the_service_has_no_room(rig: Rig):
     """As for the copy that is published: a call ends with that, but room may come."""
     refused = RefusalError("RESOURCE_EXHAUSTED", retryable=True)
-    service.faults = [Fault(name="GetWeightManifest", error=refused)]
+    rig.service.faults = [Fault(name="GetWeightManifest", error=refused)]
     events = Events()
-    following = asyncio.create_task(client.weight_receiver("p", root, on_event=events).follow())
+    following = asyncio.create_task(
+        rig.client.weight_receiver("p", rig.root, on_event=events).follow()
+    )
     await events.until(lambda: events.versions == [1])
     assert len(events.failures) == 1
     following.cancel()

@@ -22,7 +22,7 @@ from harness.environment import ROOT
 from harness.service import Service
 from ratoon_client import Group, Loss, Optim, Parallel, RatoonClient, group, rollout
 from ratoon_client.errors import RatoonApiError
-from ratoon_client.values import StepResult
+from ratoon_proto.types import StepResult
 from tests.faults.venues.live import MODEL
 
 # A good caller's Health, from the address that floods: much less than a client's patience, much

@@ -16,7 +16,8 @@ from typing import Any
 from ratoon_client import AsyncRatoonClient, Group, Loss, Optim, group, rollout
 from ratoon_client.errors import RatoonApiError, RatoonClientError
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.values import FromForward, Operation
+from ratoon_client.values import FromForward
+from ratoon_proto.types import Operation
 from tests.faults.judge.calls import (
     LEARNING_RATE,
     NO_VERSION,

@@ -38,7 +38,6 @@ from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import configure_logging
-from ratoon.stream.local_blobs import LocalBlobs
 from ratoon.stream.manifest import WeightManifest
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
@@ -47,6 +46,7 @@ from ratoon_proto.types import BackendInfo
 from tests.faults.builds import break_build
 from tests.faults.venues.power import record_syncs
 from tests.faults.venues.rpc import POOL, Peer, PeerLostError, Server
+from tests.stream.local_store import LocalStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -211,7 +211,7 @@ async def _make_run(settings: Settings) -> PolicyRun:
     )
 
 
-class _Store(LocalBlobs):
+class _Store(LocalStore):
     """In the place of an object store."""
 
     def __init__(self, settings: Settings) -> None:

@@ -1,7 +1,7 @@
 """Client of the Ratoon policy-update service."""
 
 from ratoon_client.async_client import AsyncRatoonClient
-from ratoon_client.blocking.client import (
+from ratoon_client.blocking import (
     OperationHandle,
     PolicySession,
     RatoonClient,
@@ -27,28 +27,42 @@ from ratoon_client.values import (
     AdamW,
     Checkpoint,
     Correction,
-    CorrectionMask,
     ForwardResult,
     FromForward,
-    GradientManifest,
     Health,
-    ImportResult,
     Kl,
     Lora,
     Loss,
+    Optim,
+    Parallel,
+    PolicyOptions,
+    Publish,
+    Staleness,
+)
+from ratoon_client.weights.pull import PulledWeights
+from ratoon_client.weights.receiver import (
+    Adapter,
+    AsyncWeightReceiver,
+    FolderAdapter,
+    Received,
+    ReceiveFailure,
+    ReceiverEvent,
+)
+from ratoon_client.weights.sglang import SglangAdapter
+from ratoon_client.weights.vllm import StagedVllmAdapter, VllmAdapter
+from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
+from ratoon_proto.types import (
+    CorrectionMask,
+    GradientManifest,
+    ImportResult,
     NumericsGuard,
     OldLogprobs,
     Operation,
-    Optim,
     OverlongFilter,
     OverlongPenalty,
-    Parallel,
     Policy,
-    PolicyOptions,
     Progress,
-    Publish,
     ServerInfo,
-    Staleness,
     StepReport,
     StepResult,
     VersionSpan,
@@ -56,18 +70,6 @@ from ratoon_client.values import (
     WeightFile,
     WeightManifest,
 )
-from ratoon_client.weights.adapter import Adapter, FolderAdapter
-from ratoon_client.weights.pull import PulledWeights
-from ratoon_client.weights.receiver import (
-    AsyncWeightReceiver,
-    Received,
-    ReceiveFailure,
-    ReceiverEvent,
-)
-from ratoon_client.weights.sglang import SglangAdapter
-from ratoon_client.weights.vllm import VllmAdapter
-from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
-from ratoon_client.weights.vllm_staged import StagedVllmAdapter
 
 __version__ = "0.1.0"
 

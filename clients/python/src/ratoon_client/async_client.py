@@ -6,17 +6,20 @@ A method that returns a handle has been durably accepted.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
+from ratoon_client import rpcs
 from ratoon_client.arguments import all_of, check_seconds
 from ratoon_client.caller import Caller
-from ratoon_client.config import ClientConfig, with_api_key, with_timeouts, with_tls_files
+from ratoon_client.config import ClientConfig, with_api_key, with_tls_files
 from ratoon_client.errors import RatoonApiError
-from ratoon_client.operation import POLL_S, AsyncOperationHandle
+from ratoon_client.operation import POLL_S, AsyncOperationHandle, get_operation
 from ratoon_client.rollouts import Group
+from ratoon_client.sender import set_batch
 from ratoon_client.session import AsyncPolicySession
 from ratoon_client.transport.target import (
     TLS_SCHEMES,
@@ -24,29 +27,25 @@ from ratoon_client.transport.target import (
     check_target,
     open_transport,
 )
-from ratoon_client.upload import set_batch
-from ratoon_client.values import (
-    Checkpoint,
-    ForwardResult,
+from ratoon_client.values import Checkpoint, ForwardResult, Health, OperationResult, PolicyOptions
+from ratoon_client.weights.calls import (
+    HOLD_S,
+    ack_weights,
+    fetch_chunk,
+    fetch_result_file,
+    weight_manifest,
+)
+from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
+from ratoon_client.weights.receiver import Adapter, AsyncWeightReceiver, ReceiverEvent, log_event
+from ratoon_client.wire import decode, group_messages, policy_spec_message, request_message
+from ratoon_proto.types import (
     GradientManifest,
-    Health,
     Operation,
-    OperationResult,
     Policy,
-    PolicyOptions,
     ServerInfo,
     WeightFile,
     WeightManifest,
 )
-from ratoon_client.weights.adapter import Adapter
-from ratoon_client.weights.calls import HOLD_S, ack_weights, weight_manifest
-from ratoon_client.weights.fetch import fetch_chunk, fetch_result_file
-from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
-from ratoon_client.weights.receiver import AsyncWeightReceiver, ReceiverEvent, log_event
-from ratoon_client.wire import rpcs
-from ratoon_client.wire.decode import decode
-from ratoon_client.wire.encode import group_messages, policy_spec_message, request_message
-from ratoon_proto.v1 import service_pb2
 
 
 class AsyncRatoonClient:
@@ -85,8 +84,9 @@ class AsyncRatoonClient:
         config: ClientConfig | None = None,
     ) -> None:
         scheme, _ = check_target(target)
-        timed = with_timeouts(config or ClientConfig(), timeout_s, attempt_timeout_s)
-        keyed = with_api_key(timed, api_key)
+        times = {"timeout_s": timeout_s, "attempt_timeout_s": attempt_timeout_s}
+        given = {name: value for name, value in times.items() if value is not None}
+        keyed = with_api_key(replace(config or ClientConfig(), **given), api_key)
         check_key_target(target, keyed)
         self._config = with_tls_files(
             keyed, ca_file, cert_file, key_file, is_tls=scheme in TLS_SCHEMES
@@ -125,9 +125,8 @@ class AsyncRatoonClient:
             RatoonApiError: POLICY_EXISTS, where the policy exists with other options.
         """
         spec = policy_spec_message(policy_id, options)
-        request = request_message(service_pb2.CreatePolicyRequest, spec=spec)
         return AsyncOperationHandle(
-            self._caller, await self._caller.call(rpcs.CREATE_POLICY, request)
+            self._caller, await self._caller.ask(rpcs.CREATE_POLICY, spec=spec)
         )
 
     async def delete_policy(self, policy_id: str) -> AsyncOperationHandle[None]:
@@ -135,19 +134,17 @@ class AsyncRatoonClient:
 
         The call is sent once: a second one could meet a policy of that id made in between.
         """
-        request = request_message(service_pb2.DeletePolicyRequest, policy_id=policy_id)
         return AsyncOperationHandle(
-            self._caller, await self._caller.call(rpcs.DELETE_POLICY, request)
+            self._caller, await self._caller.ask(rpcs.DELETE_POLICY, policy_id=policy_id)
         )
 
     async def get_policy(self, policy_id: str) -> Policy:
         """Read a policy as it is now."""
-        request = request_message(service_pb2.GetPolicyRequest, policy_id=policy_id)
-        return decode(await self._caller.call(rpcs.GET_POLICY, request), Policy)
+        return decode(await self._caller.ask(rpcs.GET_POLICY, policy_id=policy_id), Policy)
 
     async def list_policies(self) -> list[Policy]:
         """Read all policies that the caller may see."""
-        answer = await self._caller.call(rpcs.LIST_POLICIES, service_pb2.ListPoliciesRequest())
+        answer = await self._caller.ask(rpcs.LIST_POLICIES)
         return [decode(policy, Policy) for policy in answer.policies]
 
     def policy(self, policy_id: str) -> AsyncPolicySession:
@@ -173,7 +170,7 @@ class AsyncRatoonClient:
             expected_version: The operation fails with VERSION_MISMATCH at another version.
         """
         request = request_message(
-            service_pb2.ForwardRequest,
+            rpcs.FORWARD.request,
             policy_id=policy_id,
             with_entropy=with_entropy,
             use_reference=use_reference,
@@ -196,45 +193,37 @@ class AsyncRatoonClient:
         Returns:
             The part's serialized size in bytes.
         """
-        request = request_message(
-            service_pb2.UploadPartRequest,
+        answer = await self._caller.ask(
+            rpcs.UPLOAD_PART,
             policy_id=policy_id,
             upload_id=upload_id,
             part_index=part_index,
             groups=group_messages(groups),
         )
-        return (await self._caller.call(rpcs.UPLOAD_PART, request)).num_bytes
+        return answer.num_bytes
 
     async def operation(self, operation_id: str) -> AsyncOperationHandle[OperationResult]:
         """Get the handle of any operation by its id, whoever started it."""
-        request = request_message(service_pb2.GetOperationRequest, operation_id=operation_id)
         return AsyncOperationHandle(
-            self._caller, await self._caller.call(rpcs.GET_OPERATION, request)
+            self._caller, await self._caller.ask(rpcs.GET_OPERATION, operation_id=operation_id)
         )
 
     async def get_operation(self, operation_id: str, *, wait_s: float = 0.0) -> Operation:
         """Read an operation once it has ended, or as it stands after `wait_s` seconds."""
         check_seconds("wait_s", wait_s)
-        request = request_message(
-            service_pb2.GetOperationRequest, operation_id=operation_id, wait_s=wait_s
-        )
-        message = await self._caller.call(
-            rpcs.GET_OPERATION,
-            request,
-            timeout_s=wait_s + self._config.timeout_s,
-            attempt_timeout_s=wait_s + self._config.attempt_timeout_s,
+        message = await get_operation(
+            self._caller, operation_id, wait_s, timeout_s=wait_s + self._caller.config.timeout_s
         )
         return decode(message, Operation)
 
     async def cancel_operation(self, operation_id: str) -> Operation:
         """Stop an operation before its optimizer step; one that has ended stays as it is."""
-        request = request_message(service_pb2.CancelOperationRequest, operation_id=operation_id)
-        return decode(await self._caller.call(rpcs.CANCEL_OPERATION, request), Operation)
+        message = await self._caller.ask(rpcs.CANCEL_OPERATION, operation_id=operation_id)
+        return decode(message, Operation)
 
     async def list_checkpoints(self, policy_id: str) -> list[Checkpoint]:
         """Read a policy's checkpoints."""
-        request = request_message(service_pb2.ListCheckpointsRequest, policy_id=policy_id)
-        answer = await self._caller.call(rpcs.LIST_CHECKPOINTS, request)
+        answer = await self._caller.ask(rpcs.LIST_CHECKPOINTS, policy_id=policy_id)
         return [decode(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
 
     async def weight_manifest(
@@ -337,7 +326,7 @@ class AsyncRatoonClient:
         """
         names = all_of("names", names, str)
         request = request_message(
-            service_pb2.GetGradientManifestRequest, policy_id=policy_id, names=names
+            rpcs.GET_GRADIENT_MANIFEST.request, policy_id=policy_id, names=names
         )
         message = await self._caller.call_in_turn(rpcs.GET_GRADIENT_MANIFEST, request)
         return decode(message, GradientManifest)
@@ -426,8 +415,7 @@ class AsyncRatoonClient:
 
     async def server_info(self) -> ServerInfo:
         """Read the service's versions, backends and limits."""
-        request = service_pb2.GetServerInfoRequest()
-        return decode(await self._caller.call(rpcs.GET_SERVER_INFO, request), ServerInfo)
+        return decode(await self._caller.ask(rpcs.GET_SERVER_INFO), ServerInfo)
 
     async def health(self) -> Health:
         """Ask once how the service is now.
@@ -436,7 +424,7 @@ class AsyncRatoonClient:
             TransportError: The service does not answer.
         """
         try:
-            message = await self._caller.call(rpcs.HEALTH, service_pb2.HealthRequest())
+            message = await self._caller.ask(rpcs.HEALTH)
         except RatoonApiError as error:
             # HTTP says with its status what gRPC says with the message.
             if error.code != "UNAVAILABLE":

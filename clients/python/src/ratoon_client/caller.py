@@ -1,4 +1,4 @@
-"""One call with its retries.
+"""One call with its retries, and what it needs of a wire.
 
 A request is sent again only where that has the effect of sending it once, after a failure that may
 pass, not before the service says, and within the caller's timeout.
@@ -9,29 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
 import tenacity
 
 from ratoon_client.config import ClientConfig
-from ratoon_client.errors import (
-    RatoonApiError,
-    RatoonClientError,
-    TlsError,
-    TransportError,
-    UnusableClientError,
-)
-from ratoon_client.transport.base import Transport
-from ratoon_client.wire.rpcs import (
-    GET_SERVER_INFO,
-    GET_WEIGHT_MANIFEST,
-    HEALTH,
-    RequestT,
-    ResponseT,
-    Rpc,
-)
-from ratoon_proto.v1 import service_pb2, weights_pb2
+from ratoon_client.errors import RatoonApiError, TlsError, TransportError, UnusableClientError
+from ratoon_client.rpcs import GET_SERVER_INFO, RequestT, ResponseT, Rpc
+from ratoon_client.wire import request_message
+from ratoon_proto.types import WeightFile
+from ratoon_proto.v1 import service_pb2
 
 T = TypeVar("T")
 # The longest that a read waits for an operation or a publication under way.
@@ -39,6 +27,33 @@ TURN_S = 600.0
 _FIRST_WAIT_S = 0.05
 _MAX_WAIT_S = 2.0
 _LEAST_ATTEMPT_S = 0.5
+
+
+class Transport(Protocol):
+    """One connection, of one event loop."""
+
+    async def call(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT, *, timeout_s: float
+    ) -> ResponseT: ...
+
+    def stream(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT
+    ) -> AsyncGenerator[ResponseT, None]: ...
+
+    async def read_file(
+        self,
+        policy_id: str,
+        version: int,
+        file: WeightFile,
+        *,
+        offset: int,
+        length: int,
+        timeout_s: float,
+    ) -> bytes:
+        """`length` bytes of a version's file. Raises IntegrityError where the wire shows a flaw."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 def may_pass(error: BaseException) -> bool:
@@ -90,7 +105,7 @@ class Caller:
 
     @property
     def transport(self) -> Transport:
-        """Of the running event loop. Raises UnusableClientError."""
+        """The connection of the running event loop. Raises UnusableClientError."""
         if self._is_closed:
             raise closed()
         if self._transport is None:
@@ -109,13 +124,16 @@ class Caller:
         """What the service takes; it is asked once."""
         async with self._limits_lock:
             if self._limits is None:
-                info = await self.call(GET_SERVER_INFO, service_pb2.GetServerInfoRequest())
-                self._limits = info.limits
+                self._limits = (await self.ask(GET_SERVER_INFO)).limits
             return self._limits
 
     async def chunk_bytes(self) -> int:
         """The longest range of a file that client and service both take."""
         return min((await self.limits()).max_fetch_bytes, self.config.chunk_bytes)
+
+    async def ask(self, rpc: Rpc[Any, ResponseT], **fields: Any) -> ResponseT:
+        """Call with a request of these fields; None is absent. Raises InvalidArgumentError, too."""
+        return await self.call(rpc, request_message(rpc.request, **fields))
 
     async def call(
         self,
@@ -154,34 +172,6 @@ class Caller:
             lambda _: self.transport.call(rpc, request, timeout_s=wait_s + attempt_timeout_s),
             timeout_s=wait_s + self.config.timeout_s,
         )
-
-    async def weight_manifest(
-        self, request: service_pb2.GetWeightManifestRequest
-    ) -> weights_pb2.WeightManifest:
-        """The manifest, however long the service takes to write the version, up to `TURN_S`.
-
-        The service says nothing meanwhile, as a connection does that the network has forgotten. So
-        the tries are short, and go on for as long as the service answers a probe.
-        """
-        end = time.monotonic() + request.wait_s + TURN_S
-        while True:
-            try:
-                return await self.call_in_turn(
-                    GET_WEIGHT_MANIFEST,
-                    request,
-                    wait_s=request.wait_s,
-                    attempt_timeout_s=self.config.attempt_timeout_s,
-                )
-            except TransportError:
-                if time.monotonic() > end or not await self._answers():
-                    raise
-
-    async def _answers(self) -> bool:
-        try:
-            await self.call(HEALTH, service_pb2.HealthRequest())
-        except RatoonClientError:
-            return False
-        return True
 
 
 async def retried(attempt: Callable[[float], Awaitable[T]], *, timeout_s: float) -> T:

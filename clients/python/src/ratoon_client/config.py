@@ -64,19 +64,6 @@ class ClientConfig:
         return f"Bearer {self.api_key}" if self.api_key else ""
 
 
-def with_timeouts(
-    config: ClientConfig, timeout_s: float | None, attempt_timeout_s: float | None
-) -> ClientConfig:
-    """`config`, but for the times that are given."""
-    return replace(
-        config,
-        timeout_s=config.timeout_s if timeout_s is None else timeout_s,
-        attempt_timeout_s=(
-            config.attempt_timeout_s if attempt_timeout_s is None else attempt_timeout_s
-        ),
-    )
-
-
 def with_api_key(config: ClientConfig, api_key: str | None) -> ClientConfig:
     """`config` with `api_key`, or else its own, or else `RATOON_API_KEY`.
 

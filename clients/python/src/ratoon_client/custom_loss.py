@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon_client.arrays import FloatsLike, ValueArray, number, value_array
+from ratoon_client.arguments import FloatsLike, ValueArray, number, value_array
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.rollouts import Group
 from ratoon_client.values import Loss

@@ -8,6 +8,15 @@ from types import MappingProxyType
 from typing import Self
 
 _NO_DETAILS: Mapping[str, str] = MappingProxyType({})
+_NOT_VERIFIED = "the service's certificate does not verify"
+_NOT_TLS = "no certificate: the service, or what answers there, speaks no TLS"
+# What OpenSSL, and gRPC with its own build of it, say.
+_FLAWS = (
+    ("CERTIFICATE_VERIFY_FAILED", _NOT_VERIFIED),
+    ("Hostname Verification Check failed", _NOT_VERIFIED),
+    ("WRONG_VERSION_NUMBER", _NOT_TLS),
+    ("record layer failure", _NOT_TLS),
+)
 
 
 class RatoonClientError(Exception):
@@ -97,3 +106,14 @@ class InvalidArgumentError(RatoonClientError, ValueError):
 
     def __reduce__(self) -> tuple[partial[Self], tuple[()]]:
         return partial(type(self), self.field, self.got, self.expected), ()
+
+
+def no_answer(text: str) -> TransportError:
+    """The error where no answer came: TlsError where a library says that TLS failed for good.
+
+    A service that hangs up looks the same for want of a client's certificate and in a restart.
+    """
+    for sign, flaw in _FLAWS:
+        if sign in text:
+            return TlsError(f"{flaw}: {text}")
+    return TransportError(text)

@@ -1,7 +1,7 @@
-"""The handle of anything asynchronous on the service.
+"""The handle of anything asynchronous on the service, its progress bar and its result.
 
 Waiting is a loop of reads, so neither a dropped connection nor a caller that leaves changes what
-the service does.
+the service does. A result that is kept as a file is fetched and verified before it is read.
 """
 
 from __future__ import annotations
@@ -9,19 +9,28 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, contextmanager
 from typing import Generic, TypeVar, cast
+
+from google.protobuf.message import DecodeError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ratoon_client.arguments import check_seconds
 from ratoon_client.caller import Caller, may_pass
-from ratoon_client.errors import RatoonClientError, ResultTimeoutError
-from ratoon_client.outcome import outcome
-from ratoon_client.progress import progress_bar
-from ratoon_client.values import Operation
-from ratoon_client.wire.decode import decode
-from ratoon_client.wire.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERATION
-from ratoon_proto.v1 import operation_pb2, service_pb2
+from ratoon_client.errors import (
+    IntegrityError,
+    RatoonApiError,
+    RatoonClientError,
+    ResultTimeoutError,
+)
+from ratoon_client.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERATION
+from ratoon_client.values import Checkpoint, ForwardResult, OperationResult
+from ratoon_client.weights.calls import fetch_result_file
+from ratoon_client.wire import decode, decode_forward, error_of, request_message
+from ratoon_proto.types import ImportResult, Operation, Policy, StepResult
+from ratoon_proto.v1 import operation_pb2, service_pb2, training_pb2
 
 ResultT = TypeVar("ResultT")
 # Seconds of one long poll: more than the 30 that a service waits behind a missing seq, which it may
@@ -106,8 +115,7 @@ class AsyncOperationHandle(Generic[ResultT]):
 
     async def cancel(self) -> Operation:
         """Stop the operation before its optimizer step; one that has ended stays as it is."""
-        request = service_pb2.CancelOperationRequest(operation_id=self.operation_id)
-        self._newest = await self._caller.call(CANCEL_OPERATION, request)
+        self._newest = await self._caller.ask(CANCEL_OPERATION, operation_id=self.operation_id)
         return decode(self._newest, Operation)
 
     async def _drawn_wait(self, timeout_s: float | None) -> operation_pb2.Operation:
@@ -142,15 +150,94 @@ class AsyncOperationHandle(Generic[ResultT]):
         return self._newest
 
     async def _get(self, wait_s: float, *, timeout_s: float) -> operation_pb2.Operation:
-        request = service_pb2.GetOperationRequest(operation_id=self.operation_id, wait_s=wait_s)
-        self._newest = await self._caller.call(
-            GET_OPERATION,
-            request,
-            timeout_s=timeout_s,
-            attempt_timeout_s=wait_s + self._caller.config.attempt_timeout_s,
+        self._newest = await get_operation(
+            self._caller, self.operation_id, wait_s, timeout_s=timeout_s
         )
         return self._newest
 
     def _timed_out(self, timeout_s: float | None) -> ResultTimeoutError:
         state = decode(self._newest, Operation).state
         return ResultTimeoutError(f"operation {self.operation_id} is {state} after {timeout_s} s")
+
+
+async def get_operation(
+    caller: Caller, operation_id: str, wait_s: float, *, timeout_s: float
+) -> operation_pb2.Operation:
+    """Read an operation once it has ended, or as it stands after `wait_s` seconds."""
+    return await caller.call(
+        GET_OPERATION,
+        request_message(GET_OPERATION.request, operation_id=operation_id, wait_s=wait_s),
+        timeout_s=timeout_s,
+        attempt_timeout_s=wait_s + caller.config.attempt_timeout_s,
+    )
+
+
+async def outcome(caller: Caller, message: operation_pb2.Operation) -> OperationResult:
+    """Raises RatoonApiError where the operation failed or was cancelled."""
+    match message.WhichOneof("result"):
+        case "error":
+            raise error_of(message.error)
+        case "policy":
+            return decode(message.policy, Policy)
+        case "step":
+            return decode(message.step, StepResult)
+        case "checkpoint":
+            return decode(message.checkpoint, Checkpoint)
+        case "imported":
+            return decode(message.imported, ImportResult)
+        case "forward":
+            return await _forward(caller, message)
+        case _:
+            pass
+    state = decode(message, Operation).state
+    if state == "done":
+        return None
+    raise RatoonApiError(state.upper(), f"operation {message.operation_id} is {state}")
+
+
+async def _forward(caller: Caller, message: operation_pb2.Operation) -> ForwardResult:
+    forward = message.forward
+    if forward.WhichOneof("output") != "file":
+        return decode_forward(forward.inline, forward)
+    data = await fetch_result_file(
+        caller, message.policy_id, forward.file.digest, forward.file.size_bytes
+    )
+    try:
+        output = training_pb2.ForwardOutput.FromString(data)
+    except DecodeError as err:
+        raise IntegrityError(f"result file {forward.file.digest} is no ForwardOutput") from err
+    return decode_forward(output, forward)
+
+
+@contextmanager
+def progress_bar() -> Generator[Callable[[Operation], None]]:
+    """Gives the function to call with every state."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("waiting", total=None, rate="")
+
+        def show(operation: Operation) -> None:
+            progress = operation.progress
+            bar.update(
+                task,
+                description=describe(operation),
+                total=progress.micro_batches_planned or None,
+                completed=progress.micro_batches_done,
+                rate=f"{progress.tokens_per_second:,.0f} tokens/s",
+            )
+
+        yield show
+
+
+def describe(operation: Operation) -> str:
+    """One line without numbers that change quickly."""
+    text = f"{operation.kind} {operation.state}"
+    if operation.blocked_by_seq:
+        text += f", waits for seq {operation.blocked_by_seq}"
+    return text

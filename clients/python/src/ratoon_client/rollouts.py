@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ratoon_client.arguments import all_of, check_type
-from ratoon_client.arrays import (
+from ratoon_client.arguments import (
     FlagArray,
     FlagsLike,
     FloatsLike,
@@ -16,6 +15,8 @@ from ratoon_client.arrays import (
     RoutesLike,
     TokenArray,
     ValueArray,
+    all_of,
+    check_type,
     flag,
     flag_array,
     integer,

@@ -1,30 +1,41 @@
-"""Keys of one producer's sequenced calls to one policy.
+"""Sequenced calls of one producer to one policy: their batches, and their keys.
 
-States: unknown (before the first call and after `resync`), then following the service. A seq is
-counted as taken only once the service has accepted it, and two calls never wait for an answer under
-one seq.
+A call's groups go in the request, or in parts of whole groups ahead of it. An upload is named by
+its content: the same groups again are the same parts.
+
+States of a sender: unknown (before the first call and after `resync`), then following the service.
+A seq is counted as taken only once the service has accepted it, and two calls never wait for an
+answer under one seq.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import xxhash
 
+from ratoon_client import rpcs
 from ratoon_client.arguments import check_type
 from ratoon_client.caller import Caller
 from ratoon_client.errors import InvalidArgumentError, RatoonApiError
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.wire import rpcs
-from ratoon_client.wire.encode import request_message
-from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2
+from ratoon_client.rollouts import Group
+from ratoon_client.rpcs import UPLOAD_PART
+from ratoon_client.wire import group_messages, request_message
+from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2
 
 SequencedRpc = rpcs.Rpc[Any, operation_pb2.Operation]
 OperationKey = service_pb2.OperationKey
+# Services take it whole, unless their max_body_bytes is some 128 KiB or less: they are not asked.
+_SMALL_BYTES = 64 * 1024
+BatchRequest = (
+    service_pb2.UpdateRequest | service_pb2.ForwardBackwardRequest | service_pb2.ForwardRequest
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +133,7 @@ class Sender:
 
     async def _known_seq(self) -> int:
         if self._next_seq is None:
-            request = request_message(service_pb2.GetPolicyRequest, policy_id=self._policy_id)
-            policy = await self._caller.call(rpcs.GET_POLICY, request)
+            policy = await self._caller.ask(rpcs.GET_POLICY, policy_id=self._policy_id)
             self._is_server_sequenced = policy.spec.sequencing == policy_pb2.SEQUENCING_SERVER
             self._next_seq = 0 if self._is_server_sequenced else policy.next_seq
             self._advance()
@@ -164,3 +174,67 @@ def _counted_elsewhere(error: RatoonApiError) -> RatoonApiError:
         retryable=error.retryable,
         details=error.details,
     )
+
+
+async def set_batch(caller: Caller, request: BatchRequest, groups: Sequence[Group]) -> None:
+    """Put groups into a request, or upload them and name the upload there.
+
+    Threads encode, copy and hash the groups: a large batch would hold up the event loop.
+    """
+    messages = await asyncio.to_thread(group_messages, groups)
+    upload = await _uploaded(caller, request.policy_id, messages)
+    if upload is None:
+        await asyncio.to_thread(request.batch.groups.extend, messages)
+        request.batch.SetInParent()
+    else:
+        request.upload.CopyFrom(upload)
+
+
+async def _uploaded(
+    caller: Caller, policy_id: str, groups: list[rollout_pb2.RolloutGroup]
+) -> rollout_pb2.UploadedBatch | None:
+    """Upload groups where client or service want them cut; None: they go with the call."""
+    config = caller.config
+    size_bytes = sum(group.ByteSize() for group in groups)
+    if size_bytes <= min(config.upload_above_bytes, _SMALL_BYTES):
+        return None
+    # A body in base64 is a third larger than its bytes.
+    most_bytes = (await caller.limits()).max_body_bytes // 2
+    if size_bytes <= min(config.upload_above_bytes, most_bytes):
+        return None
+    part_bytes = min(config.part_bytes, most_bytes)
+    upload_id = await asyncio.to_thread(_name, groups, part_bytes)
+    num_parts = 0
+    for part in split_parts(groups, part_bytes):
+        request = service_pb2.UploadPartRequest(
+            policy_id=policy_id, upload_id=upload_id, part_index=num_parts, groups=part
+        )
+        await caller.call(UPLOAD_PART, request)
+        num_parts += 1
+    return rollout_pb2.UploadedBatch(upload_id=upload_id, num_parts=num_parts)
+
+
+def _name(groups: Iterable[rollout_pb2.RolloutGroup], part_bytes: int) -> str:
+    """32 hexadecimal digits; other parts of the same groups have another."""
+    state = xxhash.xxh3_128(part_bytes.to_bytes(8, "little"))
+    for group in groups:
+        state.update(group.ByteSize().to_bytes(8, "little"))
+        state.update(group.SerializeToString(deterministic=True))
+    return state.hexdigest()
+
+
+def split_parts(
+    groups: Iterable[rollout_pb2.RolloutGroup], part_bytes: int
+) -> Iterator[list[rollout_pb2.RolloutGroup]]:
+    """Runs of groups of at most `part_bytes`; a larger group is a part of its own."""
+    part: list[rollout_pb2.RolloutGroup] = []
+    size_bytes = 0
+    for group in groups:
+        group_bytes = group.ByteSize()
+        if part and size_bytes + group_bytes > part_bytes:
+            yield part
+            part, size_bytes = [], 0
+        part.append(group)
+        size_bytes += group_bytes
+    if part:
+        yield part

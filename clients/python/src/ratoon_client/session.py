@@ -6,25 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from ratoon_client import rpcs
 from ratoon_client.caller import Caller
 from ratoon_client.custom_loss import WEIGHTED, CustomLoss, weighted
 from ratoon_client.operation import AsyncOperationHandle
 from ratoon_client.rollouts import Group
-from ratoon_client.sender import OperationKey, Sender, SequencedRpc, operation_key
-from ratoon_client.upload import BatchRequest, set_batch
-from ratoon_client.values import (
-    Checkpoint,
-    ForwardResult,
-    ImportMode,
-    ImportModeName,
-    ImportResult,
-    Loss,
-    Optim,
-    StepResult,
-)
-from ratoon_client.wire import rpcs
-from ratoon_client.wire.encode import loss_message, optim_message, request_message
-from ratoon_proto.v1 import service_pb2
+from ratoon_client.sender import OperationKey, Sender, SequencedRpc, operation_key, set_batch
+from ratoon_client.values import Checkpoint, ForwardResult, Loss, Optim
+from ratoon_client.wire import loss_message, optim_message, request_message
+from ratoon_proto.types import ImportMode, ImportModeName, ImportResult, StepResult
 
 
 class AsyncPolicySession:
@@ -90,14 +80,14 @@ class AsyncPolicySession:
             The handle of the operation, which is durably accepted.
         """
         key = operation_key(seq, request_id)
-        request = request_message(
-            service_pb2.UpdateRequest,
-            policy_id=self._policy_id,
+        return await self._send(
+            rpcs.UPDATE,
+            key,
+            groups,
             loss=loss_message(loss),
             optim=optim_message(optim),
             expected_version=expected_version,
         )
-        return await self._send_batch(rpcs.UPDATE, request, groups, key)
 
     async def forward_backward(
         self,
@@ -113,13 +103,13 @@ class AsyncPolicySession:
         Args and returns as `update`.
         """
         key = operation_key(seq, request_id)
-        request = request_message(
-            service_pb2.ForwardBackwardRequest,
-            policy_id=self._policy_id,
+        return await self._send(
+            rpcs.FORWARD_BACKWARD,
+            key,
+            groups,
             loss=loss_message(loss),
             expected_version=expected_version,
         )
-        return await self._send_batch(rpcs.FORWARD_BACKWARD, request, groups, key)
 
     async def forward_backward_custom(
         self, groups: Sequence[Group], *, loss_of: CustomLoss
@@ -169,23 +159,19 @@ class AsyncPolicySession:
             The handle of the operation, which is durably accepted.
         """
         key = operation_key(seq, request_id)
-        request = request_message(
-            service_pb2.OptimStepRequest,
-            policy_id=self._policy_id,
+        return await self._send(
+            rpcs.OPTIM_STEP,
+            key,
             optim=optim_message(optim),
             expected_version=expected_version,
             include_seqs=include_seqs,
         )
-        return await self._sender.send(rpcs.OPTIM_STEP, request, key)
 
     async def discard_gradients(
         self, *, seq: int | None = None, request_id: str | None = None
     ) -> AsyncOperationHandle[None]:
         """End the window without a step. Keys as for `update`."""
-        request = request_message(service_pb2.DiscardGradientsRequest, policy_id=self._policy_id)
-        return await self._sender.send(
-            rpcs.DISCARD_GRADIENTS, request, operation_key(seq, request_id)
-        )
+        return await self._send(rpcs.DISCARD_GRADIENTS, operation_key(seq, request_id))
 
     async def forward(
         self,
@@ -213,14 +199,14 @@ class AsyncPolicySession:
             The handle of the operation, which is durably accepted.
         """
         key = operation_key(seq, request_id)
-        request = request_message(
-            service_pb2.ForwardRequest,
-            policy_id=self._policy_id,
+        return await self._send(
+            rpcs.FORWARD,
+            key,
+            groups,
             with_entropy=with_entropy,
             use_reference=use_reference,
             expected_version=expected_version,
         )
-        return await self._send_batch(rpcs.FORWARD, request, groups, key)
 
     async def save_checkpoint(
         self, checkpoint_id: str = "", *, seq: int | None = None, request_id: str | None = None
@@ -232,27 +218,15 @@ class AsyncPolicySession:
             seq: As for `update`.
             request_id: As for `update`.
         """
-        request = request_message(
-            service_pb2.SaveCheckpointRequest,
-            policy_id=self._policy_id,
-            checkpoint_id=checkpoint_id,
-        )
-        return await self._sender.send(
-            rpcs.SAVE_CHECKPOINT, request, operation_key(seq, request_id)
-        )
+        key = operation_key(seq, request_id)
+        return await self._send(rpcs.SAVE_CHECKPOINT, key, checkpoint_id=checkpoint_id)
 
     async def load_checkpoint(
         self, checkpoint_id: str, *, seq: int | None = None, request_id: str | None = None
     ) -> AsyncOperationHandle[Checkpoint]:
         """Go back to the state of a checkpoint of this policy. Keys as for `update`."""
-        request = request_message(
-            service_pb2.LoadCheckpointRequest,
-            policy_id=self._policy_id,
-            checkpoint_id=checkpoint_id,
-        )
-        return await self._sender.send(
-            rpcs.LOAD_CHECKPOINT, request, operation_key(seq, request_id)
-        )
+        key = operation_key(seq, request_id)
+        return await self._send(rpcs.LOAD_CHECKPOINT, key, checkpoint_id=checkpoint_id)
 
     async def import_weights(
         self,
@@ -278,23 +252,27 @@ class AsyncPolicySession:
             The handle of the operation, which is durably accepted.
         """
         key = operation_key(seq, request_id)
-        request = request_message(
-            service_pb2.ImportWeightsRequest,
-            policy_id=self._policy_id,
+        return await self._send(
+            rpcs.IMPORT_WEIGHTS,
+            key,
             model_folder=folder,
             mode=mode,
             reset_optimizer=reset_optimizer,
             expected_version=expected_version,
         )
-        return await self._sender.send(rpcs.IMPORT_WEIGHTS, request, key)
 
-    async def _send_batch(
+    async def _send(
         self,
         rpc: SequencedRpc,
-        request: BatchRequest,
-        groups: Sequence[Group],
         key: OperationKey | None,
+        groups: Sequence[Group] | None = None,
+        **fields: Any,
     ) -> AsyncOperationHandle[Any]:
-        """Encode and upload before the call takes a seq, as both take time."""
-        await set_batch(self._caller, request, groups)
+        """Send a request of these fields, and of `groups` where the call has a batch.
+
+        Encoding and uploading take time, so they come before the call takes a seq.
+        """
+        request = request_message(rpc.request, policy_id=self._policy_id, **fields)
+        if groups is not None:
+            await set_batch(self._caller, request, groups)
         return await self._sender.send(rpc, request, key)

@@ -12,84 +12,45 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon_proto.types import AdamWConfig as AdamW
-from ratoon_proto.types import CheckpointInfo as Checkpoint
 from ratoon_proto.types import (
-    CorrectionMask,
-    GradientManifest,
-    ImportMode,
-    ImportModeName,
+    AdamWConfig,
+    CheckpointInfo,
     ImportResult,
+    KlConfig,
+    LoraTuning,
+    LossConfig,
     ModelDtype,
     ModelDtypeName,
     NumericsGuard,
     OldLogprobs,
     OnChangedNumerics,
     OnChangedNumericsName,
-    Operation,
-    OverlongFilter,
-    OverlongPenalty,
+    OptimStepConfig,
+    ParallelLayout,
     Policy,
-    Progress,
+    PublishConfig,
     Recovery,
     RecoveryName,
     ReferencePolicy,
     ReferencePolicyName,
+    RolloutCorrection,
     Sequencing,
     SequencingName,
-    ServerInfo,
+    StalenessConfig,
     StepReport,
     StepResult,
-    VersionSpan,
-    WeightDelta,
-    WeightFile,
-    WeightManifest,
 )
-from ratoon_proto.types import KlConfig as Kl
-from ratoon_proto.types import LoraTuning as Lora
-from ratoon_proto.types import LossConfig as Loss
-from ratoon_proto.types import OptimStepConfig as Optim
-from ratoon_proto.types import ParallelLayout as Parallel
-from ratoon_proto.types import PublishConfig as Publish
-from ratoon_proto.types import RolloutCorrection as Correction
-from ratoon_proto.types import StalenessConfig as Staleness
 
-__all__ = [
-    "AdamW",
-    "Checkpoint",
-    "Correction",
-    "CorrectionMask",
-    "ForwardResult",
-    "FromForward",
-    "GradientManifest",
-    "Health",
-    "ImportMode",
-    "ImportModeName",
-    "ImportResult",
-    "Kl",
-    "Lora",
-    "Loss",
-    "NumericsGuard",
-    "OldLogprobs",
-    "Operation",
-    "OperationResult",
-    "Optim",
-    "OverlongFilter",
-    "OverlongPenalty",
-    "Parallel",
-    "Policy",
-    "PolicyOptions",
-    "Progress",
-    "Publish",
-    "ServerInfo",
-    "Staleness",
-    "StepReport",
-    "StepResult",
-    "VersionSpan",
-    "WeightDelta",
-    "WeightFile",
-    "WeightManifest",
-]
+AdamW = AdamWConfig
+Checkpoint = CheckpointInfo
+Correction = RolloutCorrection
+Kl = KlConfig
+Lora = LoraTuning
+Loss = LossConfig
+Optim = OptimStepConfig
+Parallel = ParallelLayout
+Publish = PublishConfig
+Staleness = StalenessConfig
 
 
 class FromForward(OldLogprobs):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +25,27 @@ from ratoon_client import RatoonClient
 WINDOW = 6
 SYNCHRONOUS_REWARD, MAX_UPDATES = 0.6, 120
 ASYNCHRONOUS_REWARD, MAX_ROUNDS = 0.9, 40
+
+
+StepT = TypeVar("StepT", Update, Round)
+
+_UPDATE_COLUMNS: Mapping[str, Callable[[Update], str]] = {
+    "reward": lambda each: f"{each.reward:.3f}",
+    "loss": lambda each: _figure(each.report.loss, "+.4f"),
+    "sampler KL": lambda each: _figure(each.report.sampler_kl, ".1e"),
+    "entropy": lambda each: _figure(each.report.entropy, ".3f"),
+    "rho": lambda each: _figure(each.report.token_reduction, ".1f"),
+    "tokens/s": lambda each: _figure(each.report.tokens_per_second, ",.0f"),
+}
+_ROUND_COLUMNS: Mapping[str, Callable[[Round], str]] = {
+    "reward": lambda each: f"{each.reward:.3f}",
+    "staleness": lambda each: f"{each.first.staleness_max}, {each.second.staleness_max}",
+    "ratio": lambda each: (
+        f"{_figure(each.second.ratio_min, '.2f')} to {_figure(each.second.ratio_max, '.2f')}"
+    ),
+    "clipped": lambda each: f"{clipped(each.second):.1%}",
+    "correction": lambda each: _figure(each.first.correction_weight_mean, ".3f"),
+}
 
 
 def run_demo(*, seed: int, shuffle_rewards: bool, console: Console) -> bool:
@@ -59,10 +81,14 @@ def train(loop: Loop, console: Console, start: float) -> Verdict:
     """Both legs, with an evaluation around each; `start` is the demo's monotonic start."""
     first_reward = loop.evaluate()
     console.print("1. synchronous: sample with the newest weights, one Update a batch")
-    updates = _synchronous_leg(loop.synchronous(), console)
+    updates = _leg(
+        loop.synchronous(), console, "update", _UPDATE_COLUMNS, MAX_UPDATES, SYNCHRONOUS_REWARD
+    )
     middle_reward = loop.evaluate()
     console.print("2. asynchronous: samples one version old, two Updates a Forward")
-    rounds = _asynchronous_leg(loop.asynchronous(), console)
+    rounds = _leg(
+        loop.asynchronous(), console, "round", _ROUND_COLUMNS, MAX_ROUNDS, ASYNCHRONOUS_REWARD
+    )
     last_reward = loop.evaluate()
     reports = [each.report for each in updates] + [r for e in rounds for r in (e.first, e.second)]
     reductions = [report.token_reduction for report in reports]
@@ -79,45 +105,29 @@ def train(loop: Loop, console: Console, start: float) -> Verdict:
     )
 
 
-def _synchronous_leg(updates: Iterator[Update], console: Console) -> list[Update]:
-    done: list[Update] = []
-    rows = _Rows("update", "reward", "loss", "sampler KL", "entropy", "rho", "tokens/s")
-    with Live(rows.table(), console=console, auto_refresh=False) as live:
-        for each in islice(updates, MAX_UPDATES):
+def _leg(
+    steps: Iterator[StepT],
+    console: Console,
+    name: str,
+    columns: Mapping[str, Callable[[StepT], str]],
+    most: int,
+    wanted: float,
+) -> list[StepT]:
+    """Run at most `most` steps, until the mean reward is `wanted`; show the last in a table."""
+    done: list[StepT] = []
+    rows: deque[list[str]] = deque(maxlen=12)
+    with Live(console=console, auto_refresh=False) as live:
+        for each in islice(steps, most):
             done.append(each)
-            report = each.report
-            rows.add(
-                str(len(done)),
-                f"{each.reward:.3f}",
-                _figure(report.loss, "+.4f"),
-                _figure(report.sampler_kl, ".1e"),
-                _figure(report.entropy, ".3f"),
-                _figure(report.token_reduction, ".1f"),
-                _figure(report.tokens_per_second, ",.0f"),
-            )
-            live.update(rows.table(), refresh=True)
-            if _reached([each.reward for each in done], SYNCHRONOUS_REWARD):
-                break
-    return done
-
-
-def _asynchronous_leg(rounds: Iterator[Round], console: Console) -> list[Round]:
-    done: list[Round] = []
-    rows = _Rows("round", "reward", "staleness", "ratio", "clipped", "correction")
-    with Live(rows.table(), console=console, auto_refresh=False) as live:
-        for each in islice(rounds, MAX_ROUNDS):
-            done.append(each)
-            first, second = each.first, each.second
-            rows.add(
-                str(len(done)),
-                f"{each.reward:.3f}",
-                f"{first.staleness_max}, {second.staleness_max}",
-                f"{_figure(second.ratio_min, '.2f')} to {_figure(second.ratio_max, '.2f')}",
-                f"{clipped(second):.1%}",
-                _figure(first.correction_weight_mean, ".3f"),
-            )
-            live.update(rows.table(), refresh=True)
-            if _reached([each.reward for each in done], ASYNCHRONOUS_REWARD):
+            rows.append([str(len(done)), *(cell(each) for cell in columns.values())])
+            table = Table(name, *columns)
+            for column in table.columns:
+                column.justify = "right"
+            for row in rows:
+                table.add_row(*row)
+            live.update(table, refresh=True)
+            rewards = [step.reward for step in done[-WINDOW:]]
+            if len(rewards) == WINDOW and float(np.mean(rewards)) >= wanted:
                 break
     return done
 
@@ -125,26 +135,3 @@ def _asynchronous_leg(rounds: Iterator[Round], console: Console) -> list[Round]:
 def _figure(value: float | None, form: str) -> str:
     """Formats a figure for a table; one that was not computed is a dash."""
     return "-" if value is None else format(value, form)
-
-
-def _reached(rewards: list[float], wanted: float) -> bool:
-    return len(rewards) >= WINDOW and float(np.mean(rewards[-WINDOW:])) >= wanted
-
-
-class _Rows:
-    """The last rows of a table with these column names."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-        self._rows: deque[tuple[str, ...]] = deque(maxlen=12)
-
-    def add(self, *cells: str) -> None:
-        self._rows.append(cells)
-
-    def table(self) -> Table:
-        table = Table()
-        for name in self._names:
-            table.add_column(name, justify="right")
-        for row in self._rows:
-            table.add_row(*row)
-        return table

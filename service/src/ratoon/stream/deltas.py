@@ -17,7 +17,7 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -27,8 +27,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from ratoon.stream.files import seal_bytes
-from ratoon.stream.manifest import WeightManifest
-from ratoon_proto.types import WeightFile, WeightKind
+from ratoon.stream.manifest import WeightManifest, from_document, read_file, to_document
+from ratoon_proto.types import WeightFile
 
 DELTA_FORMAT = 1
 # Bytes that are read, compared and compressed at a time.
@@ -178,7 +178,7 @@ def write_delta_apart(
     bound_s = _START_S + size_bytes / _LEAST_RATE
     described = {
         "before": str(before),
-        "parent": asdict(parent),
+        "parent": to_document(parent),
         "after": str(after),
         "files": [asdict(file) for file in files],
     }
@@ -223,12 +223,11 @@ def _main() -> None:
         for parameter, value in _MALLOC.items():
             libc.mallopt(parameter, value)
     request = json.load(sys.stdin)
-    parent = WeightManifest(**request["parent"])
     source = _Source(
         before=Path(request["before"]),
-        parent=replace(parent, kind=WeightKind(parent.kind), files=_weight_files(parent.files)),
+        parent=from_document(request["parent"]),
         after=Path(request["after"]),
-        files=_weight_files(request["files"]),
+        files=tuple(map(read_file, request["files"])),
     )
     part = _write_part(Path(request["path"]), source, request["number"], request["num_parts"])
     json.dump({"num_changed": part.num_changed, "runs": part.runs}, sys.stdout)
@@ -290,10 +289,6 @@ def _join(path: Path, source: _Source, parts: Sequence[_Part]) -> float | None:
 def _limit(pairs: Sequence[_Pair]) -> float:
     """Bytes from which on a delta is useless."""
     return _MAX_SHARE * sum(pair.file.size_bytes for pair in pairs)
-
-
-def _weight_files(entries: Iterable[Any]) -> tuple[WeightFile, ...]:
-    return tuple(WeightFile(**entry) for entry in entries)
 
 
 def _entry(pair: _Pair, parts: Iterable[_Part]) -> dict[str, Any]:

@@ -17,9 +17,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
@@ -38,14 +37,13 @@ from ratoon.stream.files import (
     temporary_name,
     unseal_document,
 )
-from ratoon.stream.manifest import MadeBy, WeightManifest
+from ratoon.stream.manifest import MadeBy, WeightManifest, from_document, to_document
 from ratoon_proto.types import WeightDelta, WeightFile, WeightKind
 
 _LOG = get_logger("versions")
 MANIFEST_NAME = "manifest.json"
 SPARE_NAME = ".spare"
 DAMAGED_PREFIX = "damaged-"
-MANIFEST_FORMAT = 3
 # Largest chunk, which is the wire's own limit.
 MAX_CHUNK_BYTES = 16 * 2**20
 
@@ -108,7 +106,7 @@ def publish_version(
         )
         if deltas:
             manifest = _with_delta(root, temporary, manifest)
-        (temporary / MANIFEST_NAME).write_bytes(_encode(manifest))
+        (temporary / MANIFEST_NAME).write_bytes(seal_document(to_document(manifest)))
         fsync_tree(temporary)
         return _name(temporary, target, manifest)
     except BaseException:
@@ -185,7 +183,7 @@ def read_manifest(root: Path, version: int, policy_id: str = "") -> WeightManife
     """
     path = version_folder(root, version) / MANIFEST_NAME
     try:
-        manifest = _decode(path.read_bytes())
+        manifest = from_document(unseal_document(path.read_bytes()))
     except OSError as err:
         if err.errno in _MISSING:
             raise RatoonError(
@@ -302,7 +300,7 @@ def _take_spare(root: Path, temporary: Path) -> list[Path]:
 
     Their modification time is 0 until they are overwritten. The folder loses its version's name
     before they are checked, on which clients that link files rely:
-    `ratoon_client.weights.published`.
+    `ratoon_client.weights.sources`.
     """
     try:
         (root / SPARE_NAME).rename(temporary)
@@ -425,49 +423,3 @@ def _describe_files(folder: Path, known: Mapping[str, str]) -> tuple[WeightFile,
 def _describe(path: Path, digest: str | None = None) -> WeightFile:
     size_bytes = path.stat().st_size
     return WeightFile(name=path.name, size_bytes=size_bytes, digest=digest or digest_file(path))
-
-
-def _encode(manifest: WeightManifest) -> bytes:
-    document = {
-        "format": MANIFEST_FORMAT,
-        "policy_id": manifest.policy_id,
-        "version": manifest.version,
-        "kind": manifest.kind.value,
-        "created_at": manifest.created_at,
-        "files": [asdict(file) for file in manifest.files],
-        "deltas": [asdict(delta) for delta in manifest.deltas],
-        "changed_share": manifest.changed_share,
-        "made_by": asdict(manifest.made_by),
-    }
-    return seal_document(document)
-
-
-def _decode(data: bytes) -> WeightManifest:
-    document = unseal_document(data)
-    if document["format"] != MANIFEST_FORMAT:
-        raise ValueError(f"format {document['format']}, expected {MANIFEST_FORMAT}")
-    share = document["changed_share"]
-    return WeightManifest(
-        policy_id=str(document["policy_id"]),
-        version=int(document["version"]),
-        kind=WeightKind(document["kind"]),
-        files=tuple(_decode_file(file) for file in document["files"]),
-        created_at=float(document["created_at"]),
-        deltas=tuple(
-            WeightDelta(
-                parent_version=int(delta["parent_version"]), file=_decode_file(delta["file"])
-            )
-            for delta in document["deltas"]
-        ),
-        changed_share=None if share is None else float(share),
-        made_by=MadeBy(
-            seq=int(document["made_by"]["seq"]),
-            state_digest=str(document["made_by"]["state_digest"]),
-        ),
-    )
-
-
-def _decode_file(file: dict[str, Any]) -> WeightFile:
-    return WeightFile(
-        name=str(file["name"]), size_bytes=int(file["size_bytes"]), digest=str(file["digest"])
-    )

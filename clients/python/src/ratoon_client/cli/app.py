@@ -1,4 +1,4 @@
-"""The root of `ratoonctl`: options of all commands, and its exit status.
+"""The root of `ratoonctl`: options of all commands, its exit status, and `info` and `health`.
 
 0 is success, 1 the service refused or failed, 2 the command line or a file is wrong, 3 the service
 did not answer.
@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 from typer.models import OptionInfo
 
-from ratoon_client.cli import checkpoints, policies, server, training, weights
-from ratoon_client.cli.context import Settings
+from ratoon_client.cli import training, weights
+from ratoon_client.cli.context import Settings, open_client, show
+from ratoon_client.cli.policies import checkpoints, policies
 from ratoon_client.config import (
     CA_VARIABLE,
     CERT_VARIABLE,
@@ -43,13 +44,11 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-cli.add_typer(policies.cli, name="policies", help="Create, list and delete policies.")
+cli.add_typer(policies, name="policies", help="Create, list and delete policies.")
 cli.add_typer(weights.cli, name="weights", help="Pull, list, follow and import weights.")
-cli.add_typer(checkpoints.cli, name="checkpoints", help="Save, load and list checkpoints.")
+cli.add_typer(checkpoints, name="checkpoints", help="Save, load and list checkpoints.")
 cli.command()(training.update)
 cli.command()(training.watch)
-cli.command()(server.info)
-cli.command()(server.health)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -115,6 +114,35 @@ def settings(
         timeout_s=timeout_s,
         as_json=as_json,
     )
+
+
+@cli.command()
+def info(context: typer.Context) -> None:
+    """Show the service's versions, device, backends and limits."""
+    with open_client(context) as client:
+        server = client.server_info()
+    fields: dict[str, object] = {
+        "version": server.version,
+        "api": server.api_version,
+        "device": server.device,
+        "presets": ", ".join(server.presets),
+    }
+    for backend in server.backends:
+        state = "available" if backend.available else backend.unavailable_reason
+        fields[f"{backend.op} {backend.name}"] = state
+    for name, version in sorted(server.library_versions.items()):
+        fields[f"with {name}"] = version
+    show(context, server, fields)
+
+
+@cli.command()
+def health(context: typer.Context) -> None:
+    """Exit 0 if the service is healthy, 1 if it is not, 3 if it does not answer."""
+    with open_client(context) as client:
+        answer = client.health()
+    show(context, answer, {"status": answer.status})
+    if not answer.is_ok:
+        raise typer.Exit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What all commands share: the service they talk to, and how they answer.
+"""What all commands share: their arguments, the service they talk to, and how they answer.
 
 Standard output holds the answer alone, as a table or as JSON; all else goes to standard error.
 """
@@ -14,15 +14,36 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ratoon_client.blocking.client import RatoonClient
-from ratoon_client.config import ClientConfig
+from ratoon_client.blocking import RatoonClient
+from ratoon_client.config import WEIGHTS_VARIABLE, ClientConfig
+
+Seq = Annotated[
+    int | None,
+    typer.Option(help="Seq of the call. Default: the policy's next.", min=1, show_default=False),
+]
+Version = Annotated[
+    int | None,
+    typer.Option(
+        help="Version of the weights. Default: the newest published.", min=0, show_default=False
+    ),
+]
+WeightsRoot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Weights root of a service on this host: files are linked, not fetched. Default: the"
+        f" environment's {WEIGHTS_VARIABLE}.",
+        exists=True,
+        file_okay=False,
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`ratoonctl policies`."""
+"""`ratoonctl policies` and `ratoonctl checkpoints`."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ratoon_client.cli.context import open_client, show, show_rows
-from ratoon_client.values import Lora, Policy, PolicyOptions
-from ratoon_proto.types import ModelDtypeName, SequencingName
+from ratoon_client.cli.context import Seq, open_client, show, show_rows
+from ratoon_client.values import Checkpoint, Lora, PolicyOptions
+from ratoon_proto.types import ModelDtypeName, Policy, SequencingName
 
-cli = typer.Typer(no_args_is_help=True)
+policies = typer.Typer(no_args_is_help=True)
+checkpoints = typer.Typer(no_args_is_help=True)
 
 PolicyId = Annotated[str, typer.Argument(help=escape("[a-z0-9][a-z0-9_-]{0,63}"))]
 _COLUMNS = ("policy", "state", "version", "next seq", "base", "parameters", "trainable")
+_CHECKPOINT_COLUMNS = ("checkpoint", "version", "seq", "bytes", "created")
 
 
-@cli.command("list")
+@policies.command("list")
 def list_policies(context: typer.Context) -> None:
     with open_client(context) as client:
-        policies = client.list_policies()
-    show_rows(context, policies, _COLUMNS, map(_row, policies))
+        found = client.list_policies()
+    show_rows(context, found, _COLUMNS, map(_row, found))
 
 
-@cli.command()
+@policies.command()
 def get(context: typer.Context, policy_id: PolicyId) -> None:
     with open_client(context) as client:
         policy = client.get_policy(policy_id)
     show(context, policy, _fields(policy))
 
 
-@cli.command()
+@policies.command()
 def create(
     context: typer.Context,
     policy_id: PolicyId,
@@ -78,7 +80,7 @@ def create(
     show(context, policy, _fields(policy))
 
 
-@cli.command()
+@policies.command()
 def delete(context: typer.Context, policy_id: PolicyId) -> None:
     """Delete a policy with its weights and checkpoints."""
     with open_client(context) as client:
@@ -109,3 +111,52 @@ def _fields(policy: Policy) -> dict[str, object]:
         "shard": policy.shard,
         "created": policy.created_at,
     }
+
+
+@checkpoints.command("list")
+def list_checkpoints(context: typer.Context, policy_id: str) -> None:
+    with open_client(context) as client:
+        found = client.list_checkpoints(policy_id)
+    show_rows(context, found, _CHECKPOINT_COLUMNS, map(_checkpoint_row, found))
+
+
+@checkpoints.command()
+def save(
+    context: typer.Context,
+    policy_id: str,
+    checkpoint_id: Annotated[
+        str, typer.Argument(help="Default: named after seq and version.")
+    ] = "",
+    seq: Seq = None,
+) -> None:
+    """Save model, optimizer, version and seq, and wait for it.
+
+    The command takes the policy's next seq. Unless the policy has sequencing "server", a session
+    that trains it meanwhile then gets KEY_REUSED until its resync().
+    """
+    with open_client(context) as client:
+        saved = client.policy(policy_id).save_checkpoint(checkpoint_id, seq=seq).result()
+    show(context, saved, dict(zip(_CHECKPOINT_COLUMNS, _checkpoint_row(saved), strict=True)))
+
+
+@checkpoints.command()
+def load(context: typer.Context, policy_id: str, checkpoint_id: str, seq: Seq = None) -> None:
+    """Go back to a checkpoint, and wait for it.
+
+    The command takes the policy's next seq. Unless the policy has sequencing "server", a session
+    that trains it meanwhile then gets KEY_REUSED until its resync().
+    """
+    with open_client(context) as client:
+        client.policy(policy_id).load_checkpoint(checkpoint_id, seq=seq).result()
+        policy = client.get_policy(policy_id)
+    show(context, policy, {"loaded": checkpoint_id, "version": policy.version})
+
+
+def _checkpoint_row(checkpoint: Checkpoint) -> tuple[object, ...]:
+    return (
+        checkpoint.checkpoint_id,
+        checkpoint.version,
+        checkpoint.seq,
+        checkpoint.size_bytes,
+        checkpoint.created_at,
+    )

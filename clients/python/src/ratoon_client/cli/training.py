@@ -8,15 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from ratoon_client.blocking.client import OperationHandle
-from ratoon_client.cli.arguments import Seq
-from ratoon_client.cli.context import open_client, show
+from ratoon_client.blocking import OperationHandle
+from ratoon_client.cli.context import Seq, open_client, show
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.jsonl import read_jsonl
-from ratoon_client.progress import describe
+from ratoon_client.operation import describe
 from ratoon_client.rollouts import Group
-from ratoon_client.values import Loss, Operation, Optim, StepResult
-from ratoon_proto.types import AdvantageKindName, LossKindName
+from ratoon_client.values import Loss, Optim
+from ratoon_proto.types import AdvantageKindName, LossKindName, Operation, StepResult
 
 LearningRate = Annotated[
     float, typer.Option("--learning-rate", "--lr", help="Learning rate of this step.", min=0.0)

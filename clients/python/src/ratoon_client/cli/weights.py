@@ -12,18 +12,23 @@ from typing import Annotated
 
 import typer
 
-from ratoon_client.cli.arguments import Seq, Version, WeightsRoot
-from ratoon_client.cli.context import open_client, show, show_line, show_rows
+from ratoon_client.cli.context import (
+    Seq,
+    Version,
+    WeightsRoot,
+    open_client,
+    show,
+    show_line,
+    show_rows,
+)
 from ratoon_client.config import ClientConfig
 from ratoon_client.errors import InvalidArgumentError, RatoonApiError
-from ratoon_client.values import WeightManifest
-from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.pull import KEEP_VERSIONS
-from ratoon_client.weights.receiver import Received, ReceiverEvent
+from ratoon_client.weights.receiver import Adapter, FolderAdapter, Received, ReceiverEvent
 from ratoon_client.weights.sglang import SglangAdapter
-from ratoon_client.weights.vllm import VllmAdapter
+from ratoon_client.weights.vllm import StagedVllmAdapter, VllmAdapter
 from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
-from ratoon_client.weights.vllm_staged import StagedVllmAdapter
+from ratoon_proto.types import WeightManifest
 
 cli = typer.Typer(no_args_is_help=True)
 

@@ -17,13 +17,13 @@ from ratoon_client.errors import (
     RatoonClientError,
     TransportError,
     UnusableClientError,
+    no_answer,
 )
-from ratoon_client.transport.tls import no_answer
-from ratoon_client.values import WeightFile
+from ratoon_client.rpcs import FETCH_WEIGHTS, RequestT, ResponseT, Rpc
 from ratoon_client.weights.chunks import check_chunk
-from ratoon_client.weights.threads import in_thread
-from ratoon_client.wire.decode import error_of
-from ratoon_client.wire.rpcs import FETCH_WEIGHTS, RequestT, ResponseT, Rpc
+from ratoon_client.weights.disk import in_thread
+from ratoon_client.wire import error_of
+from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ ERROR_TRAILER = "ratoon-error-bin"
 # A watch that has nothing new to say for so long is asked for again.
 STREAM_TIMEOUT_S = 45.0
 _CONNECT_TIMEOUT_S = 10.0
-# Of calls on a connection that others have left.
+# How long calls may go on, on a connection that others have left.
 _GRACE_S = 60.0
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name
 # Statuses that a proxy or a dying process makes without the service having said anything.

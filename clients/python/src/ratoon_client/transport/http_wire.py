@@ -1,13 +1,20 @@
-"""The service over HTTP, with the same messages as over gRPC."""
+"""The service over HTTP, with the same messages as over gRPC.
+
+Where each call is, the `http` option of service.proto says. A server-sent event that is cut off is
+not given out.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http.client import HTTPException
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -15,21 +22,25 @@ import httpx
 from google.protobuf.message import Message
 
 from ratoon_client.config import ClientConfig
-from ratoon_client.errors import IntegrityError, RatoonApiError, RatoonClientError, TransportError
-from ratoon_client.transport.events import read_events
+from ratoon_client.errors import (
+    IntegrityError,
+    RatoonApiError,
+    RatoonClientError,
+    TransportError,
+    no_answer,
+)
+from ratoon_client.rpcs import RequestT, ResponseT, Rpc
 from ratoon_client.transport.ranges import PART_OF_FILE, WHOLE_FILE, RangeReader
-from ratoon_client.transport.routes import ROUTES, Route
-from ratoon_client.transport.tls import no_answer
-from ratoon_client.values import WeightFile
 from ratoon_client.weights.chunks import check_chunk, check_length
-from ratoon_client.weights.threads import in_thread
-from ratoon_client.wire.decode import error_of
-from ratoon_client.wire.rpcs import RequestT, ResponseT, Rpc
+from ratoon_client.weights.disk import in_thread
+from ratoon_client.wire import error_of
+from ratoon_proto.fields import fields_of, http_route
 from ratoon_proto.json_form import MessageT, from_json, to_request_json
+from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import operation_pb2, service_pb2
 
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
-# Of the server-sent events' keep-alive comments, two may be late.
+# Two of a stream's keep-alive comments may be late.
 EVENT_TIMEOUT_S = 45.0
 _CONNECT_TIMEOUT_S = 10.0
 # Calls at once; watches and ranges of files are not counted.
@@ -37,6 +48,7 @@ _MAX_IN_FLIGHT = 16
 # Statuses that proxies make when nothing of ours answers. 404 in another form than ours: Serve's,
 # which knows of no route while the service comes back.
 _NO_ANSWER = frozenset({404, 408, 500, 502, 503, 504})
+_PLACE = re.compile(r"\{(\w+)\}")
 
 
 class HttpTransport:
@@ -194,3 +206,70 @@ def _error(url: str, status: int, body: bytes) -> RatoonClientError:
     if status in _NO_ANSWER:
         return TransportError(text)
     return RatoonApiError(f"HTTP_{status}", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`path` has `{field}` where a field of the request goes."""
+
+    method: str
+    path: str
+
+    @property
+    def has_body(self) -> bool:
+        return self.method in ("POST", "PUT")
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of the fields in the path."""
+        return frozenset(_PLACE.findall(self.path))
+
+    def url(self, request: Message) -> str:
+        return _PLACE.sub(lambda place: quote(_part(request, place[1]), safe=""), self.path)
+
+    def params(self, request: Message) -> dict[str, Any]:
+        """The query: all other fields of a call without a body."""
+        if self.has_body:
+            return {}
+        return {
+            field.name: getattr(request, field.name)
+            for field in fields_of(request.DESCRIPTOR)
+            if field.name not in self.fields
+            and not (field.has_presence and not request.HasField(field.name))
+        }
+
+
+def _part(request: Message, name: str) -> str:
+    is_absent = request.DESCRIPTOR.fields_by_name[name].has_presence and not request.HasField(name)
+    return "latest" if is_absent else str(getattr(request, name))
+
+
+ROUTES: Mapping[str, Route] = MappingProxyType(
+    {
+        method.name: Route(*route)
+        for method in service_pb2.DESCRIPTOR.services_by_name["PolicyService"].methods
+        if (route := http_route(method)) is not None
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    name: str
+    data: str
+
+
+async def read_events(lines: AsyncIterator[str]) -> AsyncGenerator[Event, None]:
+    name, data = "message", list[str]()
+    async for line in lines:
+        if not line:
+            if data:
+                yield Event(name=name, data="\n".join(data))
+            name, data = "message", []
+            continue
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            data.append(value)

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 WHOLE_FILE, PART_OF_FILE = 200, 206
 _SKIPPED_BYTES = 2**20
-# Of an answer that is an error.
+# How much is read of an answer that is an error.
 _ERROR_BYTES = 2**20
 
 

@@ -1,18 +1,23 @@
-"""Which transport a target means: `grpc(s)://host:port`, `host:port` or `http(s)://...`."""
+"""Which transport a target means: `grpc(s)://host:port`, `host:port` or `http(s)://...`.
+
+With TLS the service's certificate and name are always verified.
+"""
 
 from __future__ import annotations
 
+import ssl
 from ipaddress import ip_address
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import grpc
 import httpx
 
+from ratoon_client.caller import Transport
 from ratoon_client.config import PLAIN_VARIABLE, ClientConfig, may_send_plain_key
 from ratoon_client.errors import InvalidArgumentError
-from ratoon_client.transport.base import Transport
 from ratoon_client.transport.grpc_wire import GrpcTransport
 from ratoon_client.transport.http_wire import HttpTransport
-from ratoon_client.transport.tls import channel_credentials, ssl_context
 
 TLS_SCHEMES = ("grpcs", "https")
 
@@ -65,3 +70,46 @@ def open_transport(target: str, config: ClientConfig) -> Transport:
         return HttpTransport(f"{scheme}://{rest}", config, context)
     except httpx.InvalidURL as err:
         raise InvalidArgumentError("target", repr(target), f"a URL ({err})") from err
+
+
+def channel_credentials(config: ClientConfig) -> grpc.ChannelCredentials:
+    """Without `ca_file`: the authorities that gRPC brings. Raises InvalidArgumentError."""
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read("ca_file", config.ca_file),
+        private_key=_read("key_file", config.key_file),
+        certificate_chain=_read("cert_file", config.cert_file),
+    )
+
+
+def ssl_context(config: ClientConfig) -> ssl.SSLContext:
+    """Without `ca_file`: the authorities that httpx brings. Raises InvalidArgumentError."""
+    for name in ("ca_file", "cert_file", "key_file"):
+        _read(name, getattr(config, name))
+    try:
+        context = (
+            httpx.create_ssl_context(trust_env=False)
+            if config.ca_file is None
+            else ssl.create_default_context(cafile=config.ca_file)
+        )
+    except ssl.SSLError as err:
+        raise InvalidArgumentError("ca_file", str(config.ca_file), "certificates in PEM") from err
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if config.cert_file is not None and config.key_file is not None:
+        try:
+            # Without a password: an encrypted key would otherwise be asked for at the terminal.
+            context.load_cert_chain(config.cert_file, config.key_file, password="")
+        except ssl.SSLError as err:
+            got = f"{config.cert_file} and {config.key_file}"
+            raise InvalidArgumentError(
+                "cert_file", got, "a certificate and its unencrypted key in PEM"
+            ) from err
+    return context
+
+
+def _read(name: str, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as err:
+        raise InvalidArgumentError(name, str(path), "a file that can be read") from err

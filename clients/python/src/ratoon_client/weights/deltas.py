@@ -255,7 +255,7 @@ def _positions(run: Run, planes: list[bytes], num_words: int) -> Array:
 
 
 def _differences(folded: Array) -> Array:
-    """Of 0, 1, 2, 3, 4, ... the differences 0, -1, 1, -2, 2, ..., modulo 2^bits."""
+    """Unfold 0, 1, 2, 3, 4, ... to the differences 0, -1, 1, -2, 2, ..., modulo 2^bits."""
     return (folded >> 1) ^ (0 - (folded & 1))
 
 

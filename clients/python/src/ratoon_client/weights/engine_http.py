@@ -19,7 +19,7 @@ import xxhash
 
 from ratoon_client.config import lock_folder
 from ratoon_client.errors import EngineError, InvalidArgumentError
-from ratoon_client.weights.file_lock import own_folder, take
+from ratoon_client.weights.disk import own_folder, take
 
 _MAX_ANSWER_BYTES = 16 * 2**20
 _SHOWN_CHARACTERS = 300
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Those of the JSON object that came; empty where something else did."""
+        """Fields of the JSON object that came; empty where something else did."""
         try:
             body = json.loads(self.text)
         except ValueError:

@@ -6,7 +6,8 @@
     .lock                held while a pull changes any of this
     .receiver.json       what a receiver committed last; .receiver.lock while there is one
 
-`version-N` is either whole and verified or not there; it gets its name by one rename.
+`version-N` is either whole and verified or not there; it gets its name by one rename. A manifest is
+written only with names of one path component, and digests that may be file names.
 """
 
 from __future__ import annotations
@@ -20,18 +21,48 @@ import shutil
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ratoon_client.values import WeightFile, WeightManifest
-from ratoon_client.weights.checks import MANIFEST_NAME
-from ratoon_client.weights.file_lock import open_lock
-from ratoon_client.weights.partial import is_whole
+from ratoon_client.errors import IntegrityError
+from ratoon_client.weights.chunks import is_whole
+from ratoon_client.weights.disk import open_lock
+from ratoon_proto.types import WeightFile, WeightManifest
 
+# Ours, beside a version's files.
+MANIFEST_NAME = ".ratoon-manifest.json"
+_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"version-(\d{1,19})")
 _STAGED = ".staged-"
 _LOCK_POLL_S = 0.05
+COMMITTED_NAME = ".receiver.json"
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it is one path component, and neither `.` nor `..`."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_manifest(manifest: WeightManifest, *, policy_id: str, version: int | None) -> None:
+    """Raises IntegrityError naming the file at fault."""
+    if manifest.policy_id != policy_id or version not in (None, manifest.version):
+        raise IntegrityError(
+            f"asked for {policy_id} version {version}, got {manifest.policy_id!r:.80} version"
+            f" {manifest.version}"
+        )
+    if manifest.version < 0 or not manifest.files:
+        raise IntegrityError(f"{policy_id}: version {manifest.version} names no files")
+    names: set[str] = set()
+    for file in (*manifest.files, *(delta.file for delta in manifest.deltas)):
+        if not is_plain_name(file.name) or file.name == MANIFEST_NAME:
+            raise IntegrityError(f"{policy_id}: {file.name!r:.80} is no name of a weight file")
+        if file.name in names:
+            raise IntegrityError(f"{policy_id}: the manifest names {file.name} twice")
+        if _DIGEST.fullmatch(file.digest) is None or file.size_bytes < 0:
+            raise IntegrityError(f"{policy_id}: {file.name} has no valid digest or size")
+        names.add(file.name)
 
 
 class VersionsFolder:
@@ -100,7 +131,8 @@ class VersionsFolder:
             else:
                 _link(source, target)
             placed[file.digest] = target
-        _write_manifest(staged / MANIFEST_NAME, manifest)
+        listed = asdict(manifest) | {"created_at": manifest.created_at.isoformat()}
+        _write_json(staged / MANIFEST_NAME, listed)
         _fsync_folder(staged)
         self._put(staged, self.version_folder(manifest.version))
         return self.version_folder(manifest.version)
@@ -163,9 +195,8 @@ def files_of(folder: Path) -> set[WeightFile]:
         return set()
 
 
-def _write_manifest(path: Path, manifest: WeightManifest) -> None:
-    data = asdict(manifest) | {"created_at": manifest.created_at.isoformat()}
-    with path.open("x", encoding="utf-8") as file:
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
@@ -200,3 +231,30 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """`tag` is the adapter's after the commit; None: it cannot tell, or another commit began."""
+
+    policy_id: str
+    version: int
+    tag: str | None
+
+
+def read_committed(root: Path, policy_id: str) -> Committed | None:
+    """None where nothing of this policy was committed, as far as the file can tell."""
+    try:
+        data = json.loads((root / COMMITTED_NAME).read_text(encoding="utf-8"))
+        committed = Committed(**data)
+    except (OSError, ValueError, TypeError):
+        return None
+    is_ours = committed.policy_id == policy_id and isinstance(cast("Any", committed.version), int)
+    return committed if is_ours else None
+
+
+def write_committed(root: Path, committed: Committed) -> None:
+    # Named as what an interrupted pull leaves, which the next one removes.
+    staged = root / f".staged-{COMMITTED_NAME}"
+    _write_json(staged, asdict(committed))
+    staged.replace(root / COMMITTED_NAME)

@@ -20,8 +20,8 @@ from safetensors import torch as safetensors_torch
 from torch import Tensor, nn
 
 from ratoon_client.errors import EngineError
-from ratoon_client.values import WeightManifest
-from ratoon_client.weights.threads import in_thread
+from ratoon_client.weights.disk import in_thread
+from ratoon_proto.types import WeightManifest
 
 _NAMES_SHOWN = 3
 
@@ -40,7 +40,7 @@ class ModuleAdapter:
         self._num_adapters = 0
 
     async def tag(self) -> str | None:
-        """Of this module: another process has to be given the version again."""
+        """A tag of this module: another process has to be given the version again."""
         return self._tag
 
     async def commit(

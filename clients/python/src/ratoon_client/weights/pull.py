@@ -16,15 +16,12 @@ from pathlib import Path
 from ratoon_client.caller import Caller, retried
 from ratoon_client.config import weights_root
 from ratoon_client.errors import IntegrityError, RatoonApiError
-from ratoon_client.values import WeightFile, WeightManifest
 from ratoon_client.weights.calls import weight_manifest
-from ratoon_client.weights.chain import Rebuilt, rebuild_missing
-from ratoon_client.weights.checks import check_manifest
-from ratoon_client.weights.chunks import ChunkRange, chunk_ranges
-from ratoon_client.weights.folder import VersionsFolder
-from ratoon_client.weights.partial import PartialFile
-from ratoon_client.weights.published import published_folder, take_published
-from ratoon_client.weights.threads import in_thread
+from ratoon_client.weights.chunks import ChunkRange, PartialFile, chunk_ranges
+from ratoon_client.weights.disk import in_thread
+from ratoon_client.weights.folder import VersionsFolder, check_manifest
+from ratoon_client.weights.sources import Rebuilt, published_folder, rebuild_missing, take_published
+from ratoon_proto.types import WeightFile, WeightManifest
 
 KEEP_VERSIONS = 2
 # A version may be retired while it is pulled; then the newest is another one.

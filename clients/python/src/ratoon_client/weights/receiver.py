@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import tenacity
 import xxhash
@@ -28,18 +29,55 @@ from ratoon_client.errors import (
     RatoonClientError,
 )
 from ratoon_client.operation import POLL_S
-from ratoon_client.values import WeightManifest
-from ratoon_client.weights.adapter import Adapter, FolderAdapter
 from ratoon_client.weights.calls import ack_weights, weight_manifest
-from ratoon_client.weights.committed import Committed, read_committed, write_committed
-from ratoon_client.weights.file_lock import held
-from ratoon_client.weights.folder import VersionsFolder, files_of
+from ratoon_client.weights.disk import held, in_thread
+from ratoon_client.weights.folder import (
+    Committed,
+    VersionsFolder,
+    files_of,
+    read_committed,
+    write_committed,
+)
 from ratoon_client.weights.pull import KEEP_VERSIONS, pull_weights
-from ratoon_client.weights.threads import in_thread
+from ratoon_proto.types import WeightManifest
 
 _LOG = logging.getLogger("ratoon_client")
 _FIRST_RETRY_S = 0.5
 _MAX_RETRY_S = 60.0
+
+
+class Adapter(Protocol):
+    """One engine. A receiver calls one method at a time, and none once it was cancelled."""
+
+    async def tag(self) -> str | None:
+        """Another text once the engine has lost what was committed last; None: it cannot tell.
+
+        Raises EngineError where the engine does not answer.
+        """
+        ...
+
+    async def commit(
+        self, folder: Path, manifest: WeightManifest, *, previous: Path | None
+    ) -> float:
+        """Serve the version in `folder`; gives the seconds in which nothing was sampled.
+
+        Has ended, one way or the other, when its caller goes on, cancelled or not. Raises
+        EngineError where the engine did not take it, and has then loaded `previous` again, the
+        folder of the version committed before, as far as it could.
+        """
+        ...
+
+
+class FolderAdapter:
+    """Readers of the folder follow its `latest`, which a receiver sets after each commit."""
+
+    async def tag(self) -> str | None:
+        return "folder"
+
+    async def commit(
+        self, folder: Path, manifest: WeightManifest, *, previous: Path | None
+    ) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +319,7 @@ class AsyncWeightReceiver:
 
 
 def _own_id(root: Path) -> str:
-    """The same after a restart: characters that the service takes, at most 64."""
+    """A name that stays after a restart: characters that the service takes, at most 64."""
     host = re.sub(r"[^a-zA-Z0-9._-]", "-", platform.node())[:47]
     return f"{host}-{xxhash.xxh3_64_hexdigest(str(root).encode())}"
 

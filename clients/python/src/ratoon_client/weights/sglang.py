@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from ratoon_client.errors import EngineError
-from ratoon_client.values import WeightManifest
+from ratoon_client.weights.disk import in_thread
 from ratoon_client.weights.engine_http import EngineHttp
-from ratoon_client.weights.threads import in_thread
+from ratoon_proto.types import WeightManifest
 
 
 class SglangAdapter(EngineHttp):

@@ -3,25 +3,32 @@
 A full version is loaded in place while generation is paused; the engine samples again once the
 new weights or the old ones are in whole, and stays paused where neither could be loaded. LoRA
 versions (VLLM_ALLOW_RUNTIME_LORA_UPDATING=True) get a name each, without a pause.
+
+A server with the weight transfer backend `ratoon`, which `register` gives to vLLM, has a version in
+its workers' memory before it is paused.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
+import uuid
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import tenacity
 
 from ratoon_client.errors import EngineError
-from ratoon_client.values import WeightManifest
+from ratoon_client.weights.disk import in_thread
 from ratoon_client.weights.engine_http import EngineHttp
-from ratoon_client.weights.threads import in_thread
+from ratoon_proto.types import WeightManifest
 
 _STARTED = re.compile(r"^process_start_time_seconds(?:\{.*\})? (\S+)$", re.MULTILINE)
 _ATTEMPTS = 4
+_POLL_S = 0.05
 
 
 class VllmAdapter(EngineHttp):
@@ -94,8 +101,7 @@ class VllmAdapter(EngineHttp):
         return self._get("/v1/models").fields.get("data") or []
 
     def _pause(self) -> None:
-        before = self._find("/is_paused")
-        was_paused = before is not None and before.fields.get("is_paused") is True
+        was_paused = self._is_paused()
         self._may_have_leftovers |= was_paused
         try:
             self._post("/pause?mode=wait", timeout_s=self._drain_s)
@@ -105,6 +111,10 @@ class VllmAdapter(EngineHttp):
                 with suppress(EngineError):
                     self._post("/resume")
             raise
+
+    def _is_paused(self) -> bool:
+        answer = self._find("/is_paused")
+        return answer is not None and answer.fields.get("is_paused") is True
 
     def _load(self, path: str) -> None:
         """Old keys and values would answer for tokens that the new weights have not seen.
@@ -154,7 +164,7 @@ class VllmAdapter(EngineHttp):
         pattern = re.compile(re.escape(name.removesuffix(str(manifest.version))) + r"\d+")
         ours = [str(model["id"]) for model in self._models() if pattern.fullmatch(str(model["id"]))]
         if name in ours:
-            # Of a commit that was not recorded, or of a policy of this name that was made anew.
+            # It is of a commit that was not recorded, or of a policy of this name made anew.
             self._unload(name)
             self._post("/reset_prefix_cache")
         self._post(
@@ -175,3 +185,60 @@ class VllmAdapter(EngineHttp):
 def lora_name(manifest: WeightManifest) -> str:
     """What requests name as their `model`."""
     return f"{manifest.policy_id}-v{manifest.version}"
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: called in each process of vLLM, at times twice."""
+    # A vLLM without weight transfer goes on without.
+    with suppress(ImportError, ValueError):
+        factory = importlib.import_module("vllm.distributed.weight_transfer.factory")
+        factory.WeightTransferEngineFactory.register_engine(
+            "ratoon", "ratoon_client.weights.vllm_engine", "RatoonTransferEngine"
+        )
+
+
+class StagedVllmAdapter(VllmAdapter):
+    """A VllmAdapter of a server with `--weight-transfer-config '{"backend": "ratoon"}'`.
+
+    Each worker copies the version's tensors to its host memory and verifies them while it samples;
+    `load_s` bounds that too. A version that cannot be staged causes no pause.
+    """
+
+    _staging_id = ""
+
+    def _stage(self, folder: Path, manifest: WeightManifest) -> None:
+        self._staging_id = uuid.uuid4().hex
+        files = [asdict(file) for file in manifest.files if file.name.endswith(".safetensors")]
+        info = {"staging_id": self._staging_id, "folder": str(folder), "files": files}
+        self._post("/init_weight_transfer_engine", {"init_info": info})
+        deadline = time.monotonic() + self._load_s
+        while self._is_staging():
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self._url}: {folder} is not staged after {self._load_s} s")
+            time.sleep(_POLL_S)
+
+    def _is_staging(self) -> bool:
+        """Whether any worker is. Raises EngineError where one failed or forgot the version."""
+        # The init route tells nothing of its end: a worker's attribute is called by name.
+        answer = self._post("/collective_rpc", {"method": "weight_transfer_engine"})
+        workers: list[dict[str, Any]] = answer.fields.get("results") or [{}]
+        for worker in workers:
+            if worker.get("staging_id") != self._staging_id:
+                raise EngineError(f"{self._url}: the version is staged no more: {worker}")
+            if worker.get("error") is not None:
+                raise EngineError(f"{self._url}: not staged: {worker['error']}")
+        return any(worker["is_running"] for worker in workers)
+
+    def _load_staged(self, folder: Path) -> None:
+        try:
+            self._post("/start_weight_update")
+        except EngineError:
+            # One that never ended, as its receiver was killed, or as it failed in some workers.
+            with suppress(EngineError):
+                self._post("/finish_weight_update")
+            self._post("/start_weight_update")
+        update = {"update_info": {"staging_id": self._staging_id}}
+        self._post("/update_weights", update, timeout_s=self._load_s)
+        self._post("/finish_weight_update")
+        # Old keys and values would answer for tokens that the new weights have not seen.
+        self._insist("/reset_prefix_cache")

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from ratoon_client.errors import IntegrityError
-from ratoon_client.values import WeightFile
+from ratoon_proto.types import WeightFile
 
 if TYPE_CHECKING:
     WeightTransferEngine = cast("Any", object)
@@ -258,7 +258,7 @@ def _check_all(missing: set[str]) -> None:
 
 
 def _tensors(data: Tensor) -> dict[str, Tensor]:
-    """Of a safetensors file by name, as views of its bytes."""
+    """Tensors of a safetensors file by name, as views of its bytes."""
     begin = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
     header: dict[str, Any] = json.loads(data[8:begin].numpy().tobytes())
     tensors: dict[str, Tensor] = {}

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 
 from ratoon_client.errors import EngineError
-from ratoon_client.values import WeightManifest
 from ratoon_client.weights.vllm import VllmAdapter
+from ratoon_proto.types import WeightManifest
 
 CHUNK_BYTES = 256 * 2**20
 
@@ -51,7 +51,7 @@ class VllmNcclAdapter(VllmAdapter):
         self._address = address
         self._chunk_bytes = chunk_bytes
         self._child: _Child | None = None
-        # Of the engine that is in the child's group.
+        # The tag of the engine that is in the child's group.
         self._joined: str | None = None
         self._num_workers = 0
         self._was_paused = False
@@ -63,8 +63,7 @@ class VllmNcclAdapter(VllmAdapter):
 
     def _stage(self, folder: Path, manifest: WeightManifest) -> None:
         self._num_workers = int(self._get("/get_world_size").fields["world_size"])
-        paused = self._find("/is_paused")
-        self._was_paused = paused is not None and paused.fields.get("is_paused") is True
+        self._was_paused = self._is_paused()
         if self._was_paused and self._num_workers > 1:
             raise EngineError(f"{self._url} was paused before: {_RESTART}")
         started_at = self._started_at()
@@ -115,8 +114,9 @@ class VllmNcclAdapter(VllmAdapter):
         super()._load_again(old, error)
 
     def _end_update(self) -> None:
-        """Of one that was broken off vLLM keeps tensors, which the next load would count as its
-        own, and be over before its time.
+        """End an update that was broken off.
+
+        vLLM keeps its tensors, which the next load would count as its own, and be over early.
         """
         with suppress(EngineError):
             self._post("/start_weight_update")  # Refused where it is open still.
@@ -171,7 +171,7 @@ class _Child:
             raise EngineError(f"the process that pushes has ended: {err!r}") from err
 
     def answer(self) -> Any:
-        """Of the call told last. Raises EngineError where none comes in time."""
+        """The answer to the call told last. Raises EngineError where none comes in time."""
         if not self._link.poll(self._call_s):
             raise EngineError(f"the process that pushes gave no answer in {self._call_s} s")
         try:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
-from ratoon.stream.blobs import Blobs
 from ratoon.stream.files import write_atomic
 
 if TYPE_CHECKING:
@@ -76,10 +75,10 @@ class Archive:
 
 
 class BlobArchive(Archive):
-    """Copies in an object store, or in any other `Blobs`."""
+    """Copies in an object store."""
 
-    def __init__(self, blobs: Blobs, paths: PolicyPaths) -> None:
-        self._blobs = blobs
+    def __init__(self, store: ObjectStore, paths: PolicyPaths) -> None:
+        self._store = store
         self._paths = paths
         self._bodies = f"policies/{paths.root.name}/bodies"
         self._checkpoints = f"policies/{paths.root.name}/checkpoints"
@@ -88,7 +87,7 @@ class BlobArchive(Archive):
 
     async def start(self) -> None:
         try:
-            await asyncio.to_thread(self._blobs.remove_leftovers, self._checkpoints)
+            await asyncio.to_thread(self._store.remove_leftovers, self._checkpoints)
         except RatoonError as error:
             _left_behind(error.message)
 
@@ -101,10 +100,10 @@ class BlobArchive(Archive):
     async def keep_body(self, digest: str, body: bytes) -> None:
         key = f"{self._bodies}/{digest}"
         await self._deletions.spare(key)
-        await asyncio.to_thread(self._blobs.put, key, body)
+        await asyncio.to_thread(self._store.put, key, body)
 
     def drop_body(self, digest: str) -> None:
-        self._deletions.add(f"{self._bodies}/{digest}", self._blobs.delete)
+        self._deletions.add(f"{self._bodies}/{digest}", self._store.delete)
 
     async def restore_bodies(self, digests: Collection[str]) -> None:
         await asyncio.to_thread(self._restore_bodies, digests)
@@ -113,13 +112,13 @@ class BlobArchive(Archive):
         missing = {digest for digest in digests if not self._paths.body(digest).exists()}
         if not missing:
             return
-        for digest in missing.intersection(self._blobs.names(self._bodies)):
-            body = self._blobs.get(f"{self._bodies}/{digest}", digest)
+        for digest in missing.intersection(self._store.names(self._bodies)):
+            body = self._store.get(f"{self._bodies}/{digest}", digest)
             write_atomic(self._paths.body(digest), body)
             _LOG.info("body restored", policy_id=self._paths.root.name, digest=digest)
 
     async def body_names(self) -> frozenset[str]:
-        return frozenset(await asyncio.to_thread(self._blobs.names, self._bodies))
+        return frozenset(await asyncio.to_thread(self._store.names, self._bodies))
 
     async def keep_checkpoint(self, checkpoint_id: str) -> None:
         await self._deletions.spare(self._key(checkpoint_id))
@@ -128,21 +127,21 @@ class BlobArchive(Archive):
     def _keep_checkpoint(self, checkpoint_id: str) -> None:
         folder, key = self._paths.checkpoint(checkpoint_id), self._key(checkpoint_id)
         try:
-            self._blobs.put_folder(key, folder)
+            self._store.put_folder(key, folder)
         except FileExistsError:
             # An earlier save of that name, never journaled, left another state here.
-            self._blobs.delete_folder(key)
-            self._blobs.put_folder(key, folder)
+            self._store.delete_folder(key)
+            self._store.put_folder(key, folder)
 
     def drop_checkpoint(self, checkpoint_id: str) -> None:
-        self._deletions.add(self._key(checkpoint_id), self._blobs.delete_folder)
+        self._deletions.add(self._key(checkpoint_id), self._store.delete_folder)
 
     async def restore_checkpoint(self, checkpoint_id: str) -> None:
         if not checkpoint_id or self._paths.checkpoint(checkpoint_id).exists():
             return
         folder, key = self._paths.checkpoint(checkpoint_id), self._key(checkpoint_id)
         try:
-            await asyncio.to_thread(self._blobs.get_folder, key, folder)
+            await asyncio.to_thread(self._store.get_folder, key, folder)
         except FileNotFoundError:
             return
         except RatoonError as error:
@@ -155,17 +154,17 @@ class BlobArchive(Archive):
             _LOG.info("checkpoint restored", policy_id=policy_id, checkpoint_id=checkpoint_id)
 
     async def checkpoint_names(self) -> frozenset[str]:
-        return frozenset(await asyncio.to_thread(self._blobs.folder_names, self._checkpoints))
+        return frozenset(await asyncio.to_thread(self._store.folder_names, self._checkpoints))
 
     async def forget(self) -> None:
         await asyncio.to_thread(self._forget)
 
     def _forget(self) -> None:
-        for name in self._blobs.folder_names(self._checkpoints):
-            self._blobs.delete_folder(self._key(name))
-        for name in self._blobs.names(self._bodies):
-            self._blobs.delete(f"{self._bodies}/{name}")
-        self._blobs.remove_leftovers(self._checkpoints)
+        for name in self._store.folder_names(self._checkpoints):
+            self._store.delete_folder(self._key(name))
+        for name in self._store.names(self._bodies):
+            self._store.delete(f"{self._bodies}/{name}")
+        self._store.remove_leftovers(self._checkpoints)
 
     def _key(self, checkpoint_id: str) -> str:
         return f"{self._checkpoints}/{checkpoint_id}"

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from ratoon.shards.layer_shards import Handle, SharedMemory, open_memory
 from ratoon.shards.parts import Part, Places
-from ratoon.shards.shared_memory import Handle, SharedMemory, open_memory
 from ratoon.train.report.clock import Moment
 
 

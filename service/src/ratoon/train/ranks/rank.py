@@ -21,10 +21,9 @@ from ratoon.model.export import WeightsCopy
 from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.shards.copies import Copies
+from ratoon.shards.layer_shards import Handle
 from ratoon.shards.parts import parts_of
-from ratoon.shards.sequence_group import SequenceGroup
-from ratoon.shards.sequence_link import SequenceGroups
-from ratoon.shards.shared_memory import Handle
+from ratoon.shards.sequence_group import SequenceGroup, SequenceGroups
 from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress

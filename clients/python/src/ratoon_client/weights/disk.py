@@ -1,19 +1,45 @@
-"""A lock that one process of this user holds, and that ends with it.
+"""Disk work off the event loop, and locks that one process of this user holds.
 
-Whoever may open a lock's file may hold the lock. So no other user may open one: its mode is 0600,
-and outside of a receiver's own folder it is in a folder that only this user can enter.
+Work in a thread has ended when the caller goes on, cancelled or not, so nothing writes to a file
+that has been closed.
+
+A lock ends with its process. Whoever may open a lock's file may hold the lock. So no other user may
+open one: its mode is 0600, and outside of a receiver's own folder it is in a folder that only this
+user can enter.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import stat
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from ratoon_client.errors import InvalidArgumentError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    # A future, not a task: closing the client cancels all tasks.
+    work = asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))
+    is_cancelled = False
+    while not work.done():
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            is_cancelled = True
+        except BaseException:  # noqa: BLE001 - `work.result()` raises it
+            break
+    if is_cancelled:
+        raise asyncio.CancelledError
+    return work.result()
 
 
 def own_folder(path: Path) -> Path:

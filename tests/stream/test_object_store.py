@@ -1,4 +1,4 @@
-"""Bytes and folders by key: the same promises on a disk and in an object store."""
+"""Bytes and folders by key in an object store, whole or not there."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream import files
-from ratoon.stream.blobs import FOLDER_MANIFEST, Blobs, decode_manifest
-from ratoon.stream.local_blobs import LocalBlobs
-from ratoon.stream.object_store import ObjectStore
+from ratoon.stream.object_store import FOLDER_MANIFEST, ObjectStore, decode_manifest
 from tests.network.proxy import Fault
+from tests.stream.local_store import LocalStore
 from tests.stream.s3 import BUCKET, S3Server, running_s3
 
 DATA = b"a body " * 1000
@@ -33,11 +31,9 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(params=["local", "s3"])
-def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
-    if request.param == "local":
-        return LocalBlobs(tmp_path / "root")
-    return ObjectStore(request.getfixturevalue("s3").url(), timeout_s=10.0)
+@pytest.fixture
+def store(s3: S3Server) -> ObjectStore:
+    return ObjectStore(s3.url(), timeout_s=10.0)
 
 
 @pytest.fixture
@@ -60,71 +56,62 @@ def refused(code: ErrorCode, call: Callable[[], Any]) -> RatoonError:
     return caught.value
 
 
-def test_bytes_come_back_by_either_digest(blobs: Blobs):
-    blobs.put(KEY, DATA)
-    assert blobs.get(KEY, SHA256) == DATA
-    assert blobs.get(KEY, xxhash.xxh3_128_hexdigest(DATA)) == DATA
-    assert blobs.get_range(KEY, 7, 14) == DATA[7:21]
-    assert blobs.get_range(KEY, len(DATA) - 3, 100) == DATA[-3:]
-    assert blobs.get_range(KEY, len(DATA), 100) == b""
-    assert blobs.names("policies/p-1/bodies") == (SHA256,)
-    assert blobs.names("policies/p-1") == ()
+def test_bytes_come_back_by_their_digest(store: ObjectStore):
+    store.put(KEY, DATA)
+    assert store.get(KEY, SHA256) == DATA
+    assert store.names("policies/p-1/bodies") == (SHA256,)
+    assert store.names("policies/p-1") == ()
 
 
-def test_bytes_of_another_digest_are_refused(blobs: Blobs):
-    blobs.put(KEY, DATA[:-1] + b"?")
-    error = refused(ErrorCode.INTERNAL, lambda: blobs.get(KEY, SHA256))
+def test_bytes_of_another_digest_are_refused(store: ObjectStore):
+    store.put(KEY, DATA[:-1] + b"?")
+    error = refused(ErrorCode.INTERNAL, lambda: store.get(KEY, SHA256))
     assert error.field == KEY
 
 
-def test_what_was_deleted_is_gone(blobs: Blobs):
-    blobs.put(KEY, DATA)
-    blobs.delete(KEY)
-    blobs.delete(KEY)
-    assert blobs.names("policies/p-1/bodies") == ()
+def test_what_was_deleted_is_gone(store: ObjectStore):
+    store.put(KEY, DATA)
+    store.delete(KEY)
+    store.delete(KEY)
+    assert store.names("policies/p-1/bodies") == ()
     with pytest.raises(FileNotFoundError):
-        blobs.get(KEY, SHA256)
-    with pytest.raises(FileNotFoundError):
-        blobs.get_range(KEY, 0, 1)
-    assert blobs.names("policies/nobody") == blobs.folder_names("policies/nobody") == ()
+        store.get(KEY, SHA256)
+    assert store.names("policies/nobody") == store.folder_names("policies/nobody") == ()
 
 
-def test_a_folder_comes_back_verified(blobs: Blobs, tmp_path: Path):
+def test_a_folder_comes_back_verified(store: ObjectStore, tmp_path: Path):
     source = folder(tmp_path / "scratch", weights=DATA, empty=b"")
-    blobs.put_folder("p/checkpoints/c-1", source)
+    store.put_folder("p/checkpoints/c-1", source)
     assert source.exists()
-    assert blobs.folder_names("p/checkpoints") == ("c-1",)
-    blobs.get_folder("p/checkpoints/c-1", tmp_path / "cache" / "c-1")
+    assert store.folder_names("p/checkpoints") == ("c-1",)
+    store.get_folder("p/checkpoints/c-1", tmp_path / "cache" / "c-1")
     copy = tmp_path / "cache" / "c-1"
     assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
         "weights": DATA,
         "empty": b"",
     }
     with pytest.raises(FileExistsError):
-        blobs.put_folder("p/checkpoints/c-1", folder(tmp_path / "again", weights=b"other"))
+        store.put_folder("p/checkpoints/c-1", folder(tmp_path / "again", weights=b"other"))
     with pytest.raises(FileNotFoundError):
-        blobs.get_folder("p/checkpoints/c-2", tmp_path / "c-2")
-    blobs.delete_folder("p/checkpoints/c-1")
-    blobs.delete_folder("p/checkpoints/c-1")
-    assert blobs.folder_names("p/checkpoints") == ()
-    assert blobs.names("p/checkpoints/c-1") == ()
+        store.get_folder("p/checkpoints/c-2", tmp_path / "c-2")
+    store.delete_folder("p/checkpoints/c-1")
+    store.delete_folder("p/checkpoints/c-1")
+    assert store.folder_names("p/checkpoints") == ()
+    assert store.names("p/checkpoints/c-1") == ()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "manifest"])
 def test_a_damaged_folder_is_refused_by_name(
-    blobs: Blobs, request: pytest.FixtureRequest, tmp_path: Path, damage: str
+    store: ObjectStore, s3: S3Server, tmp_path: Path, damage: str
 ):
     key = f"p/c-{damage}"
-    blobs.put_folder(key, folder(tmp_path / "scratch", weights=DATA))
+    store.put_folder(key, folder(tmp_path / "scratch", weights=DATA))
     name = FOLDER_MANIFEST if damage == "manifest" else "weights"
     change = {"flipped": b"?" + DATA[1:], "cut": DATA[:-1], "manifest": b"{}"}[damage]
-    if isinstance(blobs, LocalBlobs):
-        (tmp_path / "root" / key / name).write_bytes(change)
-    else:
-        store = request.getfixturevalue("s3").store()
-        (path,) = [path for path in store.find(BUCKET) if path.endswith(f"{key}/{name}")]
-        store.pipe_file(path, change)
-    error = refused(ErrorCode.INTERNAL, lambda: blobs.get_folder(key, tmp_path / "copy"))
+    objects = s3.store()
+    (path,) = [path for path in objects.find(BUCKET) if path.endswith(f"{key}/{name}")]
+    objects.pipe_file(path, change)
+    error = refused(ErrorCode.INTERNAL, lambda: store.get_folder(key, tmp_path / "copy"))
     assert error.field == f"{key}/{name}"
     assert not (tmp_path / "copy").exists()
     assert not list(tmp_path.glob(".tmp-*"))
@@ -133,34 +120,27 @@ def test_a_damaged_folder_is_refused_by_name(
 @pytest.mark.parametrize(
     "key", ["", "/", "/a", "a/", "a//b", "..", "a/../b", "a/.b", "a\x00b", "a\\b", "a b", "a\nb"]
 )
-def test_a_key_that_could_lead_out_is_refused(blobs: Blobs, tmp_path: Path, key: str):
+def test_a_key_that_could_lead_out_is_refused(store: ObjectStore, tmp_path: Path, key: str):
     calls: list[Callable[[], object]] = [
-        lambda: blobs.put(key, b"x"),
-        lambda: blobs.get(key, SHA256),
-        lambda: blobs.get_range(key, 0, 1),
-        lambda: blobs.delete(key),
-        lambda: blobs.names(key),
-        lambda: blobs.folder_names(key),
-        lambda: blobs.delete_folder(key),
-        lambda: blobs.remove_leftovers(key),
-        lambda: blobs.put_folder(key, folder(tmp_path / "scratch", x=b"x")),
-        lambda: blobs.get_folder(key, tmp_path / "copy"),
+        lambda: store.put(key, b"x"),
+        lambda: store.get(key, SHA256),
+        lambda: store.delete(key),
+        lambda: store.names(key),
+        lambda: store.folder_names(key),
+        lambda: store.delete_folder(key),
+        lambda: store.remove_leftovers(key),
+        lambda: store.put_folder(key, folder(tmp_path / "scratch", x=b"x")),
+        lambda: store.get_folder(key, tmp_path / "copy"),
     ]
     for call in calls:
         assert refused(ErrorCode.INVALID_ARGUMENT, call).field == "key"
 
 
-def test_a_link_that_leads_out_is_refused(tmp_path: Path):
-    blobs = LocalBlobs(tmp_path / "root")
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "root" / "p").symlink_to(tmp_path / "outside")
-    refused(ErrorCode.INVALID_ARGUMENT, lambda: blobs.put("p/x", b"x"))
-    assert not list((tmp_path / "outside").iterdir())
-
-
-def test_a_local_folder_is_on_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    blobs = LocalBlobs(tmp_path / "root")
+def test_a_copy_is_on_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = LocalStore(tmp_path / "store")
+    store.put_folder("c-1", folder(tmp_path / "scratch", weights=DATA, more=DATA))
     target = tmp_path / "root" / "c-1"
+    target.parent.mkdir()
     seen: list[tuple[str, bool]] = []
     real = os.fsync
 
@@ -169,21 +149,12 @@ def test_a_local_folder_is_on_disk_before_its_name(tmp_path: Path, monkeypatch: 
         seen.append((name, target.exists()))
         real(descriptor)
 
-    source = folder(tmp_path / "scratch", weights=DATA)
     monkeypatch.setattr(os, "fsync", record)
-    blobs.put_folder("c-1", source)
+    store.get_folder("c-1", target)
     names = [".tmp" if name.startswith(".tmp") else name for name, _ in seen]
-    assert sorted(names[:2]) == [FOLDER_MANIFEST, "weights"]
+    assert sorted(names[:2]) == ["more", "weights"]
     assert names[2:] == [".tmp", "root"]
     assert [there for _, there in seen] == [False] * 3 + [True]
-
-
-def test_local_leftovers_are_removed(tmp_path: Path):
-    blobs = LocalBlobs(tmp_path / "root")
-    blobs.put_folder("p/c-1", folder(tmp_path / "scratch", weights=DATA))
-    folder(files.temporary_name(tmp_path / "root" / "p" / "c-2"), weights=DATA)
-    blobs.remove_leftovers("p")
-    assert [path.name for path in (tmp_path / "root" / "p").iterdir()] == ["c-1"]
 
 
 def test_a_put_cut_in_the_middle_is_not_there(s3: S3Server, hasty: ObjectStore):

@@ -1,17 +1,33 @@
-"""Files of a version made of those that are here, by the deltas that manifests offer."""
+"""Files of a version made of those that this host has: by deltas, or from the service's folder.
+
+A file of the service's folder that belongs to this user is linked, any other is copied, and both
+are verified after that.
+
+Why nothing that is linked is written over: the service uses the files of a pruned version again in
+three steps. It renames the version's folder; it checks that a file has no other name and that
+nobody has it open; it writes. A link that is there before the check is seen by it. So once a file
+is linked it is looked up under the version's name again: while it is there, the folder was not yet
+renamed, and the check is still to come. Else the link may have come too late, and is removed. Bytes
+that were written over before, or are of another version of that number, have another digest. Where
+a file system has no leases (fcntl(2)), as networks' have none, the service writes over no file.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import stat
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratoon_client.values import WeightDelta, WeightFile, WeightManifest
+from ratoon_client.weights.chunks import is_whole
 from ratoon_client.weights.deltas import read_delta, rebuild
-from ratoon_client.weights.folder import VersionsFolder
-from ratoon_client.weights.threads import in_thread
+from ratoon_client.weights.disk import in_thread
+from ratoon_client.weights.folder import VersionsFolder, is_plain_name
+from ratoon_proto.types import WeightDelta, WeightFile, WeightManifest
 
-# Of a version that is still published; raises WEIGHTS_NOT_FOUND.
+# The manifest of a version that is still published; raises WEIGHTS_NOT_FOUND.
 GetManifest = Callable[[int], Awaitable[WeightManifest]]
 # A file of a version, verified.
 FetchFile = Callable[[WeightManifest, WeightFile], Awaitable[Path]]
@@ -65,7 +81,7 @@ async def rebuild_missing(
     get_manifest: GetManifest,
     fetch: FetchFile,
 ) -> Rebuilt:
-    """Those of `missing` that deltas make for less than the files themselves.
+    """Make the files of `missing` that deltas make for less than the files themselves.
 
     Raises IntegrityError where a delta does not make what it says.
     """
@@ -94,3 +110,46 @@ def _rebuild(
             rebuild(file, parent, target)
             made[file.digest] = target
     return made
+
+
+def published_folder(weights_root: Path, policy_id: str, version: int) -> Path | None:
+    """Where the service puts a version; None for an id that would lead elsewhere."""
+    return weights_root / policy_id / f"{version:08d}" if is_plain_name(policy_id) else None
+
+
+def take_published(source: Path, target: Path, file: WeightFile) -> bool:
+    """Make `target` of the service's `source`; whether that was possible and it is `file`.
+
+    Nothing is left at `target` otherwise.
+    """
+    try:
+        target.unlink(missing_ok=True)
+        if source.stat().st_size == file.size_bytes:
+            if not _is_linked(source, target):
+                _copy(source, target)
+            if is_whole(target, file):
+                return True
+        target.unlink(missing_ok=True)
+    except OSError:  # Pruned, not ours to read, no room: what is wrong shows in the fetch.
+        target.unlink(missing_ok=True)
+    return False
+
+
+def _is_linked(source: Path, target: Path) -> bool:
+    """Another user could change what is linked after it was verified."""
+    try:
+        target.hardlink_to(source)
+        linked = target.lstat()
+        is_ours = stat.S_ISREG(linked.st_mode) and linked.st_uid == os.geteuid()
+        if is_ours and os.path.samestat(linked, source.lstat()):
+            return True
+    except OSError:  # Another file system, or pruned meanwhile.
+        pass
+    target.unlink(missing_ok=True)
+    return False
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with target.open("rb") as copied:
+        os.fsync(copied.fileno())

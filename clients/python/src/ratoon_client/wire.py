@@ -1,32 +1,40 @@
-"""The client's values to messages: fields by their names, and here those that differ."""
+"""Between the client's values and the messages of `ratoon.v1`: fields by their names.
+
+Only fields whose names or forms differ are written here by hand.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
 from ratoon_client.arguments import all_of, check_type
-from ratoon_client.errors import InvalidArgumentError
+from ratoon_client.errors import IntegrityError, InvalidArgumentError, RatoonApiError
 from ratoon_client.rollouts import Group, Rollout
+from ratoon_client.rpcs import RequestT
 from ratoon_client.values import (
     AdamW,
+    ForwardResult,
     Lora,
     Loss,
-    NumericsGuard,
     Optim,
     Parallel,
     PolicyOptions,
     Publish,
 )
-from ratoon_client.wire.rpcs import RequestT
-from ratoon_proto.codec import encode_array
+from ratoon_proto.codec import CodecError, decode_tensor, encode_array
 from ratoon_proto.fields import FieldError
 from ratoon_proto.fill import fill
-from ratoon_proto.v1 import policy_pb2, rollout_pb2, training_pb2
+from ratoon_proto.records import from_proto
+from ratoon_proto.types import NumericsGuard, StepReport
+from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, training_pb2
+from ratoon_proto.v1.tensor_pb2 import Tensor
 
 _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
     {
@@ -37,6 +45,8 @@ _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
         "numerics_guard": NumericsGuard,
     }
 )
+T = TypeVar("T")
+_MAX_TENSOR_BYTES = 2**40
 
 
 def group_message(group: Group, path: str = "group") -> rollout_pb2.RolloutGroup:
@@ -117,3 +127,53 @@ def _fill(message: Message, values: Any, path: str, *, skip: Collection[str] = (
         fill(message, values, path, skip=skip)
     except FieldError as err:
         raise InvalidArgumentError(err.field, err.got, err.expected) from err
+
+
+def decode(message: Message, value_type: type[T]) -> T:
+    """Read an answer. Raises IntegrityError for what no service says, as a time out of range."""
+    try:
+        return from_proto(message, value_type)
+    except (ValueError, OverflowError, OSError) as err:
+        raise IntegrityError(f"the answer is no {value_type.__name__}: {err}") from err
+
+
+def error_of(detail: operation_pb2.ErrorDetail) -> RatoonApiError:
+    return RatoonApiError(
+        detail.code,
+        detail.message,
+        field=detail.field,
+        got=detail.got,
+        expected=detail.expected,
+        retryable=detail.retryable,
+        details=dict(detail.details),
+    )
+
+
+def decode_forward(
+    output: training_pb2.ForwardOutput, forward: operation_pb2.ForwardResult
+) -> ForwardResult:
+    """Split the concatenated arrays by rollout. Raises IntegrityError where they do not fit."""
+    offsets = _array(output.offsets, "offsets").astype(np.int64)
+    logprobs = _array(output.logprobs, "logprobs")
+    entropy = _array(output.entropy, "entropy") if output.HasField("entropy") else None
+    return ForwardResult(
+        logprobs=_split(logprobs, offsets),
+        entropy=None if entropy is None else _split(entropy, offsets),
+        report=decode(forward.report, StepReport),
+        version=forward.version,
+    )
+
+
+def _array(tensor: Tensor, name: str) -> NDArray[Any]:
+    try:
+        return cast("NDArray[Any]", decode_tensor(tensor, max_bytes=_MAX_TENSOR_BYTES))
+    except CodecError as err:
+        raise IntegrityError(f"forward output {name}: {err}") from err
+
+
+def _split(array: NDArray[Any], offsets: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+    are_flat = array.ndim == offsets.ndim == 1 and len(offsets) > 0
+    if not are_flat or offsets[0] != 0 or offsets[-1] != len(array) or (np.diff(offsets) < 0).any():
+        raise IntegrityError(f"forward output: offsets do not cut {array.size} values")
+    bounds = offsets.tolist()
+    return tuple(array[start:stop].astype(np.float32) for start, stop in pairwise(bounds))

@@ -1,1 +1,0 @@
-"""The synchronous client: the asynchronous one, run on a thread of its own."""

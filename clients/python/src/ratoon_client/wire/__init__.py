@@ -1,1 +1,0 @@
-"""Between the client's values and the messages of `ratoon.v1`: the one mapping layer."""
