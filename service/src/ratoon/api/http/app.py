@@ -19,9 +19,9 @@ from ratoon import __version__
 from ratoon.api.gate import Gate
 from ratoon.api.http.access import CallGate, LocalNames
 from ratoon.api.http.errors import answer_errors
-from ratoon.api.http.events import event_router
-from ratoon.api.http.files import file_router
-from ratoon.api.http.routes import call_router, server_router
+from ratoon.api.http.events import add_events
+from ratoon.api.http.files import add_files
+from ratoon.api.http.routes import add_calls, add_server
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.errors import invalid, shown
@@ -47,25 +47,21 @@ def create_app(
         separate_input_output_schemas=False,
         redirect_slashes=False,
         generate_unique_id_function=_operation_name,
+        dependencies=[Depends(_only_known_parameters)],
     )
     app.state.parsing = asyncio.Semaphore(_MAX_PARSING)
     app.state.gate = gate
     app.router.routes.insert(0, _document(app))
     answer_errors(app)
-    routers = (
-        # Events come before a version's route, whose path would match too.
-        event_router(service, gate),
-        call_router(service, gate),
-        file_router(service, gate, max_fetch_bytes=limits.max_fetch_bytes),
-        server_router(service, gate),
-    )
-    routes = (*app.routes, *(route for router in routers for route in router.routes))
-    app.add_middleware(CallGate, service=service, gate=gate, limits=limits, routes=routes)
+    # Events come before a version's route, whose path would match too.
+    add_events(app.router, service, gate)
+    add_calls(app.router, service, gate)
+    add_files(app.router, service, gate, max_fetch_bytes=limits.max_fetch_bytes)
+    add_server(app.router, service, gate)
+    app.add_middleware(CallGate, service=service, gate=gate, limits=limits, routes=app.routes)
     if allowed_hosts is not None:
         # The last one added is the outermost.
         app.add_middleware(LocalNames, allowed=allowed_hosts)
-    for router in routers:
-        app.include_router(router, dependencies=[Depends(_only_known_parameters)])
     return app
 
 

@@ -30,9 +30,8 @@ KEEP_ALIVE_S = 15.0
 _AT_ONCE_S = 1.0
 
 
-def event_router(service: PolicyService, gate: Gate) -> APIRouter:
-    """Build the routes of the two watches."""
-    routes = APIRouter()
+def add_events(routes: APIRouter, service: PolicyService, gate: Gate) -> None:
+    """Add the routes of the two watches."""
 
     @routes.get(
         "/v1/operations/{operation_id}/events",
@@ -67,8 +66,6 @@ def event_router(service: PolicyService, gate: Gate) -> APIRouter:
         request = WatchWeightsRequest(policy_id=policy_id, known_version=known_version)
         changes = gate.stream(authorized, service.watch_weights, request)
         return await event_stream("weights", changes)
-
-    return routes
 
 
 async def event_stream(name: str, changes: AsyncGenerator[Message, None]) -> StreamingResponse:

@@ -39,18 +39,20 @@ _PIECE_BYTES = 256 * 1024
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Length = Annotated[int, Query(ge=1, lt=2**63)]
 _NOT_FOUND = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND)
-_WEIGHT_FILE = "/weights/{version}/files/{name}"
+_WEIGHT_FILE = "/v1/policies/{policy_id}/weights/{version}/files/{name}"
 _NOT_MODIFIED = {"description": "If-None-Match names the file's digest."}
 _BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
 
 
-def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRouter:
-    """Build the routes of files. Answers that are held in memory have at most `max_fetch_bytes`."""
-    routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["weights"])
+def add_files(
+    routes: APIRouter, service: PolicyService, gate: Gate, *, max_fetch_bytes: int
+) -> None:
+    """Add the routes of files. Answers that are held in memory have at most `max_fetch_bytes`."""
 
     @routes.get(
         _WEIGHT_FILE,
+        tags=["weights"],
         response_class=Response,
         responses={
             200: {**_BYTES, "description": "The whole file."},
@@ -95,6 +97,7 @@ def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> 
 
     @routes.head(
         _WEIGHT_FILE,
+        tags=["weights"],
         responses={
             200: {"description": "The file's size and digest."},
             304: _NOT_MODIFIED,
@@ -118,7 +121,8 @@ def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> 
         return Response(headers=headers, media_type=BINARY)
 
     @routes.get(
-        "/files/{digest}",
+        "/v1/policies/{policy_id}/files/{digest}",
+        tags=["weights"],
         response_class=Response,
         responses={
             200: {**_BYTES, "description": "The bytes, with their xxh3-128 in a header."},
@@ -138,8 +142,6 @@ def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> 
         )
         chunk = await gate.run(authorized, service.fetch_weights, request)
         return Response(chunk.data, media_type=BINARY, headers={CHUNK_DIGEST: chunk.digest})
-
-    return routes
 
 
 def _headers(file: WeightFile) -> dict[str, str]:

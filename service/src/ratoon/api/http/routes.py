@@ -28,7 +28,7 @@ from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.bodies import BodyRoute, fill_request
 from ratoon.api.http.errors import error_response, error_responses
 from ratoon.api.http.schema.base import WireModel
-from ratoon.api.http.schema.models import body_of, comment, model_of
+from ratoon.api.http.schema.models import body_of, comment, error_body, model_of
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.fields import fields_of, http_route
@@ -129,9 +129,8 @@ def json_of(message: Message, *, status: int = 200) -> JSONResponse:
     return JSONResponse(to_json(message), status_code=status)
 
 
-def call_router(service: PolicyService, gate: Gate) -> APIRouter:
-    """Build the routes of all RPCs that have an HTTP route."""
-    routes = APIRouter()
+def add_calls(routes: APIRouter, service: PolicyService, gate: Gate) -> None:
+    """Add the routes of all RPCs that have an HTTP route."""
     for name in CALLS:
         method = SERVICE.methods_by_name[name]
         route = http_route(method)
@@ -142,7 +141,6 @@ def call_router(service: PolicyService, gate: Gate) -> APIRouter:
                 latest = path.replace(f"{{{place}}}", "latest")
                 _add(routes, method, verb, latest, service, gate, f"{call_name(name)}_latest")
         _add(routes, method, verb, path, service, gate, call_name(name))
-    return routes
 
 
 def _add(
@@ -220,14 +218,16 @@ def _signature(
     )
 
 
-def server_router(service: PolicyService, gate: Gate) -> APIRouter:
-    """Build the routes of health and metrics."""
-    routes = APIRouter(tags=["server"])
+def add_server(routes: APIRouter, service: PolicyService, gate: Gate) -> None:
+    """Add the routes of health and metrics."""
+    errors = error_responses()
 
     @routes.get(
         "/v1/health",
+        tags=["server"],
         response_model=model_of(wire.HealthResponse.DESCRIPTOR),
-        responses=error_responses(),
+        # The document's one declaration of the body of an error.
+        responses=errors | {503: {**errors[503], "model": error_body()}},
     )
     async def health(authorized: AuthorizedCallOf) -> JSONResponse:
         """200 where the server can take work, 503 otherwise."""
@@ -238,15 +238,14 @@ def server_router(service: PolicyService, gate: Gate) -> APIRouter:
 
     @routes.get(
         "/metrics",
+        tags=["server"],
         response_class=Response,
         responses={
             200: {"content": {"text/plain": {}}, "description": "Prometheus text."},
-            **error_responses(),
+            **errors,
         },
     )
     async def metrics(authorized: AuthorizedCallOf) -> Response:
         """Totals over all processes: any replica answers the same."""
         gate.check_all(authorized)
         return Response(await service.metrics_text(), media_type=PROMETHEUS)
-
-    return routes
