@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ratoon.api.convert.checks import write
 from ratoon.api.convert.groups import raw_groups
-from ratoon.api.convert.loss import loss_request, optim_request
-from ratoon.api.convert.records import write
+from ratoon.api.submissions import loss_request, optim_request
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.model.export import export_weights
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase

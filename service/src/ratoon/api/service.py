@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from ratoon.api import submissions
-from ratoon.api.answers import FileChunk, throttled
+from ratoon.api.answers import FileChunk, operation_message, server_info, throttled
 from ratoon.api.contract import current_holder
 from ratoon.api.convert.checks import (
     DIGEST,
@@ -29,12 +29,10 @@ from ratoon.api.convert.checks import (
     matched,
     not_negative,
     required,
+    write,
 )
 from ratoon.api.convert.groups import raw_groups
-from ratoon.api.convert.operation import operation_message
 from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
-from ratoon.api.convert.records import write
-from ratoon.api.convert.server import server_info
 from ratoon.config import LimitsConfig
 from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.commands import Submission

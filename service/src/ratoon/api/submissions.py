@@ -11,10 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ratoon.api.convert.checks import CHECKPOINT_ID, at_least, matched, required
+from ratoon.api.convert.checks import CHECKPOINT_ID, at_least, matched, read, read_enum, required
 from ratoon.api.convert.groups import raw_groups
-from ratoon.api.convert.loss import loss_request, optim_request
-from ratoon.api.convert.records import read_enum
 from ratoon.config import LimitsConfig
 from ratoon.engine.commands import (
     DiscardGradientsCommand,
@@ -40,8 +38,9 @@ from ratoon.rollout.routes import RouteSizes
 from ratoon.rollout.serial import batch_digest, batch_to_bytes
 from ratoon.rollout.validate import BatchLimits, validate_groups
 from ratoon.train.loss.resolve import check_optim, resolve_loss, resolve_optim
-from ratoon_proto.types import ImportMode, ReferencePolicy
+from ratoon_proto.types import ImportMode, LossConfig, OptimStepConfig, ReferencePolicy
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
+from ratoon_proto.v1 import training_pb2 as wire
 
 Groups = Iterable[rollout_pb2.RolloutGroup]
 
@@ -266,3 +265,16 @@ def _expected_version(
     if not request.HasField("expected_version"):
         return None
     return at_least("expected_version", request.expected_version, 0)
+
+
+def loss_request(message: wire.LossConfig) -> LossConfig:
+    """Raises INVALID_ARGUMENT naming the field below `loss`."""
+    loss = read(message, LossConfig, "loss")
+    if loss.staleness is not None:
+        at_least("loss.staleness.max_versions", loss.staleness.max_versions, 0)
+    return loss
+
+
+def optim_request(message: wire.OptimStepConfig) -> OptimStepConfig:
+    """Raises INVALID_ARGUMENT naming the field below `optim`."""
+    return read(message, OptimStepConfig, "optim")

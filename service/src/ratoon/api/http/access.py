@@ -23,9 +23,9 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratoon.api.answers import internal_error
 from ratoon.api.contract import body_bound, check_size, rpc_at
 from ratoon.api.convert.checks import policy_of_operation
-from ratoon.api.convert.errors import internal_error
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
 from ratoon.api.http.errors import error_response
 from ratoon.api.service import PolicyService

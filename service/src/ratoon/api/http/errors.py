@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from ratoon.api.convert.errors import detail_of
+from ratoon.api.answers import detail_of
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError, shown
 from ratoon_proto.json_form import to_json
 

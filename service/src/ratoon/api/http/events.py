@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 from google.protobuf.message import Message
 
-from ratoon.api.convert.errors import detail_of
+from ratoon.api.answers import detail_of
 from ratoon.api.gate import Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.errors import error_responses
