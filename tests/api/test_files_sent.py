@@ -17,7 +17,7 @@ import xxhash
 
 from harness.attacks import http as attacks
 from ratoon.api.http import files
-from ratoon.api.http.listener import start_http
+from ratoon.api.http.app import start_http
 from ratoon.auth.keys import KeyFile, Scope
 from ratoon.edge.budget import CHUNK_BYTES, EdgeBounds
 from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context

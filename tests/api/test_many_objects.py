@@ -10,7 +10,7 @@ import pytest
 from ratoon.api.contract import SERVICE
 from ratoon.api.grpc.intake import Parser, Refused
 from ratoon.api.http import bodies
-from ratoon.api.http.schema.models import body_of
+from ratoon.api.http.schema import body_of
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import rollout_pb2, service_pb2

@@ -10,7 +10,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.contract import SERVICE
 from ratoon.api.convert.checks import read_enum
-from ratoon.api.http.schema.models import body_of, model_of
+from ratoon.api.http.schema import body_of, model_of
 from ratoon.api.submissions import loss_request
 from ratoon.errors import RatoonError
 from ratoon.model import spec

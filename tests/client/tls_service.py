@@ -12,8 +12,7 @@ from pathlib import Path
 
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.grpc.server import start_grpc
-from ratoon.api.http.app import create_app
-from ratoon.api.http.listener import start_http
+from ratoon.api.http.app import create_app, start_http
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.edge.budget import EdgeBounds

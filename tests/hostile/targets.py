@@ -26,7 +26,7 @@ from ratoon.api.contract import SERVICE
 from ratoon.api.convert.policy import SpecDefaults, policy_spec
 from ratoon.api.http.app import create_app
 from ratoon.api.http.bodies import fill_request
-from ratoon.api.http.schema.models import body_of
+from ratoon.api.http.schema import body_of
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.engine.types import Policy
