@@ -27,7 +27,7 @@ from ratoon.config import RatoonConfig
 from ratoon.errors import RatoonError
 
 if TYPE_CHECKING:
-    from ratoon.cluster.nodes import Node
+    from ratoon.cluster.placement import Node
 
 MIN_PYTHON = (3, 11)
 TORCH_VERSIONS = ((2, 11), (2, 13))
@@ -121,7 +121,7 @@ def _check_ranks() -> Iterator[Check]:
     """Report how many ranks a policy may have here, and what they copy through."""
     import torch
 
-    from ratoon.cluster.nodes import gpu_links
+    from ratoon.cluster.placement import gpu_links
 
     num_gpus = torch.cuda.device_count()
     if num_gpus == 1:
@@ -256,7 +256,7 @@ def _check_cluster(config: RatoonConfig) -> Iterator[Check]:
     import ray
     from ray.exceptions import RayError
 
-    from ratoon.cluster.nodes import look_at_nodes
+    from ratoon.cluster.placement import look_at_nodes
 
     try:
         ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR)
