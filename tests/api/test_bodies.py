@@ -1,9 +1,8 @@
-"""JSON is read off the event loop, and refused as FastAPI would refuse it."""
+"""JSON is read off the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 
 import pytest
@@ -13,8 +12,6 @@ from ratoon.api.http import bodies
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.until import until
-
-PATH = f"/v1/policies/{requests.POLICY}/update"
 
 
 async def test_other_calls_go_on_while_a_body_is_read(
@@ -38,25 +35,3 @@ async def test_other_calls_go_on_while_a_body_is_read(
     assert (await posting).seq == 1
     assert threads
     assert threads[0] is not threading.main_thread()
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "field"),
-    [
-        (b"{", 400, ""),
-        (b"\xff", 400, ""),
-        (b"[]", 422, ""),
-        (json.dumps({"seq": "1"}).encode(), 422, "seq"),
-        (
-            b'{"batch": {"groups": [{"group_id": "a", "prompt": [1, "2"]}]}}',
-            422,
-            "groups[0].prompt[1]",
-        ),
-    ],
-)
-async def test_a_body_is_refused_by_its_field(
-    api: Api, body: bytes, status: int, field: str
-) -> None:
-    headers = {"Content-Type": "application/json"}
-    answer = await api.http.client.post(PATH, content=body, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["field"]) == (status, field)
