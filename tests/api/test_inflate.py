@@ -59,21 +59,13 @@ async def test_a_compressed_body_is_the_same_request(api: Api, coding: str) -> N
         assert (answer.status_code, answer.json()) == (202, plain.json())
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: data + b"more"])
-async def test_a_cut_or_longer_stream_is_malformed(
-    api: Api, coding: str, damage: Callable[[bytes], bytes]
-) -> None:
+async def test_a_cut_or_longer_or_other_stream_is_malformed(api: Api, coding: str) -> None:
     await api.create_policy()
-    packed = damage(COMPRESS[coding](_body()))
-    answer = await _post(api, packed, **{"Content-Encoding": coding})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "MALFORMED_BODY"
+    packed = COMPRESS[coding](_body())
+    for damaged in (packed[:-3], packed + b"more", _body()):
+        answer = await _post(api, damaged, **{"Content-Encoding": coding})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "MALFORMED_BODY")
     assert api.engine.submissions == {}
-
-
-async def test_bytes_that_are_not_compressed_are_malformed(api: Api, coding: str) -> None:
-    answer = await _post(api, _body(), **{"Content-Encoding": coding})
-    assert answer.json()["error"]["code"] == "MALFORMED_BODY"
 
 
 async def test_a_body_is_bounded_by_what_it_inflates_to(api: Api, coding: str) -> None:
@@ -84,11 +76,10 @@ async def test_a_body_is_bounded_by_what_it_inflates_to(api: Api, coding: str) -
     assert answer.json()["error"]["code"] == "BODY_TOO_LARGE"
 
 
-@pytest.mark.parametrize("name", ["br", "gzip, gzip", "x" * 1000])
-async def test_other_codings_are_refused_by_name(api: Api, name: str) -> None:
-    answer = await _post(api, _body(), **{"Content-Encoding": name})
-    assert answer.status_code == 422
-    assert answer.json()["error"]["field"] == "Content-Encoding"
+async def test_other_codings_are_refused_by_name(api: Api) -> None:
+    for name in ("br", "gzip, gzip", "x" * 1000):
+        answer = await _post(api, _body(), **{"Content-Encoding": name})
+        assert (answer.status_code, answer.json()["error"]["field"]) == (422, "Content-Encoding")
 
 
 def _bomb(coding: str, num_bytes: int) -> bytes:
