@@ -1,11 +1,16 @@
-"""Specs of policies that are refused over both wires, by field."""
+"""Specs of policies: what both wires refuse by field, and who says the tokens of a micro-batch."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from ratoon.api.convert.policy import SpecDefaults, policy_spec, spec_message
+from ratoon.config import WorkerConfig
+from ratoon.engine.journal.codec import from_text, to_text
 from ratoon_proto.v1 import policy_pb2, service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -60,3 +65,20 @@ async def test_a_bad_spec_is_refused(api: Api, wire_name: str) -> None:
         assert (detail.code, detail.field) == ("INVALID_ARGUMENT", f"spec.{field}"), changes
         assert str(api.models_root) not in detail.message
         assert api.engine.known_policies == {}
+
+
+def test_tokens_that_nobody_says_are_each_plans_own(tmp_path: Path) -> None:
+    assert WorkerConfig().micro_batch_tokens is None
+    defaults = SpecDefaults(models_root=tmp_path, micro_batch_tokens=None)
+    spec = policy_spec(requests.spec(), defaults)
+    assert spec.micro_batch_tokens is None
+    assert from_text(to_text(spec)) == spec
+    message = spec_message(spec, tmp_path)
+    assert not message.HasField("micro_batch_tokens")
+    assert policy_spec(message, SpecDefaults(models_root=tmp_path, micro_batch_tokens=7)) != spec
+
+
+def test_tokens_of_the_server_are_at_least_one() -> None:
+    assert WorkerConfig(micro_batch_tokens=1).micro_batch_tokens == 1
+    with pytest.raises(ValidationError):
+        WorkerConfig(micro_batch_tokens=0)
