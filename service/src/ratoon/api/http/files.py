@@ -32,6 +32,7 @@ from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import service_pb2 as wire
 
 BINARY = "application/octet-stream"
+WHOLE, PART, NOT_MODIFIED = 200, 206, 304
 # xxh3-128 of the body, 32 hexadecimal digits.
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
 # Bytes that are read and digested at a time; they fit a core's cache.
@@ -153,25 +154,24 @@ def _is_zero_copy(scope: Scope) -> bool:
 
 
 async def _file_response(
-    choice: Whole | Part | NotModified,
+    choice: Choice,
     path: FilePath,
     file: WeightFile,
     headers: dict[str, str],
     check_again: Callable[[], None],
 ) -> Response:
-    match choice:
-        case NotModified():
-            return Response(status_code=304, headers=headers)
-        case Whole():
-            start, stop, status_code = 0, file.size_bytes, 200
-        case Part(start=start, stop=stop):
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
-            status_code = 206
+    if choice.status == NOT_MODIFIED:
+        return Response(status_code=choice.status, headers=headers)
+    start, stop = choice.start, choice.stop
+    if choice.status == PART:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
     first = min(stop, start + CHUNK_BYTES)
     opened, digest = await asyncio.to_thread(_opened, path, start, first)
     if first == stop:
         headers[CHUNK_DIGEST] = digest
-    return FileResponse(opened, start, stop, check_again, headers=headers, status_code=status_code)
+    return FileResponse(
+        opened, start, stop, check_again, headers=headers, status_code=choice.status
+    )
 
 
 class FileResponse(Response):
@@ -252,21 +252,12 @@ def _digest(file: int, start: int, stop: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """Send all bytes, with status 200."""
+class Choice:
+    """Bytes [start, stop) to send: `WHOLE` file, `PART` of it, or none that are `NOT_MODIFIED`."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Send bytes [start, stop), with status 206."""
-
+    status: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotModified:
-    """Send nothing, with status 304: the caller has these bytes already."""
 
 
 def etag_of(digest: str) -> str:
@@ -288,7 +279,7 @@ def choose_range(
     size_bytes: int,
     digest: str,
     max_bytes: int,
-) -> Whole | Part | NotModified:
+) -> Choice:
     """Return what to send of a file of `size_bytes`.
 
     A range over `max_bytes` is answered with its beginning, as the RFC allows. Multiple ranges are
@@ -296,7 +287,7 @@ def choose_range(
     a range outside the file, and for a whole file over `max_bytes`.
     """
     if is_known(digest, if_none_match):
-        return NotModified()
+        return Choice(status=NOT_MODIFIED, start=0, stop=0)
     match = None
     if range_header is not None and if_range in (None, etag_of(digest)):
         match = _RANGE.fullmatch(range_header.strip())
@@ -305,11 +296,11 @@ def choose_range(
             raise _unsatisfiable(
                 f"a whole file of {size_bytes} bytes", f"ranges of at most {max_bytes} bytes"
             )
-        return Whole()
+        return Choice(status=WHOLE, start=0, stop=size_bytes)
     start, stop = _bounds(match.group(1), match.group(2), size_bytes)
     if start >= stop:
         raise _unsatisfiable(match.group(0), f"a range of the file's {size_bytes} bytes")
-    return Part(start=start, stop=min(stop, start + max_bytes))
+    return Choice(status=PART, start=start, stop=min(stop, start + max_bytes))
 
 
 def _bounds(first: str, last: str, size_bytes: int) -> tuple[int, int]:
