@@ -12,6 +12,7 @@ import httpx
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
+from ratoon.api.contract import call_name
 from ratoon.api.gate import OF_NO_POLICY, build_gate, policy_of
 from ratoon.api.http.access import call_of
 from ratoon.api.http.app import create_app
@@ -29,7 +30,6 @@ from tests.api.wires import (
     SERVICE,
     grpc_error,
     http_error,
-    rpc_call,
 )
 
 MINE, OTHER, NOWHERE = requests.POLICY, "tiny-2", "tiny-3"
@@ -41,7 +41,7 @@ def _empty(rpc: str) -> Any:
 
 
 def test_every_rpc_has_a_row_and_no_row_is_for_nothing() -> None:
-    rpcs = {rpc_call(method.name) for method in SERVICE.methods}
+    rpcs = {call_name(method.name) for method in SERVICE.methods}
     assert rpcs == set(CALL_SCOPES) - {"metrics", "api_document"}
     assert [call for call, scope in CALL_SCOPES.items() if scope is None] == [
         "health",
@@ -52,7 +52,7 @@ def test_every_rpc_has_a_row_and_no_row_is_for_nothing() -> None:
 def test_every_request_names_its_policy_or_is_of_none() -> None:
     """A new call whose policy the gate cannot find would be closed to every key of some."""
     for method in SERVICE.methods:
-        if rpc_call(method.name) in OF_NO_POLICY:
+        if call_name(method.name) in OF_NO_POLICY:
             continue
         request: Any = _empty(method.name)
         match method.name:
