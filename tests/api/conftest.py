@@ -13,7 +13,6 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.grpc.server import start_grpc
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
@@ -21,7 +20,7 @@ from ratoon.config import LimitsConfig
 from ratoon.log import configure_logging
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import FakeEngine, service_of
 from tests.api.guarded import Guarded, guarded_service
 from tests.api.open_gate import OPEN_GATE
 from tests.api.wires import GrpcWire, HttpWire, Wire
@@ -74,12 +73,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         max_body_bytes=MAX_BODY_BYTES, max_fetch_bytes=1024, max_groups=8, max_wait_s=1.0
     )
     engine = FakeEngine(folder=weights, gap_wait_s=0.1)
-    service = PolicyService(
-        engine=engine,
-        limits=limits,
-        defaults=SpecDefaults(models_root=models_root, micro_batch_tokens=4096),
-        device="cpu",
-    )
+    service = service_of(engine, limits, models_root)
     running = await start_grpc(
         service,
         limits,
