@@ -20,7 +20,8 @@ from tests.api.requests import floats, group, tokens
 from tests.api.wires import WireError
 
 Kl, Loss, Optim = training_pb2.KlConfig, training_pb2.LossConfig, training_pb2.OptimStepConfig
-Rollout, Update = rollout_pb2.Rollout, service_pb2.UpdateRequest
+Rollout = rollout_pb2.Rollout
+Update = service_pb2.UpdateRequest
 FIRST, LAST = "groups[0].rollouts[0]", "groups[1].rollouts[1]"
 K3, GIVEN = training_pb2.KL_KIND_K3, training_pb2.REFERENCE_KIND_GIVEN
 COLUMNS = ("sampler_logprobs", "old_logprobs", "reference_logprobs", "advantages", "token_weights")

@@ -18,6 +18,14 @@ from tests.api.wires import WireError
 
 AdamW, Guard = policy_pb2.AdamWConfig, policy_pb2.NumericsGuard
 Lora, Parallel = policy_pb2.LoraTuning, policy_pb2.ParallelLayout
+
+
+def _limited(name: str, value: float) -> policy_pb2.NumericsGuard:
+    guard = policy_pb2.NumericsGuard()
+    setattr(guard, name, value)
+    return guard
+
+
 # The field that is named, below `spec`, and what else is set than in a right spec.
 BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
     ("policy_id", {"policy_id": "Tiny"}),
@@ -48,7 +56,7 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
     ("parallel.sequence_ranks", {"parallel": Parallel(num_workers=4, sequence_ranks=3)}),
     ("numerics_guard.max_skipped_in_row", {"numerics_guard": Guard(max_skipped_in_row=-1)}),
     *(
-        (f"numerics_guard.{name}", {"numerics_guard": Guard(**{name: value})})
+        (f"numerics_guard.{name}", {"numerics_guard": _limited(name, value)})
         for name in ("max_grad_norm_to_step", "max_reference_kl_to_step", "max_sampler_kl_to_step")
         # Finite, but not in float32.
         for value in (0.0, -1.0, 1e39)
