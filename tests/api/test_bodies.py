@@ -132,7 +132,7 @@ def _peak_bytes() -> int:
 
 def test_a_bomb_is_given_up_without_memory(coding: str) -> None:
     """Zeros that are within the bound on bodies, and a hundred times as many as are sent."""
-    bomb = _bomb(coding, 128 * MIB)
+    bomb = _bomb(coding, 64 * MIB)
     growths: list[int] = []
     # The process has other threads, and the first run its allocator's: the least is the inflater's.
     for _ in range(3):

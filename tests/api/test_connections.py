@@ -102,16 +102,16 @@ async def test_a_request_behind_another_keeps_no_stalled_reader() -> None:
 
 async def test_a_reader_of_little_is_let_go_too() -> None:
     """What was under the high-water mark of 64 KiB had no timer, and a closing waited for it."""
-    async with served(App(60_000), keep_alive_s=1, stalled_s=1.0) as port:
+    async with served(App(60_000), keep_alive_s=1, stalled_s=0.5) as port:
         connection = await target_at(port).connect(receive_bytes=4096)
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         answered = 0
         while answered < 200:
             # One after the other until the kernel takes no more.
             connection.writer.write(attacks.head("GET", "/"))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.005)
             answered += 1
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(1.0)
         connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
         assert await connection.seconds_until_end(5.0) < 1.0
         connection.close()

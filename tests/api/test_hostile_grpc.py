@@ -22,6 +22,8 @@ from tests.api.served_process import MIB, ServedProcess, served_process
 MOST_GROWTH = 64 * MIB
 
 
+# A frame of a call's headers, of its message, and of neither.
+_FRAMES_OF_ALL_KINDS = ("continuation", "empty_data", "settings")
 # What is sent in this time is several times what may be kept.
 _ATTACK_S = 1.0
 
@@ -128,14 +130,22 @@ async def _health_s(
         rests_until = time.monotonic() + 0.5
         while time.monotonic() < rests_until:
             await ask([])
-        while time.monotonic() < rests_until + 0.5:
+        for _ in range(8):
             await ask(after)
     return during, after
 
 
 @pytest.mark.parametrize(
     ("name", "num_connections"),
-    [("resets", 1), ("calls", 1), *((name, 8) for name in sorted(FLOODS))],
+    [
+        *(("resets", 1), ("calls", 1), ("resets", 8), ("calls", 8)),
+        *((name, 8) for name in _FRAMES_OF_ALL_KINDS),
+        # Alike for the gateway: frames of a connection, of no call.
+        *(
+            pytest.param(name, 8, marks=pytest.mark.more)
+            for name in sorted({*FLOODS} - {"resets", "calls", *_FRAMES_OF_ALL_KINDS})
+        ),
+    ],
 )
 async def test_a_flood_does_not_hold_up_another_connection_of_its_address(
     gateway: ServedProcess, name: str, num_connections: int

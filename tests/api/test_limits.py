@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from ratoon.api import counts
 from ratoon.api.contract import SERVICE
 from ratoon.api.grpc.intake import Parser, Refused
 from ratoon.api.http import bodies
@@ -91,6 +92,8 @@ async def test_batches_over_the_counts_are_refused(api: Api, wire_name: str) -> 
 
 LIMITS = LimitsConfig()
 UPDATE_BODY: Any = body_of(SERVICE.methods_by_name["Update"])
+# Bounds of a whole batch are tested at this part of them, with as much less.
+PART = 32
 BATCHED = ["Update", "ForwardBackward", "Forward", "UploadPart"]
 
 
@@ -110,10 +113,10 @@ def _request(rpc: str, groups: bytes) -> bytes:
 
 EMPTY_GROUPS = b"\x0a\x00" * MIB
 EMPTY_ROLLOUTS = _field(1, b"\x1a\x00" * MIB)
-EMPTY_SEGMENTS = _field(1, _field(3, _field(2, b"\x0a\x00" * 4 * MIB)))
-EMPTY_TENSORS = _field(1, _field(3, b"\x0a\x00\x12\x00" * 2 * MIB))
-UNKNOWN = _field(1, b"\x78\x00" * 5 * MIB)
-SHAPE = _field(1, _field(2, _field(2, b"\x01" * 5 * MIB)))
+EMPTY_SEGMENTS = _field(1, _field(3, _field(2, b"\x0a\x00" * (4 * MIB // PART))))
+EMPTY_TENSORS = _field(1, _field(3, b"\x0a\x00\x12\x00" * (2 * MIB // PART)))
+UNKNOWN = _field(1, b"\x78\x00" * (5 * MIB // PART))
+SHAPE = _field(1, _field(2, _field(2, b"\x01" * (5 * MIB // PART))))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +131,12 @@ SHAPE = _field(1, _field(2, _field(2, b"\x01" * 5 * MIB)))
     ],
     ids=[*BATCHED, "rollouts", "segments", "tensors", "unknown", "shape"],
 )
-def test_objects_are_counted_in_the_bytes(rpc: str, groups: bytes) -> None:
+def test_objects_are_counted_in_the_bytes(
+    rpc: str, groups: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """2 MiB of empty groups were 56 MiB of objects, as many rollouts 124."""
+    for bound in ("MAX_PARTS", "MAX_FIELDS"):
+        monkeypatch.setattr(counts, bound, getattr(counts, bound) // PART)
     refused = Parser(rpc, LIMITS).parse(_request(rpc, groups))
     assert isinstance(refused, Refused)
     assert refused.error.code is ErrorCode.BODY_TOO_LARGE
