@@ -15,7 +15,7 @@ from ratoon_proto.types import PolicyState
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
-from tests.api.wires import SERVICE, WireError, grpc_error, http_error
+from tests.api.wires import SERVICE, grpc_error, http_error, refused_by
 
 Update = service_pb2.UpdateRequest
 
@@ -43,11 +43,10 @@ async def test_unknown_names_are_not_found(api: Api, wire_name: str) -> None:
     missing_upload.upload.upload_id, missing_upload.upload.num_parts = "never-sent", 2
     calls.append(("Update", missing_upload, "UPLOAD_NOT_FOUND"))
     for rpc, request, code in calls:
-        with pytest.raises(WireError) as caught:
-            await wire.call(rpc, request)
-        assert caught.value.detail.code == code
+        refused = await refused_by(wire, rpc, request)
+        assert refused.detail.code == code
         row = ERROR_TABLE[ErrorCode(code)]
-        assert caught.value.status in (row.http, grpc.StatusCode[row.grpc])
+        assert refused.status in (row.http, grpc.StatusCode[row.grpc])
     assert api.engine.log == []
 
 
@@ -59,10 +58,9 @@ async def test_a_reused_seq_with_another_payload_is_refused(api: Api, wire_name:
     assert (await wire.call("Update", requests.update())).operation_id == first.operation_id
     other = requests.update()
     other.optim.learning_rate = 0.5
-    with pytest.raises(WireError) as caught:
-        await wire.call("Update", other)
-    assert caught.value.detail.code == "KEY_REUSED"
-    assert caught.value.status in (409, grpc.StatusCode.ALREADY_EXISTS)
+    refused = await refused_by(wire, "Update", other)
+    assert refused.detail.code == "KEY_REUSED"
+    assert refused.status in (409, grpc.StatusCode.ALREADY_EXISTS)
     assert len(api.engine.log) == 1
     assert api.engine.known_policies[requests.POLICY].version == 1
 
@@ -106,9 +104,8 @@ async def test_unknown_enum_numbers_are_refused(api: Api) -> None:
     for change, field in changes:
         request = requests.update()
         change(request)
-        with pytest.raises(WireError) as caught:
-            await api.grpc.call("Update", request)
-        assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+        refused = await refused_by(api.grpc, "Update", request)
+        assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", field)
     assert api.engine.log == []
 
 
@@ -125,15 +122,13 @@ async def test_bad_parts_are_refused_when_they_come(api: Api, wire_name: str) ->
         request = service_pb2.UploadPartRequest()
         request.CopyFrom(good)
         setattr(request, name, value)
-        with pytest.raises(WireError) as caught:
-            await api.wire(wire_name).call("UploadPart", request)
-        assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+        refused = await refused_by(api.wire(wire_name), "UploadPart", request)
+        assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", field)
     lying = service_pb2.UploadPartRequest()
     lying.CopyFrom(good)
     lying.groups[0].prompt.dtype = "float32"
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire_name).call("UploadPart", lying)
-    assert caught.value.detail.field == "groups[0].prompt.dtype"
+    refused = await refused_by(api.wire(wire_name), "UploadPart", lying)
+    assert refused.detail.field == "groups[0].prompt.dtype"
     assert api.engine.uploads == {}
 
 
@@ -142,10 +137,9 @@ async def test_a_policy_that_is_not_ready_takes_no_batch(api: Api, wire_name: st
     policies = api.engine.known_policies
     creating = replace(policies[requests.POLICY], state=PolicyState.CREATING, info=None)
     policies[requests.POLICY] = creating
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire_name).call("Update", requests.update())
-    assert caught.value.detail.code == "POLICY_NOT_READY"
-    assert caught.value.detail.retryable
+    refused = await refused_by(api.wire(wire_name), "Update", requests.update())
+    assert refused.detail.code == "POLICY_NOT_READY"
+    assert refused.detail.retryable
 
 
 async def test_fetch_bounds(api: Api) -> None:
@@ -160,15 +154,13 @@ async def test_fetch_bounds(api: Api) -> None:
     ):
         fields: dict[str, Any] = {"digest": digest, "offset": 0, "length": 4, **changes}
         request = service_pb2.FetchWeightsRequest(policy_id=requests.POLICY, **fields)
-        with pytest.raises(WireError) as caught:
-            await api.grpc.call("FetchWeights", request)
-        assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", field)
+        refused = await refused_by(api.grpc, "FetchWeights", request)
+        assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", field)
     beyond = service_pb2.FetchWeightsRequest(
         policy_id=requests.POLICY, digest=digest, offset=10, length=1
     )
-    with pytest.raises(WireError) as caught:
-        await api.grpc.call("FetchWeights", beyond)
-    assert caught.value.status == grpc.StatusCode.OUT_OF_RANGE
+    refused = await refused_by(api.grpc, "FetchWeights", beyond)
+    assert refused.status == grpc.StatusCode.OUT_OF_RANGE
 
 
 async def test_an_unexpected_exception_says_nothing_of_itself(
@@ -178,11 +170,12 @@ async def test_an_unexpected_exception_says_nothing_of_itself(
         raise ValueError("a secret")
 
     monkeypatch.setattr(api.engine, "policies", broken)
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire_name).call("ListPolicies", service_pb2.ListPoliciesRequest())
-    assert caught.value.detail.code == "INTERNAL"
-    assert caught.value.status in (500, grpc.StatusCode.INTERNAL)
-    assert "secret" not in caught.value.detail.message
+    refused = await refused_by(
+        api.wire(wire_name), "ListPolicies", service_pb2.ListPoliciesRequest()
+    )
+    assert refused.detail.code == "INTERNAL"
+    assert refused.status in (500, grpc.StatusCode.INTERNAL)
+    assert "secret" not in refused.detail.message
 
 
 async def test_a_long_error_still_fits_the_trailer(
@@ -198,10 +191,11 @@ async def test_a_long_error_still_fits_the_trailer(
         )
 
     monkeypatch.setattr(api.engine, "policies", verbose)
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire_name).call("ListPolicies", service_pb2.ListPoliciesRequest())
-    assert caught.value.detail.code == "UNAVAILABLE"
-    assert caught.value.detail.message.startswith("\N{SNOWMAN}\\ud800")
+    refused = await refused_by(
+        api.wire(wire_name), "ListPolicies", service_pb2.ListPoliciesRequest()
+    )
+    assert refused.detail.code == "UNAVAILABLE"
+    assert refused.detail.message.startswith("\N{SNOWMAN}\\ud800")
 
 
 async def test_malformed_json_is_refused(api: Api) -> None:

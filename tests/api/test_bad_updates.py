@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-import pytest
 from google.protobuf.message import Message
 
 from ratoon.engine.commands import UpdateCommand
@@ -17,7 +16,7 @@ from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.requests import floats, group, tokens
-from tests.api.wires import WireError
+from tests.api.wires import refused_by
 
 Kl, Loss, Optim = training_pb2.KlConfig, training_pb2.LossConfig, training_pb2.OptimStepConfig
 Rollout = rollout_pb2.Rollout
@@ -121,16 +120,15 @@ BAD_STEPS = [
 async def _refused(api: Api, wire: str, request: Message, field: str) -> Any:
     """The error's detail, which names the field."""
     rpc = request.DESCRIPTOR.name.removesuffix("Request")
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire).call(rpc, request)
-    detail = caught.value.detail
+    refused = await refused_by(api.wire(wire), rpc, request)
+    detail = refused.detail
     # In JSON `key` is two plain fields.
     named = field.removeprefix("key.") if wire == "http" else field
     assert (detail.code, detail.field) == ("INVALID_ARGUMENT", named), (field, detail)
     assert named in detail.message
     assert wire == "grpc" or "key." not in detail.message
     assert not detail.retryable
-    assert caught.value.status in (422, grpc.StatusCode.INVALID_ARGUMENT)
+    assert refused.status in (422, grpc.StatusCode.INVALID_ARGUMENT)
     assert api.engine.log == []
     return detail
 

@@ -239,14 +239,6 @@ async def test_an_engine_that_is_away_makes_the_server_unwell(
     assert health.status == "engine: the engine does not answer"
 
 
-async def test_a_service_that_drains_says_so(api: Api) -> None:
-    api.engine.is_draining = True
-    response = await api.http.client.get("/v1/health")
-    assert response.status_code == 503
-    health = await api.grpc.call("Health", service_pb2.HealthRequest())
-    assert health.status == "engine: the service is draining"
-
-
 async def test_metrics_are_the_engines(api: Api) -> None:
     response = await api.http.client.get("/metrics")
     assert response.content == await api.engine.metrics_text()

@@ -21,17 +21,16 @@ from ratoon_proto.v1 import rollout_pb2, service_pb2
 from tests.api import requests
 from tests.api.conftest import MAX_BODY_BYTES, MAX_MESSAGE_BYTES, Api
 from tests.api.served_process import MIB
-from tests.api.wires import WireError, http_error
+from tests.api.wires import http_error, refused_by
 
 
 async def test_a_body_over_the_limit_is_refused(api: Api, wire_name: str) -> None:
     await api.create_policy()
     request = requests.update()
     request.batch.groups[0].group_id = "x" * (MAX_BODY_BYTES + 1)
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire_name).call("Update", request)
-    assert caught.value.detail.code == "BODY_TOO_LARGE"
-    assert caught.value.status in (413, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    refused = await refused_by(api.wire(wire_name), "Update", request)
+    assert refused.detail.code == "BODY_TOO_LARGE"
+    assert refused.status in (413, grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert api.engine.log == []
 
 
@@ -84,9 +83,8 @@ async def test_a_body_where_none_belongs_is_refused(api: Api) -> None:
 async def test_batches_over_the_counts_are_refused(api: Api, wire_name: str) -> None:
     await api.create_policy()
     too_many = requests.update(batch=requests.groups(api.limits.max_groups + 1))
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire_name).call("Update", too_many)
-    assert (caught.value.detail.code, caught.value.detail.field) == ("BODY_TOO_LARGE", "groups")
+    refused = await refused_by(api.wire(wire_name), "Update", too_many)
+    assert (refused.detail.code, refused.detail.field) == ("BODY_TOO_LARGE", "groups")
     assert api.engine.log == []
 
 

@@ -14,7 +14,7 @@ from ratoon.engine.journal.codec import from_text, to_text
 from ratoon_proto.v1 import policy_pb2, service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
-from tests.api.wires import WireError
+from tests.api.wires import refused_by
 
 AdamW, Guard = policy_pb2.AdamWConfig, policy_pb2.NumericsGuard
 Lora, Parallel = policy_pb2.LoraTuning, policy_pb2.ParallelLayout
@@ -67,9 +67,8 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
 async def test_a_bad_spec_is_refused(api: Api, wire_name: str) -> None:
     for field, changes in BAD_SPECS:
         request = service_pb2.CreatePolicyRequest(spec=requests.spec(**changes))
-        with pytest.raises(WireError) as caught:
-            await api.wire(wire_name).call("CreatePolicy", request)
-        detail = caught.value.detail
+        refused = await refused_by(api.wire(wire_name), "CreatePolicy", request)
+        detail = refused.detail
         assert (detail.code, detail.field) == ("INVALID_ARGUMENT", f"spec.{field}"), changes
         assert str(api.models_root) not in detail.message
         assert api.engine.known_policies == {}

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
+import pytest
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -95,6 +96,13 @@ class HttpWire:
 
 
 Wire = GrpcWire | HttpWire
+
+
+async def refused_by(wire: Wire, rpc: str, request: Message) -> WireError:
+    """The error of a call that must fail."""
+    with pytest.raises(WireError) as caught:
+        await wire.call(rpc, request)
+    return caught.value
 
 
 def _path_part(request: Message, name: str, body: dict[str, Any]) -> str:
