@@ -163,12 +163,30 @@ def make_worker(
     policy_id: str, num_workers: int, settings: EngineSettings, **options: object
 ) -> Worker:
     """Start a policy's process, that of its first rank; `options` are those of its actor."""
-    return _make(_name(policy_id), policy_id, num_workers, settings, options)
+    # Ray accepts concurrency groups here, but its types do not say so.
+    remote = cast(
+        "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote
+    )
+    actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
+        name=_name(policy_id),
+        namespace=settings.namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        **options,
+    )
+    return actor.remote(
+        policy_id,
+        num_workers,
+        settings.log_level,
+        settings.crash_points,
+        settings.compiled,
+        settings.max_silence_s,
+    )
 
 
 def make_spare(settings: EngineSettings) -> Worker:
     """The spare, which may be some policy's by now."""
-    return _make(_SPARE, "", 1, settings, {})
+    return make_worker("", 1, settings)
 
 
 def find_spare(namespace: str) -> Worker | None:
@@ -201,35 +219,11 @@ async def end_spare(namespace: str) -> None:
 
 
 def _name(policy_id: str) -> str:
-    return f"ratoon-worker-{policy_id}"
+    return f"ratoon-worker-{policy_id}" if policy_id else _SPARE
 
 
 def _find(name: str, namespace: str) -> Worker | None:
     return cast("Worker | None", find_actor(name, namespace))
-
-
-def _make(
-    name: str,
-    policy_id: str,
-    num_workers: int,
-    settings: EngineSettings,
-    options: dict[str, object],
-) -> Worker:
-    # Ray accepts concurrency groups here, but its types do not say so.
-    remote = cast(
-        "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote
-    )
-    actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
-        name=name, namespace=settings.namespace, lifetime="detached", get_if_exists=True, **options
-    )
-    return actor.remote(
-        policy_id,
-        num_workers,
-        settings.log_level,
-        settings.crash_points,
-        settings.compiled,
-        settings.max_silence_s,
-    )
 
 
 async def _told(reference: ObjectRef[T], namespace: str) -> T | None:
