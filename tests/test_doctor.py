@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ratoon import cli as command_line
 from ratoon import doctor
-from ratoon.cluster.nodes import Node, Seen, links_of, look_at_nodes
+from ratoon.cluster.placement import Node, Seen, links_of, look_at_nodes
 from ratoon.doctor import Check, Status, judge_nodes
 from tests.conftest import RayCluster
 

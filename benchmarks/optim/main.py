@@ -28,7 +28,7 @@ from benchmarks.optim.report import format_table, plot, write_markdown
 from benchmarks.optim.run import FULL, SMALL, Plan, Run, train_seed
 from benchmarks.optim.task import best_loss
 from harness.gpu_results import describe_gpu, write_result
-from ratoon.cluster.gpu_environment import GPU_ENVIRONMENT
+from ratoon.cluster.placement import GPU_ENVIRONMENT
 
 
 def main(arguments: list[str] | None = None) -> None:

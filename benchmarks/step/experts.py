@@ -51,7 +51,7 @@ from benchmarks.step.workload import (
     make_batch,
 )
 from harness.gpu_results import describe_gpu, write_result
-from ratoon.cluster.gpu_environment import GPU_ENVIRONMENT
+from ratoon.cluster.placement import GPU_ENVIRONMENT
 from ratoon.model.policy_model import trained_parameters
 from ratoon.rollout.batch import RolloutBatch, offsets_of, sequence_lengths
 from ratoon.train.config import OptimizerStates

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.grpc.server import start_grpc
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
@@ -21,13 +21,36 @@ from ratoon.config import LimitsConfig
 from ratoon.log import configure_logging
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import FakeEngine, service_of
 from tests.api.guarded import Guarded, guarded_service
 from tests.api.open_gate import OPEN_GATE
 from tests.api.wires import GrpcWire, HttpWire, Wire
 
 MAX_BODY_BYTES = 16 * 1024
 MAX_MESSAGE_BYTES = 64 * 1024
+
+
+class _Current:
+    """Stands for the service of the test that runs: routes take longer to build than most tests."""
+
+    service: PolicyService
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            return getattr(self.service, name)(*arguments, **options)
+
+        return call
+
+
+_CURRENT = _Current()
+LIMITS = LimitsConfig(
+    max_body_bytes=MAX_BODY_BYTES, max_fetch_bytes=1024, max_groups=8, max_wait_s=1.0
+)
+
+
+@cache
+def _app() -> FastAPI:
+    return create_app(cast("PolicyService", _CURRENT), LIMITS, gate=OPEN_GATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +64,14 @@ class Api:
     models_root: Path
     weights: Path
 
-    @cached_property
+    @property
     def app(self) -> FastAPI:
-        return create_app(self.service, self.limits, gate=OPEN_GATE)
+        """The application of all tests, which serves this service now."""
+        _CURRENT.service = self.service
+        app = _app()
+        # It belongs to a test's loop.
+        app.state.parsing = asyncio.Semaphore(2)
+        return app
 
     @cached_property
     def http(self) -> HttpWire:
@@ -70,19 +98,11 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         folder.mkdir(parents=True)
     (models_root / "escape").symlink_to(tmp_path / "outside")
     (weights / "model.safetensors").write_bytes(bytes(range(256)) * 8)
-    limits = LimitsConfig(
-        max_body_bytes=MAX_BODY_BYTES, max_fetch_bytes=1024, max_groups=8, max_wait_s=1.0
-    )
     engine = FakeEngine(folder=weights, gap_wait_s=0.1)
-    service = PolicyService(
-        engine=engine,
-        limits=limits,
-        defaults=SpecDefaults(models_root=models_root, micro_batch_tokens=4096),
-        device="cpu",
-    )
+    service = service_of(engine, LIMITS, models_root)
     running = await start_grpc(
         service,
-        limits,
+        LIMITS,
         gate=OPEN_GATE,
         host="127.0.0.1",
         port=0,
@@ -92,7 +112,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         yield Api(
             engine=engine,
             service=service,
-            limits=limits,
+            limits=LIMITS,
             grpc=GrpcWire(channel=channel),
             models_root=models_root,
             weights=weights,

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import xxhash
 
-from ratoon.config import RatoonConfig
+from ratoon.api.convert.policy import SpecDefaults
+from ratoon.api.service import PolicyService
+from ratoon.config import LimitsConfig, RatoonConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.commands import (
     ForwardCommand,
@@ -431,3 +433,9 @@ class FakeEngine(EngineClient):
 
     async def metrics_text(self) -> bytes:
         return b"# HELP ratoon_operations_total Operations.\n"
+
+
+def service_of(engine: FakeEngine, limits: LimitsConfig, models_root: Path) -> PolicyService:
+    """The service on a CPU, over this engine."""
+    defaults = SpecDefaults(models_root=models_root, micro_batch_tokens=4096)
+    return PolicyService(engine=engine, limits=limits, defaults=defaults, device="cpu")

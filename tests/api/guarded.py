@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc.aio
 import httpx
-import pytest
 from fastapi import FastAPI
 
 from ratoon.api.gate import Gate, build_gate
@@ -21,7 +20,7 @@ from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
 from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.config import AuthConfig, LimitsConfig, RatoonConfig
-from tests.api.wires import GrpcWire, HttpWire, Wire, WireError
+from tests.api.wires import GrpcWire, HttpWire, Wire, refused_by
 
 MESSAGE_BYTES = 4 * 2**20
 
@@ -105,6 +104,5 @@ async def guarded_service(
 
 async def refusal(wire: Wire, rpc: str, request: Any) -> tuple[str, int | grpc.StatusCode, str]:
     """(code, status, message) of a call that must fail."""
-    with pytest.raises(WireError) as caught:
-        await wire.call(rpc, request)
-    return caught.value.detail.code, caught.value.status, caught.value.detail.message
+    error = await refused_by(wire, rpc, request)
+    return error.detail.code, error.status, error.detail.message

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from google.protobuf.message import Message
 
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import policy_pb2, rollout_pb2, service_pb2, training_pb2
@@ -43,7 +44,10 @@ def groups(count: int = 2) -> list[rollout_pb2.RolloutGroup]:
 def spec(policy_id: str = POLICY, **changes: object) -> policy_pb2.PolicySpec:
     message = policy_pb2.PolicySpec(policy_id=policy_id, preset="tiny")
     for name, value in changes.items():
-        setattr(message, name, value)
+        if isinstance(value, Message):
+            getattr(message, name).CopyFrom(value)
+        else:
+            setattr(message, name, value)
     return message
 
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from harness.attacks.http import Target
-from ratoon.api.http.listener import start_http
+from ratoon.api.http.app import start_http
 from ratoon.edge.budget import EdgeBounds
 
 LOCALHOST = "127.0.0.1"

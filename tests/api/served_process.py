@@ -47,26 +47,17 @@ def served_process(root: Path, **settings: Any) -> Iterator[ServedProcess]:
 
 
 async def _serve(root: Path, settings: dict[str, Any]) -> None:
-    from ratoon.api.convert.policy import SpecDefaults
     from ratoon.api.gate import build_gate
     from ratoon.api.grpc.server import start_grpc
-    from ratoon.api.service import PolicyService
     from ratoon.config import RatoonConfig
     from ratoon.log import configure_logging
+    from ratoon_proto.v1 import service_pb2
     from tests.api import requests
-    from tests.api.fake_engine import FakeEngine
+    from tests.api.fake_engine import FakeEngine, service_of
 
     configure_logging("ERROR")
     config = RatoonConfig(data_root=root, models_root=root, **settings)
-    defaults = SpecDefaults(models_root=root, micro_batch_tokens=4096)
-    service = PolicyService(
-        engine=FakeEngine(folder=root, gap_wait_s=0.1),
-        limits=config.limits,
-        defaults=defaults,
-        device="cpu",
-    )
-    from ratoon_proto.v1 import service_pb2
-
+    service = service_of(FakeEngine(folder=root, gap_wait_s=0.1), config.limits, root)
     await service.create_policy(service_pb2.CreatePolicyRequest(spec=requests.spec()))
     running = await start_grpc(
         service,

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
 from tests.api import requests
 from tests.api.conftest import Api
-from tests.api.wires import WireError, http_error
+from tests.api.wires import http_error, refused_by
 
 _COLUMN = [-0.5, -0.25]
 _COLUMNS = ("sampler_logprobs", "old_logprobs", "reference_logprobs")
@@ -43,6 +42,12 @@ _FIRST = "groups[0].rollouts[0]"
 _NUMBERS = (True, "1", [], {}, [1.0])
 _INTEGERS = (*_NUMBERS, 1.5)
 _MESSAGES = (5, "x", True, [])
+_PENALTY = {"max_tokens": 4, "buffer_tokens": 2, "scale": 1}
+
+
+def _tensor_json(**changes: Any) -> dict[str, Any]:
+    """Two tokens, but for what is changed."""
+    return {"dtype": "int32", "shape": [2], "data": "BAAAAAUAAAA="} | changes
 
 
 def _lists(item: Any) -> dict[str, tuple[Any, ...]]:
@@ -63,16 +68,23 @@ JSON_CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     | {"[2]": ([1, 1, 1.5], [1, 1, 2**31], [1, 1, 2**70], [1, 1, -(2**80)])},
     "groups[3].rollouts": {"": (None, 5, "x", [], {})},
     _LAST: {"": (None, *_MESSAGES)},
-    f"{_LAST}.response": _lists(4) | {"[2]": ([4, 4, 0.5], [4, 4, 2**31])},
+    f"{_LAST}.response": _lists(4)
+    | {
+        "[1]": ([4, None], [4, "1"], [4, True]),
+        "[2]": ([4, 4, 0.5], [4, 4, 2**31], [4, 4, 2**70]),
+        ".dtype": ({}, _tensor_json(dtype="int8")),
+        ".data": (_tensor_json(data="%%%"),),
+        ".shape[0]": (_tensor_json(shape=[-2]),),
+    },
     f"{_FIRST}.response": {"": (None,)},
-    f"{_LAST}.loss_mask": _lists(True) | {"[2]": ([True, True, 1],)},
+    f"{_LAST}.loss_mask": _lists(True) | {"[0]": ([1, 0],), "[2]": ([True, True, 1],)},
     **{
         f"{_LAST}.{name}": _lists(-0.5)
         | {"": (None, [], [-0.5], "ab", 5, True), "[2]": ([-0.5, -0.5, 10**400],)}
         for name in _COLUMNS
     },
     **{f"{_FIRST}.{name}": {"": (None,)} for name in (*_COLUMNS, "reward")},
-    f"{_LAST}.reward": {"": (None, *_NUMBERS)},
+    f"{_LAST}.reward": {"": (None, *_NUMBERS, float("inf"))},
     f"{_LAST}.advantages": {"": ([1.0, 2.0],)},
     f"{_LAST}.temperature": {"": (*_NUMBERS, 0)},
     f"{_LAST}.top_p": {"": (*_NUMBERS, 0)},
@@ -87,6 +99,8 @@ JSON_CASES: dict[str, dict[str, tuple[Any, ...]]] = {
         ".version": ({"first_token": 0},),
     },
     f"{_LAST}.routed_experts": {"": (5, "x", [[[0]]])},
+    # Beside a response.
+    f"{_LAST}.segments": {"": ([{"tokens": [1], "trained": True}],)},
     "loss": {"": (None, *_MESSAGES)},
     "loss.kind": {"": (None, 5, "GRPO")},
     "loss.clip_low": {"": _NUMBERS},
@@ -94,8 +108,14 @@ JSON_CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     "loss.kl.coefficient": {"": (None, *_NUMBERS)},
     "loss.kl.reference": {"": (None, 5, "x")},
     "optim": {"": (None, *_MESSAGES)},
-    "optim.learning_rate": {"": (None, *_NUMBERS)},
-    "seq": {"": (None, *_INTEGERS, 0)},
+    "optim.learning_rate": {"": (None, *_NUMBERS, "1e-3")},
+    "seq": {"": (None, *_INTEGERS, 0, 2**63)},
+    "sequence": {"": (1,)},
+    # Beside a seq, and beside a batch.
+    "request_id": {"": ("x",)},
+    "upload": {"": ({"upload_id": "x", "num_parts": 1},)},
+    # Beside a filter.
+    "loss.overlong_penalty": {"": (_PENALTY,)},
 }
 
 
@@ -104,7 +124,9 @@ async def test_json_of_another_type_is_refused_by_place(api: Api) -> None:
     for path, faults in JSON_CASES.items():
         for ending, values in faults.items():
             for value in values:
-                body = copy.deepcopy(_BODY)
+                body: Any = copy.deepcopy(_BODY)
+                if value is _PENALTY:
+                    body["loss"] = {"kind": "dapo", "overlong_filter": {}}
                 _put(body, path, value)
                 await _refused(api, body, path + ending)
 
@@ -269,9 +291,8 @@ async def test_a_message_that_lacks_a_field_is_refused_by_place(api: Api) -> Non
         for number, change in enumerate(changes):
             request = _right()
             change(request)
-            with pytest.raises(WireError) as caught:
-                await api.grpc.call("Update", request)
-            detail = caught.value.detail
+            refused = await refused_by(api.grpc, "Update", request)
+            detail = refused.detail
             expected = ("INVALID_ARGUMENT", field)
             assert (detail.code, detail.field) == expected, (field, number, detail)
             assert api.engine.log == []

@@ -9,7 +9,7 @@ from typing import Any
 from ratoon.api.contract import SERVICE
 from ratoon.api.convert.checks import CHECKPOINT_ID, POLICY_ID, RECEIVER_ID, UPLOAD_ID
 from ratoon.api.http.files import CHUNK_DIGEST
-from ratoon.api.http.schema.models import body_of
+from ratoon.api.http.schema import body_of
 from ratoon.config import LimitsConfig
 from ratoon.engine.commands import REQUEST_ID
 from ratoon.errors import ERROR_TABLE

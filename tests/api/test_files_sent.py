@@ -16,10 +16,11 @@ import pytest
 import xxhash
 
 from harness.attacks import http as attacks
+from ratoon.api.http import connection as connection_module
 from ratoon.api.http import files
-from ratoon.api.http.listener import start_http
+from ratoon.api.http.app import start_http
 from ratoon.auth.keys import KeyFile, Scope
-from ratoon.edge.budget import CHUNK_BYTES, EdgeBounds
+from ratoon.edge.budget import EdgeBounds
 from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context
 from ratoon.edge.zero_copy import ZERO_COPY
 from ratoon.stream.files import is_open_elsewhere
@@ -38,8 +39,16 @@ from tests.api.served import target_at
 from tests.certificates import make_authority
 
 MIB = 2**20
-SIZE = 2 * CHUNK_BYTES + 8 * MIB + 5
+# Less than the service's own, but more than the kernel takes for a reader that reads nothing.
+CHUNK_BYTES = 6 * MIB
+SIZE = 2 * CHUNK_BYTES + 3 * MIB + 5
 PATH = f"/v1/policies/{requests.POLICY}/weights/0/files/model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def _smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (files, connection_module):
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 @asynccontextmanager
@@ -47,7 +56,9 @@ async def edge(
     api: Api, context: ssl.SSLContext | None = None, **bounds: float
 ) -> AsyncIterator[int]:
     """The port of a service whose one file has `SIZE` bytes, three chunks of them."""
-    (api.weights / "model.safetensors").write_bytes(os.urandom(SIZE))
+    path = api.weights / "model.safetensors"
+    if path.stat().st_size != SIZE:
+        path.write_bytes(os.urandom(SIZE))
     await api.create_policy()
     running = await start_http(
         api.app,
@@ -130,19 +141,21 @@ async def test_readers_that_take_nothing_are_let_go_and_hold_no_memory(
 ) -> None:
     """Bytes of chunks that wait for their readers have a bound; these wait in the file."""
     server, client = _tls(tmp_path) if is_tls else (None, None)
-    async with edge(api, server, stalled_s=2.0, max_unsent_bytes=20 * MIB) as port:
+    most = CHUNK_BYTES + CHUNK_BYTES // 4
+    async with edge(api, server, stalled_s=1.0, max_unsent_bytes=most) as port:
         stalled = [
             await asyncio.open_connection("127.0.0.1", port, ssl=client, limit=1024)
             for _ in range(4)
         ]
-        for _, writer in stalled:
+        for reader, writer in stalled:
             writer.write(attacks.head("GET", PATH))
-            await asyncio.sleep(0.3)
+            await _head(reader, 200)
+            await asyncio.sleep(0.1)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
         _, body = await _fetch(reader, writer)
         assert len(body) == SIZE
         writer.close()
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(1.2)
         for reader, writer in stalled:
             with pytest.raises((asyncio.IncompleteReadError, OSError)):
                 async with asyncio.timeout(30.0):
@@ -256,6 +269,7 @@ def published(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         return file_path(root, version, name), read_manifest(root, version).files[0]
 
     monkeypatch.setattr(api.engine, "weight_file", weight_file)
+    (api.weights / "model.safetensors").write_bytes(bytes(SIZE))
     _publish(root, 0)
     return root
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from ratoon.auth.keys import Scope
 from ratoon.config import LimitsConfig
 from ratoon_proto.v1 import service_pb2, weights_pb2
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.guarded import Guarded, guarded_service, refusal
-from tests.api.wires import WireError
+from tests.api.wires import refused_by
 
 NAMES = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
 
@@ -45,9 +43,8 @@ async def test_a_manifest_names_a_file_for_fetch_weights(api: Api, wire_name: st
 
 async def test_tensors_are_named(api: Api, wire_name: str) -> None:
     await api.create_policy()
-    with pytest.raises(WireError) as caught:
-        await api.wire(wire_name).call("GetGradientManifest", asked())
-    assert (caught.value.detail.code, caught.value.detail.field) == ("INVALID_ARGUMENT", "names")
+    refused = await refused_by(api.wire(wire_name), "GetGradientManifest", asked())
+    assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", "names")
 
 
 async def test_many_tensors_are_named_in_one_call(api: Api, tmp_path: Path) -> None:
@@ -64,10 +61,11 @@ async def test_many_tensors_are_named_in_one_call(api: Api, tmp_path: Path) -> N
         for wire in ("http", "grpc"):
             manifest = await guarded.wire(wire, key).call("GetGradientManifest", asked(*names))
             assert manifest.file.size_bytes == len("\n".join(names))
-            with pytest.raises(WireError) as caught:
-                await guarded.wire(wire, key).call("GetGradientManifest", asked(*names * 2))
-            assert caught.value.detail.code == "BODY_TOO_LARGE"
-            assert caught.value.detail.message.endswith("ask for fewer names at a time")
+            refused = await refused_by(
+                guarded.wire(wire, key), "GetGradientManifest", asked(*names * 2)
+            )
+            assert refused.detail.code == "BODY_TOO_LARGE"
+            assert refused.detail.message.endswith("ask for fewer names at a time")
 
 
 async def test_gradients_are_for_those_who_train(

@@ -14,27 +14,30 @@ OURS = ("ratoon_client",)
 
 
 @pytest.mark.parametrize(
-    ("modules", "without"),
+    "steps",
     [
-        # The command, a replica of Serve and the gateway.
-        ("ratoon.app", (*TORCH, *DATABASE, *OURS)),
-        ("ratoon.api.edges", (*TORCH, *DATABASE, "ray.serve", *OURS)),
-        ("ratoon.api.gateway", (*TORCH, *DATABASE, *SERVER, *OURS)),
-        # How others reach the engine, and the engine a worker.
-        ("ratoon.cluster.ray_worker", (*TORCH, *DATABASE, *SERVER, *OURS)),
-        # Who looks an actor up imports its module.
-        ("ratoon.cluster.engine_actor", (*TORCH, *DATABASE, *SERVER, *OURS)),
-        ("ratoon.cluster.worker_process", (*TORCH, *DATABASE, *SERVER, *OURS)),
-        # The engine itself, on SQLite.
-        ("ratoon.cluster.ray_cluster", (*TORCH, "psycopg", *SERVER, *OURS)),
+        (
+            # Who looks an actor up imports its module; then the gateway, a replica of Serve and the
+            # command, and at last the engine itself, on SQLite.
+            ("ratoon.api.gateway", (*TORCH, *DATABASE, *SERVER, *OURS)),
+            ("ratoon.cluster.bootstrap", (*TORCH, *DATABASE, *SERVER, *OURS)),
+            ("ratoon.cluster.worker_process", (*TORCH, *DATABASE, *SERVER, *OURS)),
+            ("ratoon.api.edges", (*TORCH, *DATABASE, "ray.serve", *OURS)),
+            ("ratoon.app", (*TORCH, *DATABASE, *OURS)),
+        ),
+        (("ratoon.cluster.ray_cluster", (*TORCH, "psycopg", *SERVER, *OURS)),),
         # What the worker's constructor imports.
-        ("ratoon.engine.worker.worker, ratoon.train.trainer", (*DATABASE, *SERVER, *OURS)),
+        (("ratoon.engine.worker.worker, ratoon.train.trainer", (*DATABASE, *SERVER, *OURS)),),
     ],
+    ids=["edges", "engine", "worker"],
 )
-def test_a_process_imports_what_it_uses(modules: str, without: tuple[str, ...]) -> None:
-    """In a process of its own: this one may have imported anything."""
-    code = f"import sys, {modules}; print([name for name in {without} if name in sys.modules])"
+def test_a_process_imports_what_it_uses(steps: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
+    """A process of its own imports the modules, one after the other: this one may have any."""
+    code = "import sys\n" + "".join(
+        f"import {modules}\nprint([name for name in {without} if name in sys.modules])\n"
+        for modules, without in steps
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.split("\n") == [*["[]"] * len(steps), ""]

@@ -16,7 +16,6 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, checks
 
-from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
@@ -24,7 +23,7 @@ from ratoon.errors import RatoonError
 from ratoon.stream.manifest import WeightManifest
 from ratoon_proto.v1 import service_pb2
 from tests.api import requests
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import FakeEngine, service_of
 from tests.api.open_gate import OPEN_GATE
 from tests.api.wires import HTTP_ALONE, OTHER_ROUTES, ROUTES
 
@@ -53,12 +52,7 @@ class _EndingEngine(FakeEngine):
 def service(tmp_path_factory: pytest.TempPathFactory) -> PolicyService:
     folder: Path = tmp_path_factory.mktemp("fuzz")
     (folder / "model.safetensors").write_bytes(b"0123456789")
-    return PolicyService(
-        engine=_EndingEngine(folder=folder, gap_wait_s=0.001),
-        limits=LIMITS,
-        defaults=SpecDefaults(models_root=folder, micro_batch_tokens=4096),
-        device="cpu",
-    )
+    return service_of(_EndingEngine(folder=folder, gap_wait_s=0.001), LIMITS, folder)
 
 
 @pytest.fixture(scope="module")

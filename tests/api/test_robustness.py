@@ -11,13 +11,12 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.errors import ERROR_TABLE, RatoonError
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import FakeEngine, service_of
 
 
 def _rich_update() -> service_pb2.UpdateRequest:
@@ -50,12 +49,8 @@ DAMAGE = st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_siz
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> PolicyService:
     folder: Path = tmp_path_factory.mktemp("damage")
-    service = PolicyService(
-        engine=FakeEngine(folder=folder, gap_wait_s=0.01),
-        limits=LimitsConfig(max_tokens=10_000),
-        defaults=SpecDefaults(models_root=folder, micro_batch_tokens=64),
-        device="cpu",
-    )
+    engine = FakeEngine(folder=folder, gap_wait_s=0.01)
+    service = service_of(engine, LimitsConfig(max_tokens=10_000), folder)
     request = service_pb2.CreatePolicyRequest(spec=requests.spec())
     asyncio.run(service.create_policy(request))
     return service

@@ -15,56 +15,30 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
+import pytest
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from ratoon_proto.fields import http_route
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["PolicyService"]
 
-# RPC -> method and path; the path's names are fields of the request.
-ROUTES = {
-    "CreatePolicy": ("POST", "/v1/policies"),
-    "ListPolicies": ("GET", "/v1/policies"),
-    "GetPolicy": ("GET", "/v1/policies/{policy_id}"),
-    "DeletePolicy": ("DELETE", "/v1/policies/{policy_id}"),
-    "Update": ("POST", "/v1/policies/{policy_id}/update"),
-    "ForwardBackward": ("POST", "/v1/policies/{policy_id}/forward_backward"),
-    "OptimStep": ("POST", "/v1/policies/{policy_id}/optim_step"),
-    "DiscardGradients": ("POST", "/v1/policies/{policy_id}/discard_gradients"),
-    "Forward": ("POST", "/v1/policies/{policy_id}/forward"),
-    "UploadPart": ("PUT", "/v1/policies/{policy_id}/uploads/{upload_id}/parts/{part_index}"),
-    "SaveCheckpoint": ("POST", "/v1/policies/{policy_id}/checkpoints"),
-    "ListCheckpoints": ("GET", "/v1/policies/{policy_id}/checkpoints"),
-    "LoadCheckpoint": ("POST", "/v1/policies/{policy_id}/checkpoints/{checkpoint_id}/load"),
-    "GetOperation": ("GET", "/v1/operations/{operation_id}"),
-    "CancelOperation": ("POST", "/v1/operations/{operation_id}/cancel"),
-    "GetWeightManifest": ("GET", "/v1/policies/{policy_id}/weights/{version}"),
-    "GetGradientManifest": ("POST", "/v1/policies/{policy_id}/gradients"),
-    "AckWeights": ("POST", "/v1/policies/{policy_id}/weights/acks"),
-    "ImportWeights": ("POST", "/v1/policies/{policy_id}/weights"),
-    "GetServerInfo": ("GET", "/v1/info"),
-    "Health": ("GET", "/v1/health"),
-}
-# Elsewhere on HTTP, by their own means: server-sent events, bytes with a digest header.
+# RPC -> method and path, whose names are fields of the request: the table of docs/api.md too.
+_ALL_ROUTES = {one.name: route for one in SERVICE.methods if (route := http_route(one))}
+# On HTTP these come by their own means: server-sent events, bytes with a digest header.
 OTHER_ROUTES = {
-    "WatchOperation": ("GET", "/v1/operations/{operation_id}/events"),
-    "WatchWeights": ("GET", "/v1/policies/{policy_id}/weights/events"),
-    "FetchWeights": ("GET", "/v1/policies/{policy_id}/files/{digest}"),
+    name: _ALL_ROUTES[name] for name in ("WatchOperation", "WatchWeights", "FetchWeights")
 }
+ROUTES = {name: route for name, route in _ALL_ROUTES.items() if name not in OTHER_ROUTES}
 HTTP_ALONE = {
     ("GET", "/v1/policies/{policy_id}/weights/latest"),
     ("GET", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
     ("HEAD", "/v1/policies/{policy_id}/weights/{version}/files/{name}"),
     ("GET", "/metrics"),
 }
-
-
-def rpc_call(rpc: str) -> str:
-    """The service's method of an RPC: `get_policy` of `GetPolicy`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc).lower()
 
 
 class WireError(Exception):
@@ -122,6 +96,13 @@ class HttpWire:
 
 
 Wire = GrpcWire | HttpWire
+
+
+async def refused_by(wire: Wire, rpc: str, request: Message) -> WireError:
+    """The error of a call that must fail."""
+    with pytest.raises(WireError) as caught:
+        await wire.call(rpc, request)
+    return caught.value
 
 
 def _path_part(request: Message, name: str, body: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.http.bodies import fill_request
-from ratoon.api.http.schema.models import body_of
+from ratoon.api.http.schema import body_of
 from ratoon_proto.json_form import to_json
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from tests.api.wires import OTHER_ROUTES, ROUTES

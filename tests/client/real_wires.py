@@ -11,8 +11,7 @@ from pathlib import Path
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.gate import Gate
 from ratoon.api.grpc.server import RunningGrpc, start_grpc
-from ratoon.api.http.app import create_app
-from ratoon.api.http.listener import RunningHttp, start_http
+from ratoon.api.http.app import RunningHttp, create_app, start_http
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.edge.budget import EdgeBounds

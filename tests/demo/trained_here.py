@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ratoon.api.convert.checks import read, write
 from ratoon.api.convert.groups import raw_groups
-from ratoon.api.convert.loss import loss_request, optim_request
-from ratoon.api.convert.records import write
+from ratoon.api.submissions import loss_request
 from ratoon.engine.files.results import read_old_logprobs, write_forward_output
 from ratoon.model.export import export_weights
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
@@ -28,7 +28,14 @@ from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_client import Group, Loss, Optim, StepReport
 from ratoon_client.wire import decode, group_messages, loss_message, optim_message
-from ratoon_proto.types import AdamWConfig, FullTuning, LossConfig, OldLogprobs, OldLogprobsKind
+from ratoon_proto.types import (
+    AdamWConfig,
+    FullTuning,
+    LossConfig,
+    OldLogprobs,
+    OldLogprobsKind,
+    OptimStepConfig,
+)
 from ratoon_proto.v1 import training_pb2
 from tests import builders
 
@@ -131,7 +138,7 @@ class TrainedHere:
                 old = np.roll(old, 1)
         resolved = resolve_loss(request, batch, has_frozen_reference=False)
         step = resolve_optim(
-            optim_request(optim_message(optim)),
+            read(optim_message(optim), OptimStepConfig, "optim"),
             resolved.normalisation,
             self._trainer.spec.optimizer,
         )

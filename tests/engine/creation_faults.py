@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ratoon.cluster import creation, ranks, worker_process
+from ratoon.cluster import ranks, ray_peer, worker_process
 
 # What a rank comes through as it is created, in order, by where it is called.
 STEPS = {
@@ -62,7 +62,7 @@ def put_in(fault: Fault, patch: pytest.MonkeyPatch) -> None:
 def _worker(fault: Fault) -> type[worker_process.WorkerActor]:
     class WorkerActor(worker_process.WorkerActor):
         def __init__(self, *args: Any) -> None:
-            creation.BEHIND_S = fault.behind_s
+            ray_peer.BEHIND_S = fault.behind_s
             if fault.rank:
                 ranks.RankActor = _rank(fault)
             elif fault.step == START:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ratoon.cluster.engine_actor import connect
+from ratoon.cluster.bootstrap import connect
 from ratoon.config import RatoonConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.commands import Command, NoKey, SeqKey, Submission

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ratoon.cluster import creation
-from ratoon.cluster.creation import Creation, Step
+from ratoon.cluster import ray_peer
+from ratoon.cluster.ray_peer import Creation, Step
 from ratoon.engine.refusals import unexpected
 from ratoon.engine.worker.tasks import WorkerLostError
 from ratoon.errors import CopyFailedError, ErrorCode
@@ -39,8 +39,8 @@ class Peer:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(creation, "_LOOK_S", 0.01)
-    monkeypatch.setattr(creation, "_REASON_S", 0.3)
+    monkeypatch.setattr(ray_peer, "_LOOK_S", 0.01)
+    monkeypatch.setattr(ray_peer, "_REASON_S", 0.3)
 
 
 def _creation(*peers: Peer) -> Creation:
@@ -94,7 +94,7 @@ def test_rank_0_without_memory_is_what_the_others_ran_into() -> None:
 def test_a_rank_that_does_not_go_on_is_told(
     steps: tuple[Step, Step], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(creation, "BEHIND_S", 0.1)
+    monkeypatch.setattr(ray_peer, "BEHIND_S", 0.1)
     peers = [Peer(now=step) for step in steps]
     made = _creation(*peers)
     with pytest.raises(WorkerLostError) as caught, made.watched():
@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_go_on_is_told(
 
 
 def test_ranks_that_all_read_the_model_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(creation, "BEHIND_S", 0.1)
+    monkeypatch.setattr(ray_peer, "BEHIND_S", 0.1)
     peers = Peer(), Peer()
     made = _creation(*peers)
     with made.watched():

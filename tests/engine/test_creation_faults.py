@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ratoon.cluster.creation import BEHIND_S
 from ratoon.cluster.ray_cluster import open_engine
+from ratoon.cluster.ray_peer import BEHIND_S
 from ratoon.config import RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.engine import Engine
 from ratoon.engine.settings import EngineSettings

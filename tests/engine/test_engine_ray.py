@@ -20,8 +20,7 @@ import ray
 from ray.exceptions import WorkerCrashedError
 from sqlalchemy import create_engine, text
 
-from ratoon.cluster.bootstrap import start_engine, stop_engine
-from ratoon.cluster.engine_actor import connect
+from ratoon.cluster.bootstrap import connect, start_engine, stop_engine
 from ratoon.cluster.ray_calls import ask, find_actor
 from ratoon.cluster.worker_process import find_worker
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from ray.util.placement_group import remove_placement_group
 
-from ratoon.cluster.nodes import look_at_nodes
-from ratoon.cluster.placement import find_group
+from ratoon.cluster.placement import find_group, look_at_nodes
 from ratoon.engine.client import EngineClient
 from ratoon.engine.engine import Engine
 from ratoon.engine.types import Operation

@@ -20,7 +20,7 @@ import ray
 from safetensors.numpy import load_file
 
 from ratoon.cluster.bootstrap import start_engine, stop_engine
-from ratoon.cluster.ray_worker import RayWorker
+from ratoon.cluster.worker_process import RayWorker
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.commands import Command

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
 from ratoon.cluster import placement
-from ratoon.cluster.gpu_environment import seen_by_ranks
+from ratoon.cluster.placement import seen_by_ranks
 from ratoon.cluster.ray_cluster import RayCluster, open_engine
 from ratoon.config import RatoonConfig, load_config
 from ratoon.engine.files.paths import make_policy_folders

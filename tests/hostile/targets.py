@@ -26,7 +26,7 @@ from ratoon.api.contract import SERVICE
 from ratoon.api.convert.policy import SpecDefaults, policy_spec
 from ratoon.api.http.app import create_app
 from ratoon.api.http.bodies import fill_request
-from ratoon.api.http.schema.models import body_of
+from ratoon.api.http.schema import body_of
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
 from ratoon.engine.types import Policy
@@ -134,7 +134,7 @@ def _codec() -> Callable[[random.Random], None]:
 
 def judge(request: service_pb2.UpdateRequest) -> None:
     """All that is done to a batch before it takes a seq, and its body read back."""
-    submission = submissions.update(request, _POLICY, request.batch.groups, LIMITS)
+    submission = submissions.with_batch(request, _POLICY, request.batch.groups, LIMITS)
     assert batch_to_bytes(batch_from_bytes(submission.body)) == submission.body
 
 

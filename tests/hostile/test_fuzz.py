@@ -58,7 +58,7 @@ def test_hostile_inputs_are_refused_by_name_and_nothing_else(num_inputs: int):
 def test_the_requests_that_train_are_taken(tmp_path: Path):
     small = SmallPolicy(tmp_path)
     for request in corpus.small_updates():
-        small.take(submissions.update(request, small.policy, request.batch.groups, LIMITS))
+        small.take(submissions.with_batch(request, small.policy, request.batch.groups, LIMITS))
 
 
 @pytest.mark.parametrize("num_inputs", [200, pytest.param(5_000, marks=pytest.mark.more)])
@@ -76,7 +76,7 @@ def test_what_a_trainer_cannot_compute_is_found(tmp_path: Path, monkeypatch: pyt
     request = corpus.small_updates()[0]
     request.loss.clip_high = 1e308
     with pytest.raises(RuntimeError, match="without overflow"):
-        small.take(submissions.update(request, small.policy, request.batch.groups, LIMITS))
+        small.take(submissions.with_batch(request, small.policy, request.batch.groups, LIMITS))
     small.trainer.model.lm_head_VD.data[0, 0] = math.inf
     with pytest.raises(FaultError, match="weights"):
         small.judge(EmptyResult(), small.trainer)

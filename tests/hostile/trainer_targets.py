@@ -54,7 +54,7 @@ class SmallPolicy:
         self.policy, self._runner = self.create(policy_spec(_spec().spec, self.defaults))
         self._state = self.trainer.ranks.own.optimizer.state().on_host()
         self._forward = NO_FORWARD
-        result = self.run(submissions.forward(_forward(), self.policy, _groups(), LIMITS))
+        result = self.run(submissions.with_batch(_forward(), self.policy, _groups(), LIMITS))
         assert isinstance(result, ForwardResult)
         self._forward = forward_file_name(corpus.FORWARD, result.digest)
 
@@ -136,7 +136,7 @@ class SmallPolicy:
         if trainer.is_window_empty:
             raise FaultError(f"{bad} is not finite")
         # A ForwardBackward has no step to skip; the step of its window has.
-        step = submissions.optim_step(_optim_step(), self.policy)
+        step = submissions.without_batch(_optim_step(), self.policy)
         if not _is_skipped(self.run(step)):
             raise FaultError(f"{bad} is not finite, and the window was stepped on")
 
@@ -168,7 +168,7 @@ def trainer_requests(folder: Path) -> Callable[[random.Random], None]:
 
     def update(dice: random.Random) -> None:
         request = changed_fields(dice, dice.choice(updates))
-        small.take(submissions.update(request, policy, request.batch.groups, LIMITS))
+        small.take(submissions.with_batch(request, policy, request.batch.groups, LIMITS))
 
     def forward_backward(dice: random.Random) -> None:
         update = dice.choice(updates)
@@ -176,23 +176,23 @@ def trainer_requests(folder: Path) -> Callable[[random.Random], None]:
             policy_id=update.policy_id, key=update.key, batch=update.batch, loss=update.loss
         )
         request = changed_fields(dice, request)
-        small.take(submissions.forward_backward(request, policy, request.batch.groups, LIMITS))
+        small.take(submissions.with_batch(request, policy, request.batch.groups, LIMITS))
 
     def optim_step(dice: random.Random) -> None:
         request = changed_fields(dice, _optim_step())
-        small.take(submissions.optim_step(request, policy), opens_window=True)
+        small.take(submissions.without_batch(request, policy), opens_window=True)
 
     def forward(dice: random.Random) -> None:
         request = changed_fields(dice, _forward())
-        small.take(submissions.forward(request, policy, request.batch.groups, LIMITS))
+        small.take(submissions.with_batch(request, policy, request.batch.groups, LIMITS))
 
     def import_weights(dice: random.Random) -> None:
         request = service_pb2.ImportWeightsRequest(model_folder=_MODEL, key=_key())
-        small.take(submissions.import_weights(changed_fields(dice, request), policy))
+        small.take(submissions.without_batch(changed_fields(dice, request), policy))
 
     def save(dice: random.Random) -> None:
         request = service_pb2.SaveCheckpointRequest(checkpoint_id="a", key=_key())
-        submissions.save_checkpoint(changed_fields(dice, request), policy)
+        submissions.without_batch(changed_fields(dice, request), policy)
 
     def create(dice: random.Random) -> None:
         spec = policy_spec(changed_fields(dice, _spec()).spec, small.defaults)
@@ -200,7 +200,7 @@ def trainer_requests(folder: Path) -> Callable[[random.Random], None]:
             raise RatoonError(ErrorCode.INVALID_ARGUMENT, "the engine has one core")
         created, runner = small.create(spec)
         request = dice.choice(updates)
-        submission = submissions.update(request, created, request.batch.groups, LIMITS)
+        submission = submissions.with_batch(request, created, request.batch.groups, LIMITS)
         small.judge(small.run(submission, runner), trainer_of(runner))
 
     calls = [*[update] * 10, *[forward_backward] * 4, *[optim_step] * 4, *[forward] * 2]
@@ -252,4 +252,4 @@ def _window(policy: Policy) -> Submission:
     request = service_pb2.ForwardBackwardRequest(
         policy_id=update.policy_id, key=update.key, batch=update.batch, loss=update.loss
     )
-    return submissions.forward_backward(request, policy, request.batch.groups, LIMITS)
+    return submissions.with_batch(request, policy, request.batch.groups, LIMITS)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ratoon.api.convert.groups import raw_groups
-from ratoon.api.convert.loss import loss_request
+from ratoon.api.submissions import loss_request
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss

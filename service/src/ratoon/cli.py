@@ -9,6 +9,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -83,6 +85,16 @@ def _read_config(path: Path | None) -> RatoonConfig:
         raise typer.Exit(2) from err
 
 
+@contextmanager
+def _reported(*errors: type[Exception]) -> Generator[None, None, None]:
+    """Exit with status 2 where the block raises one of `errors`, whose text is shown."""
+    try:
+        yield
+    except errors as err:
+        typer.echo(str(err), err=True)
+        raise typer.Exit(2) from err
+
+
 @cli.command()
 def serve(config: ConfigOption = None) -> None:
     """Run the service on this machine until SIGTERM or Ctrl-C; exit 1 if its Ray has ended."""
@@ -95,19 +107,15 @@ def serve(config: ConfigOption = None) -> None:
     # The handler comes before the start: callers are answered while it is under way, and SIGTERM
     # must drain their calls.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-        with app.running(settings, show_logs=True) as addresses:
-            signal.signal(signal.SIGINT, lambda *_: stop.set())
-            typer.echo(f"http  {addresses.http}")
-            typer.echo(f"grpc  {addresses.grpc}")
-            while not stop.wait(RAY_POLL_S):
-                if ended := ended_processes():
-                    typer.echo(f"{ended[0]} of Ray has ended: start the service again", err=True)
-                    exit_without_ray()
-            typer.echo("stopping")
-    except RatoonError as err:
-        typer.echo(err.message, err=True)
-        raise typer.Exit(2) from err
+    with _reported(RatoonError), app.running(settings, show_logs=True) as addresses:
+        signal.signal(signal.SIGINT, lambda *_: stop.set())
+        typer.echo(f"http  {addresses.http}")
+        typer.echo(f"grpc  {addresses.grpc}")
+        while not stop.wait(RAY_POLL_S):
+            if ended := ended_processes():
+                typer.echo(f"{ended[0]} of Ray has ended: start the service again", err=True)
+                exit_without_ray()
+        typer.echo("stopping")
 
 
 @cli.command()
@@ -158,7 +166,7 @@ def recover(
 
     if accept_loss and from_evidence:
         raise typer.BadParameter("--accept-loss or --from-evidence, not both")
-    try:
+    with _reported(RatoonError, DamagedFileError):
         paths = EngineSettings.from_config(settings).paths(policy)
         if not (accept_loss or from_evidence):
             loss = read_loss(paths)
@@ -166,9 +174,6 @@ def recover(
             return
         choice = Choice.ACCEPT_LOSS if accept_loss else Choice.FROM_EVIDENCE
         loss = write_decision(paths, choice)
-    except (RatoonError, DamagedFileError) as err:
-        typer.echo(str(err), err=True)
-        raise typer.Exit(2) from err
     _audit(settings, f"recover.{choice}", policy_id=policy)
     typer.echo(f"{policy}: {loss.text}")
     typer.echo(f"decided: --{choice}. The next start of the service carries it out")
@@ -230,7 +235,7 @@ def create_key(
     """Create a key and show it once, on standard output."""
     settings = _read_config(config)
     now = time.time()
-    try:
+    with _reported(RatoonError, ValidationError):
         names = tuple(sorted({matched("policy", name, POLICY_ID) for name in policy or ()}))
         limits = KeyLimits(
             requests_per_second=rate,
@@ -250,9 +255,6 @@ def create_key(
             limits=limits,
         )
         KeyFile(settings.data_root.absolute()).add(key)
-    except (RatoonError, ValidationError) as err:
-        typer.echo(str(err), err=True)
-        raise typer.Exit(2) from err
     _audit(settings, "keys.create", key.key_id)
     typer.echo(f"key {key.key_id}; what follows is shown this once", err=True)
     typer.echo(text)
@@ -262,11 +264,8 @@ def create_key(
 def list_keys(config: ConfigOption = None) -> None:
     """List every key, without its secret."""
     file = KeyFile(_read_config(config).data_root.absolute())
-    try:
+    with _reported(RatoonError):
         found = file.keys().values()
-    except RatoonError as err:
-        typer.echo(err.message, err=True)
-        raise typer.Exit(2) from err
     table = Table(
         "id", "scope", "policies", "state", "created", "expires", "limits", "note", box=None
     )
@@ -289,11 +288,8 @@ def revoke_key(
 ) -> None:
     """Revoke a key: every port refuses it from now on."""
     settings = _read_config(config)
-    try:
+    with _reported(RatoonError):
         KeyFile(settings.data_root.absolute()).revoke(key_id, time.time())
-    except RatoonError as err:
-        typer.echo(err.message, err=True)
-        raise typer.Exit(2) from err
     _audit(settings, "keys.revoke", key_id)
     typer.echo(f"revoked {key_id}")
 
@@ -302,12 +298,7 @@ def _audit(config: RatoonConfig, call: str, key_id: str = "", policy_id: str = "
     entry = AuditEntry(
         key_id=key_id, peer="cli", call=call, policy_id=policy_id, seq=0, outcome="OK"
     )
-    audit = AuditLog(
-        config.data_root.absolute(),
-        max_file_bytes=config.auth.audit_file_bytes,
-        max_files=config.auth.audit_files,
-    )
-    audit.write(entry)
+    AuditLog.of(config).write(entry)
 
 
 def _day(at: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -377,17 +377,28 @@ def is_ray_tls() -> bool:
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
-@contextmanager
-def ray_tls_files(*, cert: Path, key: Path, authority: Path) -> Generator[None, None, None]:
+def ray_tls_files(*, cert: Path, key: Path, authority: Path) -> AbstractContextManager[None]:
     """Set Ray's TLS variables for the ports that its Python opens in the block, not its core."""
-    variables = {
-        "RAY_USE_TLS": "1",
-        "RAY_TLS_SERVER_CERT": str(cert),
-        "RAY_TLS_SERVER_KEY": str(key),
-        "RAY_TLS_CA_CERT": str(authority),
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    return _variables(
+        RAY_USE_TLS="1",
+        RAY_TLS_SERVER_CERT=str(cert),
+        RAY_TLS_SERVER_KEY=str(key),
+        RAY_TLS_CA_CERT=str(authority),
+    )
+
+
+def ray_token_file(path: Path) -> AbstractContextManager[None]:
+    """Point Ray processes started in the block at the token in `path`, unless one is set."""
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        return nullcontext()
+    return _variables(RAY_AUTH_TOKEN_PATH=str(path))
+
+
+@contextmanager
+def _variables(**values: str) -> Generator[None, None, None]:
+    """Set variables of the environment for the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
@@ -396,20 +407,6 @@ def ray_tls_files(*, cert: Path, key: Path, authority: Path) -> Generator[None, 
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def ray_token_file(path: Path) -> Generator[None, None, None]:
-    """Point Ray processes started in the block at the token in `path`, unless one is set."""
-    name = "RAY_AUTH_TOKEN_PATH"
-    before = os.environ.get(name)
-    if before is None and "RAY_AUTH_TOKEN" not in os.environ:
-        os.environ[name] = str(path)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
 
 
 def set_compile_cache(folder: Path) -> None:

@@ -6,11 +6,12 @@ check that cannot be made is itself a failed check.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import logging
+import os
 import platform
 import shutil
-import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,10 @@ import psutil
 
 from ratoon.config import RatoonConfig
 from ratoon.errors import RatoonError
+from ratoon.sole_service import is_free, ports_of
 
 if TYPE_CHECKING:
-    from ratoon.cluster.nodes import Node
+    from ratoon.cluster.placement import Node
 
 MIN_PYTHON = (3, 11)
 TORCH_VERSIONS = ((2, 11), (2, 13))
@@ -121,7 +123,7 @@ def _check_ranks() -> Iterator[Check]:
     """Report how many ranks a policy may have here, and what they copy through."""
     import torch
 
-    from ratoon.cluster.nodes import gpu_links
+    from ratoon.cluster.placement import gpu_links
 
     num_gpus = torch.cuda.device_count()
     if num_gpus == 1:
@@ -144,25 +146,17 @@ def _check_kernels() -> Iterator[Check]:
 
 
 def _check_ports(config: RatoonConfig) -> Iterator[Check]:
-    wanted: tuple[tuple[str, str, int], ...] = (
-        ("http", config.http.host, config.http.port),
-        ("grpc", config.grpc.host, config.grpc.port),
-    )
-    if config.serve.is_on:
-        wanted += (("serve http", config.serve.http_host, config.serve.http_port),)
-    for name, host, port in wanted:
-        if port == 0:
-            yield Check(name=f"port {name}", status=Status.OK, detail="any free port")
-            continue
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as err:
-                detail = f"{host}:{port} cannot be bound: {err.strerror}"
-                yield Check(name=f"port {name}", status=Status.FAIL, detail=detail)
-            else:
-                yield Check(name=f"port {name}", status=Status.OK, detail=f"{host}:{port} is free")
+    for setting, host, port in ports_of(config):
+        name = setting.removesuffix("_port").removesuffix(".port").replace(".", " ")
+        status, detail = Status.OK, f"{host}:{port} is free"
+        try:
+            if port == 0:
+                detail = "any free port"
+            elif not is_free(host, port):
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        except OSError as err:
+            status, detail = Status.FAIL, f"{host}:{port} cannot be bound: {err.strerror}"
+        yield Check(name=f"port {name}", status=status, detail=detail)
 
 
 def _check_tls(config: RatoonConfig) -> Iterator[Check]:
@@ -256,7 +250,7 @@ def _check_cluster(config: RatoonConfig) -> Iterator[Check]:
     import ray
     from ray.exceptions import RayError
 
-    from ratoon.cluster.nodes import look_at_nodes
+    from ratoon.cluster.placement import look_at_nodes
 
     try:
         ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR)

@@ -80,12 +80,12 @@ def sole_service(config: RatoonConfig) -> Iterator[None]:
             if folder is not None:
                 held.enter_context(_held(field, folder.absolute()))
         deadline = time.monotonic() + PORT_PATIENCE_S
-        for field, host, port in _ports(config):
+        for field, host, port in ports_of(config):
             _wait_for_port(field, host, port, deadline)
         yield
 
 
-def _ports(config: RatoonConfig) -> Iterator[tuple[str, str, int]]:
+def ports_of(config: RatoonConfig) -> Iterator[tuple[str, str, int]]:
     """Setting, address and port of each wire; port 0 picks a free port anyway."""
     yield "http.port", config.http.host, config.http.port
     yield "grpc.port", config.grpc.host, config.grpc.port

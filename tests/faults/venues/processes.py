@@ -17,8 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.gate import build_gate
-from ratoon.api.http.app import create_app
-from ratoon.api.http.listener import start_http
+from ratoon.api.http.app import create_app, start_http
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import checked_hosts
 from ratoon.config import CheckpointConfig, HttpConfig, LimitsConfig, RatoonConfig

@@ -1,25 +1,125 @@
-"""Answers of the service that are more than a plain message.
+"""Answers of the service: operations, errors, server information, chunks of files.
 
-A file chunk is serialized with a single copy of its bytes. A watched operation is throttled: a slow
-reader has at most one value waiting, the newest, however many changes there were.
+A final operation has exactly one result. Texts of errors are cut so that a message fits a gRPC
+trailer (8 KiB of metadata). A file chunk is serialized with a single copy of its bytes. A watched
+operation is throttled: a slow reader has at most one value waiting, the newest, however many
+changes there were.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import platform
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 import xxhash
 from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
 
-from ratoon.engine.types import Operation
+from ratoon.api.convert.checks import write
+from ratoon.api.convert.policy import policy_message
+from ratoon.config import LimitsConfig
+from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, Operation, PolicyResult
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import PRESET_NAMES
+from ratoon_proto.types import BackendInfo, EmptyResult, ImportResult, StepResult
+from ratoon_proto.v1 import operation_pb2 as wire
 from ratoon_proto.v1 import service_pb2
+from ratoon_proto.v1.training_pb2 import ForwardOutput
 
+# Results that the message holds as they are.
+_FIELDS: Mapping[type, str] = MappingProxyType(
+    {
+        CheckpointInfo: "checkpoint",
+        EmptyResult: "empty",
+        ImportResult: "imported",
+        StepResult: "step",
+    }
+)
+MAX_TEXT = 1024
+MAX_DETAILS = 16
+API_VERSION = "v1"
+_LIBRARIES = ("ratoon", "ray", "torch", "transformers", "numpy", "grpcio", "fastapi")
 _DATA = service_pb2.FetchWeightsResponse.DESCRIPTOR.fields_by_name["data"]
 # Wire type of the format's length-delimited fields.
 _LENGTH_DELIMITED = 2
+
+
+def operation_message(
+    operation: Operation, models_root: Path, *, forward_output: bytes | None
+) -> wire.Operation:
+    """`forward_output`: the serialized `ForwardOutput` to put inline; None: name its file."""
+    message = write(wire.Operation(), operation, skip=("result",))
+    match operation.result:
+        case PolicyResult(policy=policy):
+            message.policy.CopyFrom(policy_message(policy, models_root))
+        case ForwardResult() as result:
+            _set_forward(message.forward, result, forward_output)
+        case FailedResult(error=error):
+            message.error.CopyFrom(detail_of(RatoonError.from_dict(error)))
+        case None:
+            pass
+        case result:
+            write(message, {_FIELDS[type(result)]: result})
+    return message
+
+
+def _set_forward(message: wire.ForwardResult, result: ForwardResult, output: bytes | None) -> None:
+    write(message, result, skip=("digest", "size_bytes"))
+    if output is None:
+        message.file.digest, message.file.size_bytes = result.digest, result.size_bytes
+        return
+    try:
+        message.inline.CopyFrom(ForwardOutput.FromString(output))
+    except DecodeError as err:
+        raise AssertionError(f"result file {result.digest} is not a ForwardOutput") from err
+
+
+def cut(text: str) -> str:
+    """`text` without what UTF-8 cannot encode, at most MAX_TEXT characters."""
+    safe = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return safe if len(safe) <= MAX_TEXT else f"{safe[: MAX_TEXT - 3]}..."
+
+
+def detail_of(error: RatoonError) -> wire.ErrorDetail:
+    """The wire form of `error`, its texts cut to MAX_TEXT characters."""
+    details = list(error.details.items())[:MAX_DETAILS]
+    return wire.ErrorDetail(
+        code=str(error.code),
+        message=cut(error.message),
+        field=cut(error.field)[:256],
+        got=cut(error.got)[:256],
+        expected=cut(error.expected)[:512],
+        retryable=error.retryable,
+        details={cut(key)[:64]: cut(value)[:128] for key, value in details},
+    )
+
+
+def internal_error() -> RatoonError:
+    """What a caller is told about our own bug; the log has the rest."""
+    return RatoonError(ErrorCode.INTERNAL, "internal error; the server's log has the cause")
+
+
+def server_info(
+    limits: LimitsConfig, *, device: str, backends: Iterable[BackendInfo]
+) -> service_pb2.ServerInfo:
+    versions = {name: version(name) for name in _LIBRARIES}
+    shown = service_pb2.ServerLimits.DESCRIPTOR.fields_by_name
+    info = {
+        "version": versions["ratoon"],
+        "api_version": API_VERSION,
+        "device": device,
+        "backends": backends,
+        "presets": PRESET_NAMES,
+        "limits": {name: getattr(limits, name) for name in shown},
+        "library_versions": {"python": platform.python_version(), **versions},
+    }
+    return write(service_pb2.ServerInfo(), info)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""Counts the objects that a body would become, in its bytes, before it is parsed.
+"""Looks at the bytes of a request before it is parsed: how many objects, and whose policy.
 
 An empty message takes two bytes on the wire and a hundred in memory; a JSON value takes two and
 eighty. So messages are counted by type, and all their fields together; in JSON, brackets and commas
-are counted.
+are counted. Which policy a request names is read from bytes that do not parse too: a caller who may
+not know of the policy is told so before anything else.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.descriptor import Descriptor
 
+from ratoon.api.convert.checks import policy_of_operation
 from ratoon.config import LimitsConfig
 from ratoon.errors import ErrorCode, RatoonError
 
@@ -23,6 +25,9 @@ MAX_JSON_VALUES = 2**22
 MAX_JSON_OBJECTS = 2**18
 _NAMES = {"RolloutGroup": "groups", "Rollout": "rollouts"}
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+# Encoders write fields by number, and the policy's is the first: a million others after it are not
+# walked through.
+_MAX_FIELDS = 64
 
 
 class MalformedError(Exception):
@@ -159,3 +164,44 @@ def _too_many(what: str, most: int) -> RatoonError:
         got=f"more than {most} {what}",
         expected=f"at most {most}",
     )
+
+
+def named_policy(request: Descriptor, data: bytes) -> str:
+    """The policy that a request's first fields name, up to the damage; "": none."""
+    fields = request.fields_by_name
+    if "spec" in fields:
+        spec = fields["spec"]
+        assert spec.message_type is not None
+        return named_policy(spec.message_type, b"".join(_values(data, spec.number, is_cut=True)))
+    for name in ("policy_id", "operation_id"):
+        if name in fields:
+            found = _values(data, fields[name].number, is_cut=False)[-1:]
+            text = b"".join(found).decode(errors="replace")
+            return policy_of_operation(text) if name == "operation_id" else text
+    return ""
+
+
+def _values(data: bytes, number: int, *, is_cut: bool) -> list[bytes]:
+    """Values of a field of strings or messages; a last one that is cut only if `is_cut`."""
+    found: list[bytes] = []
+    at = 0
+    try:
+        for _ in range(_MAX_FIELDS):
+            if at >= len(data):
+                break
+            tag, at = varint(data, at)
+            match tag & 7:
+                case kind if kind == BYTES:
+                    size, at = varint(data, at)
+                    if tag >> 3 == number and (is_cut or at + size <= len(data)):
+                        found.append(data[at : at + size])
+                    at += size
+                case kind if kind == VARINT:
+                    _, at = varint(data, at)
+                case kind if kind in (FIXED32, FIXED64):
+                    at += 4 if kind == FIXED32 else 8
+                case _:
+                    break
+    except (IndexError, MalformedError):
+        pass
+    return found

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.gate import build_gate
 from ratoon.api.grpc.server import RunningGrpc, start_grpc
-from ratoon.api.http.app import create_app
-from ratoon.api.http.listener import RunningHttp, start_http
+from ratoon.api.http.app import RunningHttp, create_app, start_http
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import checked_hosts
-from ratoon.cluster.engine_actor import connect
+from ratoon.cluster.bootstrap import connect
 from ratoon.config import RatoonConfig
 from ratoon.edge.budget import EdgeBounds
 from ratoon.edge.tls import CertificateStore, files_of, server_context

@@ -249,17 +249,12 @@ def _holder(caller: Caller) -> Holder:
 
 def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _key_id: None) -> Gate:
     """Build the gate of a config; the audit log is kept even without keys."""
-    data_root = config.data_root.absolute()
-    audit = AuditLog(
-        data_root,
-        max_file_bytes=config.auth.audit_file_bytes,
-        max_files=config.auth.audit_files,
-    )
     in_flight = InFlight(
         most=config.limits.max_requests_in_flight,
         most_of_caller=config.limits.max_requests_in_flight_of_caller,
     )
-    return Gate(access_of(config), audit, in_flight, Rates(data_root), on_refusal)
+    rates = Rates(config.data_root.absolute())
+    return Gate(access_of(config), AuditLog.of(config), in_flight, rates, on_refusal)
 
 
 def policy_of(request: Message) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from ratoon.api import submissions
-from ratoon.api.answers import FileChunk, throttled
+from ratoon.api.answers import FileChunk, operation_message, server_info, throttled
 from ratoon.api.contract import current_holder
 from ratoon.api.convert.checks import (
     DIGEST,
@@ -29,12 +29,10 @@ from ratoon.api.convert.checks import (
     matched,
     not_negative,
     required,
+    write,
 )
 from ratoon.api.convert.groups import raw_groups
-from ratoon.api.convert.operation import operation_message
 from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
-from ratoon.api.convert.records import write
-from ratoon.api.convert.server import server_info
 from ratoon.config import LimitsConfig
 from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.commands import Submission
@@ -46,10 +44,6 @@ from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
 
 T = TypeVar("T")
-# A batch's groups: inline, or from an upload.
-BatchRequest = (
-    service_pb2.UpdateRequest | service_pb2.ForwardBackwardRequest | service_pb2.ForwardRequest
-)
 MAX_UPLOAD_PARTS = 65_536
 # A field of weight manifests that only the service's own start reads.
 _NOT_SENT = ("made_by",)
@@ -111,39 +105,25 @@ class PolicyService:
             policies=[policy_message(policy, root) for policy in policies]
         )
 
-    async def update(self, request: service_pb2.UpdateRequest) -> operation_pb2.Operation:
-        return await self._submit_batch(request, submissions.update)
+    async def _submit_batch(self, request: submissions.BatchRequest) -> operation_pb2.Operation:
+        async def built(policy: Policy) -> Submission:
+            groups = await self._groups(request)
+            return await asyncio.to_thread(
+                submissions.with_batch, request, policy, groups, self._limits
+            )
 
-    async def forward_backward(
-        self, request: service_pb2.ForwardBackwardRequest
-    ) -> operation_pb2.Operation:
-        return await self._submit_batch(request, submissions.forward_backward)
+        return await self._submit(request.policy_id, built)
 
-    async def forward(self, request: service_pb2.ForwardRequest) -> operation_pb2.Operation:
-        return await self._submit_batch(request, submissions.forward)
+    async def _submit_plain(self, request: submissions.PlainRequest) -> operation_pb2.Operation:
+        async def built(policy: Policy) -> Submission:
+            return submissions.without_batch(request, policy)
 
-    async def optim_step(self, request: service_pb2.OptimStepRequest) -> operation_pb2.Operation:
-        return await self._submit_plain(request, submissions.optim_step)
+        return await self._submit(request.policy_id, built)
 
-    async def discard_gradients(
-        self, request: service_pb2.DiscardGradientsRequest
-    ) -> operation_pb2.Operation:
-        return await self._submit_plain(request, submissions.discard_gradients)
-
-    async def save_checkpoint(
-        self, request: service_pb2.SaveCheckpointRequest
-    ) -> operation_pb2.Operation:
-        return await self._submit_plain(request, submissions.save_checkpoint)
-
-    async def load_checkpoint(
-        self, request: service_pb2.LoadCheckpointRequest
-    ) -> operation_pb2.Operation:
-        return await self._submit_plain(request, submissions.load_checkpoint)
-
-    async def import_weights(
-        self, request: service_pb2.ImportWeightsRequest
-    ) -> operation_pb2.Operation:
-        return await self._submit_plain(request, submissions.import_weights)
+    # `submissions` says in what these calls differ.
+    update = forward_backward = forward = _submit_batch
+    optim_step = discard_gradients = save_checkpoint = load_checkpoint = _submit_plain
+    import_weights = _submit_plain
 
     async def upload_part(
         self, request: service_pb2.UploadPartRequest
@@ -333,27 +313,6 @@ class PolicyService:
                 del self._known[next(iter(self._known))]
         return policy
 
-    async def _submit_batch(
-        self,
-        request: Any,
-        build: Callable[
-            [Any, Policy, Sequence[rollout_pb2.RolloutGroup], LimitsConfig], Submission
-        ],
-    ) -> operation_pb2.Operation:
-        async def built(policy: Policy) -> Submission:
-            groups = await self._groups(request)
-            return await asyncio.to_thread(build, request, policy, groups, self._limits)
-
-        return await self._submit(request.policy_id, built)
-
-    async def _submit_plain(
-        self, request: Any, build: Callable[[Any, Policy], Submission]
-    ) -> operation_pb2.Operation:
-        async def built(policy: Policy) -> Submission:
-            return build(request, policy)
-
-        return await self._submit(request.policy_id, built)
-
     async def _submit(
         self, policy_id: str, build: Callable[[Policy], Awaitable[Submission]]
     ) -> operation_pb2.Operation:
@@ -388,7 +347,9 @@ class PolicyService:
         submission = replace(submission, holder=holder, policy_created_at=created_at)
         return await self._message(await self._finish(self._engine.submit(submission)))
 
-    async def _groups(self, request: BatchRequest) -> Sequence[rollout_pb2.RolloutGroup]:
+    async def _groups(
+        self, request: submissions.BatchRequest
+    ) -> Sequence[rollout_pb2.RolloutGroup]:
         match request.WhichOneof("source"):
             case "batch":
                 return request.batch.groups

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ratoon.auth.keys import access_folder, make_access_folder
+from ratoon.config import RatoonConfig
 from ratoon.errors import ErrorCode
 from ratoon.log import get_logger
 
@@ -79,6 +80,15 @@ class AuditLog:
         # This minute's refusals by host; hosts beyond those with a line of their own are "".
         self._written: Counter[str] = Counter()
         self._suppressed: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, config: RatoonConfig) -> AuditLog:
+        """Return the log of a service with these settings."""
+        return cls(
+            config.data_root.absolute(),
+            max_file_bytes=config.auth.audit_file_bytes,
+            max_files=config.auth.audit_files,
+        )
 
     def write(self, entry: AuditEntry) -> None:
         """Append an entry, or count it. Never raises."""

@@ -13,7 +13,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratoon.auth.keys import access_folder
@@ -43,6 +43,11 @@ class _Bucket:
     level: float
     at: float
 
+    def filled(self, now: float, rate: float, burst: int) -> _Bucket:
+        """The bucket as of `now`. The latest time stays, so that clocks that differ add nothing."""
+        level = self.level + max(now - self.at, 0.0) * rate
+        return _Bucket(level=min(level, float(burst)), at=max(now, self.at))
+
 
 class Rates:
     """Token buckets of keys that have a rate. `now` returns seconds since the epoch.
@@ -69,14 +74,7 @@ class Rates:
             return None
         if missing <= 0:
             return None
-        return exhausted(
-            f"API key {key_id}: at most {rate:g} requests a second",
-            resource="requests_per_second",
-            wanted=1,
-            free=0,
-            limit=math.ceil(rate),
-            retry_after_s=missing / rate,
-        )
+        return _too_fast(f"API key {key_id}: at most {rate:g} requests a second", rate, missing)
 
     def take_free(self, host: str) -> RatoonError | None:
         """Count a call that needs no key, or return the refusal."""
@@ -87,17 +85,11 @@ class Rates:
         if host not in self._hosts and len(self._hosts) >= _MAX_HOSTS:
             host = ""
         bucket = self._hosts.get(host, _Bucket(level=FREE_BURST, at=now))
-        filled = min(bucket.level + max(now - bucket.at, 0.0) * FREE_RATE, FREE_BURST)
-        if filled < 1.0:
-            return exhausted(
-                f"host {host}: at most {FREE_RATE:g} calls a second without a key",
-                resource="requests_per_second",
-                wanted=1,
-                free=0,
-                limit=math.ceil(FREE_RATE),
-                retry_after_s=(1.0 - filled) / FREE_RATE,
-            )
-        self._hosts[host] = _Bucket(level=filled - 1.0, at=now)
+        bucket = bucket.filled(now, FREE_RATE, FREE_BURST)
+        if bucket.level < 1.0:
+            message = f"host {host}: at most {FREE_RATE:g} calls a second without a key"
+            return _too_fast(message, FREE_RATE, 1.0 - bucket.level)
+        self._hosts[host] = replace(bucket, level=bucket.level - 1.0)
         return None
 
     def _level(self, key_id: str, rate: float, burst: int) -> float:
@@ -126,10 +118,19 @@ def _filled(data: bytes, now: float, rate: float, burst: int) -> _Bucket:
     if len(data) == _BUCKET.size:
         level, at = _BUCKET.unpack(data)
         if 0.0 <= level <= burst and at <= now + _SKEW_S:
-            # Keep the latest time seen, so that clock differences add no tokens.
-            filled = level + max(now - at, 0.0) * rate
-            return _Bucket(level=min(filled, float(burst)), at=max(now, at))
+            return _Bucket(level=level, at=at).filled(now, rate, burst)
     return _Bucket(level=float(burst), at=now)
+
+
+def _too_fast(message: str, rate: float, missing: float) -> RatoonError:
+    return exhausted(
+        message,
+        resource="requests_per_second",
+        wanted=1,
+        free=0,
+        limit=math.ceil(rate),
+        retry_after_s=missing / rate,
+    )
 
 
 class InFlight:

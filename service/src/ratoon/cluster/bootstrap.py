@@ -1,6 +1,8 @@
-"""Starts and stops the engine.
+"""The engine's process: its start and end, and how others connect to it.
 
-Starting is idempotent; the engine recovers its policies by itself.
+The process is a detached actor around `engine.Engine`. Starting is idempotent; after a restart the
+engine recovers by itself, from its settings and the journal. Processes that look the actor up
+import this module, so the constructor imports the engine.
 """
 
 # Ray's decorators are only partly typed.
@@ -11,28 +13,36 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
-from ratoon.cluster.engine_actor import EngineActor
 from ratoon.cluster.placement import ON_HEAD, worker_device
 from ratoon.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
 from ratoon.cluster.worker_process import find_spare, make_spare
 from ratoon.config import RatoonConfig
-from ratoon.engine.client import Engine
+from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.files.archive import check_store
+from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.settings import ENGINE_NAME, EngineSettings
 from ratoon.engine.types import Policy
+from ratoon.errors import ErrorCode, RatoonError, described
+from ratoon.garbage import frozen_imports
+from ratoon.log import configure_logging, get_logger
 from ratoon.method_call import MethodCall
 from ratoon_proto.types import PolicyState
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
+
+# Shared by all policies, to read, write and hash files.
+_NUM_THREADS = 64
+T = TypeVar("T")
 # Long polls wait inside the engine.
 _MAX_CONCURRENCY = 100_000
 # Seconds to wait for an answer, beyond the call's own time. There is none from an engine that waits
@@ -41,6 +51,57 @@ _LATE_S = 15.0
 # How long Serve's start waits for workers.
 _START_S = 15.0
 _POLL_S = 1.0
+_LOG = get_logger("client")
+
+
+class EngineActor:
+    """Wraps `Engine`: `call` runs any of its public methods."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        configure_logging(settings.log_level)
+        with frozen_imports():
+            from ratoon.cluster.ray_cluster import open_engine
+
+            self._engine = open_engine(settings)
+        self._threads: ThreadPoolExecutor | None = None
+        # Nobody else would call it after a restart.
+        ray.get_runtime_context().current_actor.call.remote(MethodCall.of(Engine.recover))
+
+    @ray.method
+    async def call(self, call: MethodCall[Awaitable[Any]]) -> Any:
+        """Call a method of the engine. Raises what the method raises."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="files")
+            asyncio.get_running_loop().set_default_executor(self._threads)
+        return await call.on(self._engine)
+
+
+async def connect(namespace: str) -> EngineClient:
+    """A client, in a process connected to Ray. Raises UNAVAILABLE where no engine runs."""
+    found = find_actor(ENGINE_NAME, namespace)
+    if found is None:
+        raise RatoonError(ErrorCode.UNAVAILABLE, f"no engine runs as {namespace}")
+    actor = cast("ActorProxy[EngineActor]", found)
+
+    async def send(call: MethodCall[Awaitable[Any]]) -> Any:
+        return await _answer(actor.call.remote(call))
+
+    return EngineClient(send, await send(MethodCall.of(Engine.settings)))
+
+
+async def _answer(reference: ObjectRef[T]) -> T:
+    """Await the answer. Raises only `RatoonError`."""
+    try:
+        return await ask(reference)
+    except RatoonError:
+        raise
+    except ActorLostError as err:
+        raise RatoonError(ErrorCode.UNAVAILABLE, "the engine does not answer; try again") from err
+    except JournalAwayError as err:
+        raise RatoonError(ErrorCode.UNAVAILABLE, f"{err}; try again") from err
+    except Exception as err:
+        _LOG.exception("unexpected failure of the engine")
+        raise RatoonError(ErrorCode.INTERNAL, described(err)) from err
 
 
 def start_engine(config: RatoonConfig) -> ObjectRef[None]:

@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ratoon.cluster.creation import Creation
-from ratoon.cluster.gpu_environment import GPU_ENVIRONMENT, seen_by_ranks
-from ratoon.cluster.placement import bundles_of_ranks, find_group
+from ratoon.cluster.placement import GPU_ENVIRONMENT, bundles_of_ranks, find_group, seen_by_ranks
 from ratoon.cluster.ray_calls import START_S
-from ratoon.cluster.ray_peer import RayPeer
+from ratoon.cluster.ray_peer import Creation, RayPeer
 from ratoon.config import set_copy_interface, set_visible_gpus, visible_gpus
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.errors import RatoonError

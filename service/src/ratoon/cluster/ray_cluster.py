@@ -15,8 +15,7 @@ from prometheus_client import disable_created_metrics
 
 from ratoon.cluster.placement import check_free_gpus, no_gpus, on_gpu_node, worker_device
 from ratoon.cluster.ray_calls import ask
-from ratoon.cluster.ray_worker import RayWorker
-from ratoon.cluster.worker_process import end_spare, make_spare
+from ratoon.cluster.worker_process import RayWorker, end_spare, make_spare
 from ratoon.engine.engine import Engine
 from ratoon.engine.files.paths import POLICIES, require_known
 from ratoon.engine.journal.journal import Journal

@@ -1,12 +1,15 @@
-"""The worker's process, a detached actor around `worker.WorkerCore`: its start and its end.
+"""A policy's worker over Ray: its process, and the calls that the engine makes to it.
 
-Each concurrency group has threads of its own. All calls of the trainer run on "compute", which is
-one thread, so they never overlap. "files" writes snapshots and "versions" writes published weights
-beside them; "control" answers at any time. Processes that look the actor up import this module, so
-torch is imported by the constructor.
+The process is a detached actor around `worker.WorkerCore`, which the engine starts, or takes, when
+it first fences. Each concurrency group has threads of its own. All calls of the trainer run on
+"compute", which is one thread, so they never overlap. "files" writes snapshots and "versions"
+writes published weights beside them; "control" answers at any time. Processes that look the actor
+up import this module, so torch is imported by the constructor.
 
 Importing torch and transformers takes a process seconds. So on CPUs a spare is started ahead; the
 first policy that looks for a worker takes it, and keeps it until it ends.
+
+A lost worker raises `WorkerLostError`. A worker that stays silent for too long counts as lost.
 """
 
 # Ray's decorators are only partly typed.
@@ -19,16 +22,26 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray import ObjectRef
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ratoon.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
+from ratoon.cluster.placement import GPU_ENVIRONMENT, free_gpus, place
+from ratoon.cluster.ray_calls import (
+    START_S,
+    ActorLostError,
+    ask,
+    ask_living,
+    find_actor,
+    kill_actor,
+)
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.kernels import list_backends
-from ratoon.engine.worker.tasks import WorkerLostError
+from ratoon.engine.worker.tasks import WorkerLostError, WorkerStatus
+from ratoon.engine.worker.worker import WorkerCore
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
 from ratoon.method_call import MethodCall
@@ -43,12 +56,21 @@ if TYPE_CHECKING:
 
     Worker = ActorProxy["WorkerActor"]
 
-_LOG = get_logger("worker")
 CONCURRENCY_GROUPS = {"compute": 1, "control": 4, "files": 1, "versions": 1}
 T = TypeVar("T")
 _SPARE = "ratoon-spare-worker"
 # A spare that has not answered in this time never will.
 _SPARE_S = 60.0
+P = ParamSpec("P")
+# The concurrency group of each method that does not wait for the trainer; all others run on
+# "compute", one at a time.
+_GROUPS = {
+    WorkerCore.progress.__name__: "control",
+    WorkerCore.cancel.__name__: "control",
+    WorkerCore.publish.__name__: "versions",
+    WorkerCore.write_snapshot.__name__: "files",
+}
+_LOG = get_logger("worker")
 
 
 class WorkerActor:
@@ -141,12 +163,30 @@ def make_worker(
     policy_id: str, num_workers: int, settings: EngineSettings, **options: object
 ) -> Worker:
     """Start a policy's process, that of its first rank; `options` are those of its actor."""
-    return _make(_name(policy_id), policy_id, num_workers, settings, options)
+    # Ray accepts concurrency groups here, but its types do not say so.
+    remote = cast(
+        "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote
+    )
+    actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
+        name=_name(policy_id),
+        namespace=settings.namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        **options,
+    )
+    return actor.remote(
+        policy_id,
+        num_workers,
+        settings.log_level,
+        settings.crash_points,
+        settings.compiled,
+        settings.max_silence_s,
+    )
 
 
 def make_spare(settings: EngineSettings) -> Worker:
     """The spare, which may be some policy's by now."""
-    return _make(_SPARE, "", 1, settings, {})
+    return make_worker("", 1, settings)
 
 
 def find_spare(namespace: str) -> Worker | None:
@@ -179,35 +219,11 @@ async def end_spare(namespace: str) -> None:
 
 
 def _name(policy_id: str) -> str:
-    return f"ratoon-worker-{policy_id}"
+    return f"ratoon-worker-{policy_id}" if policy_id else _SPARE
 
 
 def _find(name: str, namespace: str) -> Worker | None:
     return cast("Worker | None", find_actor(name, namespace))
-
-
-def _make(
-    name: str,
-    policy_id: str,
-    num_workers: int,
-    settings: EngineSettings,
-    options: dict[str, object],
-) -> Worker:
-    # Ray accepts concurrency groups here, but its types do not say so.
-    remote = cast(
-        "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote
-    )
-    actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
-        name=name, namespace=settings.namespace, lifetime="detached", get_if_exists=True, **options
-    )
-    return actor.remote(
-        policy_id,
-        num_workers,
-        settings.log_level,
-        settings.crash_points,
-        settings.compiled,
-        settings.max_silence_s,
-    )
 
 
 async def _told(reference: ObjectRef[T], namespace: str) -> T | None:
@@ -218,3 +234,78 @@ async def _told(reference: ObjectRef[T], namespace: str) -> T | None:
     except (ActorLostError, TimeoutError):
         await kill_actor(_SPARE, namespace)
         return None
+
+
+class RayWorker:
+    """`RemoteWorker` over an actor."""
+
+    def __init__(
+        self, policy_id: str, settings: EngineSettings, num_workers: int, *, on_gpus: bool
+    ) -> None:
+        """`num_workers`: ranks; `on_gpus`: each has a GPU of its own."""
+        self._policy_id = policy_id
+        self._settings = settings
+        self._num_workers = num_workers
+        self._on_gpus = on_gpus
+        self._handle: Worker | None = None
+        # Whether it has answered yet: it is given longer to come up.
+        self._is_up = False
+
+    async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
+        """See `RemoteWorker.fence`."""
+        worker = self._handle = self._handle or await self._find_or_make(on_one_node=on_one_node)
+        await self._ask(worker, worker.fence.remote(token))
+        return await self.call(WorkerCore.status)
+
+    async def call(
+        self,
+        method: Callable[Concatenate[WorkerCore, P], T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        """See `RemoteWorker.call`."""
+        if self._handle is None:
+            # A call after `release` must not start another worker.
+            raise WorkerLostError(f"policy {self._policy_id} has no worker")
+        call = MethodCall.of(method, *args, **options)
+        run = cast("Any", self._handle.call)
+        if group := _GROUPS.get(call.name):
+            run = run.options(concurrency_group=group)
+        return await self._ask(self._handle, cast("ObjectRef[T]", run.remote(call)))
+
+    async def replace(self) -> None:
+        """See `RemoteWorker.replace`."""
+        handle, self._handle, self._is_up = self._handle, None, False
+        if handle is not None:
+            # First and without a question: a worker that hangs would not say whose it is.
+            ray.kill(cast("Any", handle))
+        await end_worker(self._policy_id, self._settings.namespace)
+
+    async def release(self) -> None:
+        """See `RemoteWorker.release`."""
+        await self.replace()
+        free_gpus(self._policy_id)
+
+    async def _find_or_make(self, *, on_one_node: bool) -> Worker:
+        """The policy's worker, found or started. Raises RESOURCE_EXHAUSTED."""
+        found = await find_worker(self._policy_id, self._settings.namespace)
+        if found is not None:
+            return found
+        options: dict[str, object] = {}
+        if self._on_gpus:
+            group = await place(self._policy_id, self._num_workers, on_one_node=on_one_node)
+            options["num_gpus"] = 1
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=0
+            )
+            options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
+        return make_worker(self._policy_id, self._num_workers, self._settings, **options)
+
+    async def _ask(self, worker: Worker, reference: ObjectRef[T]) -> T:
+        max_silence_s = self._settings.max_silence_s if self._is_up else START_S
+        try:
+            answer = await ask_living(reference, worker.ping.remote, max_silence_s)
+        except ActorLostError as err:
+            raise WorkerLostError(str(err)) from err
+        self._is_up = True
+        return answer

@@ -1,14 +1,22 @@
-"""Checks of single fields: ids, numbers, sizes.
+"""Reads and checks single fields and messages of requests, and fills messages of answers.
 
-Errors name the field. An id that passes is safe in a file name, a URL and a log line.
+Errors name the field as callers do. An id that passes is safe in a file name, a URL and a log line.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
+from enum import StrEnum
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from ratoon.errors import RatoonError, invalid, shown
+from ratoon_proto import records
+from ratoon_proto.fields import FieldError
+from ratoon_proto.fill import fill
 
 POLICY_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 UPLOAD_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -19,8 +27,10 @@ OPERATION_ID = re.compile(r"[a-zA-Z0-9._:-]{1,128}")
 # xxh3-128 in hexadecimal.
 DIGEST = re.compile(r"[0-9a-f]{32}")
 FILE_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
-
 INT32_MAX = 2**31 - 1
+T = TypeVar("T")
+EnumT = TypeVar("EnumT", bound=StrEnum)
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 def matched(field: str, value: str, pattern: re.Pattern[str]) -> str:
@@ -56,3 +66,31 @@ def not_negative(field: str, value: float) -> float:
 def required(field: str, expected: str) -> RatoonError:
     """The error for a missing field."""
     return invalid(field, "nothing", expected)
+
+
+def read(message: Message, kind: type[T], path: str) -> T:
+    """Read a value of class `kind` from a request's message, whose place is `path`.
+
+    Raises INVALID_ARGUMENT for a missing field without a default, and for an unknown enum.
+    """
+    try:
+        return records.from_proto(message, kind, path, is_request=True)
+    except FieldError as err:
+        raise invalid(err.field, err.got, err.expected) from err
+
+
+def read_enum(message: Message, name: str, kind: type[EnumT], path: str) -> EnumT:
+    """Read one enum of a request's message; `path` is its place.
+
+    Raises INVALID_ARGUMENT for an unknown value.
+    """
+    try:
+        return records.read_enum(message, name, kind, path)
+    except FieldError as err:
+        raise invalid(err.field, err.got, err.expected) from err
+
+
+def write(message: MessageT, value: object, *, skip: Collection[str] = ()) -> MessageT:
+    """Fill `message` from `value`, except the fields in `skip`; times are Unix seconds."""
+    fill(message, value, skip=skip)
+    return message

@@ -12,8 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.api.convert.checks import at_least, required
-from ratoon.api.convert.records import read_enum
+from ratoon.api.convert.checks import at_least, read_enum, required
 from ratoon.errors import invalid
 from ratoon.rollout.raw import RawGroup, RawRollout, RawSegment, SamplerLogprobsKind
 from ratoon_proto.codec import CodecError, decode_tensor

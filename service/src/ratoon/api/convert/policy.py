@@ -15,9 +15,10 @@ from ratoon.api.convert.checks import (
     at_least,
     matched,
     positive,
+    read,
     required,
+    write,
 )
-from ratoon.api.convert.records import read, write
 from ratoon.engine.files.paths import model_folder
 from ratoon.engine.types import Policy, PolicySpec
 from ratoon.errors import invalid, shown

@@ -16,8 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from ratoon.api.contract import BATCHES, SERVICE, SMALL_BYTES, body_bound, check_size
-from ratoon.api.convert.fields import named_policy
-from ratoon.api.counts import MalformedError, MessageCounter
+from ratoon.api.counts import MalformedError, MessageCounter, named_policy
 from ratoon.config import LimitsConfig
 from ratoon.edge.budget import EdgeBudget
 from ratoon.edge.grpc_proxy import Call

@@ -12,7 +12,7 @@ the page has rebound its name to this machine (DNS rebinding) or just posts to i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated
@@ -23,9 +23,9 @@ from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratoon.api.answers import internal_error
 from ratoon.api.contract import body_bound, check_size, rpc_at
 from ratoon.api.convert.checks import policy_of_operation
-from ratoon.api.convert.errors import internal_error
 from ratoon.api.gate import ANSWERED, NO_ANSWER, AuthorizedCall, Gate
 from ratoon.api.http.errors import error_response
 from ratoon.api.service import PolicyService
@@ -109,7 +109,7 @@ class CallGate:
         """Run the application between the gate's `enter` and `leave`, or answer a refusal."""
         found = _route_of(self._routes, scope)
         if found is None:
-            await self._run(scope, receive, answer)
+            await self._run(scope, receive, answer, lambda: None)
             return
         route, named = found
         # The meter's label: a refused request never reaches the router.
@@ -122,11 +122,7 @@ class CallGate:
         scope.setdefault("state", {})[_AUTHORIZED] = authorized
         has_failed = False
         try:
-            error = self._refusal(authorized, named)
-            if error is None:
-                await self._run(scope, receive, answer)
-            else:
-                await error_response(error)(scope, receive, answer)
+            await self._run(scope, receive, answer, partial(self._check, authorized, named))
         except Exception:
             has_failed = True
             raise
@@ -134,25 +130,26 @@ class CallGate:
             outcome = str(ErrorCode.INTERNAL) if has_failed else _outcome(answer.status)
             self._gate.leave(authorized, named or "", outcome)
 
-    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        """Run the application with a bounded body."""
+    async def _run(
+        self, scope: Scope, receive: Receive, answer: _Answer, check: Callable[[], None]
+    ) -> None:
+        """Run the application with a bounded body, unless `check` refuses that."""
         rpc = rpc_at(scope["path"])
-        check = partial(check_size, rpc, bound=body_bound(rpc, self._limits.max_body_bytes))
+        bound = body_bound(rpc, self._limits.max_body_bytes)
         try:
-            bounded = bounded_body(scope, receive, self._limits, check)
+            check()
+            bounded = bounded_body(
+                scope, receive, self._limits, partial(check_size, rpc, bound=bound)
+            )
         except RatoonError as error:
             await error_response(error)(scope, receive, answer)
             return
         await self._app(scope, bounded, answer)
 
-    def _refusal(self, authorized: AuthorizedCall, policy_id: str | None) -> RatoonError | None:
-        """Return the refusal of a call whose path names a policy that the key is not for."""
-        try:
-            if policy_id is not None:
-                self._gate.check_policy(authorized, policy_id)
-        except RatoonError as error:
-            return error
-        return None
+    def _check(self, authorized: AuthorizedCall, policy_id: str | None) -> None:
+        """Check that the key is for the policy that the path names, if any."""
+        if policy_id is not None:
+            self._gate.check_policy(authorized, policy_id)
 
 
 class _Answer:

@@ -14,8 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from ratoon.api.convert.errors import detail_of
-from ratoon.api.http.schema.models import error_body
+from ratoon.api.answers import detail_of
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError, shown
 from ratoon_proto.json_form import to_json
 
@@ -24,6 +23,7 @@ _STATUS_CODES = {
     404: ErrorCode.ROUTE_NOT_FOUND,
     405: ErrorCode.METHOD_NOT_ALLOWED,
 }
+_ERROR_BODY = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
 # Errors that any route may answer.
 _COMMON = (
     ErrorCode.MALFORMED_BODY,
@@ -38,12 +38,16 @@ _COMMON = (
 
 
 def error_responses(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route that may fail with `codes` or the common ones."""
+    """Return the `responses` of a route that may fail with `codes` or the common ones.
+
+    They refer to the schema of `error_body`, which one route declares for the whole document:
+    FastAPI builds a model's schema anew for every status of every route.
+    """
     by_status: dict[int | str, list[ErrorCode]] = {}
     for code in (*codes, *_COMMON):
         by_status.setdefault(ERROR_TABLE[code].http, []).append(code)
     return {
-        status: {"model": error_body(), "description": ", ".join(sorted(names))}
+        status: {"description": ", ".join(sorted(names)), "content": _ERROR_BODY}
         for status, names in by_status.items()
     }
 

@@ -32,6 +32,7 @@ from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import service_pb2 as wire
 
 BINARY = "application/octet-stream"
+WHOLE, PART, NOT_MODIFIED = 200, 206, 304
 # xxh3-128 of the body, 32 hexadecimal digits.
 CHUNK_DIGEST = "Ratoon-Chunk-Digest"
 # Bytes that are read and digested at a time; they fit a core's cache.
@@ -39,18 +40,20 @@ _PIECE_BYTES = 256 * 1024
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Length = Annotated[int, Query(ge=1, lt=2**63)]
 _NOT_FOUND = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND)
-_WEIGHT_FILE = "/weights/{version}/files/{name}"
+_WEIGHT_FILE = "/v1/policies/{policy_id}/weights/{version}/files/{name}"
 _NOT_MODIFIED = {"description": "If-None-Match names the file's digest."}
 _BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
 
 
-def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> APIRouter:
-    """Build the routes of files. Answers that are held in memory have at most `max_fetch_bytes`."""
-    routes = APIRouter(prefix="/v1/policies/{policy_id}", tags=["weights"])
+def add_files(
+    routes: APIRouter, service: PolicyService, gate: Gate, *, max_fetch_bytes: int
+) -> None:
+    """Add the routes of files. Answers that are held in memory have at most `max_fetch_bytes`."""
 
     @routes.get(
         _WEIGHT_FILE,
+        tags=["weights"],
         response_class=Response,
         responses={
             200: {**_BYTES, "description": "The whole file."},
@@ -95,6 +98,7 @@ def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> 
 
     @routes.head(
         _WEIGHT_FILE,
+        tags=["weights"],
         responses={
             200: {"description": "The file's size and digest."},
             304: _NOT_MODIFIED,
@@ -118,7 +122,8 @@ def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> 
         return Response(headers=headers, media_type=BINARY)
 
     @routes.get(
-        "/files/{digest}",
+        "/v1/policies/{policy_id}/files/{digest}",
+        tags=["weights"],
         response_class=Response,
         responses={
             200: {**_BYTES, "description": "The bytes, with their xxh3-128 in a header."},
@@ -139,8 +144,6 @@ def file_router(service: PolicyService, gate: Gate, *, max_fetch_bytes: int) -> 
         chunk = await gate.run(authorized, service.fetch_weights, request)
         return Response(chunk.data, media_type=BINARY, headers={CHUNK_DIGEST: chunk.digest})
 
-    return routes
-
 
 def _headers(file: WeightFile) -> dict[str, str]:
     return {"ETag": etag_of(file.digest), "Accept-Ranges": "bytes"}
@@ -151,25 +154,24 @@ def _is_zero_copy(scope: Scope) -> bool:
 
 
 async def _file_response(
-    choice: Whole | Part | NotModified,
+    choice: Choice,
     path: FilePath,
     file: WeightFile,
     headers: dict[str, str],
     check_again: Callable[[], None],
 ) -> Response:
-    match choice:
-        case NotModified():
-            return Response(status_code=304, headers=headers)
-        case Whole():
-            start, stop, status_code = 0, file.size_bytes, 200
-        case Part(start=start, stop=stop):
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
-            status_code = 206
+    if choice.status == NOT_MODIFIED:
+        return Response(status_code=choice.status, headers=headers)
+    start, stop = choice.start, choice.stop
+    if choice.status == PART:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size_bytes}"
     first = min(stop, start + CHUNK_BYTES)
     opened, digest = await asyncio.to_thread(_opened, path, start, first)
     if first == stop:
         headers[CHUNK_DIGEST] = digest
-    return FileResponse(opened, start, stop, check_again, headers=headers, status_code=status_code)
+    return FileResponse(
+        opened, start, stop, check_again, headers=headers, status_code=choice.status
+    )
 
 
 class FileResponse(Response):
@@ -250,21 +252,12 @@ def _digest(file: int, start: int, stop: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """Send all bytes, with status 200."""
+class Choice:
+    """Bytes [start, stop) to send: `WHOLE` file, `PART` of it, or none that are `NOT_MODIFIED`."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Send bytes [start, stop), with status 206."""
-
+    status: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotModified:
-    """Send nothing, with status 304: the caller has these bytes already."""
 
 
 def etag_of(digest: str) -> str:
@@ -286,7 +279,7 @@ def choose_range(
     size_bytes: int,
     digest: str,
     max_bytes: int,
-) -> Whole | Part | NotModified:
+) -> Choice:
     """Return what to send of a file of `size_bytes`.
 
     A range over `max_bytes` is answered with its beginning, as the RFC allows. Multiple ranges are
@@ -294,7 +287,7 @@ def choose_range(
     a range outside the file, and for a whole file over `max_bytes`.
     """
     if is_known(digest, if_none_match):
-        return NotModified()
+        return Choice(status=NOT_MODIFIED, start=0, stop=0)
     match = None
     if range_header is not None and if_range in (None, etag_of(digest)):
         match = _RANGE.fullmatch(range_header.strip())
@@ -303,11 +296,11 @@ def choose_range(
             raise _unsatisfiable(
                 f"a whole file of {size_bytes} bytes", f"ranges of at most {max_bytes} bytes"
             )
-        return Whole()
+        return Choice(status=WHOLE, start=0, stop=size_bytes)
     start, stop = _bounds(match.group(1), match.group(2), size_bytes)
     if start >= stop:
         raise _unsatisfiable(match.group(0), f"a range of the file's {size_bytes} bytes")
-    return Part(start=start, stop=min(stop, start + max_bytes))
+    return Choice(status=PART, start=start, stop=min(stop, start + max_bytes))
 
 
 def _bounds(first: str, last: str, size_bytes: int) -> tuple[int, int]:

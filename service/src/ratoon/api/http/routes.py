@@ -1,40 +1,46 @@
-"""HTTP routes of the calls that gRPC has too, and of health and metrics.
+"""HTTP routes of the calls that gRPC has too, of watches, and of health and metrics.
 
 Method, path, parameters, body and answer of a call come from its descriptor in service.proto. Only
 what the contract does not say is here: a call's possible errors, and how parameters are written.
 The body of a response is `to_json` of the message and nothing else.
+
+Watches are server-sent events: each change is sent as `event: operation` or `event: weights` with
+JSON data, and a failure of the watch as `event: error`. A watch that fails at once is an ordinary
+HTTP error, not a stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from ratoon.api.answers import detail_of
 from ratoon.api.contract import BATCHES, SERVICE, call_name
 from ratoon.api.convert.checks import DIGEST, OPERATION_ID, POLICY_ID, UPLOAD_ID
 from ratoon.api.gate import AuthorizedCall, Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.bodies import BodyRoute, fill_request
 from ratoon.api.http.errors import error_response, error_responses
-from ratoon.api.http.schema.base import WireModel
-from ratoon.api.http.schema.models import body_of, comment, model_of
+from ratoon.api.http.schema import WireModel, body_of, comment, error_body, model_of
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.fields import fields_of, http_route
 from ratoon_proto.json_form import to_json
 from ratoon_proto.v1 import service_pb2 as wire
 from ratoon_proto.v1.operation_pb2 import Operation
+from ratoon_proto.v1.service_pb2 import WatchOperationRequest, WatchWeightsRequest
 
 ACCEPTED = 202
 PolicyId = Annotated[str, Path(examples=["tiny-grpo"], pattern=f"^{POLICY_ID.pattern}$")]
@@ -122,6 +128,10 @@ _PARAMETERS: Mapping[str, Any] = MappingProxyType(
 )
 _DEFAULTS: Mapping[str, Any] = MappingProxyType({"known_version": None, "wait_s": 0.0})
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+MEDIA_TYPE = "text/event-stream"
+KEEP_ALIVE_S = 15.0
+# A failure within this time is an HTTP error; a later one is an event.
+_AT_ONCE_S = 1.0
 
 
 def json_of(message: Message, *, status: int = 200) -> JSONResponse:
@@ -129,9 +139,8 @@ def json_of(message: Message, *, status: int = 200) -> JSONResponse:
     return JSONResponse(to_json(message), status_code=status)
 
 
-def call_router(service: PolicyService, gate: Gate) -> APIRouter:
-    """Build the routes of all RPCs that have an HTTP route."""
-    routes = APIRouter()
+def add_calls(routes: APIRouter, service: PolicyService, gate: Gate) -> None:
+    """Add the routes of all RPCs that have an HTTP route."""
     for name in CALLS:
         method = SERVICE.methods_by_name[name]
         route = http_route(method)
@@ -142,7 +151,6 @@ def call_router(service: PolicyService, gate: Gate) -> APIRouter:
                 latest = path.replace(f"{{{place}}}", "latest")
                 _add(routes, method, verb, latest, service, gate, f"{call_name(name)}_latest")
         _add(routes, method, verb, path, service, gate, call_name(name))
-    return routes
 
 
 def _add(
@@ -220,14 +228,16 @@ def _signature(
     )
 
 
-def server_router(service: PolicyService, gate: Gate) -> APIRouter:
-    """Build the routes of health and metrics."""
-    routes = APIRouter(tags=["server"])
+def add_server(routes: APIRouter, service: PolicyService, gate: Gate) -> None:
+    """Add the routes of health and metrics."""
+    errors = error_responses()
 
     @routes.get(
         "/v1/health",
+        tags=["server"],
         response_model=model_of(wire.HealthResponse.DESCRIPTOR),
-        responses=error_responses(),
+        # The document's one declaration of the body of an error.
+        responses=errors | {503: {**errors[503], "model": error_body()}},
     )
     async def health(authorized: AuthorizedCallOf) -> JSONResponse:
         """200 where the server can take work, 503 otherwise."""
@@ -238,10 +248,11 @@ def server_router(service: PolicyService, gate: Gate) -> APIRouter:
 
     @routes.get(
         "/metrics",
+        tags=["server"],
         response_class=Response,
         responses={
             200: {"content": {"text/plain": {}}, "description": "Prometheus text."},
-            **error_responses(),
+            **errors,
         },
     )
     async def metrics(authorized: AuthorizedCallOf) -> Response:
@@ -249,4 +260,79 @@ def server_router(service: PolicyService, gate: Gate) -> APIRouter:
         gate.check_all(authorized)
         return Response(await service.metrics_text(), media_type=PROMETHEUS)
 
-    return routes
+
+def add_events(routes: APIRouter, service: PolicyService, gate: Gate) -> None:
+    """Add the routes of the two watches."""
+
+    @routes.get(
+        "/v1/operations/{operation_id}/events",
+        tags=["operations"],
+        response_class=StreamingResponse,
+        responses={
+            200: {"content": {MEDIA_TYPE: {}}, "description": "Events named `operation`."},
+            **error_responses(ErrorCode.OPERATION_NOT_FOUND),
+        },
+    )
+    async def watch_operation(
+        authorized: AuthorizedCallOf, operation_id: OperationId
+    ) -> StreamingResponse:
+        """The operation now and as it changes, up to its end; leaving does not cancel it."""
+        request = WatchOperationRequest(operation_id=operation_id)
+        changes = gate.stream(authorized, service.watch_operation, request)
+        return await event_stream("operation", changes)
+
+    @routes.get(
+        "/v1/policies/{policy_id}/weights/events",
+        tags=["weights"],
+        response_class=StreamingResponse,
+        responses={
+            200: {"content": {MEDIA_TYPE: {}}, "description": "Events named `weights`."},
+            **error_responses(ErrorCode.POLICY_NOT_FOUND),
+        },
+    )
+    async def watch_weights(
+        authorized: AuthorizedCallOf, policy_id: PolicyId, known_version: KnownVersion = None
+    ) -> StreamingResponse:
+        """The newest manifest now and as versions are published, until the caller leaves."""
+        request = WatchWeightsRequest(policy_id=policy_id, known_version=known_version)
+        changes = gate.stream(authorized, service.watch_weights, request)
+        return await event_stream("weights", changes)
+
+
+async def event_stream(name: str, changes: AsyncGenerator[Message, None]) -> StreamingResponse:
+    """Build a response that sends each of `changes` as an event.
+
+    Raises the error of `changes` if it fails at once, before its first value.
+    """
+    first = asyncio.ensure_future(anext(changes))
+    done, _ = await asyncio.wait({first}, timeout=_AT_ONCE_S)
+    if done and isinstance(first.exception(), RatoonError):
+        first.result()
+    return StreamingResponse(
+        _events(name, first, changes), media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"}
+    )
+
+
+async def _events(
+    name: str, upcoming: asyncio.Future[Message], changes: AsyncGenerator[Message, None]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        while True:
+            done, _ = await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_S)
+            if not done:
+                yield b": keep-alive\n\n"
+                continue
+            yield _event(name, to_json(upcoming.result()))
+            upcoming = asyncio.ensure_future(anext(changes))
+    except StopAsyncIteration:
+        return
+    except RatoonError as error:
+        yield _event("error", {"error": to_json(detail_of(error))})
+    finally:
+        upcoming.cancel()
+        await asyncio.gather(upcoming, return_exceptions=True)
+        await changes.aclose()
+
+
+def _event(name: str, data: dict[str, object]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

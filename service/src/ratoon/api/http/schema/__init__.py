@@ -1,1 +1,0 @@
-"""JSON bodies: pydantic models built from the messages of `ratoon.v1`, with their comments."""

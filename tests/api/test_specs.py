@@ -1,0 +1,91 @@
+"""Specs of policies: what both wires refuse by field, and who says the tokens of a micro-batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ratoon.api.convert.policy import SpecDefaults, policy_spec, spec_message
+from ratoon.config import WorkerConfig
+from ratoon.engine.journal.codec import from_text, to_text
+from ratoon_proto.v1 import policy_pb2, service_pb2
+from tests.api import requests
+from tests.api.conftest import Api
+from tests.api.wires import refused_by
+
+AdamW, Guard = policy_pb2.AdamWConfig, policy_pb2.NumericsGuard
+Lora, Parallel = policy_pb2.LoraTuning, policy_pb2.ParallelLayout
+
+
+def _limited(name: str, value: float) -> policy_pb2.NumericsGuard:
+    guard = policy_pb2.NumericsGuard()
+    setattr(guard, name, value)
+    return guard
+
+
+# The field that is named, below `spec`, and what else is set than in a right spec.
+BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
+    ("policy_id", {"policy_id": "Tiny"}),
+    ("policy_id", {"policy_id": "a/b"}),
+    ("policy_id", {"policy_id": ""}),
+    ("preset", {"preset": "huge"}),
+    # Outside of the root, the root itself, a link that leads out, no folder, no name.
+    *(
+        ("model_folder", {"model_folder": folder})
+        for folder in ("../outside", "/etc", ".", "escape", "absent", "real\0x", "x" * 5000)
+    ),
+    ("keep_versions", {"keep_versions": 0}),
+    ("micro_batch_tokens", {"micro_batch_tokens": 0}),
+    # Replay needs determinism.
+    ("recovery", {"deterministic": False}),
+    # The bounds of a step.
+    *(("optimizer.beta1", {"optimizer": AdamW(beta1=value)}) for value in (-0.1, 1.0, 2.0)),
+    *(("optimizer.beta2", {"optimizer": AdamW(beta2=value)}) for value in (-0.1, 1.0)),
+    *(("optimizer.eps", {"optimizer": AdamW(eps=value)}) for value in (0.0, 1e-31, 1e31, 1e300)),
+    *(
+        ("optimizer.weight_decay", {"optimizer": AdamW(weight_decay=value)})
+        for value in (-1.0, -0.1, 1e31, 1e300)
+    ),
+    ("lora.rank", {"lora": Lora(rank=-1, alpha=1.0)}),
+    ("lora.alpha", {"lora": Lora(rank=4, alpha=-1.0)}),
+    ("publish.every_n", {"publish": policy_pb2.PublishConfig(every_n=4)}),
+    ("parallel.num_workers", {"parallel": Parallel(num_workers=-1)}),
+    ("parallel.sequence_ranks", {"parallel": Parallel(num_workers=4, sequence_ranks=3)}),
+    ("numerics_guard.max_skipped_in_row", {"numerics_guard": Guard(max_skipped_in_row=-1)}),
+    *(
+        (f"numerics_guard.{name}", {"numerics_guard": _limited(name, value)})
+        for name in ("max_grad_norm_to_step", "max_reference_kl_to_step", "max_sampler_kl_to_step")
+        # Finite, but not in float32.
+        for value in (0.0, -1.0, 1e39)
+    ),
+]
+
+
+async def test_a_bad_spec_is_refused(api: Api, wire_name: str) -> None:
+    for field, changes in BAD_SPECS:
+        request = service_pb2.CreatePolicyRequest(spec=requests.spec(**changes))
+        refused = await refused_by(api.wire(wire_name), "CreatePolicy", request)
+        detail = refused.detail
+        assert (detail.code, detail.field) == ("INVALID_ARGUMENT", f"spec.{field}"), changes
+        assert str(api.models_root) not in detail.message
+        assert api.engine.known_policies == {}
+
+
+def test_tokens_that_nobody_says_are_each_plans_own(tmp_path: Path) -> None:
+    assert WorkerConfig().micro_batch_tokens is None
+    defaults = SpecDefaults(models_root=tmp_path, micro_batch_tokens=None)
+    spec = policy_spec(requests.spec(), defaults)
+    assert spec.micro_batch_tokens is None
+    assert from_text(to_text(spec)) == spec
+    message = spec_message(spec, tmp_path)
+    assert not message.HasField("micro_batch_tokens")
+    assert policy_spec(message, SpecDefaults(models_root=tmp_path, micro_batch_tokens=7)) != spec
+
+
+def test_tokens_of_the_server_are_at_least_one() -> None:
+    assert WorkerConfig(micro_batch_tokens=1).micro_batch_tokens == 1
+    with pytest.raises(ValidationError):
+        WorkerConfig(micro_batch_tokens=0)
