@@ -12,12 +12,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.spec import NoDivisor, OptimStep
 from ratoon.train.optim.adamw import Optimizer
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.rounding import join_float32
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig
 
 CONFIG = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)

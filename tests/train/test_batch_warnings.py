@@ -9,10 +9,10 @@ import pytest
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
+from ratoon.train.gradient_window import of_prepared
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
-from ratoon.train.report.batch_sums import of_prepared
 from ratoon_proto.types import (
     AdvantageKind,
     CorrectionLevel,

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.shards.parts import parts_of
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim import bf16_state
-from ratoon.train.optim.bf16_adamw import Bf16AdamW
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import Bf16AdamW, make_optimizer
 from ratoon.train.optim.rounding import decode_positive, decode_signed
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig
 from tests.train.optimizer_runs import (
     CONFIG,

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ratoon.train.report.clock import DeviceClock
+from ratoon.train.clock import DeviceClock
 
 
 def test_laps_of_a_name_add_up_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:

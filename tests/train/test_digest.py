@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.model.spec import FolderBase, ModelDtype
-from ratoon.train.config import OptimizerStates
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.digest import (
     BLOCK,
     StateDigest,
@@ -21,6 +20,7 @@ from ratoon.train.optim.digest import (
     odd_words,
 )
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer

@@ -16,8 +16,8 @@ import torch
 
 from ratoon.rollout.pack import pack
 from ratoon.rollout.selection import trained_mask
-from ratoon.train import batch_loss, prepare
-from ratoon.train.loss import row_loss
+from ratoon.train import prepare
+from ratoon.train.loss import batch_loss
 from ratoon.train.loss.compute import compute_loss
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
@@ -59,7 +59,7 @@ def _mask_off_by_one(patch: Patch) -> None:
         end_T = (layout.end_T + 1).clamp(max=layout.num_tokens)
         return replace(layout, end_T=end_T, node_table_M4=table_M4)
 
-    patch.setattr("ratoon.train.device_batch.build_layout", build_longer)
+    patch.setattr("ratoon.train.micro_batches.build_layout", build_longer)
 
 
 def _first_response_token_dropped(patch: Patch) -> None:
@@ -89,7 +89,7 @@ def _mean_of_each_micro_batch(patch: Patch) -> None:
         output = compute_loss(loss, columns, logprob_L, entropy_L)
         return replace(output, grad_logprob_L=output.grad_logprob_L * 10 / len(logprob_L))
 
-    patch.setattr("ratoon.train.batch_loss.compute_loss", compute_mean)
+    patch.setattr("ratoon.train.loss.batch_loss.compute_loss", compute_mean)
 
 
 def _shared_tokens_counted_once(patch: Patch) -> None:
@@ -98,7 +98,7 @@ def _shared_tokens_counted_once(patch: Patch) -> None:
     def overwrite(sums: torch.Tensor, index_L: torch.Tensor, grad_L: torch.Tensor) -> None:
         sums.index_copy_(0, index_L, grad_L)
 
-    patch.setattr(row_loss, "_add_terms", overwrite)
+    patch.setattr(batch_loss, "_add_terms", overwrite)
 
 
 def _temperature_of_one(patch: Patch) -> None:

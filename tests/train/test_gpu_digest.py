@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from ratoon.train.config import OptimizerStates
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.spec import OptimizerStates
 from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
 
 pytestmark = pytest.mark.gpu

@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim import bf16_state
 from ratoon.train.optim.adamw import Optimizer, global_norm
-from ratoon.train.optim.bf16_adamw import Bf16AdamW
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import Bf16AdamW, make_optimizer
 from ratoon.train.optim.gradients import add_terms
 from ratoon.train.optim.rounding import decode_positive, decode_signed, join_float32
+from ratoon.train.spec import OptimizerStates
 from tests.train.optimizer_runs import (
     CONFIG,
     SPLIT,

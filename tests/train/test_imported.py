@@ -17,7 +17,7 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
-from ratoon.train.config import OptimizerStates
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LoraTuning
 from tests.tiny_models import ARCHITECTURES, write_folder

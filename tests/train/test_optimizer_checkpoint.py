@@ -14,10 +14,10 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.checkpoint import Snapshot, read_manifest, read_states, write_states
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.rounding import join_float32
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LoraTuning, StepReport
 from tests.train.optimizer_runs import (

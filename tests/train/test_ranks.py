@@ -19,10 +19,10 @@ from ratoon.shards.copies import Copies
 from ratoon.shards.layer_shards import RING, LayerShards
 from ratoon.shards.parts import Part, parts_of, shared_out
 from ratoon.stream.versions import publish_version
-from ratoon.train.config import OptimizerStates
 from ratoon.train.numerics import device_model
 from ratoon.train.ranks.layout import load
 from ratoon.train.ranks.rank import Rank
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     LoraTuning,

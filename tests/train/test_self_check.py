@@ -20,8 +20,8 @@ from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.waves import cut_into_stages
 from ratoon.train import passes, self_check
-from ratoon.train.device_batch import to_device
 from ratoon.train.gradient_window import WindowState
+from ratoon.train.micro_batches import to_device
 from ratoon.train.passes import train_rows
 from ratoon.train.self_check import LIMITS, sample_rollout
 from ratoon.train.trainer import Trainer

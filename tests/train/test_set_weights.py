@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import RatoonError
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.adamw import MasterAdamW
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
+from ratoon.train.spec import OptimizerStates
 from tests.train.optimizer_runs import (
     CONFIG,
     WITHOUT_MASTERS,

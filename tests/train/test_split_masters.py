@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim import bf16_state
 from ratoon.train.optim.adamw import Optimizer
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.rounding import join_float32, split_float32
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.ranks.layout import choose_layout
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig, Shard
 from tests.train.optimizer_runs import (
     CONFIG,

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.optim.adamw import Optimizer
-from ratoon.train.optim.state import OptimizerState
-from ratoon.train.optim.step_bounds import FINITE, StateBounds
+from ratoon.train.optim.state import FINITE, OptimizerState, StateBounds
+from ratoon.train.spec import OptimizerStates
 from tests.train.optimizer_runs import CONFIG, copied, make_gradients, make_optimizer_of, optim_step
 
 _STATES = [

@@ -15,11 +15,11 @@ from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.config import OptimizerStates
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.optim.step_guard import WARNINGS, reason_in_sums
+from ratoon.train.optimizer_step import WARNINGS, reason_in_sums
 from ratoon.train.ranks.rank import Rank
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     FullTuning,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ratoon.shards.parts import parts_of
-from ratoon.train.optim.tensor_norms import part_norms, tensor_norms
+from ratoon.train.named_gradients import part_norms, tensor_norms
 from ratoon_proto.types import TensorGradNorm
 
 

@@ -31,7 +31,6 @@ from ratoon.stream.files import (
     temporary_name,
     unseal_document,
 )
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.saved_state import (
     FORMAT,
@@ -40,6 +39,7 @@ from ratoon.train.saved_state import (
     STATE_DIGEST,
     AsOf,
 )
+from ratoon.train.spec import OptimizerStates
 
 _KIND = "optimizer_states"
 _NUMBERS = ("version", "seq", "replay_from_seq", "num_steps")

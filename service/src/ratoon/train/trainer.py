@@ -33,6 +33,7 @@ from ratoon.rollout.plan import check_plan
 from ratoon.rollout.selection import Counters
 from ratoon.shards.copies import Copies
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
+from ratoon.train.clock import DeviceClock
 from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
@@ -46,13 +47,10 @@ from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.planning import Planner, cpu_planner, group_sizes
 from ratoon.train.prepare import Prepared, PreparedForward, prepare, prepare_forward
 from ratoon.train.ranks.group import HeldWeights, Peer, RankGroup
-from ratoon.train.ranks.layout import load
-from ratoon.train.ranks.lending import lend_activations
+from ratoon.train.ranks.layout import lend_activations, load
 from ratoon.train.ranks.rank import Rank
 from ratoon.train.rates import rates_of
-from ratoon.train.report.build import forward_backward_report, forward_report, step_report
-from ratoon.train.report.clock import DeviceClock
-from ratoon.train.report.usage import UsageMeter
+from ratoon.train.report import UsageMeter, forward_backward_report, forward_report, step_report
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import Shard, StepReport

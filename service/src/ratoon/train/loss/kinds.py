@@ -1,7 +1,8 @@
 """The losses: what each one is by default, and how its own options become its objective. No torch.
 
 A new loss is a row of `LOSSES`. If no objective here is its own, it brings one, whose terms are
-computed in `objectives`.
+computed in `objectives`. Losses and steps are computed in float32, so a number that float32 does
+not hold is refused by name, as one that is not finite.
 """
 
 from __future__ import annotations
@@ -12,8 +13,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ratoon.errors import invalid
-from ratoon.train.loss.checks import require, require_not_negative
+from ratoon.rollout.fields import MAX_FLOAT32
 from ratoon_proto.types import AdvantageKind, DivideBy, LossConfig, LossKind, TokenWeight
+
+
+def require(field: str, value: float, holds: bool, expected: str) -> None:
+    """Raise INVALID_ARGUMENT naming `field` unless float32 holds `value`, and `holds`."""
+    if not (abs(value) <= MAX_FLOAT32 and holds):
+        raise invalid(field, value, expected)
+
+
+def require_finite(field: str, value: float) -> None:
+    require(field, value, True, "a finite float32")
+
+
+def require_not_negative(field: str, value: float) -> None:
+    require(field, value, value >= 0, "a finite float32, at least 0")
+
 
 # The gate's slope times a clamped ratio, and 4 over the slope, are far within float32.
 _MOST_TAU = 1e6

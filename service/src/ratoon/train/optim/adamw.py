@@ -15,10 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.spec import OptimStep
-from ratoon.train.optim.state import OptimizerState, check_sum
-from ratoon.train.optim.step_bounds import StateBounds
+from ratoon.train.optim.state import OptimizerState, StateBounds, check_sum
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ratoon.shards.parts import Part, Places
 from ratoon.shards.shared_memory import Handle, SharedMemory, open_memory
-from ratoon.train.report.clock import Moment
+from ratoon.train.clock import Moment
 
 
 class Outbox:

@@ -28,6 +28,7 @@ from ratoon.shards.shared_memory import Handle
 from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
+from ratoon.train.named_gradients import PartNorm, part_norms
 from ratoon.train.numerics import (
     activation_bytes,
     allocated_bytes,
@@ -35,12 +36,10 @@ from ratoon.train.numerics import (
     peak_memory_bytes,
 )
 from ratoon.train.optim.adamw import block_norms
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.gradients import GradientSums
-from ratoon.train.optim.state import OptimizerState
-from ratoon.train.optim.step_bounds import StateBounds
-from ratoon.train.optim.tensor_norms import PartNorm, part_norms
+from ratoon.train.optim.state import OptimizerState, StateBounds
 from ratoon.train.passes import (
     ForwardColumns,
     PassTotals,

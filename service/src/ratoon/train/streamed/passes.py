@@ -20,12 +20,18 @@ from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens, runs_of
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
-from ratoon.train.device_batch import DeviceBatch, TokenOutputs
+from ratoon.train.clock import DeviceClock
 from ratoon.train.load_balance import LoadBalance
-from ratoon.train.loss.row_loss import LossOfTerms
-from ratoon.train.report.clock import DeviceClock
-from ratoon.train.streamed.heads import ForwardHead, RowHead, StageHead, StageRun, TwoPhaseHead
-from ratoon.train.streamed.parts import cut_outputs
+from ratoon.train.loss.batch_loss import LossOfTerms
+from ratoon.train.micro_batches import DeviceBatch, TokenOutputs
+from ratoon.train.streamed.heads import (
+    ForwardHead,
+    RowHead,
+    StageHead,
+    StageRun,
+    TwoPhaseHead,
+    cut_outputs,
+)
 from ratoon_kernels import Span
 
 
