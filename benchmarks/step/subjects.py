@@ -40,7 +40,7 @@ from ratoon.train.loss.sums import pack_sums
 from ratoon.train.micro_batches import DeviceBatch, put_index
 from ratoon.train.numerics import activation_bytes
 from ratoon.train.passes import train_rows
-from ratoon.train.streamed.passes import StagedBatch
+from ratoon.train.staged_batch import StagedBatch
 from ratoon_proto.types import FullTuning
 
 REPLICATED = "-replicated"

@@ -24,7 +24,7 @@ from ratoon.train.clock import DeviceClock
 from ratoon.train.loss.compute import LossGradients
 from ratoon.train.loss.sums import pack_sums
 from ratoon.train.micro_batches import put, run_model, to_device
-from ratoon.train.streamed.passes import StagedBatch
+from ratoon.train.staged_batch import StagedBatch
 from tests.builders import group, limits, rollout
 from tests.model.gpu_policies import DEVICE, VOCAB_SIZE
 

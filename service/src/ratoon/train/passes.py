@@ -44,8 +44,8 @@ from ratoon.train.micro_batches import (
     to_device,
 )
 from ratoon.train.prepare import Prepared, PreparedForward
-from ratoon.train.streamed.heads import add_up
-from ratoon.train.streamed.passes import StagedBatch
+from ratoon.train.stage_heads import add_up
+from ratoon.train.staged_batch import StagedBatch
 from ratoon_kernels import Span
 from ratoon_kernels.precision import accumulation_dtype
 from ratoon_proto.types import ReferenceKind

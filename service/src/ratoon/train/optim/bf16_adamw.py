@@ -69,7 +69,7 @@ class Bf16AdamW(Optimizer):
         self._device = devices.pop() if devices else torch.device("cpu")
         self._step_views: _StepViews = _step_views
         if self._device.type == "cuda":
-            from ratoon.train.optim.step_kernel import step_weight
+            from ratoon.train.optim.kernels import step_weight
 
             self._step_views = step_weight
 

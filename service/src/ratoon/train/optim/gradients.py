@@ -112,7 +112,7 @@ class GradientSums:
 def add_terms(total: Tensor, terms: Sequence[Tensor]) -> None:
     """Add each of the terms, of the shape of `total`, in order."""
     if total.is_cuda and all(each.is_contiguous() for each in (total, *terms)):
-        from ratoon.train.optim.sum_kernel import add_each
+        from ratoon.train.optim.kernels import add_each
 
         add_each(total, terms)
         return

@@ -1,7 +1,7 @@
 """A packed batch that is run in stages: prefixes stay, waves of siblings go through one by one.
 
 Each packed token goes through the model once; what becomes of a stage's hidden states is in
-`heads`. Several ranks may run it together, each a share of every stage.
+`stage_heads`. Several ranks may run it together, each a share of every stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ratoon.train.clock import DeviceClock
 from ratoon.train.load_balance import LoadBalance
 from ratoon.train.loss.batch_loss import LossOfTerms
 from ratoon.train.micro_batches import DeviceBatch, TokenOutputs
-from ratoon.train.streamed.heads import (
+from ratoon.train.stage_heads import (
     ForwardHead,
     RowHead,
     StageHead,
