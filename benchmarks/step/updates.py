@@ -30,11 +30,10 @@ from benchmarks.step.workload import (
 )
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.forward_arrays import ForwardArrays
 from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.loss.spec import Loss
 from ratoon.train.spec import OptimizerStates, TrainerSpec
-from ratoon.train.trainer import Trainer
+from ratoon.train.trainer import ForwardArrays, Trainer
 from ratoon_proto.types import (
     AdamWConfig,
     KlConfig,

@@ -32,6 +32,7 @@ from tests.train.optimizer_runs import (
     make_gradients,
     make_parameters,
     optim_step,
+    take_step,
     toy_loss,
 )
 
@@ -47,7 +48,7 @@ def _optimizer(
 
 def _run(optimizer: Bf16AdamW, steps: range) -> dict[str, Tensor]:
     for number in steps:
-        assert not optimizer.step(make_gradients(number), 2.0, optim_step()).skipped
+        assert not take_step(optimizer, make_gradients(number), 2.0, optim_step()).skipped
     return copied(optimizer.state())
 
 
@@ -58,11 +59,11 @@ def test_a_steps_own_betas_and_eps_are_as_the_policys_would_be(kind: OptimizerSt
     by_step = Bf16AdamW(make_parameters(), CONFIG, kind, 0)
     by_policy = Bf16AdamW(make_parameters(), own, kind, 0)
     for number in range(3):
-        by_step.step(make_gradients(number), 2.0, asked)
-        by_policy.step(make_gradients(number), 2.0, optim_step())
+        take_step(by_step, make_gradients(number), 2.0, asked)
+        take_step(by_policy, make_gradients(number), 2.0, optim_step())
     assert _same(copied(by_step.state()), copied(by_policy.state()))
-    by_step.step(make_gradients(3), 2.0, optim_step())
-    by_policy.step(make_gradients(3), 2.0, optim_step())
+    take_step(by_step, make_gradients(3), 2.0, optim_step())
+    take_step(by_policy, make_gradients(3), 2.0, optim_step())
     assert not _same(copied(by_step.state()), copied(by_policy.state()))
 
 
@@ -72,7 +73,9 @@ def test_gradients_of_an_only_backward_step_as_their_float32_sums(kind: Optimize
     for number in range(3):
         gradients = {name: g.bfloat16() for name, g in make_gradients(number).items()}
         sums = {name: gradient.float() for name, gradient in gradients.items()}
-        outcomes = [o.step(g, 2.0, optim_step()) for o, g in ((narrow, gradients), (wide, sums))]
+        outcomes = [
+            take_step(o, g, 2.0, optim_step()) for o, g in ((narrow, gradients), (wide, sums))
+        ]
         assert outcomes[0].grad_norm == outcomes[1].grad_norm
     assert _same(copied(narrow.state()), copied(wide.state()))
 
@@ -131,7 +134,7 @@ def test_one_step_is_torchs_adamw_up_to_rounding() -> None:
         norm = nn.utils.clip_grad_norm_(exact.values(), limit)
         adamw.step()
         step = optim_step(rate, weight_decay=decay, max_grad_norm=limit)
-        outcome = optimizer.step(make_gradients(number), 4.0, step)
+        outcome = take_step(optimizer, make_gradients(number), 4.0, step)
         assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-6)
         for name, parameter in exact.items():
             # An ulp of bfloat16 is at most 2**-7 of the value, a step of the codes 2**-3.
@@ -170,7 +173,7 @@ def test_each_element_step_and_parameter_rounds_on_its_own() -> None:
             with torch.no_grad():
                 weight.fill_(1.0)
             step = optim_step(1e-3, weight_decay=0.0)
-            optimizer.step({name: torch.full((count,), -1.0)}, 1.0, step)
+            take_step(optimizer, {name: torch.full((count,), -1.0)}, 1.0, step)
             is_up = (weight.detach() > 1.0).double()
             # An update of 1e-3 (both bias corrections are exact here) is 0.128 of an ulp of 2**-7.
             assert is_up.mean().item() == pytest.approx(0.128, abs=0.01)
@@ -208,7 +211,7 @@ def test_weights_that_change_are_counted(kind: OptimizerStates, learning_rate: f
     optimizer = _optimizer(kind, parameters)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     asked = replace(optim_step(learning_rate), changed_share=True)
-    outcome = optimizer.step(make_gradients(0), 2.0, asked)
+    outcome = take_step(optimizer, make_gradients(0), 2.0, asked)
     assert changed_bits(before, parameters) == int(cast("Tensor", outcome.changed))
     total = sum(parameter.numel() for parameter in parameters.values())
     assert 0 < int(cast("Tensor", outcome.changed)) < total
@@ -232,7 +235,9 @@ def test_parts_change_no_bit(kind: OptimizerStates) -> None:
         for _ in range(3):
             sums = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
             of_parts = {one.name: one.of(sums[one.parameter]) for one in parts}
-            assert not optimizer.step(of_parts, 2.0, optim_step(max_grad_norm=math.inf)).skipped
+            assert not take_step(
+                optimizer, of_parts, 2.0, optim_step(max_grad_norm=math.inf)
+            ).skipped
         return {name: parameter.detach() for name, parameter in parameters.items()}
 
     assert _same(run(5120), run(1 << 25))
@@ -246,7 +251,7 @@ def test_a_gradient_that_is_not_finite_touches_nothing(kind: OptimizerStates, ba
     before = _run(optimizer, range(2))
     sums = make_gradients(2)
     sums["broken"][3, 5] = bad
-    outcome = optimizer.step(sums, 0.5, optim_step())
+    outcome = take_step(optimizer, sums, 0.5, optim_step())
     assert outcome.skipped
     assert not math.isfinite(outcome.grad_norm)
     assert _same(copied(optimizer.state()), before)
@@ -263,7 +268,7 @@ def test_huge_gradients_leave_the_states_finite(kind: OptimizerStates) -> None:
     optimizer = _optimizer(kind)
     sums = {name: 1e30 * gradient for name, gradient in make_gradients(0).items()}
     for _ in range(2):
-        assert not optimizer.step(sums, 1.0, optim_step(max_grad_norm=math.inf)).skipped
+        assert not take_step(optimizer, sums, 1.0, optim_step(max_grad_norm=math.inf)).skipped
     for name, tensor in copied(optimizer.state()).items():
         assert tensor.float().isfinite().all(), name
 
@@ -287,7 +292,7 @@ def test_bytes_beside_the_weights_are_as_documented(
     sums = {"a": torch.full((1024, 1024), 0.1)}
     before = _live_bytes()
     optimizer = make_optimizer(parameters, CONFIG, kind, 0)
-    optimizer.step(sums, 1.0, optim_step())
+    take_step(optimizer, sums, 1.0, optim_step())
     grown = _live_bytes() - before
     assert count * per_parameter <= grown <= count * per_parameter + 4096
 
@@ -329,7 +334,7 @@ def test_8bit_second_moments_follow_the_exact_ones(beta2: float) -> None:
     exact = torch.zeros(count, dtype=torch.float64)
     for _ in range(600):
         gradient = size * torch.randn(count, generator=generator)
-        optimizer.step({"a": gradient}, 1.0, optim_step(max_grad_norm=math.inf))
+        take_step(optimizer, {"a": gradient}, 1.0, optim_step(max_grad_norm=math.inf))
         exact.mul_(beta2).add_(gradient.double().square(), alpha=1 - beta2)
     state = optimizer.state()
     ratio = decode_positive(state.exp_avg_sq["a"], state.exp_avg_sq_scale["a"]) / exact

@@ -22,7 +22,13 @@ from ratoon.train.optim.digest import (
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
-from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
+from tests.train.optimizer_runs import (
+    CONFIG,
+    make_gradients,
+    make_parameters,
+    optim_step,
+    take_step,
+)
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer
 
 _CPU = torch.device("cpu")
@@ -36,7 +42,7 @@ def _state(kind: OptimizerStates, dtype: torch.dtype = torch.bfloat16) -> Optimi
     sums = {name: gradient.to(dtype) for name, gradient in make_gradients(0).items()}
     if dtype is torch.bfloat16:
         sums = {name: gradient.float() for name, gradient in sums.items()}
-    assert not optimizer.step(sums, 1.0, optim_step()).skipped
+    assert not take_step(optimizer, sums, 1.0, optim_step()).skipped
     return optimizer.state()
 
 

@@ -174,7 +174,7 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
     """Value against plain floats and gradient against autograd, one path at a time, in float64."""
     rng = np.random.default_rng([correction, list(LossKind).index(kind)])
     for seed in range(8):
-        has_dual = "dual_clip" in LOSSES[kind].options and seed % 2 == 1
+        has_dual = "dual_clip" in LOSSES[kind].objective.options and seed % 2 == 1
         loss = make_loss(
             kind,
             objective=make_objective(kind, dual_clip=1.3 if has_dual else math.inf),

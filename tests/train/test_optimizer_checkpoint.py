@@ -26,6 +26,7 @@ from tests.train.optimizer_runs import (
     make_gradients,
     make_parameters,
     optim_step,
+    take_step,
 )
 from tests.train.trainer_runs import (
     assert_equal,
@@ -95,7 +96,7 @@ def test_every_tensor_comes_back_bit_for_bit(
     own = make_parameters()
     optimizer = Bf16AdamW(own, CONFIG, kind, 0)
     for number in range(2):
-        optimizer.step(make_gradients(number), 1.0, optim_step())
+        take_step(optimizer, make_gradients(number), 1.0, optim_step())
     state = optimizer.state().on_host()
     digest = StateDigest(torch.device("cpu")).of(state)
     snapshot = Snapshot(

@@ -118,6 +118,9 @@ def of_prepared(prepared: Prepared) -> BatchSums:
     )
 
 
+_NONE = Counters(tokens=0, sequences=0, groups=0)
+
+
 class WindowState(StrEnum):
     """EMPTY: no gradients. OPEN: sums of whole forward-backwards. TORN: one stopped half-way."""
 
@@ -128,13 +131,13 @@ class WindowState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a report is made of, of one forward-backward or of a window."""
+    """What a report is made of: the figures of one forward-backward, or of a window."""
 
-    counters: Counters
-    sums: LossSums
-    routes: RouteSums
-    batch: BatchSums
-    has_kl: bool
+    counters: Counters = _NONE
+    sums: LossSums = field(default_factory=LossSums)
+    routes: RouteSums = field(default_factory=RouteSums)
+    batch: BatchSums = field(default_factory=BatchSums)
+    has_kl: bool = False
 
     @classmethod
     def of_pass(cls, prepared: Prepared, done: PassTotals) -> Totals:
@@ -157,34 +160,15 @@ class GradientWindow:
 
     def __init__(self) -> None:
         self.state = WindowState.EMPTY
-        self._sums = LossSums()
-        self._routes = RouteSums()
-        self._batch = BatchSums()
-        self._has_kl = False
+        self.totals = Totals()
         self._token_weight = TokenWeight.PER_TOKEN
         self._defaults: set[DivideBy] = set()
-        self._tokens = 0
-        self._sequences = 0
         self._whole_groups = 0
         self._group_keys: set[bytes] = set()
 
     @property
     def counters(self) -> Counters:
-        return Counters(
-            tokens=self._tokens,
-            sequences=self._sequences,
-            groups=self._whole_groups + len(self._group_keys),
-        )
-
-    @property
-    def totals(self) -> Totals:
-        return Totals(
-            counters=self.counters,
-            sums=self._sums,
-            routes=self._routes,
-            batch=self._batch,
-            has_kl=self._has_kl,
-        )
+        return self.totals.counters
 
     @property
     def normalisation(self) -> Normalisation:
@@ -194,7 +178,7 @@ class GradientWindow:
         return Normalisation(token_weight=self._token_weight, default_divide_by=only)
 
     def check(self, loss: Loss) -> None:
-        """Whether a forward-backward of `loss` may join.
+        """Check that a forward-backward of `loss` may join.
 
         Raises `RatoonError`: WINDOW_POISONED where the window is TORN, INVALID_ARGUMENT where it
         holds tokens of another weight.
@@ -214,20 +198,26 @@ class GradientWindow:
         self._token_weight = loss.token_weight
         self.state = WindowState.TORN
 
-    def complete(self, prepared: Prepared, totals: Totals) -> None:
+    def complete(self, prepared: Prepared, new: Totals) -> None:
         """All gradients of it are added. Groups that may come in parts count once a window."""
         assert self.state is WindowState.TORN
         self._defaults.add(prepared.loss.default_divide_by)
-        self._tokens += prepared.counters.tokens
-        self._sequences += prepared.counters.sequences
-        if prepared.group_keys:
-            self._group_keys |= prepared.group_keys
-        else:
-            self._whole_groups += prepared.counters.groups
-        self._sums += totals.sums
-        self._routes += totals.routes
-        self._batch += totals.batch
-        self._has_kl |= totals.has_kl
+        self._group_keys |= prepared.group_keys
+        if not prepared.group_keys:
+            self._whole_groups += new.counters.groups
+        old = self.totals
+        counters = Counters(
+            tokens=old.counters.tokens + new.counters.tokens,
+            sequences=old.counters.sequences + new.counters.sequences,
+            groups=self._whole_groups + len(self._group_keys),
+        )
+        self.totals = Totals(
+            counters=counters,
+            sums=old.sums + new.sums,
+            routes=old.routes + new.routes,
+            batch=old.batch + new.batch,
+            has_kl=old.has_kl or new.has_kl,
+        )
         self.state = WindowState.OPEN
 
     def divisor(self, divisor: CounterDivisor | NoDivisor) -> float:
@@ -236,8 +226,6 @@ class GradientWindow:
         Raises `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
         """
         self.require_open()
-        if self._tokens == 0:
-            return 0.0
         return divide_number(divisor, self.counters)
 
     def clear(self) -> None:
@@ -255,7 +243,9 @@ class GradientWindow:
 
 
 def divide_number(divisor: CounterDivisor | NoDivisor, counters: Counters) -> float:
-    """The divisor as a number, given the counters."""
+    """The divisor as a number, given the counters; 0.0 where no token counts."""
+    if not counters.tokens:
+        return 0.0
     if isinstance(divisor, NoDivisor):
         return 1.0
     counts = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.numerics import peak_memory_bytes
 from ratoon.train.optimizer_step import StepOutcome
 from ratoon.train.passes import ForwardColumns, PassTotals
-from ratoon.train.prepare import Prepared, PreparedForward
+from ratoon.train.prepare import Prepared, PreparedForward, run_sequences
 from ratoon.train.self_check import SelfCheckOutcome
 from ratoon_proto.types import DivideBy, PhaseSeconds, RouterReport, StepReport
 
@@ -81,16 +82,9 @@ def geometry(model: PolicyModel) -> Geometry:
     )
 
 
-def packed_work(plan: UpdatePlan, rows: int) -> Work:
-    """What the plan runs; `rows` are its distinct predicting rows."""
-    return Work(tokens=plan.packed_tokens, rows=rows, pairs=plan.packed_pairs)
-
-
 def logical_work(batch: RolloutBatch, plan: UpdatePlan) -> Work:
     """What replicated batches would run, attention counted without its causal half."""
-    run = np.concatenate(
-        [np.array(part.sequences, np.int64) for part in plan.micro_batches] or [np.array([], int)]
-    )
+    run = run_sequences(plan)
     length_S = sequence_lengths(batch)[run]
     trained_S = trained_lengths(batch, batch.loss_mask)[run]
     return Work(
@@ -134,15 +128,6 @@ def utilisation(flops: float, seconds: float, peak: float | None) -> float | Non
     return flops / seconds / peak
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Share of the device's peak, None where that is not known; memory in bytes."""
-
-    hardware_mfu: float | None
-    logical_mfu: float | None
-    peak_memory_bytes: int
-
-
 class UsageMeter:
     """Holds the sizes of one model and the peak of its devices, of which each has it whole."""
 
@@ -152,39 +137,39 @@ class UsageMeter:
         peak = peak_flops(model.device, model.lm_head_VD.dtype)
         self._peak_flops = None if peak is None else peak * num_devices
 
-    def training(self, batch: RolloutBatch, plan: UpdatePlan, totals: PassTotals) -> Usage:
-        """Usage of a forward-backward."""
-        packed = packed_work(plan, totals.rows)
-        logical = logical_work(batch, plan)
-        return self._usage(
-            training_flops(self._geometry, packed),
-            training_flops(self._geometry, logical),
-            totals.forward_s + totals.backward_s,
-        )
+    def figures(
+        self,
+        run: Prepared | PreparedForward,
+        flops: Callable[[Geometry, Work], float],
+        rows: int,
+        seconds: float,
+    ) -> dict[str, float | int | None]:
+        """Fields of a `StepReport`: shares of the peak, None where it is not known, and memory.
 
-    def forward(self, batch: RolloutBatch, plan: UpdatePlan, columns: ForwardColumns) -> Usage:
-        """Usage of a forward alone."""
-        packed = packed_work(plan, columns.rows)
-        logical = logical_work(batch, plan)
-        return self._usage(
-            forward_flops(self._geometry, packed),
-            forward_flops(self._geometry, logical),
-            columns.forward_s,
+        Args:
+            run: What was run.
+            flops: `training_flops` or `forward_flops`.
+            rows: Distinct predicting rows that were run.
+            seconds: Time that it took.
+        """
+        plan = run.plan
+        packed = Work(tokens=plan.packed_tokens, rows=rows, pairs=plan.packed_pairs)
+        hardware, logical = (
+            utilisation(flops(self._geometry, work), seconds, self._peak_flops)
+            for work in (packed, logical_work(run.batch, plan))
         )
-
-    def _usage(self, hardware_flops: float, logical_flops: float, seconds: float) -> Usage:
-        return Usage(
-            hardware_mfu=utilisation(hardware_flops, seconds, self._peak_flops),
-            logical_mfu=utilisation(logical_flops, seconds, self._peak_flops),
-            peak_memory_bytes=peak_memory_bytes(self._device),
-        )
+        return {
+            "hardware_mfu": hardware,
+            "logical_mfu": logical,
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+        }
 
 
 def forward_backward_report(
     prepared: Prepared,
     totals: Totals,
     done: PassTotals,
-    usage: Usage,
+    meter: UsageMeter,
     self_check: SelfCheckOutcome,
 ) -> StepReport:
     """Report of one forward-backward.
@@ -194,8 +179,9 @@ def forward_backward_report(
     """
     by = prepared.loss.default_divide_by
     own = NoDivisor() if by in (DivideBy.CONSTANT, DivideBy.NONE) else CounterDivisor(counter=by)
-    divisor = divide_number(own, totals.counters) if totals.counters.tokens else 0.0
+    divisor = divide_number(own, totals.counters)
     seconds = PhaseSeconds(plan=prepared.seconds, forward=done.forward_s, backward=done.backward_s)
+    usage = meter.figures(prepared, training_flops, done.rows, done.forward_s + done.backward_s)
     report = _packing_report(prepared.plan, seconds, usage, done.rank_seconds)
     sums = sum_warnings(prepared.loss, totals.sums)
     return replace(
@@ -223,10 +209,13 @@ def step_report(
     )
 
 
-def forward_report(prepared: PreparedForward, columns: ForwardColumns, usage: Usage) -> StepReport:
+def forward_report(
+    prepared: PreparedForward, columns: ForwardColumns, meter: UsageMeter
+) -> StepReport:
     """Report of one Forward, over all trained tokens of the batch."""
     batch, mask_J = prepared.batch, prepared.batch.loss_mask
     seconds = PhaseSeconds(plan=prepared.seconds, forward=columns.forward_s)
+    usage = meter.figures(prepared, forward_flops, columns.rows, columns.forward_s)
     report = replace(
         _packing_report(prepared.plan, seconds, usage, columns.rank_seconds),
         **of_batch(batch).figures(),
@@ -267,17 +256,15 @@ def _with_totals(report: StepReport, totals: Totals, divisor: float) -> StepRepo
 
 
 def _routers(routes: RouteSums) -> tuple[RouterReport, ...]:
-    reports: list[RouterReport] = []
-    for layer, (*load, tokens, entropy, _, _) in zip(routes.layers, routes.sums, strict=True):
-        reports.append(
-            RouterReport(
-                layer=layer,
-                max_load=max(load) * len(load) / sum(load),
-                unused_experts=load.count(0.0),
-                entropy=entropy / tokens,
-            )
+    return tuple(
+        RouterReport(
+            layer=layer,
+            max_load=max(load) * len(load) / sum(load),
+            unused_experts=load.count(0.0),
+            entropy=entropy / tokens,
         )
-    return tuple(reports)
+        for layer, (*load, tokens, entropy, _, _) in zip(routes.layers, routes.sums, strict=True)
+    )
 
 
 def _route_mismatch(routes: RouteSums) -> float | None:
@@ -287,7 +274,10 @@ def _route_mismatch(routes: RouteSums) -> float | None:
 
 
 def _packing_report(
-    plan: UpdatePlan, seconds: PhaseSeconds, usage: Usage, rank_seconds: tuple[float, ...]
+    plan: UpdatePlan,
+    seconds: PhaseSeconds,
+    usage: Mapping[str, Any],
+    rank_seconds: tuple[float, ...],
 ) -> StepReport:
     """What a plan packed, and how fast it ran; `rank_seconds` is empty on a single rank."""
     wall_s = seconds.plan + seconds.forward + seconds.backward
@@ -301,7 +291,5 @@ def _packing_report(
         rank_seconds=rank_seconds,
         rank_gap=plan.rank_gap if rank_seconds else None,
         tokens_per_second=mean(plan.unshared_tokens, wall_s) if plan.packed_tokens else None,
-        hardware_mfu=usage.hardware_mfu,
-        logical_mfu=usage.logical_mfu,
-        peak_memory_bytes=usage.peak_memory_bytes,
+        **usage,
     )

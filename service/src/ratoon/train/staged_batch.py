@@ -30,6 +30,7 @@ from ratoon.train.stage_heads import (
     StageHead,
     StageRun,
     TwoPhaseHead,
+    Whole,
     cut_outputs,
 )
 from ratoon_kernels import Span
@@ -60,7 +61,6 @@ class StagedBatch:
             stages = (Stage(start=0, stop=packed.forest.num_tokens, parent=-1),)
         assert fits_forest(stages, packed.forest), "the plan is of another batch"
         self._model = model
-        self._packed = packed
         self._batch = batch
         self._stages = stages
         self._between_stages = between_stages
@@ -68,11 +68,17 @@ class StagedBatch:
         self._balance = balance
         self._parents = {stage.parent for stage in stages}
         self._tokens = stream_tokens(stages)
-        self._parts = cut_outputs(packed, stages, group, model.device)
+        self._whole = Whole(
+            lm_head_VD=model.lm_head_VD,
+            packed=packed,
+            batch=batch,
+            parts=cut_outputs(packed, stages, group, model.device),
+            group=group,
+        )
 
     def forward(self) -> TokenOutputs:
         """Outputs of all targets and rows, without graphs; zero where other ranks have them."""
-        head = ForwardHead(self._model.lm_head_VD, self._batch, self._parts)
+        head = ForwardHead(self._whole)
         with torch.no_grad():
             self._run_all(head)
         return head.results
@@ -89,16 +95,7 @@ class StagedBatch:
             Sums of the loss, as of `LossOutput`, of each part of it; over all ranks of the group
             they are those of all terms.
         """
-        kind = RowHead if is_of_rows else TwoPhaseHead
-        head = kind(
-            self._model.lm_head_VD,
-            self._packed,
-            self._batch,
-            self._parts,
-            loss,
-            clock,
-            self._group,
-        )
+        head = (RowHead if is_of_rows else TwoPhaseHead)(self._whole, loss, clock)
         self._run_all(head)
         return head.sums
 
@@ -129,7 +126,7 @@ class StagedBatch:
         return stream.stage(span, ancestors, is_kept=index in self._parents)
 
     def _forward_stage(self, index: int, attention: PathAttention) -> StageRun:
-        own = self._parts[index].tokens
+        own = self._whole.parts[index].tokens
         # One for nothing, where there is none: see `sequence_group`.
         tokens = slice(own.start, own.stop) if len(own) else slice(1)
         routed = self._routed(index, tokens)
@@ -147,7 +144,7 @@ class StagedBatch:
         )
 
     def _routed(self, index: int, tokens: slice) -> RoutedTokens:
-        stage, own = self._stages[index], self._parts[index].tokens
+        stage, own = self._stages[index], self._whole.parts[index].tokens
         whole = self._batch.routed
         copies_T = whole.copies_T[tokens]
         recorded_LTC = None if whole.recorded_LTC is None else whole.recorded_LTC[:, tokens]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import count
 from pathlib import Path
@@ -34,7 +34,6 @@ from ratoon.rollout.selection import Counters
 from ratoon.shards.copies import Copies
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
 from ratoon.train.clock import DeviceClock
-from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
@@ -45,7 +44,13 @@ from ratoon.train.optim.digest import digest_of_sums
 from ratoon.train.optimizer_step import run_optimizer_step
 from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.planning import Planner, cpu_planner, group_sizes
-from ratoon.train.prepare import Prepared, PreparedForward, prepare, prepare_forward
+from ratoon.train.prepare import (
+    Prepared,
+    PreparedForward,
+    check_forward_logprobs,
+    prepare,
+    prepare_forward,
+)
 from ratoon.train.ranks.group import HeldWeights, Peer, RankGroup
 from ratoon.train.ranks.layout import lend_activations, load
 from ratoon.train.ranks.rank import Rank
@@ -54,6 +59,18 @@ from ratoon.train.report import UsageMeter, forward_backward_report, forward_rep
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import Shard, StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardArrays:
+    """What a Forward answers per response token of the batch, [J], 0 where the mask is false.
+
+    float32; float64 for a float64 model. `entropy` None: not asked for.
+    """
+
+    logprobs: NDArray[np.floating]
+    entropy: NDArray[np.floating] | None
+    report: StepReport
 
 
 class Trainer:
@@ -203,8 +220,7 @@ class Trainer:
         done = PassTotals.over(ranks)
         totals = Totals.of_pass(prepared, done)
         self._window.complete(prepared, totals)
-        usage = self._meter.training(prepared.batch, prepared.plan, done)
-        return forward_backward_report(prepared, totals, done, usage, self_check)
+        return forward_backward_report(prepared, totals, done, self._meter, self_check)
 
     def optim_step(self, step: OptimStep) -> StepReport:
         """Divide the window's gradient, clip it and step; the window is empty afterwards.
@@ -293,11 +309,10 @@ class Trainer:
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         ranks = self.ranks.run_pass(hooks, Rank.forward, prepared, use_reference=use_reference)
         columns = ForwardColumns.over(ranks)
-        usage = self._meter.forward(prepared.batch, prepared.plan, columns)
         return ForwardArrays(
             logprobs=columns.logprob_J,
             entropy=columns.entropy_J if with_entropy else None,
-            report=forward_report(prepared, columns, usage),
+            report=forward_report(prepared, columns, self._meter),
         )
 
     @property

@@ -5,11 +5,11 @@ Imported where there is a GPU: triton comes with torch's CUDA wheels alone.
 Gradient sums: terms are added one after the other, and the sum is read once. torch's own reads and
 writes the sum for each term, and mixed dtypes one element at a time: 1.8 TB/s of an H200's 4.8.
 
-A step: what `bf16_adamw._step_views` is for a CPU, each element once. A compiler makes such a kernel
-of that function too, but calling it takes the host longer, for each of some 500 parts of an 8B
-model's weights, than the GPU takes to run it. No product and sum are merged into one instruction:
-which are merged depends on the rest of a kernel, so that two of one formula would differ in their
-last bits.
+A step: what `bf16_adamw._step_views` is for a CPU, each element once. A compiler makes such a
+kernel of that function too, but calling it takes the host longer, for each of some 500 parts of an
+8B model's weights, than the GPU takes to run it. No product and sum are merged into one
+instruction: which are merged depends on the rest of a kernel, so that two of one formula would
+differ in their last bits.
 """
 
 from collections.abc import Sequence
