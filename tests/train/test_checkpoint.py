@@ -20,7 +20,8 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import digest_file, seal_document, unseal_document
 from ratoon.train.checkpoint import states_name
 from ratoon.train.gradient_window import WindowState
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (

@@ -16,7 +16,8 @@ import torch
 from ratoon.errors import RatoonError
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     DivideBy,

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.planning import cpu_planner
 from ratoon_proto.types import (
     CorrectionLevel,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.loss.resolve import resolve_optim
 from ratoon.train.loss.spec import (
     CounterDivisor,
     NoDivisor,
     Normalisation,
 )
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon_proto.types import AdamWConfig, DivideBy, OptimStepConfig, TokenWeight
 
 _ADAMW = AdamWConfig(weight_decay=0.03)

@@ -19,7 +19,8 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.planning import cpu_planner
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LossConfig, LossKind, OldLogprobs, OldLogprobsKind, OptimStepConfig

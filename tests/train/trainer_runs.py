@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, OptimStep
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer

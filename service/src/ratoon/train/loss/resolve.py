@@ -19,7 +19,6 @@ from ratoon.train.loss.kinds import (
     resolve_objective,
 )
 from ratoon.train.loss.spec import Loss
-from ratoon.train.optim.resolve import check_optim, resolve_optim
 from ratoon_proto.types import (
     AdvantageKind,
     CorrectionMask,
@@ -36,8 +35,6 @@ from ratoon_proto.types import (
     RolloutCorrection,
     StalenessConfig,
 )
-
-__all__ = ["check_optim", "resolve_loss", "resolve_optim"]
 
 _REWARD_ADVANTAGES = (
     AdvantageKind.GROUP_MEAN_STD,
@@ -82,9 +79,9 @@ def _resolve_advantage(
     request: LossConfig, definition: LossDefinition, batch: RolloutBatch
 ) -> AdvantageKind | None:
     if definition.advantage is None:
-        _refuse_given(
-            "loss.advantage", request.advantage, f"absent: {request.kind} takes token_weights"
-        )
+        if request.advantage is not None:
+            expected = f"absent: {request.kind} takes token_weights"
+            raise invalid("loss.advantage", request.advantage, expected)
         if batch.advantages is not None:
             raise invalid(
                 "groups[0].rollouts[0].advantages",
@@ -176,16 +173,10 @@ def _check_token_weights(kind: LossKind, batch: RolloutBatch) -> None:
         )
 
 
-def _refuse_given(field: str, value: object, expected: str) -> None:
-    if value is not None:
-        raise invalid(field, value, expected)
-
-
 def resolve_old_logprobs(request: LossConfig, batch: RolloutBatch) -> OldLogprobs | None:
     """Old log-probs enter the ratio and the correction; a loss with neither has none."""
     definition = LOSSES[request.kind]
-    is_corrected = request.correction is not None or request.correction_mask is not None
-    if not definition.has_ratio and not is_corrected:
+    if not _has_old_logprobs(request):
         if request.old_logprobs is not None:
             raise invalid(
                 "loss.old_logprobs",
