@@ -28,7 +28,7 @@ from ratoon.shards.copies import Copies, Copy
 from ratoon.shards.parts import Part
 from ratoon.train.clock import Moment
 from ratoon.train.optim.gradients import add_terms
-from ratoon.train.ranks.outbox import Outbox
+from ratoon.train.ranks.shares import Outbox
 
 # Time of a backward, in forwards.
 _BACKWARD_COST = 2

@@ -26,8 +26,8 @@ from ratoon.train.optim.gradients import sum_bytes
 from ratoon.train.planning import Planner, cpu_planner, device_planner
 from ratoon.train.ranks.exchange import handed_bytes
 from ratoon.train.ranks.group import RankGroup
-from ratoon.train.ranks.outbox import outbox_bytes
 from ratoon.train.ranks.rank import OnlyBackward, Rank
+from ratoon.train.ranks.shares import outbox_bytes
 from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon_kernels import max_tokens
 from ratoon_proto.types import Shard
