@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.gradient_window import of_prepared
+from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from ratoon_proto.types import (
@@ -27,6 +31,7 @@ from ratoon_proto.types import (
     StalenessConfig,
 )
 from tests import builders
+from tests.train.loss_cases import make_loss, run_loss, summed
 
 _GIVEN = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 _LATEST = 2**63 - 1
@@ -130,3 +135,45 @@ def test_staleness_is_of_versions_that_the_policy_has_had() -> None:
     sums = of_prepared(prepare(batch, loss, version=3, plan=cpu_planner(64)))
     assert (sums.dated_rollouts, sums.staleness, sums.staleness_max) == (1, 2, 2)
     assert (sums.dated_tokens, sums.token_staleness) == (2, 4)
+
+
+_PATHS, _TOKENS = 256, 1024
+
+
+def _mismatch() -> LossOutput:
+    """Gradients of paths whose tokens a sampler drew that differs by sd 0.05 nats per token.
+
+    Drawn by the sampler, a token's log p - log p_sampler has mean -sd^2 / 2: it is KL's. Advantages
+    are -1 and 1 in turn.
+    """
+    rng = np.random.default_rng(0)
+    gap_L = torch.tensor(rng.normal(-(0.05**2) / 2, 0.05, _PATHS * _TOKENS))
+    logprob_L = torch.full_like(gap_L, -1.0)
+    sequence_L = torch.arange(_PATHS).repeat_interleave(_TOKENS)
+    return run_loss(
+        make_loss(LossKind.GSPO),
+        logprob_L,
+        sequence_L=sequence_L,
+        num_sequences=_PATHS,
+        weight_L=torch.full_like(gap_L, 1 / _TOKENS),
+        advantage_L=(sequence_L % 2) * 2.0 - 1.0,
+        old_L=logprob_L - gap_L,
+        sampler_L=logprob_L - gap_L,
+    )
+
+
+def test_clip_of_gspo_is_narrower_than_a_samplers_numerics() -> None:
+    """Most rollouts with a negative advantage are pushed by nothing; the report says so."""
+    output = _mismatch()
+    gradient_ST = output.grad_logprob_L.reshape(_PATHS, _TOKENS)
+    is_still_S = (gradient_ST == 0).all(dim=1)
+    negative, positive = is_still_S[0::2].double().mean(), is_still_S[1::2].double().mean()
+    sums = summed(output)
+    assert negative == 0.75
+    assert sums.negative_clipped / sums.negative_terms == pytest.approx(negative.item())
+    assert sums.positive_clipped / sums.positive_terms == pytest.approx(positive.item())
+    old = OldLogprobs(kind=OldLogprobsKind.SAMPLER)
+    (warning,) = sum_warnings(make_loss(LossKind.GSPO, old_logprobs=old), sums)
+    share = math.floor(100 * negative.item() + 0.5)
+    assert f"{share}% of the terms with a negative advantage without a gradient" in warning
+    assert "from_forward" in warning

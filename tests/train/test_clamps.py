@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
+from ratoon.train.loss.compute import LossOutput
 from ratoon_proto.types import (
     KlConfig,
     KlKind,
@@ -23,36 +23,18 @@ from ratoon_proto.types import (
     OldLogprobsKind,
     ReferenceKind,
 )
-from tests.train.loss_cases import make_loss, summed
+from tests.train.loss_cases import make_loss, run_loss, summed
 from tests.train.trainer_runs import make_batch, make_step, make_trainer
 from tests.train.trainer_runs import make_loss as resolved_loss
 
 _SAMPLER = OldLogprobs(kind=OldLogprobsKind.SAMPLER)
 
 
-def _run(
-    kind: LossKind,
-    log_ratios: list[float],
-    *,
-    advantage: float = -1.0,
-    gaps: list[float] | None = None,
-    **changes: Any,
-) -> LossOutput:
-    """One path of log-probs -1 whose distances to the old ones and the reference's are given."""
-    logprob_L = -torch.ones(len(log_ratios), dtype=torch.float64)
-    zeros_L = torch.zeros_like(logprob_L)
-    columns = TermColumns(
-        sequence_L=zeros_L.long(),
-        num_sequences=1,
-        counted_C=torch.arange(len(log_ratios)),
-        weight_L=torch.ones_like(logprob_L),
-        advantage_L=zeros_L + advantage,
-        old_L=logprob_L - torch.tensor(log_ratios, dtype=torch.float64),
-        sampler_L=logprob_L - torch.tensor(log_ratios, dtype=torch.float64),
-        sampler_usable_L=torch.ones_like(logprob_L, dtype=torch.bool),
-        reference_L=None if gaps is None else logprob_L - torch.tensor(gaps, dtype=torch.float64),
-    )
-    return compute_loss(make_loss(kind, **changes), columns, logprob_L, zeros_L)
+def _run(kind: LossKind, log_ratios: list[float], **given: Any) -> LossOutput:
+    """One path of log-probs -1 and advantages -1; `log_ratios` to old and sampler's log-probs."""
+    old = [-1.0 - each for each in log_ratios]
+    fields = {"advantage_L": [-1.0] * len(old), "old_L": old, "sampler_L": old}
+    return run_loss(make_loss(kind), [-1.0] * len(old), **(fields | given))
 
 
 def test_log_ratio_is_clamped_at_20_and_exact_below() -> None:
@@ -101,8 +83,12 @@ def test_kl_gap_is_clamped_at_20_and_k3_at_10(
     kind: KlKind, values: list[float], gradients: list[float], clamped: int
 ) -> None:
     config = KlConfig(kind=kind, coefficient=1.0, reference=ReferenceKind.GIVEN)
-    output = _run(
-        LossKind.REINFORCE, [0.0] * 4, advantage=0.0, gaps=[25.0, 19.0, -2.0, -99.0], kl=config
+    gaps = [25.0, 19.0, -2.0, -99.0]
+    output = run_loss(
+        make_loss(LossKind.REINFORCE, kl=config),
+        [-1.0] * 4,
+        advantage_L=[0.0] * 4,
+        reference_L=[-1.0 - gap for gap in gaps],
     )
     assert output.grad_logprob_L.tolist() == pytest.approx(gradients, rel=1e-12, abs=0)
     assert summed(output).kl == pytest.approx(sum(values), rel=1e-12)

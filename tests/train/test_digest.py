@@ -95,15 +95,6 @@ def test_digest_knows_places_and_names() -> None:
     assert len(seen) == 4
 
 
-def test_equal_tensors_of_two_names_are_not_interchangeable() -> None:
-    """A tensor's name is in the multiplier of each of its elements: no two of them cancel or
-    pair."""
-    words = torch.arange(10, dtype=torch.int32)
-    blocks = torch.stack([odd_words("a", 1), odd_words("b", 1)])
-    one, two = host_sums((words, words), odd_words("place", BLOCK), blocks).tolist()
-    assert one != two
-
-
 @pytest.mark.parametrize("kind", list(OptimizerStates))
 def test_digest_is_that_of_the_bits(kind: OptimizerStates) -> None:
     """Copies on other storages, other orders of names, and numbers that compare as equal."""
@@ -149,18 +140,6 @@ def test_multipliers_are_odd_and_differ() -> None:
     assert torch.equal(words & 1, torch.ones_like(words))
     assert len(set(words.tolist())) == len(words)
     assert torch.equal(odd_words("w", 7), odd_words("w", BLOCK)[:, :7])
-
-
-def test_digest_knows_the_block_and_the_place_in_it() -> None:
-    """The tensor has several blocks and a part of one."""
-    weights = {"w": torch.randn(5 * BLOCK + 77)}
-    state = replace(
-        _state(OptimizerStates.FP32), weights=weights, exp_avg=weights, exp_avg_sq=weights
-    )
-    seen = {_digest(state)}
-    for shift in (BLOCK, 1):
-        seen.add(_digest(replace(state, weights={"w": weights["w"].roll(shift)})))
-    assert len(seen) == 3
 
 
 def test_trainers_digest_follows_its_steps(base: FolderBase) -> None:

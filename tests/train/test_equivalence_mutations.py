@@ -6,8 +6,11 @@ the code under test for the length of one forward-backward.
 
 from __future__ import annotations
 
+import ast
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
@@ -147,3 +150,19 @@ def test_mutation_turns_the_comparison_red(
     assert len(prepared.plan.micro_batches) > 1
     pair.trainer.forward_backward(prepared)
     assert max(pair.gradient_errors().values()) > 1e-2
+
+
+def test_the_oracle_imports_nothing_of_ours() -> None:
+    allowed = {"torch", "transformers", "peft", "safetensors", "numpy", "tests.oracle"}
+    allowed |= sys.stdlib_module_names
+    for file in (FilePath(__file__).parents[1] / "oracle").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                root = "tests.oracle" if name.startswith("tests.oracle") else name.split(".")[0]
+                assert root in allowed, f"{file.name} imports {name}"

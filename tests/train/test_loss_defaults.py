@@ -33,87 +33,49 @@ from ratoon_proto.types import (
 )
 from tests.train.loss_cases import GIVEN_OLD, MASK, resolve, small_batch
 
+SUM, MEAN = TokenWeight.PER_TOKEN, TokenWeight.PER_SEQUENCE
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": math.inf}
+STD = AdvantageKind.GROUP_MEAN_STD
+
 
 @pytest.mark.parametrize(
     ("kind", "objective", "token_weight", "divide_by", "advantage"),
     [
-        (
-            LossKind.GRPO,
-            ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=math.inf),
-            TokenWeight.PER_SEQUENCE,
-            DivideBy.SEQUENCES,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.PPO_CLIP,
-            ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=math.inf),
-            TokenWeight.PER_TOKEN,
-            DivideBy.TOKENS,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.DAPO,
-            ClipObjective(clip_low=0.2, clip_high=0.28, dual_clip=math.inf),
-            TokenWeight.PER_TOKEN,
-            DivideBy.TOKENS,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
+        (LossKind.GRPO, ClipObjective(**_CLIP), MEAN, DivideBy.SEQUENCES, STD),
+        (LossKind.PPO_CLIP, ClipObjective(**_CLIP), SUM, DivideBy.TOKENS, STD),
+        (LossKind.DAPO, ClipObjective(**_CLIP | {"clip_high": 0.28}), SUM, DivideBy.TOKENS, STD),
         (
             LossKind.DR_GRPO,
-            ClipObjective(clip_low=0.2, clip_high=0.2, dual_clip=math.inf),
-            TokenWeight.PER_TOKEN,
+            ClipObjective(**_CLIP),
+            SUM,
             DivideBy.CONSTANT,
             AdvantageKind.GROUP_MEAN,
         ),
         (
             LossKind.GSPO,
-            SequenceClipObjective(clip_low=3e-4, clip_high=4e-4),
-            TokenWeight.PER_SEQUENCE,
+            SequenceClipObjective(clip_low=0.0003, clip_high=0.0004),
+            MEAN,
             DivideBy.SEQUENCES,
-            AdvantageKind.GROUP_MEAN_STD,
+            STD,
         ),
-        (
-            LossKind.CISPO,
-            CispoObjective(ratio_low=0.0, ratio_high=5.0),
-            TokenWeight.PER_TOKEN,
-            DivideBy.TOKENS,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
+        (LossKind.CISPO, CispoObjective(ratio_low=0.0, ratio_high=5.0), SUM, DivideBy.TOKENS, STD),
         (
             LossKind.SAPO,
             SapoObjective(tau_positive=1.0, tau_negative=1.05),
-            TokenWeight.PER_SEQUENCE,
+            MEAN,
             DivideBy.SEQUENCES,
-            AdvantageKind.GROUP_MEAN_STD,
+            STD,
         ),
         (
             LossKind.IPO,
             IpoObjective(most_down=0.3, most_up=0.3),
-            TokenWeight.PER_TOKEN,
+            SUM,
             DivideBy.TOKENS,
             AdvantageKind.GROUP_MEAN,
         ),
-        (
-            LossKind.IMPORTANCE_SAMPLING,
-            RatioObjective(),
-            TokenWeight.PER_TOKEN,
-            DivideBy.NONE,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.REINFORCE,
-            LogprobObjective(),
-            TokenWeight.PER_TOKEN,
-            DivideBy.NONE,
-            AdvantageKind.GROUP_MEAN_STD,
-        ),
-        (
-            LossKind.CROSS_ENTROPY,
-            LogprobObjective(),
-            TokenWeight.PER_TOKEN,
-            DivideBy.NONE,
-            None,
-        ),
+        (LossKind.IMPORTANCE_SAMPLING, RatioObjective(), SUM, DivideBy.NONE, STD),
+        (LossKind.REINFORCE, LogprobObjective(), SUM, DivideBy.NONE, STD),
+        (LossKind.CROSS_ENTROPY, LogprobObjective(), SUM, DivideBy.NONE, None),
     ],
 )
 def test_defaults_are_those_of_the_table(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.checkpoint import Snapshot, read_manifest, read_states, write_states
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.digest import StateDigest
-from ratoon.train.optim.rounding import join_float32
 from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LoraTuning, StepReport
@@ -67,8 +65,13 @@ def _update(trainer: Trainer, seed: int, learning_rate: float | None = None) -> 
     return report
 
 
-@pytest.mark.parametrize("kind", list(OptimizerStates))
-@pytest.mark.parametrize("tuning", [None, LoraTuning(rank=2, alpha=4.0)])
+@pytest.mark.parametrize(
+    ("kind", "tuning"),
+    [
+        *((kind, None) for kind in OptimizerStates),
+        (OptimizerStates.BF16_SPLIT, LoraTuning(rank=2, alpha=4.0)),
+    ],
+)
 def test_continued_run_has_the_bits_of_an_uninterrupted_one(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates, tuning: LoraTuning | None
 ) -> None:
@@ -127,7 +130,11 @@ def test_every_tensor_comes_back_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("kind", "other"), list(pairwise((*OptimizerStates, OptimizerStates.FP32)))
+    ("kind", "other"),
+    [
+        (OptimizerStates.FP32, OptimizerStates.BF16_SPLIT),
+        (OptimizerStates.BF16_8BIT, OptimizerStates.FP32),
+    ],
 )
 def test_checkpoint_of_another_kind_is_refused_by_name(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates, other: OptimizerStates
@@ -146,7 +153,7 @@ def test_checkpoint_of_another_kind_is_refused_by_name(
     assert trainer.version == 0
 
 
-@pytest.mark.parametrize("kind", list(OptimizerStates))
+@pytest.mark.parametrize("kind", [OptimizerStates.FP32, OptimizerStates.BF16_SPLIT])
 def test_published_weights_are_the_parameters(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates
 ) -> None:
@@ -165,31 +172,11 @@ def test_published_weights_are_the_parameters(
     assert_equal(own, {name: parameters[name].detach() for name in own})
 
 
-def test_fingerprint_names_the_states(base: FolderBase) -> None:
-    names = {_trainer(base, kind).fingerprint()["optimizer_states"] for kind in OptimizerStates}
-    assert names == {kind.value for kind in OptimizerStates}
-
-
 def test_states_without_masters_are_refused_for_wider_models(base: FolderBase) -> None:
     spec = make_trainer(base, dtype=ModelDtype.FLOAT32).spec
     with pytest.raises(RatoonError) as caught:
         Trainer.create(replace(spec, optimizer_states=OptimizerStates.BF16_8BIT))
     assert caught.value.field == "optimizer_states"
-
-
-def test_split_masters_train_as_float32_masters_bit_for_bit(base: FolderBase) -> None:
-    """Whole updates: the same gradients, since the weights in the model are the same."""
-    trainers = [_trainer(base, kind) for kind in (OptimizerStates.FP32, OptimizerStates.BF16_SPLIT)]
-    for trainer in trainers:
-        for seed in range(3):
-            _update(trainer, seed, 1e-4)
-    fp32, split = map(state_of, trainers)
-    for name, master in fp32.weights.items():
-        bits, remainder = split.weights[name].view(torch.int16), split.weight_remainder[name]
-        assert torch.equal(join_float32(bits, remainder), master)
-    assert_equal(
-        dict(trainers[0].model.named_trainable()), dict(trainers[1].model.named_trainable())
-    )
 
 
 @pytest.mark.parametrize("tuning", [None, LoraTuning(rank=2, alpha=4.0)])
@@ -204,7 +191,7 @@ def test_a_choice_that_is_left_open_keeps_masters_and_is_told(
     assert trainer.spec.optimizer_states is OptimizerStates.BF16_SPLIT
 
 
-@pytest.mark.parametrize("kind", list(OptimizerStates))
+@pytest.mark.parametrize("kind", [OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_SPLIT_8BIT])
 def test_a_step_that_rounding_outweighs_is_warned_about(
     base: FolderBase, kind: OptimizerStates
 ) -> None:

@@ -55,16 +55,18 @@ from tests.train.trainer_runs import (
 )
 
 _LORA = LoraTuning(rank=2, alpha=4.0)
-# By default, weights are shared out where checkpoints, imports and versions are compared by bits.
-_SHARDS = pytest.mark.parametrize(
-    "shard",
-    [Shard.STATES, Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)],
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "part_elements", "shard"),
+    [
+        (4, 100, Shard.STATES),
+        (2, 1 << 25, Shard.STATES),
+        (4, 100, Shard.GRADIENTS),
+        (2, 1 << 25, Shard.GRADIENTS),
+        pytest.param(4, 100, Shard.WEIGHTS, marks=pytest.mark.more),
+    ],
 )
-
-
-@pytest.mark.parametrize("part_elements", [100, 1 << 25])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@_SHARDS
 def test_three_updates_are_those_of_one_rank(
     base: FolderBase, num_ranks: int, part_elements: int, shard: Shard
 ) -> None:
@@ -104,8 +106,15 @@ def test_weights_are_sharded_between_neighbours_alone(
     assert (caught.value.code, caught.value.field) == (ErrorCode.UNSUPPORTED, "parallel.shard")
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-@_SHARDS
+@pytest.mark.parametrize(
+    ("architecture", "shard"),
+    [
+        ("qwen3", Shard.GRADIENTS),
+        ("qwen3_moe", Shard.STATES),
+        pytest.param("qwen3_moe", Shard.GRADIENTS, marks=pytest.mark.more),
+        pytest.param("qwen3_moe", Shard.WEIGHTS, marks=pytest.mark.more),
+    ],
+)
 def test_three_updates_of_an_adapter_are_those_of_one_rank(
     tmp_path: Path, architecture: str, shard: Shard
 ) -> None:
@@ -137,38 +146,43 @@ def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
         assert_close(weights_of(trainer), weights_of(alone))
 
 
-@pytest.mark.parametrize("kind", list(LossKind))
-def test_every_loss_in_a_window_of_two_calls(
-    pair: tuple[Trainer, Trainer], kind: LossKind, tmp_path: Path
-) -> None:
-    reports: list[StepReport] = []
-    names: list[str] = []
-    for trainer, ranks in zip(pair, ((0,), (0, 1)), strict=True):
-        for seed in (3, 4):
-            fields = {"outcome": "weights"} if kind is LossKind.CROSS_ENTROPY else {}
-            batch = make_batch(seed, **fields)
-            loss = make_loss(batch, kind)
-            plan = spread_over(trainer.prepare(batch, loss).plan, ranks)
-            trainer.forward_backward(trainer.prepare(batch, loss, plan))
-        names = list(trainer.model.named_trainable())
-        trainer.write_gradients(tmp_path / str(len(ranks)), names[:3])
-        divisor = {"divide_constant": 8.0} if kind is LossKind.DR_GRPO else {}
-        step = make_step(trainer, loss, tensor_grad_norms=True, **divisor)
-        reports.append(trainer.optim_step(step))
-    one, two = reports
-    assert two.loss == pytest.approx(one.loss, rel=1e-10, abs=1e-12)
-    assert two.entropy == pytest.approx(one.entropy, rel=1e-10)
-    assert [each.name for each in two.tensor_grad_norms] == names
-    for mine, theirs in zip(two.tensor_grad_norms, one.tensor_grad_norms, strict=True):
-        assert mine.norm == pytest.approx(theirs.norm, rel=1e-8)
-    sums = [load_file(tmp_path / str(count)) for count in (1, 2)]
-    assert_close(sums[1], sums[0])
-    assert_close(weights_of(pair[1]), weights_of(pair[0]))
+def test_every_loss_in_a_window_of_two_calls(pair: tuple[Trainer, Trainer], tmp_path: Path) -> None:
+    """One step of each loss after the other: weights and moments go on."""
+    for kind in LossKind:
+        reports: list[StepReport] = []
+        names: list[str] = []
+        for trainer, ranks in zip(pair, ((0,), (0, 1)), strict=True):
+            for seed in (3, 4):
+                fields = {"outcome": "weights"} if kind is LossKind.CROSS_ENTROPY else {}
+                batch = make_batch(seed, **fields)
+                loss = make_loss(batch, kind)
+                plan = spread_over(trainer.prepare(batch, loss).plan, ranks)
+                trainer.forward_backward(trainer.prepare(batch, loss, plan))
+            names = list(trainer.model.named_trainable())
+            trainer.write_gradients(tmp_path / f"{kind} {len(ranks)}", names[:3])
+            divisor = {"divide_constant": 8.0} if kind is LossKind.DR_GRPO else {}
+            step = make_step(trainer, loss, tensor_grad_norms=True, **divisor)
+            reports.append(trainer.optim_step(step))
+        one, two = reports
+        assert two.loss == pytest.approx(one.loss, rel=1e-10, abs=1e-12), kind
+        assert two.entropy == pytest.approx(one.entropy, rel=1e-10), kind
+        assert [each.name for each in two.tensor_grad_norms] == names
+        for mine, theirs in zip(two.tensor_grad_norms, one.tensor_grad_norms, strict=True):
+            assert mine.norm == pytest.approx(theirs.norm, rel=1e-8), kind
+        sums = [load_file(tmp_path / f"{kind} {count}") for count in (1, 2)]
+        assert_close(sums[1], sums[0])
+        assert_close(weights_of(pair[1]), weights_of(pair[0]))
 
 
-@pytest.mark.parametrize("kind", list(OptimizerStates))
 @pytest.mark.parametrize("tuning", [None, pytest.param(_LORA, marks=pytest.mark.more)])
-@_SHARDS
+@pytest.mark.parametrize(
+    ("kind", "shard"),
+    [
+        *((kind, Shard.GRADIENTS) for kind in OptimizerStates),
+        (OptimizerStates.BF16_SPLIT_8BIT, Shard.STATES),
+        *(pytest.param(kind, Shard.WEIGHTS, marks=pytest.mark.more) for kind in OptimizerStates),
+    ],
+)
 def test_a_shared_out_step_has_the_bits_of_a_whole_one(
     base: FolderBase, kind: OptimizerStates, tuning: LoraTuning | None, shard: Shard
 ) -> None:
@@ -190,7 +204,9 @@ def test_a_shared_out_step_has_the_bits_of_a_whole_one(
         assert_equal(weights_of(two), weights_of(alone))
 
 
-@_SHARDS
+@pytest.mark.parametrize(
+    "shard", [Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)]
+)
 def test_the_same_again_has_the_same_bits(base: FolderBase, shard: Shard) -> None:
     spec = alone_of(base, dtype=ModelDtype.BFLOAT16).spec
     digests: list[str] = []
@@ -305,8 +321,14 @@ def test_a_step_that_is_skipped_changes_no_rank(pair: tuple[Trainer, Trainer]) -
     assert update_over(two, 5, (0, 1)).grad_norm == report.grad_norm
 
 
-@_SHARDS
-@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize(
+    ("owner", "shard"),
+    [
+        (0, Shard.STATES),
+        (1, Shard.GRADIENTS),
+        pytest.param(1, Shard.WEIGHTS, marks=pytest.mark.more),
+    ],
+)
 def test_a_step_that_is_not_finite_on_one_rank_changes_none(
     base: FolderBase, tmp_path: Path, shard: Shard, owner: int
 ) -> None:
@@ -413,8 +435,10 @@ def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_p
         assert not update_over(two, 0, (0, 1)).skipped
 
 
-@pytest.mark.parametrize("tuning", [None, _LORA])
-@pytest.mark.parametrize(("num_ranks", "shard"), [(2, Shard.STATES), (3, Shard.WEIGHTS)])
+@pytest.mark.parametrize(
+    ("tuning", "num_ranks", "shard"),
+    [(None, 2, Shard.STATES), (None, 3, Shard.WEIGHTS), (_LORA, 2, Shard.STATES)],
+)
 def test_a_version_is_written_by_shares(
     base: FolderBase,
     tmp_path: Path,

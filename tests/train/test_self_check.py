@@ -15,7 +15,7 @@ import torch
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model import layers
 from ratoon.model.loader import read_model
-from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
+from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.waves import cut_into_stages
@@ -79,8 +79,10 @@ def alarms(report: StepReport) -> list[str]:
     return [warning for warning in report.warnings if warning.startswith("self-check")]
 
 
-@pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [*(("qwen3", dtype) for dtype in EVERY_DTYPE), ("qwen2", ModelDtype.FLOAT32)],
+)
 def test_healthy_runs_are_below_the_limits(
     tmp_path: Path, architecture: str, dtype: ModelDtype
 ) -> None:
@@ -88,10 +90,11 @@ def test_healthy_runs_are_below_the_limits(
     trainer = watched(base, dtype=dtype, tokens=200)
     kinds = (LossKind.GRPO, LossKind.REINFORCE, LossKind.GSPO, LossKind.CISPO)
     worst = 0.0
-    for version in range(8):
+    for version, kind in enumerate(kinds):
         trainer.version = version
-        batch = make_batch(version, max_response=10 + 5 * version)
-        report = run(trainer, batch, kinds[version % 4], kl=KL if version % 2 else None)
+        batch = make_batch(version, max_response=10 + 10 * version)
+        shared = SharedTokens.ONCE if version == 1 else SharedTokens.SUM
+        report = run(trainer, batch, kind, kl=KL if version % 2 else None, shared_tokens=shared)
         found = self_check_of(report)
         assert not alarms(report)
         assert not found.exceeds_limits
@@ -100,14 +103,6 @@ def test_healthy_runs_are_below_the_limits(
         worst = max(worst, found.gradient_difference)
     # The two runs round differently somewhere, as a run compared with itself would not.
     assert worst > 0
-
-
-def test_the_presets_are_below_the_limits() -> None:
-    for dtype in EVERY_DTYPE:
-        trainer = watched(PresetBase(name="tiny"), dtype=dtype, tokens=400)
-        report = run(trainer, make_batch(3, max_prompt=40, max_response=40), LossKind.GRPO)
-        assert self_check_of(report).tokens > 0
-        assert not alarms(report)
 
 
 def _first_tokens_lost(patch: Patch) -> None:
@@ -124,9 +119,13 @@ def _first_tokens_lost(patch: Patch) -> None:
     patch.setattr(passes, "to_device", lossy)
 
 
-@pytest.mark.parametrize("dtype", EVERY_DTYPE)
 @pytest.mark.parametrize(
-    "mutate", [_mask_off_by_one, _packed_index_as_position, _first_tokens_lost]
+    ("mutate", "dtype"),
+    [
+        *((_packed_index_as_position, dtype) for dtype in EVERY_DTYPE),
+        (_mask_off_by_one, ModelDtype.FLOAT32),
+        (_first_tokens_lost, ModelDtype.BFLOAT16),
+    ],
 )
 def test_a_planted_fault_is_seen(
     base: FolderBase, monkeypatch: Patch, dtype: ModelDtype, mutate: Callable[[Patch], None]
@@ -224,8 +223,14 @@ def _three_updates(base: FolderBase, every: int, **options: Any) -> tuple[Traine
     return trainer, seen
 
 
-@pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("tuning", [FullTuning(), LoraTuning(rank=2, alpha=4.0)])
+@pytest.mark.parametrize(
+    ("dtype", "tuning"),
+    [
+        (ModelDtype.FLOAT64, FullTuning()),
+        (ModelDtype.BFLOAT16, FullTuning()),
+        (ModelDtype.FLOAT32, LoraTuning(rank=2, alpha=4.0)),
+    ],
+)
 def test_everything_else_has_the_same_bits(
     base: FolderBase, tmp_path: Path, dtype: ModelDtype, tuning: FullTuning | LoraTuning
 ) -> None:
@@ -339,15 +344,6 @@ def test_where_every_rollout_runs_alone_there_is_none(base: FolderBase) -> None:
     report = run(watched(base), make_batch(2, kinds=("single",), num_groups=1), LossKind.GRPO)
     assert report.self_check is None
     assert not alarms(report)
-
-
-def test_tokens_counted_once_stay_with_their_owner(base: FolderBase) -> None:
-    trainer = watched(base, tokens=1000)
-    for version in range(4):
-        trainer.version = version
-        report = run(trainer, make_batch(4), LossKind.GRPO, shared_tokens=SharedTokens.ONCE)
-        assert self_check_of(report).gradient_difference is not None
-        assert not alarms(report)
 
 
 @pytest.mark.parametrize(

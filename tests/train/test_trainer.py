@@ -74,28 +74,6 @@ def test_a_window_of_two_calls_is_the_call_of_both(
     assert apart.version == together.version == 1
 
 
-def test_a_group_in_two_calls_is_one_group(base: FolderBase) -> None:
-    """With ready-made advantages a group may come in parts: it counts once a window."""
-    (group,) = builders.random_groups(
-        np.random.default_rng(2), num_groups=1, outcome="advantages", max_rollouts=6
-    )
-    parts = [
-        replace(group, rollouts=(rollout,))
-        for rollout in group.rollouts
-        if builders.num_response_tokens(rollout)
-    ]
-    assert len(parts) > 1
-    whole = validate_groups([group], builders.limits(vocab_size=64))
-    together, apart = make_trainer(base), make_trainer(base)
-    loss = make_loss(whole)
-    step = make_step(together, loss, divide_by=DivideBy.GROUPS)
-    expected = together.update(together.prepare(whole, loss), step)
-    for part in parts:
-        batch = validate_groups([part], builders.limits(vocab_size=64))
-        forward_backward(apart, batch, make_loss(batch))
-    assert apart.optim_step(step).grad_norm == pytest.approx(expected.grad_norm, rel=1e-10)
-
-
 def test_token_weights_of_a_window_may_not_mix(base: FolderBase) -> None:
     trainer, batch = make_trainer(base), make_batch(3)
     forward_backward(trainer, batch, make_loss(batch, LossKind.PPO_CLIP))
@@ -217,27 +195,6 @@ def test_progress_counts_unshared_tokens(base: FolderBase) -> None:
     assert seen[-1][2] == report.unshared_tokens > report.packed_tokens > 0
 
 
-def test_non_finite_numbers_skip_the_step(base: FolderBase) -> None:
-    """2e38 times a log-prob is no float32: nothing is applied, and it says so."""
-    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    rollout = builders.rollout([3, 4], advantages=np.array([2e38, 1.0], np.float32))
-    batch = validate_groups([builders.group([1], [rollout])], builders.limits(vocab_size=64))
-    loss = make_loss(batch, LossKind.REINFORCE)
-    before = weights_of(trainer)
-    report = trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
-    assert report.skipped
-    assert report.skip_reason is SkipReason.NON_FINITE_LOSS
-    assert any("not finite" in warning for warning in report.warnings)
-    assert trainer.version == 0
-    assert trainer.window_state is WindowState.EMPTY
-    assert_equal(weights_of(trainer), before)
-    good = make_batch(1)
-    fine = make_loss(good)
-    after = trainer.update(trainer.prepare(good, fine), make_step(trainer, fine))
-    assert not after.skipped
-    assert trainer.version == 1
-
-
 def _flat_batch() -> RolloutBatch:
     rollouts = [builders.rollout([3, n], reward=1.0, truncated=True) for n in range(3)]
     return validate_groups([builders.group([1], rollouts)], builders.limits(vocab_size=64))
@@ -305,26 +262,6 @@ def test_report_counts_what_was_done(base: FolderBase) -> None:
     assert report.kl is not None
     assert report.sampler_kl is not None
     assert report.sampler_gap_max is not None
-
-
-def test_report_losses_are_divided_as_the_gradient(base: FolderBase) -> None:
-    """On policy r is 1, so grpo's loss is minus the mean over sequences of the mean advantage."""
-    trainer, batch = make_trainer(base), make_batch(12)
-    loss = make_loss(batch, entropy_coefficient=0.1)
-    arrays = trainer.forward(trainer.prepare_forward(batch), with_entropy=True, use_reference=False)
-    report = trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
-    assert batch.advantages is not None
-    assert arrays.entropy is not None
-    means, entropies = [], []
-    for start, stop in zip(batch.response_offsets[:-1], batch.response_offsets[1:], strict=True):
-        mask = batch.loss_mask[start:stop]
-        if mask.any():
-            means.append(-batch.advantages[start:stop][mask].astype(np.float64).mean())
-            entropies.append(arrays.entropy[start:stop][mask].mean())
-    assert report.policy_gradient_loss == pytest.approx(np.mean(means), rel=1e-9)
-    assert report.entropy == pytest.approx(np.mean(entropies), rel=1e-9)
-    expected = np.mean(means) - 0.1 * np.mean(entropies)
-    assert report.loss == pytest.approx(expected, rel=1e-9)
 
 
 def test_raw_sampler_logprobs_are_left_out_of_the_mismatch(base: FolderBase) -> None:
