@@ -42,7 +42,7 @@ def optim_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What became of a step; the fields are those of `StepOutcome`, `changed` counts weights."""
+    """What became of a step. `grad_norm`: before clipping; `changed`: bfloat16 weights, counted."""
 
     grad_norm: float
     skipped: bool

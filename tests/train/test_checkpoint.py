@@ -87,6 +87,7 @@ def written(_written: tuple[Trainer, Path], tmp_path: Path) -> tuple[Trainer, Pa
     ("architecture", "tuning", "dtype"),
     [
         ("qwen3", FullTuning(), ModelDtype.FLOAT32),
+        ("qwen3", FullTuning(), ModelDtype.BFLOAT16),
         ("qwen3", LoraTuning(rank=2, alpha=4.0), ModelDtype.FLOAT32),
         ("qwen3_moe", LoraTuning(rank=2, alpha=4.0), ModelDtype.BFLOAT16),
     ],

@@ -36,13 +36,11 @@ from ratoon_proto.types import (
 )
 from tests.equivalence import assert_close, paths_of
 from tests.oracle.advantages import select
-from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (
     WHOLE,
     Pair,
     check_gradients,
     forward_backward,
-    make_pair,
     make_request,
     oracle_loss,
     random_batch_near,
@@ -61,18 +59,6 @@ BRANCHES = ("flat", "tree")
 # The batch of a pair; its request; packed tokens of a micro-batch.
 MakeBatch = Callable[[Pair], RolloutBatch]
 Row = tuple[MakeBatch, LossConfig, int]
-
-
-@pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("losses")
-    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.discard()
 
 
 # The pair's weights never change here: neither do its batches.

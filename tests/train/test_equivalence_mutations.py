@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -27,29 +27,15 @@ from ratoon.train.planning import cpu_planner
 from ratoon_kernels import build_layout
 from ratoon_proto.types import KlConfig, KlKind, LossKind, ReferenceKind
 from tests.equivalence import assert_close
-from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (
     Pair,
     forward_backward,
-    make_pair,
     make_request,
     random_batch_near,
 )
 
 Patch = pytest.MonkeyPatch
 KL = KlConfig(kind=KlKind.K3, coefficient=0.3, reference=ReferenceKind.GIVEN)
-
-
-@pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("mutations")
-    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.discard()
 
 
 def _mask_off_by_one(patch: Patch) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.errors import RatoonError
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
@@ -136,25 +135,6 @@ def test_k1_as_a_loss_warns() -> None:
         importance_weighted=True,
     )
     assert _resolve(LossKind.GRPO, weighted) == ()
-
-
-@pytest.mark.parametrize(
-    ("loss", "kind"),
-    [
-        (LossKind.GRPO, KlKind.K2),
-        (LossKind.GRPO, KlKind.K1_PLUS),
-        (LossKind.GRPO, KlKind.K3_PLUS),
-        (LossKind.REINFORCE, KlKind.K3),
-    ],
-)
-def test_weight_is_refused_where_it_makes_nothing_unbiased(loss: LossKind, kind: KlKind) -> None:
-    """k2 is no unbiased estimate, and a loss without old log-probs has no ratio to weigh with."""
-    config = KlConfig(
-        kind=kind, coefficient=0.1, reference=ReferenceKind.GIVEN, importance_weighted=True
-    )
-    with pytest.raises(RatoonError) as caught:
-        _resolve(loss, config)
-    assert caught.value.field == "loss.kl.importance_weighted"
 
 
 def test_weight_with_on_policy_old_log_probs_has_a_gradient() -> None:

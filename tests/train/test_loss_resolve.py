@@ -1,4 +1,4 @@
-"""What of a loss is refused, by field, and what is taken beside it."""
+"""What a loss and a step are resolved to: defaults by the table, what is kept, what is refused."""
 
 from __future__ import annotations
 
@@ -11,20 +11,41 @@ import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.raw import SamplerLogprobsKind
+from ratoon.train.loss.kinds import (
+    CispoObjective,
+    ClipObjective,
+    IpoObjective,
+    LogprobObjective,
+    Objective,
+    RatioObjective,
+    SapoObjective,
+    SequenceClipObjective,
+)
+from ratoon.train.loss.spec import (
+    CounterDivisor,
+    NoDivisor,
+    Normalisation,
+)
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon_proto.types import (
+    AdamWConfig,
     AdvantageKind,
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
+    DivideBy,
     KlConfig,
     KlKind,
     LossKind,
     OldLogprobs,
     OldLogprobsKind,
+    OptimStepConfig,
+    OverlongFilter,
     OverlongPenalty,
     ReferenceKind,
     StalenessAction,
     StalenessConfig,
+    TokenWeight,
 )
 from tests.train.loss_cases import GIVEN_OLD, MASK, resolve, small_batch
 
@@ -35,6 +56,8 @@ _TRUNCATE = replace(MASK, mode=CorrectionMode.TRUNCATE, low=0.0)
 _GEOMETRIC = CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.9, high=1.1)
 _FORWARD_OLD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op")
 _GIVEN_KL = KlConfig(kind=KlKind.K1, coefficient=0.1, reference=ReferenceKind.GIVEN)
+_WEIGHTED = replace(_GIVEN_KL, importance_weighted=True)
+_WEIGHT, _BIASED = "kl.importance_weighted", (KlKind.K2, KlKind.K1_PLUS, KlKind.K3_PLUS)
 _FROZEN_KL = replace(_GIVEN_KL, reference=ReferenceKind.FROZEN)
 _OLD = {"old_logprobs": GIVEN_OLD}
 _NO_SAMPLER = {"sampler_logprobs": None}
@@ -69,6 +92,9 @@ _PENALTY = OverlongPenalty(max_tokens=10, buffer_tokens=4, scale=1.0)
         (GRPO, {}, {"kl": replace(_GIVEN_KL, coefficient=math.nan)}, "kl.coefficient"),
         (GRPO, {"reference_logprobs": None}, {"kl": _GIVEN_KL}, "kl.reference"),
         (GRPO, {}, {"kl": _FROZEN_KL}, "kl.reference"),
+        # k2 is no unbiased estimate, k2's gradient needs no weight, and REINFORCE has no ratio.
+        *((GRPO, {}, {"kl": replace(_WEIGHTED, kind=kind)}, _WEIGHT) for kind in _BIASED),
+        (REINFORCE, {}, {"kl": _WEIGHTED}, _WEIGHT),
         (GRPO, _NO_SAMPLER, {}, "old_logprobs"),
         (GRPO, {"old_logprobs": None}, {"old_logprobs": GIVEN_OLD}, "old_logprobs"),
         (REINFORCE, {}, {"old_logprobs": GIVEN_OLD}, "old_logprobs"),
@@ -188,3 +214,223 @@ def test_frozen_reference_and_raw_sampler_are_taken_where_they_hold() -> None:
     assert resolve(LossKind.GRPO, small_batch(), has_frozen=True, kl=_FROZEN_KL).kl == _FROZEN_KL
     loss = resolve(LossKind.GRPO, small_batch(**_RAW), old_logprobs=GIVEN_OLD)
     assert loss.old_logprobs == GIVEN_OLD
+
+
+SUM, MEAN = TokenWeight.PER_TOKEN, TokenWeight.PER_SEQUENCE
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": math.inf}
+STD = AdvantageKind.GROUP_MEAN_STD
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective", "token_weight", "divide_by", "advantage"),
+    [
+        (LossKind.GRPO, ClipObjective(**_CLIP), MEAN, DivideBy.SEQUENCES, STD),
+        (LossKind.PPO_CLIP, ClipObjective(**_CLIP), SUM, DivideBy.TOKENS, STD),
+        (LossKind.DAPO, ClipObjective(**_CLIP | {"clip_high": 0.28}), SUM, DivideBy.TOKENS, STD),
+        (
+            LossKind.DR_GRPO,
+            ClipObjective(**_CLIP),
+            SUM,
+            DivideBy.CONSTANT,
+            AdvantageKind.GROUP_MEAN,
+        ),
+        (
+            LossKind.GSPO,
+            SequenceClipObjective(clip_low=0.0003, clip_high=0.0004),
+            MEAN,
+            DivideBy.SEQUENCES,
+            STD,
+        ),
+        (LossKind.CISPO, CispoObjective(ratio_low=0.0, ratio_high=5.0), SUM, DivideBy.TOKENS, STD),
+        (
+            LossKind.SAPO,
+            SapoObjective(tau_positive=1.0, tau_negative=1.05),
+            MEAN,
+            DivideBy.SEQUENCES,
+            STD,
+        ),
+        (
+            LossKind.IPO,
+            IpoObjective(most_down=0.3, most_up=0.3),
+            SUM,
+            DivideBy.TOKENS,
+            AdvantageKind.GROUP_MEAN,
+        ),
+        (LossKind.IMPORTANCE_SAMPLING, RatioObjective(), SUM, DivideBy.NONE, STD),
+        (LossKind.REINFORCE, LogprobObjective(), SUM, DivideBy.NONE, STD),
+        (LossKind.CROSS_ENTROPY, LogprobObjective(), SUM, DivideBy.NONE, None),
+    ],
+)
+def test_defaults_are_those_of_the_table(
+    kind: LossKind,
+    objective: Objective,
+    token_weight: TokenWeight,
+    divide_by: DivideBy,
+    advantage: AdvantageKind | None,
+) -> None:
+    old = OldLogprobs(kind=OldLogprobsKind.SAMPLER)
+    loss = resolve(kind, small_batch(), old_logprobs=old if kind is LossKind.GSPO else None)
+    assert loss.objective == objective
+    assert (loss.token_weight, loss.default_divide_by) == (token_weight, divide_by)
+    assert loss.advantage is advantage
+    has_ratio = kind not in (LossKind.REINFORCE, LossKind.CROSS_ENTROPY)
+    assert loss.old_logprobs == (old if has_ratio else None)
+    assert loss.drop_zero_variance_groups == (kind is LossKind.DAPO)
+    assert loss.kl is None
+    assert loss.correction is None
+    assert loss.entropy_coefficient == 0.0
+
+
+def test_defaults_follow_what_the_rollouts_carry() -> None:
+    """Ready-made advantages are taken; without rewards there is no variance to drop for."""
+    loss = resolve(LossKind.DAPO, small_batch(reward=None, advantages=np.ones(2, np.float32)))
+    assert loss.advantage is AdvantageKind.GIVEN
+    assert not loss.drop_zero_variance_groups
+    # A correction without a ratio is from the current policy to the sampler.
+    loss = resolve(LossKind.REINFORCE, small_batch(), correction=MASK)
+    assert loss.old_logprobs == OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
+
+
+def test_explicit_options_are_kept() -> None:
+    loss = resolve(
+        LossKind.PPO_CLIP,
+        small_batch(),
+        clip_low=0.1,
+        clip_high=0.3,
+        dual_clip=3.0,
+        advantage=AdvantageKind.LEAVE_ONE_OUT,
+        old_logprobs=GIVEN_OLD,
+        correction=MASK,
+        token_weight=TokenWeight.PER_SEQUENCE,
+        overlong=OverlongFilter(),
+        drop_zero_variance_groups=True,
+        kl=KlConfig(kind=KlKind.K2, coefficient=0.1, reference=ReferenceKind.GIVEN),
+        staleness=StalenessConfig(max_versions=0, action=StalenessAction.DROP),
+    )
+    assert loss.objective == ClipObjective(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
+    assert loss.advantage is AdvantageKind.LEAVE_ONE_OUT
+    assert loss.old_logprobs == GIVEN_OLD
+    assert loss.correction == MASK
+    assert loss.token_weight is TokenWeight.PER_SEQUENCE
+    assert loss.overlong == OverlongFilter()
+    assert loss.drop_zero_variance_groups
+    assert loss.kl is not None
+    assert loss.kl.kind is KlKind.K2
+    assert loss.staleness == StalenessConfig(max_versions=0, action=StalenessAction.DROP)
+
+
+_ADAMW = AdamWConfig(weight_decay=0.03)
+
+
+_TOKENS = Normalisation(token_weight=TokenWeight.PER_TOKEN, default_divide_by=DivideBy.TOKENS)
+
+
+_SEQUENCES = Normalisation(
+    token_weight=TokenWeight.PER_SEQUENCE, default_divide_by=DivideBy.SEQUENCES
+)
+
+
+_CONSTANT = replace(_TOKENS, default_divide_by=DivideBy.CONSTANT)
+
+
+_MIXED = replace(_TOKENS, default_divide_by=None)
+
+
+def test_step_takes_the_policys_and_the_losss_defaults() -> None:
+    step = resolve_optim(OptimStepConfig(learning_rate=1e-3), _TOKENS, _ADAMW)
+    assert step.learning_rate == 1e-3
+    assert step.weight_decay == 0.03
+    assert step.max_grad_norm == 1.0
+    assert step.divisor == CounterDivisor(counter=DivideBy.TOKENS)
+    step = resolve_optim(
+        OptimStepConfig(
+            learning_rate=0.0, weight_decay=0.0, max_grad_norm=2.5, divide_constant=8.0
+        ),
+        _CONSTANT,
+        _ADAMW,
+    )
+    assert step.weight_decay == 0.0
+    assert step.max_grad_norm == 2.5
+    assert step.divisor == CounterDivisor(counter=DivideBy.SEQUENCES, times=8.0)
+
+
+@pytest.mark.parametrize(
+    ("divide_by", "asked", "clip"),
+    [
+        (DivideBy.TOKENS, None, 1.0),
+        (DivideBy.NONE, None, math.inf),
+        (DivideBy.NONE, 3.0, 3.0),
+        (DivideBy.TOKENS, 0.0, math.inf),
+    ],
+)
+def test_gradients_are_clipped_at_1_unless_told_otherwise(
+    divide_by: DivideBy, asked: float | None, clip: float
+) -> None:
+    """Without a default a spike of the gradient was a step of full size. Of sums that nothing
+    divides the norm grows with the batch: there is none."""
+    request = OptimStepConfig(learning_rate=1e-3, divide_by=divide_by, max_grad_norm=asked)
+    assert resolve_optim(request, _TOKENS, _ADAMW).max_grad_norm == clip
+
+
+@pytest.mark.parametrize(
+    ("divide_by", "normalisation", "divisor"),
+    [
+        (DivideBy.SEQUENCES, _SEQUENCES, CounterDivisor(counter=DivideBy.SEQUENCES)),
+        (DivideBy.SEQUENCES, _TOKENS, CounterDivisor(counter=DivideBy.SEQUENCES)),
+        (DivideBy.GROUPS, _SEQUENCES, CounterDivisor(counter=DivideBy.GROUPS)),
+        (DivideBy.GROUPS, _TOKENS, CounterDivisor(counter=DivideBy.GROUPS)),
+        (DivideBy.NONE, _TOKENS, NoDivisor()),
+        (DivideBy.TOKENS, _MIXED, CounterDivisor(counter=DivideBy.TOKENS)),
+    ],
+)
+def test_step_divides_as_it_is_told(
+    divide_by: DivideBy, normalisation: Normalisation, divisor: CounterDivisor | NoDivisor
+) -> None:
+    request = OptimStepConfig(learning_rate=1e-3, divide_by=divide_by)
+    assert resolve_optim(request, normalisation, _ADAMW).divisor == divisor
+
+
+@pytest.mark.parametrize(
+    ("changes", "normalisation", "field"),
+    [
+        ({"divide_by": DivideBy.TOKENS}, _SEQUENCES, "optim.divide_by"),
+        ({}, _MIXED, "optim.divide_by"),
+        ({}, _CONSTANT, "optim.divide_constant"),
+        ({"divide_by": DivideBy.TOKENS}, _CONSTANT, "optim.divide_by"),
+        ({"divide_constant": 3.0}, _TOKENS, "optim.divide_constant"),
+        (
+            {"divide_constant": 3.0, "divide_by": DivideBy.TOKENS},
+            _TOKENS,
+            "optim.divide_constant",
+        ),
+        ({"divide_constant": 0.0}, _CONSTANT, "optim.divide_constant"),
+        ({"divide_constant": math.inf}, _CONSTANT, "optim.divide_constant"),
+        ({"learning_rate": -1e-3}, _TOKENS, "optim.learning_rate"),
+        ({"learning_rate": math.nan}, _TOKENS, "optim.learning_rate"),
+        ({"learning_rate": 1e38}, _TOKENS, "optim.learning_rate"),
+        # Times the policy's 0.03 it is above 1.
+        ({"learning_rate": 34.0}, _TOKENS, "optim.learning_rate"),
+        ({"learning_rate": 34.0, "weight_decay": 0.03}, _TOKENS, "optim.weight_decay"),
+        ({"weight_decay": 1e300, "learning_rate": 0.0}, _TOKENS, "optim.weight_decay"),
+        ({"eps": 1e-31}, _TOKENS, "optim.eps"),
+        ({"max_grad_norm": 1e-31}, _TOKENS, "optim.max_grad_norm"),
+        ({"divide_constant": 1e300}, _CONSTANT, "optim.divide_constant"),
+        ({"weight_decay": -0.1}, _TOKENS, "optim.weight_decay"),
+        ({"beta1": 1.0}, _TOKENS, "optim.beta1"),
+        ({"beta2": -0.1}, _TOKENS, "optim.beta2"),
+        ({"beta2": math.nan}, _TOKENS, "optim.beta2"),
+        ({"eps": 0.0}, _TOKENS, "optim.eps"),
+        ({"max_grad_norm": -1.0}, _TOKENS, "optim.max_grad_norm"),
+        ({"max_grad_norm": math.nan}, _TOKENS, "optim.max_grad_norm"),
+        ({"max_grad_norm": math.inf}, _TOKENS, "optim.max_grad_norm"),
+    ],
+)
+def test_step_refuses_by_field(
+    changes: dict[str, Any], normalisation: Normalisation, field: str
+) -> None:
+    fields: dict[str, Any] = {"learning_rate": 1e-3} | changes
+    request = OptimStepConfig(**fields)
+    with pytest.raises(RatoonError) as caught:
+        resolve_optim(request, normalisation, _ADAMW)
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+    assert caught.value.field == field

@@ -65,32 +65,6 @@ def _update(trainer: Trainer, seed: int, learning_rate: float | None = None) -> 
     return report
 
 
-@pytest.mark.parametrize(
-    ("kind", "tuning"),
-    [
-        *((kind, None) for kind in OptimizerStates),
-        (OptimizerStates.BF16_SPLIT, LoraTuning(rank=2, alpha=4.0)),
-    ],
-)
-def test_continued_run_has_the_bits_of_an_uninterrupted_one(
-    base: FolderBase, tmp_path: Path, kind: OptimizerStates, tuning: LoraTuning | None
-) -> None:
-    straight = _trainer(base, kind, tuning=tuning)
-    start = weights_of(straight)
-    for seed in range(2):
-        _update(straight, seed)
-    straight.snapshot().write(tmp_path / "checkpoint")
-    resumed = _trainer(base, kind, tuning=tuning)
-    resumed.load_checkpoint(tmp_path / "checkpoint")
-    assert resumed.version == 2
-    assert_equal(weights_of(resumed), weights_of(straight))
-    for seed in range(2, 4):
-        _update(straight, seed)
-        _update(resumed, seed)
-    assert_equal(weights_of(resumed), weights_of(straight))
-    assert any(not torch.equal(start[name], now) for name, now in weights_of(straight).items())
-
-
 @pytest.mark.parametrize("kind", list(OptimizerStates))
 def test_every_tensor_comes_back_bit_for_bit(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates
@@ -170,13 +144,6 @@ def test_published_weights_are_the_parameters(
     parameters = trainer.model.named_trainable()
     assert own.keys() <= parameters.keys()
     assert_equal(own, {name: parameters[name].detach() for name in own})
-
-
-def test_states_without_masters_are_refused_for_wider_models(base: FolderBase) -> None:
-    spec = make_trainer(base, dtype=ModelDtype.FLOAT32).spec
-    with pytest.raises(RatoonError) as caught:
-        Trainer.create(replace(spec, optimizer_states=OptimizerStates.BF16_8BIT))
-    assert caught.value.field == "optimizer_states"
 
 
 @pytest.mark.parametrize("tuning", [None, LoraTuning(rank=2, alpha=4.0)])

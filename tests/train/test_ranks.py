@@ -146,12 +146,14 @@ def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
         assert_close(weights_of(trainer), weights_of(alone))
 
 
-def test_every_loss_in_a_window_of_two_calls(pair: tuple[Trainer, Trainer], tmp_path: Path) -> None:
+def test_every_loss_in_a_window_of_two_calls(
+    rank_pair: tuple[Trainer, Trainer], tmp_path: Path
+) -> None:
     """One step of each loss after the other: weights and moments go on."""
     for kind in LossKind:
         reports: list[StepReport] = []
         names: list[str] = []
-        for trainer, ranks in zip(pair, ((0,), (0, 1)), strict=True):
+        for trainer, ranks in zip(rank_pair, ((0,), (0, 1)), strict=True):
             for seed in (3, 4):
                 fields = {"outcome": "weights"} if kind is LossKind.CROSS_ENTROPY else {}
                 batch = make_batch(seed, **fields)
@@ -171,7 +173,7 @@ def test_every_loss_in_a_window_of_two_calls(pair: tuple[Trainer, Trainer], tmp_
             assert mine.norm == pytest.approx(theirs.norm, rel=1e-8), kind
         sums = [load_file(tmp_path / f"{kind} {count}") for count in (1, 2)]
         assert_close(sums[1], sums[0])
-        assert_close(weights_of(pair[1]), weights_of(pair[0]))
+        assert_close(weights_of(rank_pair[1]), weights_of(rank_pair[0]))
 
 
 @pytest.mark.parametrize("tuning", [None, pytest.param(_LORA, marks=pytest.mark.more)])
@@ -248,8 +250,8 @@ def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_pat
     assert digests == [alone.state_digest()] * 2
 
 
-def test_a_forward_is_that_of_one_rank(pair: tuple[Trainer, Trainer]) -> None:
-    alone, two = pair
+def test_a_forward_is_that_of_one_rank(rank_pair: tuple[Trainer, Trainer]) -> None:
+    alone, two = rank_pair
     batch = make_batch(9)
     plan = spread_over(alone.prepare_forward(batch).plan, (0, 1))
     mine, one = (
@@ -310,8 +312,8 @@ def test_an_import_that_one_rank_cannot_add_changes_none(base: FolderBase, tmp_p
         assert [staged.on(two.ranks.own), peer.start(staged).result()] == [{}, {}]
 
 
-def test_a_step_that_is_skipped_changes_no_rank(pair: tuple[Trainer, Trainer]) -> None:
-    _, two = pair
+def test_a_step_that_is_skipped_changes_no_rank(rank_pair: tuple[Trainer, Trainer]) -> None:
+    _, two = rank_pair
     before, spec = two.state_digest(), two.spec
     two.spec = replace(spec, guard=NumericsGuard(max_grad_norm_to_step=1e-9))
     report = update_over(two, 5, (0, 1))
@@ -353,7 +355,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_none(
 
 
 def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
-    pair: tuple[Trainer, Trainer],
+    rank_pair: tuple[Trainer, Trainer],
 ) -> None:
     """Rank 0 has three of four; of stages some are not predicted from, and have no backward."""
     for seed in range(3):
@@ -361,12 +363,12 @@ def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
         loss = make_loss(batch, kind=(LossKind.GRPO, LossKind.GSPO)[seed % 2])
         cuts = make_plan(*sequences_of(batch), 16, EAGER)
         assert any(part.stages for part in cuts.micro_batches)
-        for trainer, ranks in zip(pair, ((0,), (1, 0, 0, 0)), strict=True):
+        for trainer, ranks in zip(rank_pair, ((0,), (1, 0, 0, 0)), strict=True):
             step = make_step(trainer, loss)
             assert not trainer.update(
                 trainer.prepare(batch, loss, spread_over(cuts, ranks)), step
             ).skipped
-    assert_close(weights_of(pair[1]), weights_of(pair[0]))
+    assert_close(weights_of(rank_pair[1]), weights_of(rank_pair[0]))
 
 
 def test_a_rank_keeps_the_sums_of_its_share_of_layers(base: FolderBase) -> None:
@@ -494,11 +496,3 @@ def test_parts_are_shared_out_evenly_of_each_parameter_too() -> None:
         assert max(elements) <= 4000 / num_ranks + 100
         of_c = [sum(part.parameter == "c" for part in share) for share in shares]
         assert max(of_c) <= 25 / num_ranks + 2
-
-
-def test_a_part_is_a_view_of_its_parameter() -> None:
-    parameter = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
-    first, second = parts_of({"p": parameter}, 8)
-    second.of(parameter).fill_(-1.0)
-    assert first.of(parameter).tolist() == list(range(8))
-    assert parameter.flatten()[8:].tolist() == [-1.0] * 4

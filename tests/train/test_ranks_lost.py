@@ -35,9 +35,9 @@ from tests.train.trainer_runs import (
 
 
 def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
-    pair: tuple[Trainer, Trainer],
+    rank_pair: tuple[Trainer, Trainer],
 ) -> None:
-    _, two = pair
+    _, two = rank_pair
     batch, before = make_batch(6), two.state_digest()
     loss = make_loss(batch)
     plan = spread_over(two.prepare(batch, loss).plan, (0, 1))
@@ -75,8 +75,8 @@ def test_a_pass_that_fails_on_one_rank_is_not_run_to_its_end_by_another(base: Fo
         assert max(done) <= 6
 
 
-def test_a_cancelled_update_leaves_every_rank_as_it_was(pair: tuple[Trainer, Trainer]) -> None:
-    _, two = pair
+def test_a_cancelled_update_leaves_every_rank_as_it_was(rank_pair: tuple[Trainer, Trainer]) -> None:
+    _, two = rank_pair
     batch, before = make_batch(7), two.state_digest()
     loss = make_loss(batch, kl=FROZEN)
     plan = spread_over(two.prepare(batch, loss).plan, (0, 1))

@@ -6,7 +6,6 @@ said otherwise; and log-probs of a streamed Forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,18 +56,6 @@ from tests.train.equivalence_runs import (
 JOINING = replace(EAGER, call=6.0)
 GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 GRPO = LossConfig(kind=LossKind.GRPO, old_logprobs=GIVEN_OLD, entropy_coefficient=0.01)
-
-
-@pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("streaming")
-    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.discard()
 
 
 def _plan(batch: RolloutBatch, loss: Loss, budget: int, costs: CostModel = EAGER) -> UpdatePlan:

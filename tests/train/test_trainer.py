@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import Stage, UpdatePlan
 from ratoon.rollout.validate import validate_groups
+from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import WindowState
 from ratoon_proto.types import (
     DivideBy,
@@ -275,8 +279,10 @@ def test_raw_sampler_logprobs_are_left_out_of_the_mismatch(base: FolderBase) -> 
     assert any("raw" in warning for warning in report.warnings)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-@pytest.mark.parametrize("dtype", [ModelDtype.BFLOAT16, ModelDtype.FLOAT32])
+@pytest.mark.parametrize(
+    ("dtype", "asked"),
+    [(ModelDtype.BFLOAT16, True), (ModelDtype.BFLOAT16, False), (ModelDtype.FLOAT32, True)],
+)
 def test_share_of_changed_weights_is_of_what_is_trained(
     base: FolderBase, dtype: ModelDtype, asked: bool
 ) -> None:
@@ -292,3 +298,41 @@ def test_share_of_changed_weights_is_of_what_is_trained(
     total = sum(parameter.numel() for parameter in parameters.values())
     assert changed_bits(before, parameters) > 0
     assert report.changed_share == changed_bits(before, parameters) / total
+
+
+def _with_stages(plan: UpdatePlan) -> UpdatePlan:
+    """Cut at a token that is within a node."""
+    first, *others = plan.micro_batches
+    cut = first.packed_tokens - 1
+    stages = (
+        Stage(start=0, stop=cut, parent=-1),
+        Stage(start=cut, stop=first.packed_tokens, parent=0),
+    )
+    return replace(plan, micro_batches=(replace(first, stages=stages), *others))
+
+
+def test_a_plan_of_another_batch_is_an_error_and_not_a_wrong_gradient(base: FolderBase) -> None:
+    trainer = make_trainer(base)
+    batch = make_batch(3)
+    loss = make_loss(batch)
+    plan = trainer.prepare(batch, loss).plan
+    first, *others = plan.micro_batches
+    longer = replace(first, packed_tokens=first.packed_tokens + 1)
+    for foreign in (replace(plan, micro_batches=(longer, *others)), _with_stages(plan)):
+        with pytest.raises(RatoonError, match="micro-batch 0 of the plan") as caught:
+            trainer.forward_backward(trainer.prepare(batch, loss, foreign))
+        assert caught.value.code is ErrorCode.INTERNAL
+        assert trainer.window_state is WindowState.TORN
+        trainer.discard_gradients()
+
+
+def test_laps_of_a_name_add_up_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 13.0, 13.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    clock = DeviceClock(torch.device("cpu"))
+    for name in ("forward", "backward", "forward"):
+        clock.lap(name)
+    seconds = clock.seconds()
+    assert seconds["forward"] == 1.5
+    assert seconds["backward"] == 2.0
+    assert seconds["optimizer"] == 0.0

@@ -1,4 +1,7 @@
-"""The trainer's numbers: log-probs of a Forward, bits, bfloat16, fingerprint."""
+"""The trainer's numbers: log-probs of a Forward, bits, fingerprint, and bfloat16.
+
+A packed run's gradients are as near to float32's as those of replicated runs.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.trainer import Trainer
+from ratoon_kernels.tree_attention import block_flash
+from ratoon_kernels.tree_attention.blocks import BlockMask
+from ratoon_kernels.tree_attention.operands import Operands
 from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMode,
@@ -19,6 +26,20 @@ from ratoon_proto.types import (
     LossKind,
     RolloutCorrection,
     TokenWeight,
+)
+from tests.train.bf16_runs import (
+    FORESTS,
+    LONGEST,
+    MAX_PARAMETER_RATIO,
+    MAX_RATIO,
+    SEEDS,
+    Forest,
+    Pair,
+    assert_as_near_as_replicated,
+    compare,
+    make_pair,
+    several_groups,
+    tree,
 )
 from tests.train.trainer_runs import (
     FROM_FORWARD,
@@ -117,3 +138,34 @@ def test_fingerprint_names_what_the_bits_depend_on(base: FolderBase) -> None:
     assert fingerprint["attention_backend"] == "reference"
     assert fingerprint["host_activation_bytes"] == "0"
     assert all(fingerprint.values())
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[Pair]:
+    return [make_pair("tiny", seed, device="cpu", backend="reference") for seed in SEEDS]
+
+
+@pytest.mark.parametrize(
+    "forest",
+    [pytest.param(each, marks=[] if each is tree else pytest.mark.more) for each in FORESTS],
+)
+def test_packed_error_is_that_of_replicated_runs(pairs: list[Pair], forest: Forest) -> None:
+    found = [compare(pair, forest, seed) for seed, pair in zip(SEEDS, pairs, strict=True)]
+    assert_as_near_as_replicated(found)
+
+
+@pytest.mark.more
+def test_a_loss_of_precision_is_seen(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of more than one rollout rounds its output to 4 bits: far over the bound."""
+    forward = block_flash.block_forward
+
+    def coarse(block: Operands, mask: BlockMask) -> tuple[Tensor, Tensor]:
+        out_QNH, lse_NQ = forward(block, mask)
+        if len(block.end_T) > LONGEST:
+            out_QNH = out_QNH.to(torch.float8_e4m3fn).to(out_QNH.dtype)
+        return out_QNH, lse_NQ
+
+    monkeypatch.setattr(block_flash, "block_forward", coarse)
+    found = compare(pairs[0], several_groups, 0)
+    assert found.ratio > 2 * MAX_RATIO
+    assert found.worst_ratio > 2 * MAX_PARAMETER_RATIO

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,18 +41,6 @@ from tests.train.equivalence_runs import (
 FROM_FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="forward-1")
 REINFORCE = LossConfig(kind=LossKind.REINFORCE)
 TEXT = np.arange(10, 16)
-
-
-@pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("traps")
-    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.discard()
 
 
 def _validated(groups: list[RawGroup]) -> RolloutBatch:

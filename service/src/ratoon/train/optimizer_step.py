@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
 
 from ratoon.train.loss.spec import OptimStep
@@ -20,7 +20,7 @@ from ratoon.train.optim.state import StateBounds
 from ratoon.train.ranks.group import RankGroup
 from ratoon.train.ranks.rank import Rank, Stepped
 from ratoon.train.spec import TrainerSpec
-from ratoon_proto.types import NumericsGuard, SkipReason, TensorGradNorm
+from ratoon_proto.types import NumericsGuard, SkipReason, StepReport, TensorGradNorm
 
 WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
     {
@@ -64,27 +64,6 @@ def _is_above(total: float, weight: float, limit: float | None) -> bool:
     return limit is not None and weight != 0 and not total * (1.0 / weight) <= limit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What became of a step; the fields are those of `StepReport`.
-
-    Attributes:
-        skip_reason: None if the step was taken.
-        grad_norm: Norm after division and before clipping; None if it was not measured.
-        tensor_grad_norms: The same of each tensor, if the step asks for it.
-        changed_share: Share of bfloat16 weights that the step changed, if it asks for it.
-        warnings: One text each.
-    """
-
-    skip_reason: SkipReason | None
-    grad_norm: float | None
-    tensor_grad_norms: tuple[TensorGradNorm, ...]
-    changed_share: float | None
-    peak_memory_bytes: int
-    planned_memory_bytes: int | None
-    warnings: tuple[str, ...]
-
-
 def run_optimizer_step(
     ranks: RankGroup,
     named: NamedGradients,
@@ -92,7 +71,8 @@ def run_optimizer_step(
     step: OptimStep,
     sums: LossSums,
     divisor: float,
-) -> StepOutcome:
+    base: StepReport,
+) -> StepReport:
     """Divide the ranks' gradient sums, clip and step, or skip the step and say why.
 
     Args:
@@ -102,6 +82,10 @@ def run_optimizer_step(
         step: The step.
         sums: The window's loss sums.
         divisor: What divides its gradients; 0 if no token counts.
+        base: The report so far.
+
+    Returns:
+        `base` with what became of the step; its norms are after division and before clipping.
     """
     reason, norm = _judge(ranks, spec, step, sums, divisor)
     wants_norms = step.tensor_grad_norms and divisor
@@ -115,14 +99,16 @@ def run_optimizer_step(
         warnings = (f"{WARNINGS[reason]}: the step was skipped",)
     planned = [each.planned_memory_bytes for each in stepped] or [own.planned_memory_bytes]
     peaks = [each.peak_memory_bytes for each in stepped]
-    return StepOutcome(
+    return replace(
+        base,
+        skipped=reason is not None,
         skip_reason=reason,
         grad_norm=norm,
         tensor_grad_norms=norms,
         changed_share=_changed_share(named, stepped) if step.changed_share else None,
         peak_memory_bytes=max(peaks, default=peak_memory_bytes(own.model.device)),
         planned_memory_bytes=max((each for each in planned if each is not None), default=None),
-        warnings=warnings,
+        warnings=(*base.warnings, *warnings),
     )
 
 

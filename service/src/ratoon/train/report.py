@@ -20,7 +20,6 @@ from ratoon.train.loss.ratios import clamp_k3
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor
 from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.numerics import peak_memory_bytes
-from ratoon.train.optimizer_step import StepOutcome
 from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.prepare import Prepared, PreparedForward, run_sequences
 from ratoon.train.self_check import SelfCheckOutcome
@@ -192,21 +191,11 @@ def forward_backward_report(
 
 
 def step_report(
-    base: StepReport, outcome: StepOutcome, totals: Totals, divisor: float, optimizer_s: float
+    stepped: StepReport, totals: Totals, divisor: float, optimizer_s: float
 ) -> StepReport:
-    """`base` with the figures of a whole window and of its optimizer step."""
-    return replace(
-        _with_totals(base, totals, divisor),
-        grad_norm=outcome.grad_norm,
-        tensor_grad_norms=outcome.tensor_grad_norms,
-        changed_share=outcome.changed_share,
-        skipped=outcome.skip_reason is not None,
-        skip_reason=outcome.skip_reason,
-        warnings=(*base.warnings, *outcome.warnings),
-        peak_memory_bytes=outcome.peak_memory_bytes,
-        planned_memory_bytes=outcome.planned_memory_bytes,
-        seconds=replace(base.seconds, optimizer=optimizer_s),
-    )
+    """Report of an optimizer step, whose other figures are of its whole window."""
+    seconds = replace(stepped.seconds, optimizer=optimizer_s)
+    return replace(_with_totals(stepped, totals, divisor), seconds=seconds)
 
 
 def forward_report(

@@ -457,12 +457,14 @@ class Trainer:
     def _optimizer_step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock = DeviceClock(self.model.device)
         divisor, totals = self._window.divisor(step.divisor), self._window.totals
-        outcome = run_optimizer_step(self.ranks, self._named, self.spec, step, totals.sums, divisor)
-        if outcome.skip_reason is None:
+        report = run_optimizer_step(
+            self.ranks, self._named, self.spec, step, totals.sums, divisor, base
+        )
+        if not report.skipped:
             self.version += 1
         self.discard_gradients()
         clock.lap("optimizer")
-        return step_report(base, outcome, totals, divisor, clock.seconds()["optimizer"])
+        return step_report(report, totals, divisor, clock.seconds()["optimizer"])
 
     @contextmanager
     def _discarding_staged(self) -> Iterator[None]:
