@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,53 +18,29 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
-from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import digest_file, seal_document, unseal_document
 from ratoon.train.checkpoint import states_name
 from ratoon.train.gradient_window import WindowState
-from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     FullTuning,
-    KlConfig,
-    KlKind,
     LoraTuning,
-    LossConfig,
-    LossKind,
-    OptimStepConfig,
-    ReferenceKind,
 )
-from tests import builders
 from tests.tiny_models import write_folder
-from tests.train.trainer_runs import make_trainer, weights_of
+from tests.train.trainer_runs import (
+    FROZEN,
+    assert_equal,
+    forward_backward,
+    make_batch,
+    make_loss,
+    make_trainer,
+    update,
+    weights_of,
+)
 
 STATES_NAME = states_name(0, 1)
-_REQUEST = LossConfig(
-    kind=LossKind.GRPO,
-    kl=KlConfig(kind=KlKind.K3, coefficient=0.1, reference=ReferenceKind.FROZEN),
-)
-
-
-def _batch(seed: int) -> RolloutBatch:
-    return builders.random_batch(np.random.default_rng(seed), num_groups=2, kinds=("flat", "tree"))
-
-
-def _update(trainer: Trainer, seed: int) -> None:
-    batch = _batch(seed)
-    loss = resolve_loss(_REQUEST, batch, has_frozen_reference=True)
-    step = resolve_optim(
-        OptimStepConfig(learning_rate=1e-2), loss.normalisation, trainer.spec.optimizer
-    )
-    report = trainer.update(trainer.prepare(batch, loss), step)
-    assert not report.skipped
-    assert report.grad_norm is not None
-    assert report.grad_norm > 0
-
-
-def _equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+_update = partial(update, kl=FROZEN)
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +82,12 @@ def test_continued_run_has_the_bits_of_an_uninterrupted_one(
     resumed = make_trainer(base, tuning=tuning, dtype=dtype)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert resumed.version == straight.version == 2
-    assert _equal(weights_of(resumed), weights_of(straight))
+    assert_equal(weights_of(resumed), weights_of(straight))
     for seed in range(2, 4):
         _update(straight, seed)
         _update(resumed, seed)
     assert resumed.version == 4
-    assert _equal(weights_of(resumed), weights_of(straight))
+    assert_equal(weights_of(resumed), weights_of(straight))
 
 
 def test_load_goes_back_and_empties_the_window(base: FolderBase, tmp_path: Path) -> None:
@@ -118,18 +95,17 @@ def test_load_goes_back_and_empties_the_window(base: FolderBase, tmp_path: Path)
     _update(trainer, 0)
     trainer.snapshot().write(tmp_path / "one")
     then = weights_of(trainer)
-    batch = _batch(7)
+    batch = make_batch(7)
     reference = trainer.forward(
         trainer.prepare_forward(batch), with_entropy=False, use_reference=True
     ).logprobs
     _update(trainer, 1)
-    loss = resolve_loss(_REQUEST, batch, has_frozen_reference=True)
-    trainer.forward_backward(trainer.prepare(batch, loss))
-    assert not _equal(weights_of(trainer), then)
+    forward_backward(trainer, batch, make_loss(batch, kl=FROZEN))
+    assert any(not torch.equal(then[name], now) for name, now in weights_of(trainer).items())
     trainer.load_checkpoint(tmp_path / "one")
     assert trainer.version == 1
     assert trainer.window_state is WindowState.EMPTY
-    assert _equal(weights_of(trainer), then)
+    assert_equal(weights_of(trainer), then)
     again = trainer.forward(
         trainer.prepare_forward(batch), with_entropy=False, use_reference=True
     ).logprobs
@@ -178,7 +154,7 @@ def test_damaged_file_is_named_and_nothing_is_applied(
     assert caught.value.field == STATES_NAME
     assert STATES_NAME in caught.value.message
     assert trainer.version == 2
-    assert _equal(weights_of(trainer), now)
+    assert_equal(weights_of(trainer), now)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 2}'])
@@ -327,7 +303,7 @@ def test_other_tensors_are_refused_by_name(
     with pytest.raises(RatoonError, match=_EMBEDDING) as caught:
         trainer.load_checkpoint(folder)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
-    assert _equal(weights_of(trainer), now)
+    assert_equal(weights_of(trainer), now)
 
 
 def test_checkpoint_of_another_model_is_refused(base: FolderBase, tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from tests.train.trainer_runs import (
     forward_backward,
     make_batch,
     make_loss,
-    make_step,
     make_trainer,
     state_of,
+    update,
     weights_of,
 )
 
@@ -48,13 +48,6 @@ def trainer_of(
     dtype = ModelDtype.FLOAT32 if kind is None else ModelDtype.BFLOAT16
     spec = make_trainer(base, dtype=dtype, tuning=tuning).spec
     return Trainer.create(replace(spec, optimizer_states=kind or OptimizerStates.FP32))
-
-
-def update(trainer: Trainer, seed: int) -> None:
-    batch = make_batch(seed)
-    loss = make_loss(batch)
-    step = make_step(trainer, loss)
-    assert not trainer.update(trainer.prepare(batch, loss), step).skipped
 
 
 def export(trainer: Trainer, folder: Path) -> Path:

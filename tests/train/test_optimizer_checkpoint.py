@@ -17,7 +17,7 @@ from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
-from ratoon_proto.types import LoraTuning, StepReport
+from ratoon_proto.types import LoraTuning
 from tests.train.optimizer_runs import (
     CONFIG,
     copied,
@@ -28,11 +28,9 @@ from tests.train.optimizer_runs import (
 )
 from tests.train.trainer_runs import (
     assert_equal,
-    make_batch,
-    make_loss,
-    make_step,
     make_trainer,
     state_of,
+    update,
     weights_of,
 )
 
@@ -52,17 +50,6 @@ def _trainer(
 ) -> Trainer:
     spec = make_trainer(base, dtype=ModelDtype.BFLOAT16, tuning=tuning).spec
     return Trainer.create(replace(spec, optimizer_states=kind))
-
-
-def _update(trainer: Trainer, seed: int, learning_rate: float | None = None) -> StepReport:
-    batch = make_batch(seed)
-    loss = make_loss(batch)
-    step = make_step(trainer, loss)
-    if learning_rate is not None:
-        step = replace(step, learning_rate=learning_rate)
-    report = trainer.update(trainer.prepare(batch, loss), step)
-    assert not report.skipped
-    return report
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
@@ -114,7 +101,7 @@ def test_checkpoint_of_another_kind_is_refused_by_name(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates, other: OptimizerStates
 ) -> None:
     saving = _trainer(base, kind)
-    _update(saving, 0)
+    update(saving, 0)
     saving.snapshot().write(tmp_path / "one")
     trainer = _trainer(base, other)
     before = weights_of(trainer)
@@ -132,7 +119,7 @@ def test_published_weights_are_the_parameters(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates
 ) -> None:
     trainer = _trainer(base, kind)
-    _update(trainer, 0)
+    update(trainer, 0)
     for folder in ("copied", "own"):
         (tmp_path / folder).mkdir()
     trainer.copy_weights().write(tmp_path / "copied")
@@ -164,7 +151,7 @@ def test_a_step_that_rounding_outweighs_is_warned_about(
 ) -> None:
     trainer = _trainer(base, kind)
     warned = [
-        [w for w in _update(trainer, 0, rate).warnings if "optim.learning_rate" in w]
+        [w for w in update(trainer, 0, learning_rate=rate).warnings if "optim.learning_rate" in w]
         for rate in (1e-6, 1e-5, 0.0)
     ]
     is_alone = kind in (OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_8BIT)

@@ -96,6 +96,18 @@ def forward_backward(
     return trainer.forward_backward(prepared, **hooks)
 
 
+def update(
+    trainer: Trainer, seed: int, *, learning_rate: float = 1e-2, **loss_fields: Any
+) -> StepReport:
+    """An update of the batch of `seed`, which is not skipped."""
+    batch = make_batch(seed)
+    loss = make_loss(batch, **loss_fields)
+    step = make_step(trainer, loss, learning_rate=learning_rate)
+    report = trainer.update(trainer.prepare(batch, loss), step)
+    assert not report.skipped
+    return report
+
+
 def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
     for name, parameter in trainer.model.named_trainable().items():
