@@ -271,9 +271,10 @@ def test_only_tokens_of_most_entropy_have_an_advantage() -> None:
 
 
 def test_the_share_of_entropy_is_rounded_up_in_decimal() -> None:
-    """0.1 of 30 tokens are 3, though 0.1 * 30 is more than 3."""
+    """0.1 of 30 tokens are 3, though 0.1 * 30 is more than 3; 0.15 of them are 5."""
     rollout = builders.rollout([1] * 30, advantages=np.ones(30, np.float32))
     batch = validate_groups([builders.group([9], [rollout])], builders.limits())
     entropy = np.arange(30, dtype=np.float32)
-    kept = _prepare(batch, entropy, old_logprobs=FORWARD, top_entropy_share=0.1)
-    assert np.flatnonzero(kept.columns.advantage_J).tolist() == [27, 28, 29]
+    for share, first in ((0.1, 27), (0.15, 25)):
+        kept = _prepare(batch, entropy, old_logprobs=FORWARD, top_entropy_share=share)
+        assert np.flatnonzero(kept.columns.advantage_J).tolist() == list(range(first, 30))
