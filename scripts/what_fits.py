@@ -32,9 +32,9 @@ from ratoon.model.lora import attach_adapter
 from ratoon.model.policy_model import names_by_layer
 from ratoon.model.sizes import decoder_sizes
 from ratoon.model.token_limits import token_limits
-from ratoon.train.config import OptimizerStates
 from ratoon.train.numerics import plannable_bytes
 from ratoon.train.ranks.layout import Layout, choose_layout, needed_bytes
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import LoraTuning, Shard
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-fits.md"

@@ -21,14 +21,14 @@ from benchmarks.optim.task import Task, draw_batches
 from ratoon.model.loader import read_model
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.config import OptimizerStates
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.numerics import configure_torch
 from ratoon.train.optim.adamw import MasterAdamW
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.optim.rounding import join_float32
 from ratoon.train.optim.state import OptimizerState
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     AdamWConfig,

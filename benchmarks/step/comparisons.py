@@ -40,7 +40,7 @@ from ratoon.rollout.forest import response_tokens
 from ratoon.rollout.packed import PackedBatch
 from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train.device_batch import DeviceBatch, to_device
+from ratoon.train.micro_batches import DeviceBatch, to_device
 
 # Bounds on sequences and tokens of a replicated micro-batch of one layer; these fill the device.
 MAX_CUT, CUT_TOKENS = 4, 65_536

@@ -32,10 +32,10 @@ from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.sharing import share_as_planned
 from ratoon.rollout.waves import peak_tokens
-from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
 from ratoon.train.numerics import activation_bytes
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LossConfig, LossKind, OldLogprobs, OldLogprobsKind
 

@@ -54,8 +54,8 @@ from harness.gpu_results import describe_gpu, write_result
 from ratoon.cluster.placement import GPU_ENVIRONMENT
 from ratoon.model.policy_model import trained_parameters
 from ratoon.rollout.batch import RolloutBatch, offsets_of, sequence_lengths
-from ratoon.train.config import OptimizerStates
 from ratoon.train.ranks.layout import needed_bytes
+from ratoon.train.spec import OptimizerStates
 
 BEGIN = "<!-- experts: written by benchmarks/step/experts.py -->"
 END = "<!-- end of experts -->"

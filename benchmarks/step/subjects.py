@@ -34,13 +34,13 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import replace_routers
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.model.stage_plan import ForwardPlan, HeldTokens, least_plan, plan_forward
-from ratoon.train.device_batch import DeviceBatch, put_index
+from ratoon.train.clock import DeviceClock
 from ratoon.train.loss.compute import LossGradients
 from ratoon.train.loss.sums import pack_sums
+from ratoon.train.micro_batches import DeviceBatch, put_index
 from ratoon.train.numerics import activation_bytes
 from ratoon.train.passes import train_rows
-from ratoon.train.report.clock import DeviceClock
-from ratoon.train.streamed.passes import StagedBatch
+from ratoon.train.staged_batch import StagedBatch
 from ratoon_proto.types import FullTuning
 
 REPLICATED = "-replicated"

@@ -30,12 +30,11 @@ from benchmarks.step.workload import (
 )
 from ratoon.model.spec import ModelDtype
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.config import OptimizerStates
-from ratoon.train.forward_arrays import ForwardArrays
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
-from ratoon.train.spec import TrainerSpec
-from ratoon.train.trainer import Trainer
+from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.spec import OptimizerStates, TrainerSpec
+from ratoon.train.trainer import ForwardArrays, Trainer
 from ratoon_proto.types import (
     AdamWConfig,
     KlConfig,

@@ -23,8 +23,8 @@ from ratoon.rollout.pack import pack
 from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.waves import resident_tokens
-from ratoon.train.device_batch import DeviceBatch, to_device
-from ratoon.train.streamed.passes import stream_tokens
+from ratoon.train.micro_batches import DeviceBatch, to_device
+from ratoon.train.staged_batch import stream_tokens
 
 # Dense bfloat16 FLOP/s of an H200 (data sheet).
 PEAK_FLOPS = 989e12

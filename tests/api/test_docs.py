@@ -76,7 +76,7 @@ def test_defaults_of_losses_are_those_of_the_code() -> None:
         ]
         for kind, row in LOSSES.items()
     ]
-    duals = [str(kind) for kind, row in LOSSES.items() if "dual_clip" in row.options]
+    duals = [str(kind) for kind, row in LOSSES.items() if "dual_clip" in row.objective.options]
     assert f"`dual_clip` ({', '.join(f'`{kind}`' for kind in duals)};" in " ".join(TEXT.split())
     ratios = [kind for kind, row in LOSSES.items() if row.has_ratio]
     assert ratios == list(LOSSES)[:-2]

@@ -23,7 +23,8 @@ from ratoon.model.export import export_weights
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_client import Group, Loss, Optim, StepReport

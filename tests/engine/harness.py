@@ -41,8 +41,7 @@ from ratoon.engine.types import FailedResult, Operation, PolicySpec
 from ratoon.engine.worker.tasks import Outcome
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
-from ratoon.train.config import ONE_DEVICE
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import ONE_DEVICE, TrainerSpec
 from ratoon_proto.types import (
     AdamWConfig,
     FullTuning,

@@ -32,7 +32,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.manifest import WeightManifest
-from ratoon.train.config import ONE_DEVICE
+from ratoon.train.spec import ONE_DEVICE
 from ratoon_proto.types import (
     OperationState,
     ParallelLayout,

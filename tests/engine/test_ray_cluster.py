@@ -23,7 +23,7 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import remove_folder
-from ratoon.train.config import OptimizerStates
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import ParallelLayout, Shard
 from tests.engine.harness import policy_spec
 from tests.engine.local_ports import Crash

@@ -27,10 +27,9 @@ from ratoon.model.spec import ModelDtype
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_file
-from ratoon.train.config import OptimizerStates
 from ratoon.train.planning import device_planner
 from ratoon.train.saved_state import AsOf
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     ImportMode,

@@ -24,7 +24,7 @@ from ratoon.engine.worker.tasks import (
     WorkerStatus,
 )
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.train.config import OptimizerStates
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import OperationState, PolicyState, Recovery, Shard
 from tests.engine import harness
 from tests.engine.conftest import MakeMachine

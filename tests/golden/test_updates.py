@@ -14,9 +14,8 @@ from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train.config import OptimizerStates
 from ratoon.train.prepare import has_trained_tokens
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import AdamWConfig, FullTuning, LoraTuning, LossKind
 from tests import builders

@@ -23,8 +23,8 @@ from ratoon.stream.files import seal_bytes, seal_document, unseal_document
 from ratoon.stream.object_store import decode_manifest, encode_manifest
 from ratoon.stream.versions import MANIFEST_NAME, publish_version, read_manifest, version_folder
 from ratoon.train import checkpoint, imported, saved_state
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.spec import OptimizerStates
 from ratoon_client.weights.deltas import read_delta, rebuild
 from ratoon_proto.types import FullTuning, WeightFile, WeightKind
 from tests import builders

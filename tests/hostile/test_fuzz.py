@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from ratoon.api import submissions
 from ratoon.api.convert.policy import policy_spec
 from ratoon.rollout.serial import batch_from_bytes
-from ratoon.train.loss import checks
+from ratoon.train.loss import kinds
 from ratoon_client.wire import decode
 from ratoon_proto.codec import decode_tensor
 from ratoon_proto.types import EmptyResult, Operation
@@ -71,7 +71,7 @@ def test_a_trainer_refuses_by_name_or_stays_finite(tmp_path: Path, num_inputs: i
 
 
 def test_what_a_trainer_cannot_compute_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "MAX_FLOAT32", math.inf)
+    monkeypatch.setattr(kinds, "MAX_FLOAT32", math.inf)
     small = SmallPolicy(tmp_path)
     request = corpus.small_updates()[0]
     request.loss.clip_high = 1e308

@@ -27,7 +27,7 @@ from ratoon.rollout.packed import Forest, PackedBatch
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.device_batch import DeviceBatch, run_model, to_device
+from ratoon.train.micro_batches import DeviceBatch, run_model, to_device
 from ratoon_proto.types import FullTuning
 from tests.builders import dressed, group, limits, random_groups, rollout
 from tests.equivalence import (

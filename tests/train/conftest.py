@@ -1,4 +1,4 @@
-"""Fixtures of the trainer's tests: one small model folder, and trainers of one and two ranks."""
+"""Fixtures of the trainer's tests: a small model folder, oracles, and trainers of two ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,26 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> FolderBase:
 @pytest.fixture(
     params=[Shard.STATES, Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)]
 )
-def pair(base: FolderBase, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, Trainer]]:
+def rank_pair(
+    base: FolderBase, request: pytest.FixtureRequest
+) -> Iterator[tuple[Trainer, Trainer]]:
     """A trainer of one rank and one of two, in float64."""
     alone = alone_of(base)
     with ranked(alone.spec, 2, shard=request.param) as (two, _):
         yield alone, two
+
+
+@pytest.fixture(scope="session")
+def _pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp("pair")
+    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
+
+
+@pytest.fixture
+def pair(_pair: Pair) -> Iterator[Pair]:
+    """A trainer and an oracle in float64, whose weights and version no test changes."""
+    yield _pair
+    _pair.discard()
 
 
 @pytest.fixture(scope="session")

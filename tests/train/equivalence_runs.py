@@ -25,7 +25,8 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.planning import cpu_planner
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer

@@ -20,11 +20,11 @@ from ratoon.rollout.pack import pack
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.device_batch import put, run_model, to_device
+from ratoon.train.clock import DeviceClock
 from ratoon.train.loss.compute import LossGradients
 from ratoon.train.loss.sums import pack_sums
-from ratoon.train.report.clock import DeviceClock
-from ratoon.train.streamed.passes import StagedBatch
+from ratoon.train.micro_batches import put, run_model, to_device
+from ratoon.train.staged_batch import StagedBatch
 from tests.builders import group, limits, rollout
 from tests.model.gpu_policies import DEVICE, VOCAB_SIZE
 

@@ -6,13 +6,16 @@ And a batch that any loss can be resolved for.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.loss.compute import LossOutput
+from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
 from ratoon.train.loss.kinds import (
     LOSSES,
     CispoObjective,
@@ -83,6 +86,38 @@ def make_loss(kind: LossKind, **changes: Any) -> Loss:
         "router_aux_loss_coefficient": 0.0,
     }
     return Loss(**(fields | changes))
+
+
+def make_columns(logprobs: Sequence[float] | Tensor, **given: Any) -> TermColumns:
+    """Columns of one path in float64, all of whose terms count with weight 1; `given`: others."""
+    logprob_L = torch.as_tensor(logprobs, dtype=torch.float64)
+    fields: dict[str, Any] = {
+        "sequence_L": torch.zeros(len(logprob_L), dtype=torch.int64),
+        "num_sequences": 1,
+        "counted_C": torch.arange(len(logprob_L)),
+        "weight_L": torch.ones_like(logprob_L),
+        "advantage_L": torch.ones_like(logprob_L),
+        "old_L": None,
+        "sampler_L": None,
+        "sampler_usable_L": torch.full(logprob_L.shape, "sampler_L" in given),
+        "reference_L": None,
+    }
+    given = {
+        name: torch.tensor(value, dtype=torch.float64) if _are_floats(value) else value
+        for name, value in given.items()
+    }
+    return TermColumns(**(fields | given))
+
+
+def _are_floats(value: object) -> bool:
+    return isinstance(value, list) and isinstance(value[0], float)
+
+
+def run_loss(loss: Loss, logprobs: Sequence[float] | Tensor, **given: Any) -> LossOutput:
+    """The loss of `make_columns` at these log-probs, with entropies of 0."""
+    logprob_L = torch.as_tensor(logprobs, dtype=torch.float64)
+    columns = make_columns(logprob_L, **given)
+    return compute_loss(loss, columns, logprob_L, torch.zeros_like(logprob_L))
 
 
 def summed(output: LossOutput) -> LossSums:

@@ -7,17 +7,18 @@ arguments give the same run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.spec import NoDivisor, OptimStep
-from ratoon.train.optim.adamw import Optimizer
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.adamw import Optimizer, block_norms, norm_of_blocks
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.rounding import join_float32
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig
 
 CONFIG = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
@@ -37,6 +38,38 @@ def optim_step(
         max_grad_norm=max_grad_norm,
         divisor=NoDivisor(),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What became of a step. `grad_norm`: before clipping; `changed`: bfloat16 weights, counted."""
+
+    grad_norm: float
+    skipped: bool
+    changed: Tensor | None = None
+
+
+def global_norm(gradients: Iterable[Tensor]) -> float:
+    """Norm over all elements of all tensors, as ranks measure it together."""
+    tensors = list(gradients)
+    return norm_of_blocks(lambda exactly: block_norms(tensors, exactly=exactly))
+
+
+def take_step(
+    optimizer: Optimizer, sums: Mapping[str, Tensor], divisor: float, step: OptimStep
+) -> Taken:
+    """Judge and take a step of one optimizer that has all parameters, as `optimizer_step` does for
+    ranks. May change `sums`."""
+    norm = global_norm(sums.values()) / divisor
+    norm = math.inf if norm > optimizer.max_norm else norm
+    is_safe = math.isfinite(norm) and (
+        optimizer.bounds_after(optimizer.bounds(), norm, step) is not None
+        or optimizer.stays_finite(sums, divisor, norm, step)
+    )
+    if not is_safe:
+        return Taken(grad_norm=norm, skipped=True)
+    changed = optimizer.apply(sums, divisor, norm, step)
+    return Taken(grad_norm=norm, skipped=False, changed=changed)
 
 
 def make_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -127,7 +160,7 @@ def toy_loss(kind: OptimizerStates, seed: int, num_updates: int) -> tuple[float,
     for _ in range(num_updates):
         loss(*data(_BATCH)).backward()
         sums = {name: _grad(parameter).float() for name, parameter in student.items()}
-        assert not optimizer.step(sums, 1.0, optim_step(5e-4)).skipped
+        assert not take_step(optimizer, sums, 1.0, optim_step(5e-4)).skipped
         for parameter in student.values():
             parameter.grad = None
     return before, loss(*held_out).item()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,52 +18,46 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
-from ratoon.rollout.batch import RolloutBatch
 from ratoon.stream.files import digest_file, seal_document, unseal_document
 from ratoon.train.checkpoint import states_name
 from ratoon.train.gradient_window import WindowState
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
 from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     FullTuning,
-    KlConfig,
-    KlKind,
     LoraTuning,
-    LossConfig,
-    LossKind,
-    OptimStepConfig,
-    ReferenceKind,
 )
-from tests import builders
 from tests.tiny_models import write_folder
-from tests.train.trainer_runs import make_trainer, weights_of
+from tests.train.trainer_runs import (
+    FROZEN,
+    assert_equal,
+    forward_backward,
+    make_batch,
+    make_loss,
+    make_trainer,
+    update,
+    weights_of,
+)
 
 STATES_NAME = states_name(0, 1)
-_REQUEST = LossConfig(
-    kind=LossKind.GRPO,
-    kl=KlConfig(kind=KlKind.K3, coefficient=0.1, reference=ReferenceKind.FROZEN),
-)
+_update = partial(update, kl=FROZEN)
 
 
-def _batch(seed: int) -> RolloutBatch:
-    return builders.random_batch(np.random.default_rng(seed), num_groups=2, kinds=("flat", "tree"))
+@pytest.fixture(scope="module")
+def _written(base: FolderBase, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
+    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
+    _update(trainer, 0)
+    folder = tmp_path_factory.mktemp("written") / "one"
+    trainer.snapshot().write(folder)
+    _update(trainer, 1)
+    return trainer, folder
 
 
-def _update(trainer: Trainer, seed: int) -> None:
-    batch = _batch(seed)
-    loss = resolve_loss(_REQUEST, batch, has_frozen_reference=True)
-    step = resolve_optim(
-        OptimStepConfig(learning_rate=1e-2), loss.normalisation, trainer.spec.optimizer
-    )
-    report = trainer.update(trainer.prepare(batch, loss), step)
-    assert not report.skipped
-    assert report.grad_norm is not None
-    assert report.grad_norm > 0
-
-
-def _equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+@pytest.fixture
+def written(_written: tuple[Trainer, Path], tmp_path: Path) -> tuple[Trainer, Path]:
+    """A trainer at version 2, which no test changes, and a copy of its checkpoint of version 1."""
+    trainer, folder = _written
+    return trainer, shutil.copytree(folder, tmp_path / "one")
 
 
 @pytest.mark.parametrize(
@@ -86,12 +82,12 @@ def test_continued_run_has_the_bits_of_an_uninterrupted_one(
     resumed = make_trainer(base, tuning=tuning, dtype=dtype)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert resumed.version == straight.version == 2
-    assert _equal(weights_of(resumed), weights_of(straight))
+    assert_equal(weights_of(resumed), weights_of(straight))
     for seed in range(2, 4):
         _update(straight, seed)
         _update(resumed, seed)
     assert resumed.version == 4
-    assert _equal(weights_of(resumed), weights_of(straight))
+    assert_equal(weights_of(resumed), weights_of(straight))
 
 
 def test_load_goes_back_and_empties_the_window(base: FolderBase, tmp_path: Path) -> None:
@@ -99,18 +95,17 @@ def test_load_goes_back_and_empties_the_window(base: FolderBase, tmp_path: Path)
     _update(trainer, 0)
     trainer.snapshot().write(tmp_path / "one")
     then = weights_of(trainer)
-    batch = _batch(7)
+    batch = make_batch(7)
     reference = trainer.forward(
         trainer.prepare_forward(batch), with_entropy=False, use_reference=True
     ).logprobs
     _update(trainer, 1)
-    loss = resolve_loss(_REQUEST, batch, has_frozen_reference=True)
-    trainer.forward_backward(trainer.prepare(batch, loss))
-    assert not _equal(weights_of(trainer), then)
+    forward_backward(trainer, batch, make_loss(batch, kl=FROZEN))
+    assert any(not torch.equal(then[name], now) for name, now in weights_of(trainer).items())
     trainer.load_checkpoint(tmp_path / "one")
     assert trainer.version == 1
     assert trainer.window_state is WindowState.EMPTY
-    assert _equal(weights_of(trainer), then)
+    assert_equal(weights_of(trainer), then)
     again = trainer.forward(
         trainer.prepare_forward(batch), with_entropy=False, use_reference=True
     ).logprobs
@@ -147,52 +142,63 @@ def _folder(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_flip_byte, _cut, _remove, _fifo, _folder])
 def test_damaged_file_is_named_and_nothing_is_applied(
-    base: FolderBase, tmp_path: Path, damage: Callable[[Path], None]
+    written: tuple[Trainer, Path], damage: Callable[[Path], None]
 ) -> None:
     """Trap 11, for loads: a checkpoint is applied whole or not at all."""
-    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    _update(trainer, 0)
-    trainer.snapshot().write(tmp_path / "one")
-    damage(tmp_path / "one" / STATES_NAME)
-    _update(trainer, 1)
+    trainer, folder = written
+    damage(folder / STATES_NAME)
     now = weights_of(trainer)
     with pytest.raises(RatoonError) as caught:
-        trainer.load_checkpoint(tmp_path / "one")
+        trainer.load_checkpoint(folder)
     assert caught.value.code is ErrorCode.INTERNAL
     assert caught.value.field == STATES_NAME
     assert STATES_NAME in caught.value.message
     assert trainer.version == 2
-    assert _equal(weights_of(trainer), now)
+    assert_equal(weights_of(trainer), now)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 2}'])
-def test_manifest_that_is_no_manifest_is_refused(
-    base: FolderBase, tmp_path: Path, text: str
-) -> None:
-    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    trainer.snapshot().write(tmp_path / "one")
-    (tmp_path / "one" / MANIFEST_NAME).write_text(text)
+def test_manifest_that_is_no_manifest_is_refused(written: tuple[Trainer, Path], text: str) -> None:
+    trainer, folder = written
+    (folder / MANIFEST_NAME).write_text(text)
     with pytest.raises(RatoonError) as caught:
-        trainer.load_checkpoint(tmp_path / "one")
+        trainer.load_checkpoint(folder)
     assert caught.value.field == MANIFEST_NAME
 
 
-@pytest.mark.parametrize("number", range(8))
-def test_manifest_with_any_byte_changed_is_refused(
-    base: FolderBase, tmp_path: Path, number: int
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 4},
+        {"files": []},
+        {"files": [{"name": "../x", "size_bytes": 1, "digest": "0"}]},
+        {"version": "x"},
+        {"seq": None},
+    ],
+    ids=str,
+)
+def test_sealed_manifest_of_other_fields_is_refused(
+    written: tuple[Trainer, Path], change: dict[str, object]
 ) -> None:
+    trainer, folder = written
+    manifest = unseal_document((folder / MANIFEST_NAME).read_bytes())
+    (folder / MANIFEST_NAME).write_bytes(seal_document(manifest | change))
+    with pytest.raises(RatoonError) as caught:
+        trainer.load_checkpoint(folder)
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INTERNAL, MANIFEST_NAME)
+
+
+def test_manifest_with_any_byte_changed_is_refused(written: tuple[Trainer, Path]) -> None:
     """Its version and number of steps are in no other file."""
-    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    trainer.snapshot().write(tmp_path / "one")
-    path = tmp_path / "one" / MANIFEST_NAME
+    trainer, folder = written
+    path = folder / MANIFEST_NAME
     data = path.read_bytes()
-    # Each eighth of the bytes with one bit of theirs; a load of the whole one is in other tests.
-    for index in range(number, len(data), 8):
+    for index in range(len(data)):
         flipped = bytearray(data)
         flipped[index] ^= 1 << index // 8 % 8
         path.write_bytes(flipped)
         with pytest.raises(RatoonError) as caught:
-            trainer.load_checkpoint(tmp_path / "one")
+            trainer.load_checkpoint(folder)
         assert caught.value.field == MANIFEST_NAME
 
 
@@ -289,16 +295,15 @@ def _narrow(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("change", [_drop, _reshape, _narrow])
 def test_other_tensors_are_refused_by_name(
-    base: FolderBase, tmp_path: Path, change: Callable[[dict[str, Tensor]], None]
+    written: tuple[Trainer, Path], change: Callable[[dict[str, Tensor]], None]
 ) -> None:
-    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    trainer.snapshot().write(tmp_path / "one")
-    _rewrite(tmp_path / "one", change)
+    trainer, folder = written
+    _rewrite(folder, change)
     now = weights_of(trainer)
     with pytest.raises(RatoonError, match=_EMBEDDING) as caught:
-        trainer.load_checkpoint(tmp_path / "one")
+        trainer.load_checkpoint(folder)
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
-    assert _equal(weights_of(trainer), now)
+    assert_equal(weights_of(trainer), now)
 
 
 def test_checkpoint_of_another_model_is_refused(base: FolderBase, tmp_path: Path) -> None:

@@ -21,14 +21,7 @@ from ratoon_client.wire import group_message, loss_message
 from tests.builders import limits
 from tests.equivalence import assert_close, paths_of
 from tests.oracle import hf
-from tests.tiny_models import write_folder
-from tests.train.equivalence_runs import VOCAB_SIZE, Pair, make_pair
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("custom")
-    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
+from tests.train.equivalence_runs import VOCAB_SIZE, Pair
 
 
 def preference_loss(logprobs: list[Tensor]) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.model.spec import FolderBase, ModelDtype
-from ratoon.train.config import OptimizerStates
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.digest import (
     BLOCK,
     StateDigest,
@@ -21,8 +20,15 @@ from ratoon.train.optim.digest import (
     odd_words,
 )
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
-from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
+from tests.train.optimizer_runs import (
+    CONFIG,
+    make_gradients,
+    make_parameters,
+    optim_step,
+    take_step,
+)
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer
 
 _CPU = torch.device("cpu")
@@ -36,7 +42,7 @@ def _state(kind: OptimizerStates, dtype: torch.dtype = torch.bfloat16) -> Optimi
     sums = {name: gradient.to(dtype) for name, gradient in make_gradients(0).items()}
     if dtype is torch.bfloat16:
         sums = {name: gradient.float() for name, gradient in sums.items()}
-    assert not optimizer.step(sums, 1.0, optim_step()).skipped
+    assert not take_step(optimizer, sums, 1.0, optim_step()).skipped
     return optimizer.state()
 
 
@@ -87,15 +93,10 @@ def test_digest_knows_places_and_names() -> None:
         seen.add(_digest(state))
     seen.add(_digest(replace(state, exp_avg=state.exp_avg_sq, exp_avg_sq=state.exp_avg)))
     assert len(seen) == 4
-
-
-def test_equal_tensors_of_two_names_are_not_interchangeable() -> None:
-    """A tensor's name is in the multiplier of each of its elements: no two of them cancel or
-    pair."""
-    words = torch.arange(10, dtype=torch.int32)
-    blocks = torch.stack([odd_words("a", 1), odd_words("b", 1)])
-    one, two = host_sums((words, words), odd_words("place", BLOCK), blocks).tolist()
-    assert one != two
+    # Of zeros only the names are there.
+    blank = [{name: torch.zeros(8)} for name in ("a", "b")]
+    named = {_digest(replace(state, weights=w, exp_avg=w, exp_avg_sq=w)) for w in blank}
+    assert len(named) == 2
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
@@ -143,18 +144,6 @@ def test_multipliers_are_odd_and_differ() -> None:
     assert torch.equal(words & 1, torch.ones_like(words))
     assert len(set(words.tolist())) == len(words)
     assert torch.equal(odd_words("w", 7), odd_words("w", BLOCK)[:, :7])
-
-
-def test_digest_knows_the_block_and_the_place_in_it() -> None:
-    """The tensor has several blocks and a part of one."""
-    weights = {"w": torch.randn(5 * BLOCK + 77)}
-    state = replace(
-        _state(OptimizerStates.FP32), weights=weights, exp_avg=weights, exp_avg_sq=weights
-    )
-    seen = {_digest(state)}
-    for shift in (BLOCK, 1):
-        seen.add(_digest(replace(state, weights={"w": weights["w"].roll(shift)})))
-    assert len(seen) == 3
 
 
 def test_trainers_digest_follows_its_steps(base: FolderBase) -> None:

@@ -6,8 +6,11 @@ the code under test for the length of one forward-backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ast
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
@@ -16,37 +19,23 @@ import torch
 
 from ratoon.rollout.pack import pack
 from ratoon.rollout.selection import trained_mask
-from ratoon.train import batch_loss, prepare
-from ratoon.train.loss import row_loss
+from ratoon.train import prepare
+from ratoon.train.loss import batch_loss
 from ratoon.train.loss.compute import compute_loss
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
 from ratoon_kernels import build_layout
 from ratoon_proto.types import KlConfig, KlKind, LossKind, ReferenceKind
 from tests.equivalence import assert_close
-from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (
     Pair,
     forward_backward,
-    make_pair,
     make_request,
     random_batch_near,
 )
 
 Patch = pytest.MonkeyPatch
 KL = KlConfig(kind=KlKind.K3, coefficient=0.3, reference=ReferenceKind.GIVEN)
-
-
-@pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("mutations")
-    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.discard()
 
 
 def _mask_off_by_one(patch: Patch) -> None:
@@ -59,7 +48,7 @@ def _mask_off_by_one(patch: Patch) -> None:
         end_T = (layout.end_T + 1).clamp(max=layout.num_tokens)
         return replace(layout, end_T=end_T, node_table_M4=table_M4)
 
-    patch.setattr("ratoon.train.device_batch.build_layout", build_longer)
+    patch.setattr("ratoon.train.micro_batches.build_layout", build_longer)
 
 
 def _first_response_token_dropped(patch: Patch) -> None:
@@ -89,7 +78,7 @@ def _mean_of_each_micro_batch(patch: Patch) -> None:
         output = compute_loss(loss, columns, logprob_L, entropy_L)
         return replace(output, grad_logprob_L=output.grad_logprob_L * 10 / len(logprob_L))
 
-    patch.setattr("ratoon.train.batch_loss.compute_loss", compute_mean)
+    patch.setattr("ratoon.train.loss.batch_loss.compute_loss", compute_mean)
 
 
 def _shared_tokens_counted_once(patch: Patch) -> None:
@@ -98,7 +87,7 @@ def _shared_tokens_counted_once(patch: Patch) -> None:
     def overwrite(sums: torch.Tensor, index_L: torch.Tensor, grad_L: torch.Tensor) -> None:
         sums.index_copy_(0, index_L, grad_L)
 
-    patch.setattr(row_loss, "_add_terms", overwrite)
+    patch.setattr(batch_loss, "_add_terms", overwrite)
 
 
 def _temperature_of_one(patch: Patch) -> None:
@@ -147,3 +136,19 @@ def test_mutation_turns_the_comparison_red(
     assert len(prepared.plan.micro_batches) > 1
     pair.trainer.forward_backward(prepared)
     assert max(pair.gradient_errors().values()) > 1e-2
+
+
+def test_the_oracle_imports_nothing_of_ours() -> None:
+    allowed = {"torch", "transformers", "peft", "safetensors", "numpy", "tests.oracle"}
+    allowed |= sys.stdlib_module_names
+    for file in (FilePath(__file__).parents[1] / "oracle").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                root = "tests.oracle" if name.startswith("tests.oracle") else name.split(".")[0]
+                assert root in allowed, f"{file.name} imports {name}"

@@ -9,11 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from ratoon.train.config import OptimizerStates
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.state import OptimizerState
-from tests.train.optimizer_runs import CONFIG, make_gradients, make_parameters, optim_step
+from ratoon.train.spec import OptimizerStates
+from tests.train.optimizer_runs import (
+    CONFIG,
+    make_gradients,
+    make_parameters,
+    optim_step,
+    take_step,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +31,7 @@ def _state(kind: OptimizerStates) -> OptimizerState:
     optimizer = make_optimizer(parameters, CONFIG, kind, 0)
     for number in range(2):
         sums = {name: gradient.to(_DEVICE) for name, gradient in make_gradients(number).items()}
-        assert not optimizer.step(sums, 2.0, optim_step()).skipped
+        assert not take_step(optimizer, sums, 2.0, optim_step()).skipped
     return optimizer.state()
 
 

@@ -11,23 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim import bf16_state
-from ratoon.train.optim.adamw import Optimizer, global_norm
-from ratoon.train.optim.bf16_adamw import Bf16AdamW
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.adamw import Optimizer
+from ratoon.train.optim.bf16_adamw import Bf16AdamW, make_optimizer
 from ratoon.train.optim.gradients import add_terms
 from ratoon.train.optim.rounding import decode_positive, decode_signed, join_float32
+from ratoon.train.spec import OptimizerStates
 from tests.train.optimizer_runs import (
     CONFIG,
     SPLIT,
     WITHOUT_MASTERS,
     changed_bits,
     copied,
+    global_norm,
     make_gradients,
     make_optimizer_of,
     make_parameters,
     optim_step,
+    take_step,
 )
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +45,7 @@ def _optimizer(
 def _run(optimizer: Optimizer, device: torch.device, steps: range) -> dict[str, Tensor]:
     for number in steps:
         sums = {name: gradient.to(device) for name, gradient in make_gradients(number).items()}
-        assert not optimizer.step(sums, 2.0, optim_step()).skipped
+        assert not take_step(optimizer, sums, 2.0, optim_step()).skipped
     return copied(optimizer.state())
 
 
@@ -78,7 +79,9 @@ def test_gradients_of_an_only_backward_step_as_their_float32_sums(kind: Optimize
     for number in range(3):
         gradients = {name: g.cuda().bfloat16() for name, g in make_gradients(number).items()}
         sums = {name: gradient.float() for name, gradient in gradients.items()}
-        outcomes = [o.step(g, 2.0, optim_step()) for o, g in ((narrow, gradients), (wide, sums))]
+        outcomes = [
+            take_step(o, g, 2.0, optim_step()) for o, g in ((narrow, gradients), (wide, sums))
+        ]
         assert outcomes[0].grad_norm == outcomes[1].grad_norm
     theirs = copied(wide.state())
     for name, tensor in copied(narrow.state()).items():
@@ -111,7 +114,7 @@ def test_weights_that_change_are_counted(kind: OptimizerStates) -> None:
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     sums = {name: gradient.cuda() for name, gradient in make_gradients(0).items()}
     asked = replace(optim_step(1e-5), changed_share=True)
-    outcome = make_optimizer(parameters, CONFIG, kind, 0).step(sums, 2.0, asked)
+    outcome = take_step(make_optimizer(parameters, CONFIG, kind, 0), sums, 2.0, asked)
     assert outcome.changed is not None
     assert 0 < int(outcome.changed) == changed_bits(before, parameters)
 
@@ -185,7 +188,7 @@ def test_a_step_waits_for_the_device_once(kind: OptimizerStates) -> None:
     optimizer = _optimizer(kind, _DEVICE)
     _run(optimizer, _DEVICE, range(1))
     sums = {name: gradient.cuda() for name, gradient in make_gradients(1).items()}
-    assert _num_waits(lambda: optimizer.step(sums, 2.0, optim_step())) == 1
+    assert _num_waits(lambda: take_step(optimizer, sums, 2.0, optim_step())) == 1
 
 
 def _num_waits(work: Callable[[], object]) -> int:
@@ -252,7 +255,7 @@ def test_extreme_gradients_step_as_on_the_cpu(
     for device in (_DEVICE, torch.device("cpu")):
         optimizer = _optimizer(kind, device)
         sums = {name: (size * g).to(device) for name, g in make_gradients(0).items()}
-        assert not optimizer.step(sums, 2.0, optim_step(max_grad_norm=limit)).skipped
+        assert not take_step(optimizer, sums, 2.0, optim_step(max_grad_norm=limit)).skipped
         states.append({name: t.cpu() for name, t in optimizer.state().weights.items()})
     for name, weight in states[0].items():
         # Where the low-precision states differ it is by an ulp, in few places.
@@ -268,7 +271,7 @@ def test_a_gradient_that_is_not_finite_touches_nothing(kind: OptimizerStates, ba
     before = _run(optimizer, _DEVICE, range(1))
     sums = {name: gradient.to(_DEVICE) for name, gradient in make_gradients(1).items()}
     sums["few"][3] = bad
-    assert optimizer.step(sums, 2.0, optim_step()).skipped
+    assert take_step(optimizer, sums, 2.0, optim_step()).skipped
     for name, tensor in copied(optimizer.state()).items():
         assert torch.equal(tensor, before[name]), name
 
@@ -293,10 +296,10 @@ def test_a_step_that_would_not_be_finite_touches_nothing(
     """Moments over epsilon alone, all within what a caller may ask for."""
     optimizer = make_optimizer_of(dtype, kind, _DEVICE)
     step = optim_step(0.0, max_grad_norm=math.inf)
-    assert not optimizer.step(_filled(optimizer, 1e6), 1.0, step).skipped
+    assert not take_step(optimizer, _filled(optimizer, 1e6), 1.0, step).skipped
     before = copied(optimizer.state())
     far = replace(step, learning_rate=1e4, weight_decay=0.0, beta2=0.0, eps=1e-30)
-    assert optimizer.step(_filled(optimizer, 0.0), 1.0, far).skipped
+    assert take_step(optimizer, _filled(optimizer, 0.0), 1.0, far).skipped
     assert optimizer.state().num_steps == 1
     for name, tensor in copied(optimizer.state()).items():
         assert torch.equal(tensor, before[name]), name
@@ -311,7 +314,7 @@ def test_a_finite_step_that_no_bound_proves_has_its_bits(
     step = replace(optim_step(1e4, max_grad_norm=math.inf), weight_decay=0.0, eps=1e-30)
     norm = global_norm(_filled(judged, 1e5).values())
     assert judged.bounds_after(judged.bounds(), norm, step) is None
-    outcome = judged.step(_filled(judged, 1e5), 1.0, step)
+    outcome = take_step(judged, _filled(judged, 1e5), 1.0, step)
     assert (outcome.skipped, outcome.grad_norm) == (False, norm)
     asked.apply(_filled(asked, 1e5), 1.0, norm, step)
     theirs = copied(asked.state())
@@ -331,9 +334,9 @@ def test_a_step_needs_little_memory_beside_its_states(kind: OptimizerStates) -> 
     optimizer = Bf16AdamW({"a": weight}, CONFIG, kind, 0)
     for _ in range(3):
         # The first ones compile, and time their kernels on copies.
-        optimizer.step(sums, 1.0, optim_step())
+        take_step(optimizer, sums, 1.0, optim_step())
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    optimizer.step(sums, 1.0, optim_step())
+    take_step(optimizer, sums, 1.0, optim_step())
     assert torch.cuda.max_memory_allocated() - before <= 320 * 2**20

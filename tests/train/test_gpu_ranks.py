@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
-from ratoon.train.config import OptimizerStates
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import AdamWConfig, FullTuning, ParallelLayout, Shard
 from tests.train.rank_runs import REPEATABLE, ranked, update_over

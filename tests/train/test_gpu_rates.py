@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ratoon.model.device_costs import KNOWN_RATES
-from ratoon.train.measured_rates import Attention, measure_rates
 from ratoon.train.numerics import device_model
+from ratoon.train.rates import Attention, measure_rates
 
 pytestmark = pytest.mark.gpu
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
-from ratoon.train.config import OptimizerStates
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LoraTuning
 from tests.tiny_models import ARCHITECTURES, write_folder
@@ -27,9 +28,9 @@ from tests.train.trainer_runs import (
     forward_backward,
     make_batch,
     make_loss,
-    make_step,
     make_trainer,
     state_of,
+    update,
     weights_of,
 )
 
@@ -47,13 +48,6 @@ def trainer_of(
     dtype = ModelDtype.FLOAT32 if kind is None else ModelDtype.BFLOAT16
     spec = make_trainer(base, dtype=dtype, tuning=tuning).spec
     return Trainer.create(replace(spec, optimizer_states=kind or OptimizerStates.FP32))
-
-
-def update(trainer: Trainer, seed: int) -> None:
-    batch = make_batch(seed)
-    loss = make_loss(batch)
-    step = make_step(trainer, loss)
-    assert not trainer.update(trainer.prepare(batch, loss), step).skipped
 
 
 def export(trainer: Trainer, folder: Path) -> Path:
@@ -75,8 +69,28 @@ def logprobs_of(trainer: Trainer) -> bytes:
     ).logprobs.tobytes()
 
 
-@pytest.mark.parametrize("kind", [*OptimizerStates, None])
-@pytest.mark.parametrize("tuning", [None, LORA])
+@pytest.fixture(scope="module")
+def _exported(base: FolderBase, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
+    trainer = trainer_of(base)
+    return trainer, export(trainer, tmp_path_factory.mktemp("exported") / "one")
+
+
+@pytest.fixture
+def exported(_exported: tuple[Trainer, Path], tmp_path: Path) -> tuple[Trainer, Path]:
+    """A trainer that no test changes, and a folder with its weights."""
+    trainer, folder = _exported
+    return trainer, shutil.copytree(folder, tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tuning"),
+    [
+        *((kind, None) for kind in OptimizerStates),
+        (None, None),
+        (OptimizerStates.BF16_SPLIT, LORA),
+        (OptimizerStates.BF16_8BIT, LORA),
+    ],
+)
 def test_an_exported_version_comes_back_bit_for_bit(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates | None, tuning: LoraTuning | None
 ) -> None:
@@ -258,10 +272,9 @@ def test_an_open_window_is_refused(base: FolderBase, tmp_path: Path) -> None:
     assert refused.value.code is ErrorCode.WINDOW_OPEN
 
 
-def test_other_bytes_than_at_first_are_refused(base: FolderBase, tmp_path: Path) -> None:
+def test_other_bytes_than_at_first_are_refused(exported: tuple[Trainer, Path]) -> None:
     """A file that is renamed, changed by a bit or no longer loads: replay takes none of these."""
-    trainer = trainer_of(base)
-    path = export(trainer, tmp_path / "one") / WEIGHTS
+    trainer, path = exported[0], exported[1] / WEIGHTS
     digest = trainer.read_weights(path.parent, "").digest
     assert trainer.read_weights(path.parent, digest).digest == digest
     data = path.read_bytes()
@@ -348,30 +361,29 @@ def _damages() -> Iterator[tuple[str, Callable[[Path], object], str]]:
 @pytest.mark.parametrize(
     ("damage", "named"), [d[1:] for d in _damages()], ids=[d[0] for d in _damages()]
 )
-@pytest.mark.parametrize("adds", [False, True])
 def test_a_folder_with_a_fault_is_named_and_changes_nothing(
-    base: FolderBase, tmp_path: Path, damage: Callable[[Path], object], named: str, adds: bool
+    exported: tuple[Trainer, Path], damage: Callable[[Path], object], named: str
 ) -> None:
-    trainer = trainer_of(base)
-    folder = export(trainer, tmp_path / "one")
+    trainer, folder = exported
     damage(folder)
     before = trainer.state_digest()
-    with pytest.raises(RatoonError) as refused:
-        take(trainer, folder, adds=adds)
-    assert refused.value.code is ErrorCode.INVALID_ARGUMENT
-    assert refused.value.field.startswith("model_folder")
-    assert named in refused.value.message
-    assert refused.value.message.isprintable()
-    assert len(refused.value.message) < 500
-    assert str(tmp_path) not in refused.value.message
-    assert (trainer.state_digest(), trainer.version) == (before, 0)
+    for adds in (False, True):
+        with pytest.raises(RatoonError) as refused:
+            take(trainer, folder, adds=adds)
+        assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+        assert refused.value.field.startswith("model_folder")
+        assert named in refused.value.message
+        assert refused.value.message.isprintable()
+        assert len(refused.value.message) < 500
+        assert str(folder.parent) not in refused.value.message
+        assert (trainer.state_digest(), trainer.version) == (before, 0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 def test_another_architecture_is_refused(
-    base: FolderBase, tmp_path: Path, architecture: str
+    exported: tuple[Trainer, Path], tmp_path: Path, architecture: str
 ) -> None:
-    trainer = trainer_of(base)
+    trainer, _ = exported
     before = trainer.state_digest()
     with pytest.raises(RatoonError) as refused:
         take(trainer, write_folder(tmp_path / "other", architecture))
@@ -396,6 +408,13 @@ def _fifo(folder: Path) -> None:
     os.mkfifo(folder / "adapter_config.json")
 
 
+@pytest.fixture(scope="module")
+def adapted(base: FolderBase, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
+    """A trainer of an adapter, and a folder with it."""
+    trainer = trainer_of(base, tuning=LORA)
+    return trainer, export(trainer, tmp_path_factory.mktemp("adapted") / "one")
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -410,11 +429,10 @@ def _fifo(folder: Path) -> None:
     ],
 )
 def test_an_adapter_that_means_something_else_is_refused(
-    base: FolderBase, tmp_path: Path, damage: Callable[[Path], object], named: str
+    adapted: tuple[Trainer, Path], tmp_path: Path, damage: Callable[[Path], object], named: str
 ) -> None:
     """Equal tensors under another scale are another policy."""
-    trainer = trainer_of(base, tuning=LORA)
-    folder = export(trainer, tmp_path / "one")
+    trainer, folder = adapted[0], shutil.copytree(adapted[1], tmp_path / "one")
     take(trainer, folder)
     damage(folder)
     with pytest.raises(RatoonError) as refused:
@@ -429,3 +447,39 @@ def test_a_full_model_for_an_adapter_and_back_is_refused(base: FolderBase, tmp_p
         with pytest.raises(RatoonError) as refused:
             take(trainer, folder)
         assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+
+
+def _step(trainer: Trainer, _folder: Path) -> None:
+    update(trainer, 1)
+
+
+def _import(trainer: Trainer, folder: Path) -> None:
+    take(trainer, export(trainer, folder), adds=True)
+
+
+def _load(trainer: Trainer, folder: Path) -> None:
+    other = Trainer.create(trainer.spec)
+    update(other, 2)
+    other.snapshot().write(folder)
+    trainer.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("change", [_step, _import, _load])
+def test_weights_stay_until_a_device_may_have_copied_them(
+    base: FolderBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Trainer, Path], None],
+) -> None:
+    """A GPU copies beside what runs next, which waits for it before it changes weights."""
+    trainer = trainer_of(base)
+    update(trainer, 0)
+    trainer.copy_weights()
+    held, seen = weights_of(trainer), list[dict[str, Tensor]]()
+    copy = trainer.ranks.own._weights_copy
+    monkeypatch.setattr(copy, "settle", lambda: seen.append(weights_of(trainer)))
+    change(trainer, tmp_path / "other")
+    assert len(seen) == 1
+    assert_equal(seen[0], held)
+    with pytest.raises(AssertionError):
+        assert_equal(weights_of(trainer), held)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.errors import RatoonError
 from ratoon.rollout.validate import validate_groups
-from ratoon.train.loss.compute import TermColumns, compute_loss
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
@@ -25,7 +23,7 @@ from ratoon_proto.types import (
     ReferenceKind,
 )
 from tests import builders
-from tests.train.loss_cases import make_loss, summed
+from tests.train.loss_cases import make_loss, run_loss, summed
 
 _RNG = np.random.default_rng(7)
 # Log-probs of policy, reference and the policy that the tokens were sampled from.
@@ -45,20 +43,14 @@ def _expected(kind: KlKind, sampled: Tensor, *, weighted: bool = False) -> tuple
     config = KlConfig(
         kind=kind, coefficient=1.0, reference=ReferenceKind.GIVEN, importance_weighted=weighted
     )
-    weight_V = sampled.exp()
-    columns = TermColumns(
-        sequence_L=torch.arange(5),
-        num_sequences=5,
-        counted_C=torch.arange(5),
-        weight_L=weight_V,
-        advantage_L=torch.zeros_like(weight_V),
+    output = run_loss(
+        make_loss(LossKind.PPO_CLIP, kl=config),
+        _LOGP,
+        weight_L=sampled.exp(),
+        advantage_L=torch.zeros_like(_LOGP),
         old_L=sampled,
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(5, dtype=torch.bool),
         reference_L=_LOGQ,
     )
-    loss = make_loss(LossKind.PPO_CLIP, kl=config)
-    output = compute_loss(loss, columns, _LOGP, torch.zeros_like(_LOGP))
     gradient = output.grad_logprob_L - output.grad_logprob_L.sum() * _P
     return summed(output).kl, gradient
 
@@ -103,20 +95,12 @@ def test_weighted_term_that_is_clamped_has_no_gradient_at_all() -> None:
     far = KlConfig(
         kind=KlKind.K3, coefficient=1.0, reference=ReferenceKind.GIVEN, importance_weighted=True
     )
-    logprob_L = torch.tensor([-9.0, -1.0, -30.0], dtype=torch.float64)
-    columns = TermColumns(
-        sequence_L=torch.zeros(3, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(3),
-        weight_L=torch.ones(3, dtype=torch.float64),
-        advantage_L=torch.zeros(3, dtype=torch.float64),
-        old_L=torch.tensor([-9.0, -1.5, -1.0], dtype=torch.float64),
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(3, dtype=torch.bool),
-        reference_L=torch.tensor([-1.0, -1.2, -30.5], dtype=torch.float64),
-    )
-    output = compute_loss(
-        make_loss(LossKind.PPO_CLIP, kl=far), columns, logprob_L, torch.zeros_like(logprob_L)
+    output = run_loss(
+        make_loss(LossKind.PPO_CLIP, kl=far),
+        [-9.0, -1.0, -30.0],
+        advantage_L=[0.0] * 3,
+        old_L=[-9.0, -1.5, -1.0],
+        reference_L=[-1.0, -1.2, -30.5],
     )
     first, second, third = output.grad_logprob_L.tolist()
     assert (first, third) == (0.0, 0.0)
@@ -151,25 +135,6 @@ def test_k1_as_a_loss_warns() -> None:
         importance_weighted=True,
     )
     assert _resolve(LossKind.GRPO, weighted) == ()
-
-
-@pytest.mark.parametrize(
-    ("loss", "kind"),
-    [
-        (LossKind.GRPO, KlKind.K2),
-        (LossKind.GRPO, KlKind.K1_PLUS),
-        (LossKind.GRPO, KlKind.K3_PLUS),
-        (LossKind.REINFORCE, KlKind.K3),
-    ],
-)
-def test_weight_is_refused_where_it_makes_nothing_unbiased(loss: LossKind, kind: KlKind) -> None:
-    """k2 is no unbiased estimate, and a loss without old log-probs has no ratio to weigh with."""
-    config = KlConfig(
-        kind=kind, coefficient=0.1, reference=ReferenceKind.GIVEN, importance_weighted=True
-    )
-    with pytest.raises(RatoonError) as caught:
-        _resolve(loss, config)
-    assert caught.value.field == "loss.kl.importance_weighted"
 
 
 def test_weight_with_on_policy_old_log_probs_has_a_gradient() -> None:

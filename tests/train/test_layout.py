@@ -15,10 +15,9 @@ from ratoon.model.loader import placed_bytes, read_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
 from ratoon.shards.copies import Copies
-from ratoon.train.config import OptimizerStates
 from ratoon.train.numerics import free_bytes
 from ratoon.train.ranks.layout import Layout, choose_layout, load
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon_proto.types import LoraTuning, ParallelLayout, Shard
 from tests.tiny_models import write_folder
 from tests.train.trainer_runs import make_trainer

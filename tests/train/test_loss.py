@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,32 +29,35 @@ from tests.oracle.advantages import Counted
 from tests.oracle.losses import path_loss
 from tests.oracle.losses_numpy import path_value
 from tests.oracle.paths import Correction, OracleLoss, Path, default_loss
-from tests.train.loss_cases import make_loss, make_objective, summed
+from tests.train.loss_cases import make_columns, make_loss, make_objective, run_loss, summed
 
-_CORRECTIONS: tuple[RolloutCorrection | None, ...] = (
-    None,
-    RolloutCorrection(mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=1.1),
-    RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.TOKEN, low=0.7, high=1.3),
-    RolloutCorrection(
-        mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, low=0.0, high=1.5
+_TRUNCATE, _MASK = CorrectionMode.TRUNCATE, CorrectionMode.MASK
+_TOKEN, _SEQUENCE, _GEOMETRIC = CorrectionLevel
+
+
+def _rule(mode: CorrectionMode, level: CorrectionLevel, low: float, high: float) -> Any:
+    return RolloutCorrection(mode=mode, level=level, low=low, high=high)
+
+
+# Corrections, and the masks beside them.
+_CORRECTIONS: tuple[tuple[RolloutCorrection | None, CorrectionMask | None], ...] = (
+    (None, None),
+    (_rule(_TRUNCATE, _TOKEN, 0.0, 1.1), None),
+    (_rule(_MASK, _TOKEN, 0.7, 1.3), None),
+    (_rule(_TRUNCATE, _SEQUENCE, 0.0, 1.5), None),
+    (_rule(_MASK, _SEQUENCE, 0.3, 3.0), None),
+    (_rule(_MASK, _GEOMETRIC, 0.9, 1.1), None),
+    (_rule(_TRUNCATE, _GEOMETRIC, 0.0, 1.05), None),
+    (None, CorrectionMask(level=_GEOMETRIC, low=0.9, high=1.1)),
+    (
+        _rule(_TRUNCATE, _TOKEN, 0.0, 1.1),
+        CorrectionMask(level=_SEQUENCE, low=0.5, high=2.0),
     ),
-    RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.SEQUENCE, low=0.3, high=3.0),
-    RolloutCorrection(mode=CorrectionMode.MASK, level=CorrectionLevel.GEOMETRIC, low=0.9, high=1.1),
-    RolloutCorrection(
-        mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.GEOMETRIC, low=0.0, high=1.05
-    ),
-    None,
-    RolloutCorrection(mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=1.1),
-    RolloutCorrection(
-        mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.SEQUENCE, low=0.0, high=1.5
+    (
+        _rule(_TRUNCATE, _SEQUENCE, 0.0, 1.5),
+        CorrectionMask(level=_TOKEN, low=0.7, high=1.3),
     ),
 )
-# By index, beside the corrections.
-_MASKS = {
-    7: CorrectionMask(level=CorrectionLevel.GEOMETRIC, low=0.9, high=1.1),
-    8: CorrectionMask(level=CorrectionLevel.SEQUENCE, low=0.5, high=2.0),
-    9: CorrectionMask(level=CorrectionLevel.TOKEN, low=0.7, high=1.3),
-}
 
 
 def _oracle_loss(loss: Loss) -> OracleLoss:
@@ -173,13 +177,14 @@ def _run(
 def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -> None:
     """Value against plain floats and gradient against autograd, one path at a time, in float64."""
     rng = np.random.default_rng([correction, list(LossKind).index(kind)])
+    rule, mask = _CORRECTIONS[correction]
     for seed in range(8):
-        has_dual = "dual_clip" in LOSSES[kind].options and seed % 2 == 1
+        has_dual = "dual_clip" in LOSSES[kind].objective.options and seed % 2 == 1
         loss = make_loss(
             kind,
             objective=make_objective(kind, dual_clip=1.3 if has_dual else math.inf),
-            correction=_CORRECTIONS[correction],
-            correction_mask=_MASKS.get(correction),
+            correction=rule,
+            correction_mask=mask,
             token_weight=list(TokenWeight)[seed % 2],
             kl=KlConfig(
                 kind=list(KlKind)[seed % 5],
@@ -215,32 +220,23 @@ def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -
             assert got is not None
             grads = [leaf.grad[mask] for leaf, mask in zip(expected, masks, strict=True)]  # type: ignore[index]
             # A mask and the clamp of the KL may leave nothing where all gaps are far.
-            rule = _CORRECTIONS[correction]
             masks_some = kind is LossKind.IPO or (
                 rule is not None and rule.mode is CorrectionMode.MASK
             )
-            may_be_nothing = seed > 3 and (masks_some or correction in _MASKS)
+            may_be_nothing = seed > 3 and (masks_some or mask is not None)
             assert torch.cat(grads).norm() > 0 or may_be_nothing
             torch.testing.assert_close(got, torch.cat(grads), rtol=1e-12, atol=1e-13)
 
 
 def test_sampler_mismatch_is_reported_over_usable_terms() -> None:
     """k3 of KL(sampler || trainer) with u = log p - log p_sampler = 0.2 and -0.1; 9 is raw."""
-    logprob_L = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
-    columns = TermColumns(
-        sequence_L=torch.zeros(3, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(3),
-        weight_L=torch.ones(3, dtype=torch.float64),
-        advantage_L=torch.ones(3, dtype=torch.float64),
-        old_L=None,
-        sampler_L=logprob_L - torch.tensor([0.2, 9.0, -0.1], dtype=torch.float64),
+    output = run_loss(
+        make_loss(LossKind.REINFORCE),
+        [-1.0, -2.0, -3.0],
+        sampler_L=[-1.2, -11.0, -2.9],
         sampler_usable_L=torch.tensor([True, False, True]),
-        reference_L=None,
     )
-    sums = summed(
-        compute_loss(make_loss(LossKind.REINFORCE), columns, logprob_L, torch.zeros_like(logprob_L))
-    )
+    sums = summed(output)
     expected = (math.exp(0.2) - 1.2) + (math.exp(-0.1) - 0.9)
     assert sums.sampler_kl == pytest.approx(expected)
     assert sums.sampler_terms == 2
@@ -249,39 +245,20 @@ def test_sampler_mismatch_is_reported_over_usable_terms() -> None:
 
 def test_clipped_overflow_leaves_a_finite_gradient() -> None:
     """exp of a held log-ratio of 800 is infinite; its gradient is 0, not infinity times 0."""
-    columns = TermColumns(
-        sequence_L=torch.zeros(2, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(2),
-        weight_L=torch.ones(2),
-        advantage_L=torch.tensor([1.0, 1.0]),
-        old_L=torch.tensor([-801.0, -2.0]),
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(2, dtype=torch.bool),
-        reference_L=None,
-    )
-    output = compute_loss(
-        make_loss(LossKind.GRPO), columns, torch.tensor([-1.0, -2.0]), torch.zeros(2)
-    )
+    output = run_loss(make_loss(LossKind.GRPO), [-1.0, -2.0], old_L=[-801.0, -2.0])
     assert output.grad_logprob_L.tolist() == [0.0, -1.0]
     assert summed(output).loss == pytest.approx(-2.2)
 
 
 def test_uncounted_terms_reach_sequence_ratios_and_nothing_else() -> None:
     """gspo under `once`: the second token is another path's, but it is in the mean of log r."""
-    logprob_L = torch.tensor([-1.0, -2.0], dtype=torch.float64)
-    columns = TermColumns(
-        sequence_L=torch.zeros(2, dtype=torch.int64),
-        num_sequences=1,
+    output = run_loss(
+        make_loss(LossKind.GSPO),
+        [-1.0, -2.0],
         counted_C=torch.tensor([0]),
-        weight_L=torch.ones(2, dtype=torch.float64),
-        advantage_L=torch.tensor([-1.0, math.nan], dtype=torch.float64),
-        old_L=logprob_L - torch.tensor([2.0, 8.0], dtype=torch.float64).log(),
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(2, dtype=torch.bool),
-        reference_L=None,
+        advantage_L=[-1.0, math.nan],
+        old_L=[-1.0 - math.log(2.0), -2.0 - math.log(8.0)],
     )
-    output = compute_loss(make_loss(LossKind.GSPO), columns, logprob_L, torch.zeros_like(logprob_L))
     assert summed(output).loss == pytest.approx(4.0)
     assert output.grad_logprob_L.tolist() == pytest.approx([4.0, 0.0])
     assert summed(output).terms == 1
@@ -292,17 +269,8 @@ def test_float32_log_ratio_survives_where_bfloat16_would_not() -> None:
     old = torch.full((1,), -3.0071, dtype=torch.float32)
     rounded = old.to(torch.bfloat16).to(torch.float32)
     assert abs(math.exp((old - rounded).item()) - 1) > 3e-3
-    columns = TermColumns(
-        sequence_L=torch.zeros(1, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(1),
-        weight_L=torch.ones(1),
-        advantage_L=torch.ones(1),
-        old_L=old,
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(1, dtype=torch.bool),
-        reference_L=None,
-    )
+    ones_L = torch.ones(1)
+    columns = make_columns(old, weight_L=ones_L, advantage_L=ones_L, old_L=old)
     output = compute_loss(make_loss(LossKind.GRPO), columns, old.clone(), torch.zeros(1))
     assert summed(output).ratio_max == 1.0
     assert output.grad_logprob_L.dtype is torch.float32

@@ -6,9 +6,8 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
-from ratoon.train.loss.compute import LossOutput, TermColumns, compute_loss
+from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.kinds import CispoObjective, ClipObjective, IpoObjective, SapoObjective
 from ratoon_proto.types import (
     CorrectionLevel,
@@ -20,28 +19,17 @@ from ratoon_proto.types import (
     ReferenceKind,
     RolloutCorrection,
 )
-from tests.train.loss_cases import make_loss, summed
+from tests.train.loss_cases import make_loss, run_loss, summed
+
+_LOGPROBS = [-1.0, -2.0, -3.0]
 
 
 def _three(
     kind: LossKind, advantages: list[float], ratios: list[float], **changes: Any
 ) -> LossOutput:
     """One path of log-probs -1, -2, -3 with the given ratios to the old policy."""
-    logprob_L = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
-    columns = TermColumns(
-        sequence_L=torch.zeros(3, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(3),
-        weight_L=torch.ones(3, dtype=torch.float64),
-        advantage_L=torch.tensor(advantages, dtype=torch.float64),
-        old_L=logprob_L - torch.tensor(ratios, dtype=torch.float64).log(),
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(3, dtype=torch.bool),
-        reference_L=None,
-    )
-    return compute_loss(
-        make_loss(kind, **changes), columns, logprob_L, torch.zeros(3, dtype=torch.float64)
-    )
+    old = [logprob - math.log(ratio) for logprob, ratio in zip(_LOGPROBS, ratios, strict=True)]
+    return run_loss(make_loss(kind, **changes), _LOGPROBS, advantage_L=advantages, old_L=old)
 
 
 @pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.PPO_CLIP, LossKind.DR_GRPO])
@@ -122,21 +110,8 @@ def test_ipo_masks_by_probability_by_hand() -> None:
 
 def test_ipo_sees_how_far_a_probability_fell_beyond_the_clamp() -> None:
     """A log-ratio of -40 is clamped at -20; the probability fell by nearly 1 all the same."""
-    columns = TermColumns(
-        sequence_L=torch.zeros(1, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(1),
-        weight_L=torch.ones(1, dtype=torch.float64),
-        advantage_L=torch.ones(1, dtype=torch.float64),
-        old_L=torch.tensor([-0.01], dtype=torch.float64),
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(1, dtype=torch.bool),
-        reference_L=None,
-    )
-    logprob_L = torch.tensor([-40.0], dtype=torch.float64)
     objective = IpoObjective(most_down=0.3, most_up=0.3)
-    loss = make_loss(LossKind.IPO, objective=objective)
-    output = compute_loss(loss, columns, logprob_L, torch.zeros_like(logprob_L))
+    output = run_loss(make_loss(LossKind.IPO, objective=objective), [-40.0], old_L=[-0.01])
     assert summed(output).clipped_low == 1
     assert summed(output).loss == 0.0
 
@@ -155,20 +130,9 @@ def test_linear_losses_by_hand() -> None:
 
 def _corrected(gaps: list[float], **changes: Any) -> LossOutput:
     """REINFORCE with A = 1 on one path of log-probs -1, -2, -3; gaps are log(old / sampler)."""
-    logprob_L = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
-    columns = TermColumns(
-        sequence_L=torch.zeros(3, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(3),
-        weight_L=torch.ones(3, dtype=torch.float64),
-        advantage_L=torch.ones(3, dtype=torch.float64),
-        old_L=logprob_L,
-        sampler_L=logprob_L - torch.tensor(gaps, dtype=torch.float64),
-        sampler_usable_L=torch.ones(3, dtype=torch.bool),
-        reference_L=None,
-    )
+    sampler = [logprob - gap for logprob, gap in zip(_LOGPROBS, gaps, strict=True)]
     loss = make_loss(LossKind.REINFORCE, **changes)
-    return compute_loss(loss, columns, logprob_L, torch.zeros(3, dtype=torch.float64))
+    return run_loss(loss, _LOGPROBS, old_L=_LOGPROBS, sampler_L=sampler)
 
 
 def test_a_geometric_mask_is_blind_to_length_by_hand() -> None:
@@ -214,22 +178,9 @@ def test_a_mask_at_one_level_and_truncation_at_another_by_hand() -> None:
 )
 def test_kl_estimates_by_hand(kind: KlKind, value: float, gradient: float) -> None:
     """log p - log q = 0.5. k3 = q/p - log(q/p) - 1, whose derivative in log p is 1 - q/p."""
-    columns = TermColumns(
-        sequence_L=torch.zeros(1, dtype=torch.int64),
-        num_sequences=1,
-        counted_C=torch.arange(1),
-        weight_L=torch.ones(1, dtype=torch.float64),
-        advantage_L=torch.zeros(1, dtype=torch.float64),
-        old_L=None,
-        sampler_L=None,
-        sampler_usable_L=torch.zeros(1, dtype=torch.bool),
-        reference_L=torch.tensor([-1.5], dtype=torch.float64),
-    )
     config = KlConfig(kind=kind, coefficient=2.0, reference=ReferenceKind.GIVEN)
-    logprob_L = torch.tensor([-1.0], dtype=torch.float64)
-    output = compute_loss(
-        make_loss(LossKind.REINFORCE, kl=config), columns, logprob_L, torch.zeros_like(logprob_L)
-    )
+    loss = make_loss(LossKind.REINFORCE, kl=config)
+    output = run_loss(loss, [-1.0], advantage_L=[0.0], reference_L=[-1.5])
     assert summed(output).kl == pytest.approx(value)
     assert summed(output).loss == pytest.approx(2.0 * value)
     assert summed(output).policy_gradient == 0.0

@@ -11,8 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratoon.train.additive import Counts, Merged, Moments, largest, smallest, total
-from ratoon.train.loss.histogram import NUM_BINS, count_log_ratios, quantile
+from ratoon.train.additive import (
+    NUM_BINS,
+    Counts,
+    Merged,
+    Moments,
+    count_log_ratios,
+    largest,
+    quantile,
+    smallest,
+    total,
+)
 from ratoon.train.loss.sums import LossSums, pack_sums
 
 

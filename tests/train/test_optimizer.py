@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.train.loss.spec import NoDivisor, OptimStep
-from ratoon.train.optim.adamw import MasterAdamW, global_norm
+from ratoon.train.optim.adamw import MasterAdamW
 from ratoon.train.optim.gradients import GradientSums
 from ratoon_proto.types import AdamWConfig
+from tests.train.optimizer_runs import take_step
 
 _CONFIG = AdamWConfig(beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.02)
 
@@ -57,7 +58,8 @@ def test_steps_equal_torch_adamw_with_a_schedule(dtype: torch.dtype) -> None:
     adamw = torch.optim.AdamW(theirs.values(), lr=0.0, betas=(0.8, 0.95), eps=1e-7)
     schedule = [(0.1, 0.02, 0.5), (0.05, 0.0, math.inf), (0.2, 0.3, 1.0), (0.0, 0.1, 1.0)]
     for seed, (rate, decay, limit) in enumerate(schedule):
-        outcome = optimizer.step(
+        outcome = take_step(
+            optimizer,
             _gradients(seed, dtype),
             4.0,
             _step(rate, weight_decay=decay, max_grad_norm=limit),
@@ -89,7 +91,7 @@ def test_steps_equal_torch_adamw_where_each_has_its_own_betas_and_eps(dtype: tor
         {},
     ]
     for seed, asked in enumerate(own):
-        optimizer.step(_gradients(seed, dtype), 1.0, replace(_step(), **asked))
+        take_step(optimizer, _gradients(seed, dtype), 1.0, replace(_step(), **asked))
         for name, gradient in _gradients(seed, dtype).items():
             theirs[name].grad = gradient
         used = {"beta1": 0.8, "beta2": 0.95, "eps": 1e-7} | asked
@@ -97,34 +99,6 @@ def test_steps_equal_torch_adamw_where_each_has_its_own_betas_and_eps(dtype: tor
         adamw.step()
         for name, parameter in mine.items():
             assert torch.equal(parameter, theirs[name]), (seed, name)
-
-
-def test_grad_norm_is_after_division_and_before_clipping() -> None:
-    parameters = {"a": nn.Parameter(torch.zeros(2))}
-    sums = {"a": torch.tensor([30.0, 40.0])}
-    outcome = MasterAdamW(parameters, _CONFIG).step(sums, 10.0, _step(max_grad_norm=1.0))
-    assert outcome.grad_norm == pytest.approx(5.0)
-    assert global_norm(sums.values()) == pytest.approx(1.0, rel=1e-6)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_touches_nothing(bad: float) -> None:
-    parameters = _parameters(torch.float32)
-    optimizer = MasterAdamW(parameters, _CONFIG)
-    optimizer.step(_gradients(0, torch.float32), 1.0, _step())
-    before = {
-        kind: {name: tensor.clone() for name, tensor in getattr(optimizer.state(), kind).items()}
-        for kind in ("weights", "exp_avg", "exp_avg_sq")
-    }
-    sums = _gradients(1, torch.float32)
-    sums["b"][2] = bad
-    outcome = optimizer.step(sums, 1.0, _step())
-    assert outcome.skipped
-    assert not math.isfinite(outcome.grad_norm)
-    assert optimizer.state().num_steps == 1
-    for kind, tensors in before.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(getattr(optimizer.state(), kind)[name], tensor)
 
 
 def _backward(parameter: nn.Parameter, scale: float) -> None:
@@ -180,26 +154,7 @@ def test_a_step_keeps_no_gradient_of_a_part() -> None:
     whole = nn.Parameter(torch.ones(4))
     optimizer = MasterAdamW({"a@0": whole.detach()[:2]}, _CONFIG)
     sums = torch.ones(2)
-    optimizer.step({"a@0": sums}, 1.0, _step())
+    take_step(optimizer, {"a@0": sums}, 1.0, _step())
     is_kept = weakref.ref(sums)
     del sums
     assert is_kept() is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_loaded_state_continues_with_the_same_bits(dtype: torch.dtype) -> None:
-    """Trap 10: moments and step count are part of the state, or the next step is another."""
-    straight = _parameters(dtype)
-    optimizer = MasterAdamW(straight, _CONFIG)
-    for seed in range(2):
-        optimizer.step(_gradients(seed, dtype), 1.0, _step())
-    state = optimizer.state()
-    middle = {name: parameter.detach().clone() for name, parameter in straight.items()}
-    resumed, forgetful = ({n: nn.Parameter(p.clone()) for n, p in middle.items()} for _ in range(2))
-    fresh, without_moments = MasterAdamW(resumed, _CONFIG), MasterAdamW(forgetful, _CONFIG)
-    fresh.load(state)
-    for one in (optimizer, fresh, without_moments):
-        one.step(_gradients(2, dtype), 1.0, _step())
-    for name, parameter in straight.items():
-        assert torch.equal(parameter, resumed[name])
-        assert not torch.equal(parameter, forgetful[name])

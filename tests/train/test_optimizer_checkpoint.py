@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,26 +13,24 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.train.checkpoint import Snapshot, read_manifest, read_states, write_states
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
 from ratoon.train.optim.digest import StateDigest
-from ratoon.train.optim.rounding import join_float32
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
-from ratoon_proto.types import LoraTuning, StepReport
+from ratoon_proto.types import LoraTuning
 from tests.train.optimizer_runs import (
     CONFIG,
     copied,
     make_gradients,
     make_parameters,
     optim_step,
+    take_step,
 )
 from tests.train.trainer_runs import (
     assert_equal,
-    make_batch,
-    make_loss,
-    make_step,
     make_trainer,
     state_of,
+    update,
     weights_of,
 )
 
@@ -55,38 +52,6 @@ def _trainer(
     return Trainer.create(replace(spec, optimizer_states=kind))
 
 
-def _update(trainer: Trainer, seed: int, learning_rate: float | None = None) -> StepReport:
-    batch = make_batch(seed)
-    loss = make_loss(batch)
-    step = make_step(trainer, loss)
-    if learning_rate is not None:
-        step = replace(step, learning_rate=learning_rate)
-    report = trainer.update(trainer.prepare(batch, loss), step)
-    assert not report.skipped
-    return report
-
-
-@pytest.mark.parametrize("kind", list(OptimizerStates))
-@pytest.mark.parametrize("tuning", [None, LoraTuning(rank=2, alpha=4.0)])
-def test_continued_run_has_the_bits_of_an_uninterrupted_one(
-    base: FolderBase, tmp_path: Path, kind: OptimizerStates, tuning: LoraTuning | None
-) -> None:
-    straight = _trainer(base, kind, tuning=tuning)
-    start = weights_of(straight)
-    for seed in range(2):
-        _update(straight, seed)
-    straight.snapshot().write(tmp_path / "checkpoint")
-    resumed = _trainer(base, kind, tuning=tuning)
-    resumed.load_checkpoint(tmp_path / "checkpoint")
-    assert resumed.version == 2
-    assert_equal(weights_of(resumed), weights_of(straight))
-    for seed in range(2, 4):
-        _update(straight, seed)
-        _update(resumed, seed)
-    assert_equal(weights_of(resumed), weights_of(straight))
-    assert any(not torch.equal(start[name], now) for name, now in weights_of(straight).items())
-
-
 @pytest.mark.parametrize("kind", list(OptimizerStates))
 def test_every_tensor_comes_back_bit_for_bit(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates
@@ -95,7 +60,7 @@ def test_every_tensor_comes_back_bit_for_bit(
     own = make_parameters()
     optimizer = Bf16AdamW(own, CONFIG, kind, 0)
     for number in range(2):
-        optimizer.step(make_gradients(number), 1.0, optim_step())
+        take_step(optimizer, make_gradients(number), 1.0, optim_step())
     state = optimizer.state().on_host()
     digest = StateDigest(torch.device("cpu")).of(state)
     snapshot = Snapshot(
@@ -126,13 +91,17 @@ def test_every_tensor_comes_back_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("kind", "other"), list(pairwise((*OptimizerStates, OptimizerStates.FP32)))
+    ("kind", "other"),
+    [
+        (OptimizerStates.FP32, OptimizerStates.BF16_SPLIT),
+        (OptimizerStates.BF16_8BIT, OptimizerStates.FP32),
+    ],
 )
 def test_checkpoint_of_another_kind_is_refused_by_name(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates, other: OptimizerStates
 ) -> None:
     saving = _trainer(base, kind)
-    _update(saving, 0)
+    update(saving, 0)
     saving.snapshot().write(tmp_path / "one")
     trainer = _trainer(base, other)
     before = weights_of(trainer)
@@ -145,12 +114,12 @@ def test_checkpoint_of_another_kind_is_refused_by_name(
     assert trainer.version == 0
 
 
-@pytest.mark.parametrize("kind", list(OptimizerStates))
+@pytest.mark.parametrize("kind", [OptimizerStates.FP32, OptimizerStates.BF16_SPLIT])
 def test_published_weights_are_the_parameters(
     base: FolderBase, tmp_path: Path, kind: OptimizerStates
 ) -> None:
     trainer = _trainer(base, kind)
-    _update(trainer, 0)
+    update(trainer, 0)
     for folder in ("copied", "own"):
         (tmp_path / folder).mkdir()
     trainer.copy_weights().write(tmp_path / "copied")
@@ -162,33 +131,6 @@ def test_published_weights_are_the_parameters(
     parameters = trainer.model.named_trainable()
     assert own.keys() <= parameters.keys()
     assert_equal(own, {name: parameters[name].detach() for name in own})
-
-
-def test_fingerprint_names_the_states(base: FolderBase) -> None:
-    names = {_trainer(base, kind).fingerprint()["optimizer_states"] for kind in OptimizerStates}
-    assert names == {kind.value for kind in OptimizerStates}
-
-
-def test_states_without_masters_are_refused_for_wider_models(base: FolderBase) -> None:
-    spec = make_trainer(base, dtype=ModelDtype.FLOAT32).spec
-    with pytest.raises(RatoonError) as caught:
-        Trainer.create(replace(spec, optimizer_states=OptimizerStates.BF16_8BIT))
-    assert caught.value.field == "optimizer_states"
-
-
-def test_split_masters_train_as_float32_masters_bit_for_bit(base: FolderBase) -> None:
-    """Whole updates: the same gradients, since the weights in the model are the same."""
-    trainers = [_trainer(base, kind) for kind in (OptimizerStates.FP32, OptimizerStates.BF16_SPLIT)]
-    for trainer in trainers:
-        for seed in range(3):
-            _update(trainer, seed, 1e-4)
-    fp32, split = map(state_of, trainers)
-    for name, master in fp32.weights.items():
-        bits, remainder = split.weights[name].view(torch.int16), split.weight_remainder[name]
-        assert torch.equal(join_float32(bits, remainder), master)
-    assert_equal(
-        dict(trainers[0].model.named_trainable()), dict(trainers[1].model.named_trainable())
-    )
 
 
 @pytest.mark.parametrize("tuning", [None, LoraTuning(rank=2, alpha=4.0)])
@@ -203,13 +145,13 @@ def test_a_choice_that_is_left_open_keeps_masters_and_is_told(
     assert trainer.spec.optimizer_states is OptimizerStates.BF16_SPLIT
 
 
-@pytest.mark.parametrize("kind", list(OptimizerStates))
+@pytest.mark.parametrize("kind", [OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_SPLIT_8BIT])
 def test_a_step_that_rounding_outweighs_is_warned_about(
     base: FolderBase, kind: OptimizerStates
 ) -> None:
     trainer = _trainer(base, kind)
     warned = [
-        [w for w in _update(trainer, 0, rate).warnings if "optim.learning_rate" in w]
+        [w for w in update(trainer, 0, learning_rate=rate).warnings if "optim.learning_rate" in w]
         for rate in (1e-6, 1e-5, 0.0)
     ]
     is_alone = kind in (OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_8BIT)

@@ -19,10 +19,10 @@ from ratoon.shards.copies import Copies
 from ratoon.shards.layer_shards import RING, LayerShards
 from ratoon.shards.parts import Part, parts_of, shared_out
 from ratoon.stream.versions import publish_version
-from ratoon.train.config import OptimizerStates
 from ratoon.train.numerics import device_model
 from ratoon.train.ranks.layout import load
 from ratoon.train.ranks.rank import Rank
+from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     LoraTuning,
@@ -55,16 +55,18 @@ from tests.train.trainer_runs import (
 )
 
 _LORA = LoraTuning(rank=2, alpha=4.0)
-# By default, weights are shared out where checkpoints, imports and versions are compared by bits.
-_SHARDS = pytest.mark.parametrize(
-    "shard",
-    [Shard.STATES, Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)],
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "part_elements", "shard"),
+    [
+        (4, 100, Shard.STATES),
+        (2, 1 << 25, Shard.STATES),
+        (4, 100, Shard.GRADIENTS),
+        (2, 1 << 25, Shard.GRADIENTS),
+        pytest.param(4, 100, Shard.WEIGHTS, marks=pytest.mark.more),
+    ],
 )
-
-
-@pytest.mark.parametrize("part_elements", [100, 1 << 25])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@_SHARDS
 def test_three_updates_are_those_of_one_rank(
     base: FolderBase, num_ranks: int, part_elements: int, shard: Shard
 ) -> None:
@@ -104,8 +106,15 @@ def test_weights_are_sharded_between_neighbours_alone(
     assert (caught.value.code, caught.value.field) == (ErrorCode.UNSUPPORTED, "parallel.shard")
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-@_SHARDS
+@pytest.mark.parametrize(
+    ("architecture", "shard"),
+    [
+        ("qwen3", Shard.GRADIENTS),
+        ("qwen3_moe", Shard.STATES),
+        pytest.param("qwen3_moe", Shard.GRADIENTS, marks=pytest.mark.more),
+        pytest.param("qwen3_moe", Shard.WEIGHTS, marks=pytest.mark.more),
+    ],
+)
 def test_three_updates_of_an_adapter_are_those_of_one_rank(
     tmp_path: Path, architecture: str, shard: Shard
 ) -> None:
@@ -137,38 +146,45 @@ def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
         assert_close(weights_of(trainer), weights_of(alone))
 
 
-@pytest.mark.parametrize("kind", list(LossKind))
 def test_every_loss_in_a_window_of_two_calls(
-    pair: tuple[Trainer, Trainer], kind: LossKind, tmp_path: Path
+    rank_pair: tuple[Trainer, Trainer], tmp_path: Path
 ) -> None:
-    reports: list[StepReport] = []
-    names: list[str] = []
-    for trainer, ranks in zip(pair, ((0,), (0, 1)), strict=True):
-        for seed in (3, 4):
-            fields = {"outcome": "weights"} if kind is LossKind.CROSS_ENTROPY else {}
-            batch = make_batch(seed, **fields)
-            loss = make_loss(batch, kind)
-            plan = spread_over(trainer.prepare(batch, loss).plan, ranks)
-            trainer.forward_backward(trainer.prepare(batch, loss, plan))
-        names = list(trainer.model.named_trainable())
-        trainer.write_gradients(tmp_path / str(len(ranks)), names[:3])
-        divisor = {"divide_constant": 8.0} if kind is LossKind.DR_GRPO else {}
-        step = make_step(trainer, loss, tensor_grad_norms=True, **divisor)
-        reports.append(trainer.optim_step(step))
-    one, two = reports
-    assert two.loss == pytest.approx(one.loss, rel=1e-10, abs=1e-12)
-    assert two.entropy == pytest.approx(one.entropy, rel=1e-10)
-    assert [each.name for each in two.tensor_grad_norms] == names
-    for mine, theirs in zip(two.tensor_grad_norms, one.tensor_grad_norms, strict=True):
-        assert mine.norm == pytest.approx(theirs.norm, rel=1e-8)
-    sums = [load_file(tmp_path / str(count)) for count in (1, 2)]
-    assert_close(sums[1], sums[0])
-    assert_close(weights_of(pair[1]), weights_of(pair[0]))
+    """One step of each loss after the other: weights and moments go on."""
+    for kind in LossKind:
+        reports: list[StepReport] = []
+        names: list[str] = []
+        for trainer, ranks in zip(rank_pair, ((0,), (0, 1)), strict=True):
+            for seed in (3, 4):
+                fields = {"outcome": "weights"} if kind is LossKind.CROSS_ENTROPY else {}
+                batch = make_batch(seed, **fields)
+                loss = make_loss(batch, kind)
+                plan = spread_over(trainer.prepare(batch, loss).plan, ranks)
+                trainer.forward_backward(trainer.prepare(batch, loss, plan))
+            names = list(trainer.model.named_trainable())
+            trainer.write_gradients(tmp_path / f"{kind} {len(ranks)}", names[:3])
+            divisor = {"divide_constant": 8.0} if kind is LossKind.DR_GRPO else {}
+            step = make_step(trainer, loss, tensor_grad_norms=True, **divisor)
+            reports.append(trainer.optim_step(step))
+        one, two = reports
+        assert two.loss == pytest.approx(one.loss, rel=1e-10, abs=1e-12), kind
+        assert two.entropy == pytest.approx(one.entropy, rel=1e-10), kind
+        assert [each.name for each in two.tensor_grad_norms] == names
+        for mine, theirs in zip(two.tensor_grad_norms, one.tensor_grad_norms, strict=True):
+            assert mine.norm == pytest.approx(theirs.norm, rel=1e-8), kind
+        sums = [load_file(tmp_path / f"{kind} {count}") for count in (1, 2)]
+        assert_close(sums[1], sums[0])
+        assert_close(weights_of(rank_pair[1]), weights_of(rank_pair[0]))
 
 
-@pytest.mark.parametrize("kind", list(OptimizerStates))
 @pytest.mark.parametrize("tuning", [None, pytest.param(_LORA, marks=pytest.mark.more)])
-@_SHARDS
+@pytest.mark.parametrize(
+    ("kind", "shard"),
+    [
+        *((kind, Shard.GRADIENTS) for kind in OptimizerStates),
+        (OptimizerStates.BF16_SPLIT_8BIT, Shard.STATES),
+        *(pytest.param(kind, Shard.WEIGHTS, marks=pytest.mark.more) for kind in OptimizerStates),
+    ],
+)
 def test_a_shared_out_step_has_the_bits_of_a_whole_one(
     base: FolderBase, kind: OptimizerStates, tuning: LoraTuning | None, shard: Shard
 ) -> None:
@@ -190,7 +206,9 @@ def test_a_shared_out_step_has_the_bits_of_a_whole_one(
         assert_equal(weights_of(two), weights_of(alone))
 
 
-@_SHARDS
+@pytest.mark.parametrize(
+    "shard", [Shard.GRADIENTS, pytest.param(Shard.WEIGHTS, marks=pytest.mark.more)]
+)
 def test_the_same_again_has_the_same_bits(base: FolderBase, shard: Shard) -> None:
     spec = alone_of(base, dtype=ModelDtype.BFLOAT16).spec
     digests: list[str] = []
@@ -232,8 +250,8 @@ def test_checkpoints_are_loaded_by_any_number_of_ranks(base: FolderBase, tmp_pat
     assert digests == [alone.state_digest()] * 2
 
 
-def test_a_forward_is_that_of_one_rank(pair: tuple[Trainer, Trainer]) -> None:
-    alone, two = pair
+def test_a_forward_is_that_of_one_rank(rank_pair: tuple[Trainer, Trainer]) -> None:
+    alone, two = rank_pair
     batch = make_batch(9)
     plan = spread_over(alone.prepare_forward(batch).plan, (0, 1))
     mine, one = (
@@ -294,8 +312,8 @@ def test_an_import_that_one_rank_cannot_add_changes_none(base: FolderBase, tmp_p
         assert [staged.on(two.ranks.own), peer.start(staged).result()] == [{}, {}]
 
 
-def test_a_step_that_is_skipped_changes_no_rank(pair: tuple[Trainer, Trainer]) -> None:
-    _, two = pair
+def test_a_step_that_is_skipped_changes_no_rank(rank_pair: tuple[Trainer, Trainer]) -> None:
+    _, two = rank_pair
     before, spec = two.state_digest(), two.spec
     two.spec = replace(spec, guard=NumericsGuard(max_grad_norm_to_step=1e-9))
     report = update_over(two, 5, (0, 1))
@@ -305,8 +323,14 @@ def test_a_step_that_is_skipped_changes_no_rank(pair: tuple[Trainer, Trainer]) -
     assert update_over(two, 5, (0, 1)).grad_norm == report.grad_norm
 
 
-@_SHARDS
-@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize(
+    ("owner", "shard"),
+    [
+        (0, Shard.STATES),
+        (1, Shard.GRADIENTS),
+        pytest.param(1, Shard.WEIGHTS, marks=pytest.mark.more),
+    ],
+)
 def test_a_step_that_is_not_finite_on_one_rank_changes_none(
     base: FolderBase, tmp_path: Path, shard: Shard, owner: int
 ) -> None:
@@ -331,7 +355,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_none(
 
 
 def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
-    pair: tuple[Trainer, Trainer],
+    rank_pair: tuple[Trainer, Trainer],
 ) -> None:
     """Rank 0 has three of four; of stages some are not predicted from, and have no backward."""
     for seed in range(3):
@@ -339,12 +363,12 @@ def test_streamed_micro_batches_and_ranks_with_more_of_them_than_others(
         loss = make_loss(batch, kind=(LossKind.GRPO, LossKind.GSPO)[seed % 2])
         cuts = make_plan(*sequences_of(batch), 16, EAGER)
         assert any(part.stages for part in cuts.micro_batches)
-        for trainer, ranks in zip(pair, ((0,), (1, 0, 0, 0)), strict=True):
+        for trainer, ranks in zip(rank_pair, ((0,), (1, 0, 0, 0)), strict=True):
             step = make_step(trainer, loss)
             assert not trainer.update(
                 trainer.prepare(batch, loss, spread_over(cuts, ranks)), step
             ).skipped
-    assert_close(weights_of(pair[1]), weights_of(pair[0]))
+    assert_close(weights_of(rank_pair[1]), weights_of(rank_pair[0]))
 
 
 def test_a_rank_keeps_the_sums_of_its_share_of_layers(base: FolderBase) -> None:
@@ -413,8 +437,10 @@ def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_p
         assert not update_over(two, 0, (0, 1)).skipped
 
 
-@pytest.mark.parametrize("tuning", [None, _LORA])
-@pytest.mark.parametrize(("num_ranks", "shard"), [(2, Shard.STATES), (3, Shard.WEIGHTS)])
+@pytest.mark.parametrize(
+    ("tuning", "num_ranks", "shard"),
+    [(None, 2, Shard.STATES), (None, 3, Shard.WEIGHTS), (_LORA, 2, Shard.STATES)],
+)
 def test_a_version_is_written_by_shares(
     base: FolderBase,
     tmp_path: Path,
@@ -470,11 +496,3 @@ def test_parts_are_shared_out_evenly_of_each_parameter_too() -> None:
         assert max(elements) <= 4000 / num_ranks + 100
         of_c = [sum(part.parameter == "c" for part in share) for share in shares]
         assert max(of_c) <= 25 / num_ranks + 2
-
-
-def test_a_part_is_a_view_of_its_parameter() -> None:
-    parameter = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
-    first, second = parts_of({"p": parameter}, 8)
-    second.of(parameter).fill_(-1.0)
-    assert first.of(parameter).tolist() == list(range(8))
-    assert parameter.flatten()[8:].tolist() == [-1.0] * 4

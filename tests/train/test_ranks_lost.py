@@ -34,24 +34,24 @@ from tests.train.trainer_runs import (
 )
 
 
-@pytest.mark.parametrize("failing", [0, 1])
 def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
-    pair: tuple[Trainer, Trainer], failing: int
+    rank_pair: tuple[Trainer, Trainer],
 ) -> None:
-    _, two = pair
+    _, two = rank_pair
     batch, before = make_batch(6), two.state_digest()
     loss = make_loss(batch)
     plan = spread_over(two.prepare(batch, loss).plan, (0, 1))
-    parts = [*plan.micro_batches]
-    # The last of several: the others have begun to wait for what comes of it.
-    last = max(index for index, part in enumerate(parts) if part.rank == failing)
-    assert last > 1
-    parts[last] = replace(parts[last], packed_tokens=parts[last].packed_tokens + 1)
-    damaged = replace(plan, micro_batches=tuple(parts))
-    with pytest.raises(RatoonError, match="of another batch"):
-        two.update(two.prepare(batch, loss, damaged), make_step(two, loss))
-    assert two.window_state is WindowState.EMPTY
-    assert two.state_digest() == before
+    for failing in (0, 1):
+        parts = [*plan.micro_batches]
+        # The last of several: the others have begun to wait for what comes of it.
+        last = max(index for index, part in enumerate(parts) if part.rank == failing)
+        assert last > 1
+        parts[last] = replace(parts[last], packed_tokens=parts[last].packed_tokens + 1)
+        damaged = replace(plan, micro_batches=tuple(parts))
+        with pytest.raises(RatoonError, match="of another batch"):
+            two.update(two.prepare(batch, loss, damaged), make_step(two, loss))
+        assert two.window_state is WindowState.EMPTY
+        assert two.state_digest() == before
     report = two.update(two.prepare(batch, loss, plan), make_step(two, loss))
     assert not report.skipped
 
@@ -75,8 +75,8 @@ def test_a_pass_that_fails_on_one_rank_is_not_run_to_its_end_by_another(base: Fo
         assert max(done) <= 6
 
 
-def test_a_cancelled_update_leaves_every_rank_as_it_was(pair: tuple[Trainer, Trainer]) -> None:
-    _, two = pair
+def test_a_cancelled_update_leaves_every_rank_as_it_was(rank_pair: tuple[Trainer, Trainer]) -> None:
+    _, two = rank_pair
     batch, before = make_batch(7), two.state_digest()
     loss = make_loss(batch, kl=FROZEN)
     plan = spread_over(two.prepare(batch, loss).plan, (0, 1))

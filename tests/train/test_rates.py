@@ -19,9 +19,8 @@ from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.device_costs import H100_RATES, H200_RATES, KNOWN_RATES, DeviceRates
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.stream.files import seal_document
-from ratoon.train import measured_rates, rates
-from ratoon.train.measured_rates import SHAPE, Attention, Shape, measure_rates
-from ratoon.train.rates import kept_rates, rates_of
+from ratoon.train import rates
+from ratoon.train.rates import SHAPE, Attention, Shape, kept_rates, measure_rates, rates_of
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import AdamWConfig, FullTuning
 
@@ -113,8 +112,8 @@ def test_its_process_prints_them_last(
         asked.append(args)
         return FOUND
 
-    monkeypatch.setattr(measured_rates, "measure_rates", measured)
-    measured_rates.main(["cuda:1", "--backend=flex", "--deterministic"])
+    monkeypatch.setattr(rates, "measure_rates", measured)
+    rates.main(["cuda:1", "--backend=flex", "--deterministic"])
     assert asked == [(torch.device("cuda:1"), Attention(backend="flex", deterministic=True))]
     assert DeviceRates(**json.loads(capsys.readouterr().out.splitlines()[-1])) == FOUND
 
@@ -197,7 +196,7 @@ def test_another_is_measured_as_the_policy_attends(
     monkeypatch.setattr(subprocess, "run", run)
     for spec in (SPEC, SPEC, replace(SPEC, deterministic=False), SPEC):
         assert rates_of(spec, tmp_path) == FOUND
-    command = ["-m", "ratoon.train.measured_rates", "cuda:0", "--backend=flex"]
+    command = ["-m", "ratoon.train.rates", "cuda:0", "--backend=flex"]
     assert asked == [[*command, "--deterministic"], command]
 
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.planning import cpu_planner
 from ratoon_proto.types import (
     CorrectionLevel,
@@ -162,14 +163,12 @@ def _assert_figures(report: StepReport, expected: dict[str, float | None]) -> No
             assert got == pytest.approx(value, rel=1e-9, abs=1e-10), name
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", REQUESTS)
-def test_figures_are_those_of_each_rollout_alone(pair: Pair, name: str, seed: int) -> None:
-    """Red before: a report had no such fields, and the maximum alone of the ratio."""
-    request, batch = LossConfig(**REQUESTS[name]), _batch(pair, seed)
+def test_figures_are_those_of_each_rollout_alone(pair: Pair, name: str) -> None:
+    request, batch = LossConfig(**REQUESTS[name]), _batch(pair, 0)
     expected = _expected(pair, [batch], request)
     reports: list[StepReport] = []
-    for tokens in (WHOLE, 50, 1):
+    for tokens in (WHOLE, 40):
         report = _run(pair, batch, request, tokens)
         _assert_figures(report, expected)
         reports.append(report)

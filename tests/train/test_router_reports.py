@@ -85,9 +85,9 @@ def _assert_routers(report: StepReport, expected: Sequence[RouterReport]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("budget", "costs"), [(WHOLE, DEFAULT_COSTS), (40, DEFAULT_COSTS), (16, EAGER)]
+    ("seed", "budget", "costs"),
+    [(0, WHOLE, DEFAULT_COSTS), (1, 40, DEFAULT_COSTS), (0, 16, EAGER)],
 )
-@pytest.mark.parametrize("seed", range(2))
 def test_routers_count_each_rollout_alone_however_it_is_cut(
     expert_pair: Pair, seed: int, budget: int, costs: CostModel
 ) -> None:

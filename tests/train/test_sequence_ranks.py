@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_updates_of_every_loss_are_those_of_one_device(base: FolderBase, size: i
     """Four query heads and two key heads: of four ranks two attend copies of one key head."""
     alone = make_trainer(base)
     with ranked(alone.spec, size) as (many, _):
-        _assert_same_updates(alone, many, size, list(LossKind) if size == 2 else KINDS)
+        _assert_same_updates(alone, many, size, list(LossKind) if size == 2 else KINDS[:2])
 
 
 # Losses of single tokens and of whole sequences, each twice, so that both are run at once and in
@@ -144,7 +145,7 @@ def test_models_of_other_heads_and_with_experts(
 def test_adapters_and_groups_of_two_among_four(base: FolderBase) -> None:
     alone = make_trainer(base, tuning=LoraTuning(rank=2, alpha=4.0))
     with ranked(alone.spec, 4) as (four, _):
-        _assert_same_updates(alone, four, 2, KINDS, num_groups=2, kl=FROZEN)
+        _assert_same_updates(alone, four, 2, KINDS[:2], num_groups=2, kl=FROZEN)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_what_is_sharded_over_groups_of_two_among_four(base: FolderBase, shard: 
     alone = make_trainer(base)
     with ranked(alone.spec, 4, 100, shard) as (four, _):
         _assert_same_updates(alone, four, 2, KINDS, num_groups=2)
-        _assert_same_updates(alone, four, 4, KINDS)
+        _assert_same_updates(alone, four, 4, KINDS[:2])
 
 
 def test_fewer_tokens_than_ranks(base: FolderBase) -> None:
@@ -254,18 +255,18 @@ def _cancelled_after(calls: int) -> Any:
     return is_cancelled
 
 
-@pytest.mark.parametrize("budget", [16, 40])
-def test_a_cancelled_update_leaves_every_rank_as_it_was(base: FolderBase, budget: int) -> None:
+def test_a_cancelled_update_leaves_every_rank_as_it_was(base: FolderBase) -> None:
     """Between micro-batches and between stages."""
     with ranked(make_trainer(base).spec, 2) as (two, _):
         batch, before = make_batch(7), two.state_digest()
         loss = make_loss(batch, kl=FROZEN)
-        plan = together(_plan(batch, loss, budget, EAGER), 2)
-        with pytest.raises(RatoonError) as caught:
-            _update(two, batch, loss, plan, is_cancelled=_cancelled_after(2))
-        assert caught.value.code is ErrorCode.CANCELLED
-        assert two.window_state is WindowState.EMPTY
-        assert two.state_digest() == before
+        for budget in (16, 40):
+            plan = together(_plan(batch, loss, budget, EAGER), 2)
+            with pytest.raises(RatoonError) as caught:
+                _update(two, batch, loss, plan, is_cancelled=_cancelled_after(2))
+            assert caught.value.code is ErrorCode.CANCELLED
+            assert two.window_state is WindowState.EMPTY
+            assert two.state_digest() == before
         assert not _update(two, batch, loss, plan).skipped
 
 
@@ -318,22 +319,19 @@ def _progress_of_leader(peer: PipePeer, failing: int, on_progress: Any) -> Any:
     return no_progress
 
 
-@pytest.mark.parametrize("fail", [_fail_between, _fail_in_a_layer])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(
-    base: FolderBase, failing: int, fail: Any
-) -> None:
+def test_the_error_of_one_rank_is_the_callers_and_changes_nothing(base: FolderBase) -> None:
     with ranked(make_trainer(base).spec, 2) as (two, (peer,)):
         batch, before = make_batch(6), two.state_digest()
         loss = make_loss(batch)
         plan = together(_plan(batch, loss, 16, DEFAULT_COSTS), 2)
         assert len(plan.micro_batches) > 2
-        on_progress = _progress_of_leader(peer, failing, fail)
-        with pytest.raises(BrokenError):
-            _update(two, batch, loss, plan, on_progress=on_progress)
-        assert two.window_state is WindowState.EMPTY
-        assert two.state_digest() == before
-        _progress_of_leader(peer, failing, no_progress)
+        for failing, fail in product((0, 1), (_fail_between, _fail_in_a_layer)):
+            on_progress = _progress_of_leader(peer, failing, fail)
+            with pytest.raises(BrokenError):
+                _update(two, batch, loss, plan, on_progress=on_progress)
+            assert two.window_state is WindowState.EMPTY
+            assert two.state_digest() == before
+            _progress_of_leader(peer, failing, no_progress)
         assert not _update(two, batch, loss, plan).skipped
 
 

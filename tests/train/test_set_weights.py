@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import RatoonError
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.adamw import MasterAdamW
 from ratoon.train.optim.bf16_adamw import Bf16AdamW
+from ratoon.train.spec import OptimizerStates
 from tests.train.optimizer_runs import (
     CONFIG,
     WITHOUT_MASTERS,
@@ -19,6 +19,7 @@ from tests.train.optimizer_runs import (
     masters_of,
     moments_of,
     optim_step,
+    take_step,
 )
 from tests.train.trainer_runs import assert_equal
 
@@ -32,7 +33,7 @@ def random_values(seed: int) -> dict[str, Tensor]:
 def stepped(kind: OptimizerStates, seed: int = 0) -> Bf16AdamW:
     optimizer = Bf16AdamW(make_parameters(), CONFIG, kind, seed)
     for number in range(2):
-        optimizer.step(make_gradients(number), 1.0, optim_step())
+        take_step(optimizer, make_gradients(number), 1.0, optim_step())
     return optimizer
 
 
@@ -64,7 +65,7 @@ def test_each_kind_of_states_takes_float32_values(kind: OptimizerStates, adds: b
     other = Bf16AdamW(make_parameters(9), CONFIG, kind, 0)
     other.load(state)
     for one in (optimizer, other):
-        one.step(make_gradients(5), 1.0, optim_step())
+        take_step(one, make_gradients(5), 1.0, optim_step())
     assert_equal(copied(optimizer.state()), copied(other.state()))
 
 
@@ -117,7 +118,7 @@ def test_masters_that_are_the_parameters_are_set_added_to_and_reset() -> None:
         name: torch.nn.Parameter(p.detach().float()) for name, p in make_parameters().items()
     }
     optimizer = MasterAdamW(parameters, CONFIG)
-    optimizer.step(make_gradients(0), 1.0, optim_step())
+    take_step(optimizer, make_gradients(0), 1.0, optim_step())
     moments, values = moments_of(optimizer.state()), random_values(1)
     optimizer.set_weights(values, adds=False, key="")
     assert_equal({name: p.detach() for name, p in parameters.items()}, values)
@@ -130,7 +131,7 @@ def test_masters_that_are_the_parameters_are_set_added_to_and_reset() -> None:
     optimizer.reset()
     fresh = MasterAdamW(parameters, CONFIG)
     for one in (optimizer, fresh):
-        one.step(make_gradients(1), 1.0, optim_step())
+        take_step(one, make_gradients(1), 1.0, optim_step())
     assert_equal(moments_of(optimizer.state()), moments_of(fresh.state()))
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim import bf16_state
 from ratoon.train.optim.adamw import Optimizer
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.rounding import join_float32, split_float32
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.ranks.layout import choose_layout
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig, Shard
 from tests.train.optimizer_runs import (
     CONFIG,
@@ -23,6 +23,7 @@ from tests.train.optimizer_runs import (
     make_gradients,
     make_parameters,
     optim_step,
+    take_step,
 )
 
 _HALVES = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
@@ -93,8 +94,8 @@ def _accumulated(kind: OptimizerStates, rate: float, num_steps: int) -> tuple[Te
     step = optim_step(rate, weight_decay=0.0, max_grad_norm=math.inf)
     for _ in range(num_steps):
         gradient = drift + torch.randn(start.shape, generator=generator)
-        optimizer.step({"a": gradient}, 1.0, step)
-        reference.step({"a": gradient.double()}, 1.0, step)
+        take_step(optimizer, {"a": gradient}, 1.0, step)
+        take_step(reference, {"a": gradient.double()}, 1.0, step)
     moved = _masters(optimizer.state(), "a").double() - start.double()
     return moved, exact["a"].detach() - start.double()
 
@@ -160,7 +161,7 @@ def test_steps_are_those_of_float32_masters_bit_for_bit(
 def _run(optimizer: Optimizer) -> OptimizerState:
     """Steps of all sizes, from far below an ulp of a weight to more than it."""
     for number, rate in enumerate((1e-6, 1e-5, 1e-3, 0.3, 1e-6, 1e-6)):
-        assert not optimizer.step(make_gradients(number), 2.0, optim_step(rate)).skipped
+        assert not take_step(optimizer, make_gradients(number), 2.0, optim_step(rate)).skipped
     return optimizer.state()
 
 
@@ -176,7 +177,7 @@ def test_a_decay_below_half_an_ulp_counts() -> None:
         for number in range(20):
             gradient = torch.randn(1 << 18, generator=generator.manual_seed(number))
             step = optim_step(1e-6, weight_decay=decay, max_grad_norm=math.inf)
-            optimizer.step({"a": gradient}, 1.0, step)
+            take_step(optimizer, {"a": gradient}, 1.0, step)
         moved.append(_masters(optimizer.state(), "a").double())
     mean = (moved[0] - moved[1]).mean().item()
     assert mean == pytest.approx(20 * 1e-8 * 1.5, rel=0.25)

@@ -12,12 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.optim.adamw import Optimizer
-from ratoon.train.optim.state import OptimizerState
-from ratoon.train.optim.step_bounds import FINITE, StateBounds
-from tests.train.optimizer_runs import CONFIG, copied, make_gradients, make_optimizer_of, optim_step
+from ratoon.train.optim.state import FINITE, OptimizerState, StateBounds
+from ratoon.train.spec import OptimizerStates
+from tests.train.optimizer_runs import (
+    CONFIG,
+    copied,
+    make_gradients,
+    make_optimizer_of,
+    optim_step,
+    take_step,
+)
 
 _STATES = [
     *((torch.bfloat16, kind) for kind in OptimizerStates),
@@ -47,7 +53,7 @@ def _of(optimizer: Optimizer, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _swollen(dtype: torch.dtype, kind: OptimizerStates) -> Optimizer:
     """With first moments that a step without a gradient divides by epsilon alone."""
     optimizer = make_optimizer_of(dtype, kind)
-    outcome = optimizer.step(_of(optimizer, _filled(1e6)), 1.0, _step(0.0))
+    outcome = take_step(optimizer, _of(optimizer, _filled(1e6)), 1.0, _step(0.0))
     assert not outcome.skipped
     return optimizer
 
@@ -65,11 +71,11 @@ def test_a_step_that_would_not_be_finite_touches_nothing(
     """It was taken, within all bounds of what a caller may ask for, and its weights published."""
     optimizer = _swollen(dtype, kind)
     before = copied(optimizer.state())
-    outcome = optimizer.step(_of(optimizer, _filled(0.0)), 1.0, _step(1e4, **_FAST))
+    outcome = take_step(optimizer, _of(optimizer, _filled(0.0)), 1.0, _step(1e4, **_FAST))
     assert (outcome.skipped, outcome.grad_norm) == (True, 0.0)
     assert optimizer.state().num_steps == 1
     _assert_same(copied(optimizer.state()), before)
-    assert not optimizer.step(_of(optimizer, make_gradients(1)), 1.0, optim_step()).skipped
+    assert not take_step(optimizer, _of(optimizer, make_gradients(1)), 1.0, optim_step()).skipped
 
 
 @_ALL
@@ -79,7 +85,7 @@ def test_squares_of_a_gradient_beyond_float32_are_skipped_where_moments_keep_the
     """Float32 moments were infinite ever after: weights without a step for good. The moments of
     bfloat16 weights end before that, and float64 has room."""
     optimizer = make_optimizer_of(dtype, kind)
-    outcome = optimizer.step(_of(optimizer, _filled(1e25)), 1.0, _step(1e-3))
+    outcome = take_step(optimizer, _of(optimizer, _filled(1e25)), 1.0, _step(1e-3))
     assert outcome.skipped == (dtype is torch.float32)
     assert optimizer.state().is_finite()
 
@@ -98,7 +104,7 @@ def test_a_finite_step_that_no_bound_proves_is_taken(
     two._bounds = StateBounds(weight=1e38, first=1e38, second=1e38)
     for optimizer in (one, two):
         assert optimizer.bounds_after(optimizer.bounds(), norm, step) is None
-        assert not optimizer.step(_of(optimizer, _filled(size)), 1.0, step).skipped
+        assert not take_step(optimizer, _of(optimizer, _filled(size)), 1.0, step).skipped
     asked.apply(_of(asked, _filled(size)), 1.0, norm, step)
     for optimizer in (one, two):
         for name, tensor in copied(asked.state()).items():
@@ -112,7 +118,7 @@ def test_bounds_are_measured_anew_where_a_state_is_changed(
 ) -> None:
     """By those of before, the step below would be far from the limit."""
     optimizer, other = (make_optimizer_of(dtype, kind) for _ in range(2))
-    assert not optimizer.step(_of(optimizer, make_gradients(0)), 1.0, optim_step()).skipped
+    assert not take_step(optimizer, _of(optimizer, make_gradients(0)), 1.0, optim_step()).skipped
     assert optimizer.bounds().weight < 1e10
     far = {name: torch.full_like(like, 1.6e38) for name, like in make_gradients(0).items()}
     if change == "load":
@@ -130,7 +136,7 @@ def test_bounds_are_measured_anew_where_a_state_is_changed(
     assert StateBounds(weight=1e10, first=1e3, second=1e3).after(step, own, 2, 1.0) is not None
     sums = {name: torch.zeros_like(g) for name, g in make_gradients(0).items()}
     next(iter(sums.values())).view(-1)[0] = -1.0
-    assert optimizer.step(_of(optimizer, sums), 1.0, step).skipped
+    assert take_step(optimizer, _of(optimizer, sums), 1.0, step).skipped
     _assert_same(copied(optimizer.state()), before)
 
 
@@ -150,12 +156,12 @@ def test_a_state_is_measured_once_and_not_at_each_step(
     optimizer = make_optimizer_of(dtype, kind)
     for number in range(5):
         sums = _of(optimizer, make_gradients(number))
-        assert not optimizer.step(sums, 2.0, optim_step()).skipped
+        assert not take_step(optimizer, sums, 2.0, optim_step()).skipped
     assert len(measured) == 1
 
 
 @_ALL
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_state_is_larger_than_its_bounds(
     dtype: torch.dtype, kind: OptimizerStates, seed: int
 ) -> None:
@@ -178,7 +184,7 @@ def test_no_state_is_larger_than_its_bounds(
         size = 0.0 if random.random() < 0.2 else 10.0 ** random.uniform(-20, 6)
         gradients = {name: size * g for name, g in make_gradients(number).items()}
         known = optimizer.bounds()
-        assert not optimizer.step(_of(optimizer, gradients), 3.0, step).skipped
+        assert not take_step(optimizer, _of(optimizer, gradients), 3.0, step).skipped
         bounds, truth = optimizer.bounds(), optimizer.state().bounds()
         assert known != bounds
         for name in ("weight", "first", "second"):
@@ -198,7 +204,7 @@ def test_bounds_of_a_single_element_are_nearly_reached(
         sums = _filled(0.0)
         sums["few"][2] = gradient
         optimizer.bounds()
-        assert not optimizer.step(_of(optimizer, sums), 1.0, step).skipped
+        assert not take_step(optimizer, _of(optimizer, sums), 1.0, step).skipped
         bounds, truth = optimizer.bounds(), optimizer.state().bounds()
         assert truth.weight <= bounds.weight <= 1.05 * truth.weight
         assert truth.first <= bounds.first <= 1.05 * truth.first
@@ -219,8 +225,15 @@ def test_bounds_that_are_no_finite_numbers_prove_nothing(field: str) -> None:
 
 
 @_ALL
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("field", ["weights", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weights", math.nan),
+        ("exp_avg", math.inf),
+        ("exp_avg_sq", math.nan),
+        ("exp_avg_sq", math.inf),
+    ],
+)
 def test_a_state_that_is_not_finite_is_not_stepped_on(
     dtype: torch.dtype, kind: OptimizerStates, field: str, value: float
 ) -> None:
@@ -234,6 +247,6 @@ def test_a_state_that_is_not_finite_is_not_stepped_on(
     name = {"weights": "weight", "exp_avg": "first", "exp_avg_sq": "second"}[field]
     assert math.isinf(getattr(optimizer.bounds(), name))
     is_mended = dtype is torch.bfloat16 and (field, value) == ("exp_avg_sq", math.inf)
-    outcome = optimizer.step(_of(optimizer, make_gradients(0)), 1.0, optim_step())
+    outcome = take_step(optimizer, _of(optimizer, make_gradients(0)), 1.0, optim_step())
     assert outcome.skipped != is_mended
     assert optimizer.state().is_finite() == is_mended

@@ -6,7 +6,6 @@ said otherwise; and log-probs of a streamed Forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,18 +58,6 @@ GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 GRPO = LossConfig(kind=LossKind.GRPO, old_logprobs=GIVEN_OLD, entropy_coefficient=0.01)
 
 
-@pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("streaming")
-    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.discard()
-
-
 def _plan(batch: RolloutBatch, loss: Loss, budget: int, costs: CostModel = EAGER) -> UpdatePlan:
     kept_S = prepare.select(batch, loss, 0).kept_S & prepare.has_trained_tokens(batch)
     return make_plan(batch, sort_sequences(batch), kept_S, budget, costs)
@@ -113,9 +100,17 @@ def _check(
     return plan
 
 
-@pytest.mark.parametrize("costs", [EAGER, JOINING], ids=["apart", "joined"])
-@pytest.mark.parametrize("budget", [1, 16, 30])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("seed", "budget", "costs"),
+    [
+        (0, 1, EAGER),
+        (1, 16, EAGER),
+        (2, 30, EAGER),
+        (1, 1, JOINING),
+        (2, 16, JOINING),
+        (0, 30, JOINING),
+    ],
+)
 def test_streamed_gradients_are_those_of_each_rollout_alone(
     pair: Pair, seed: int, budget: int, costs: CostModel
 ) -> None:
@@ -154,7 +149,7 @@ def test_losses_that_span_stages_are_exact(pair: Pair, name: str) -> None:
     _check(pair, random_batch_near(pair, 23), LOSSES[name], budget=12)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_forests_of_two_letters_are_exact(pair: Pair, seed: int) -> None:
     """What one path trains is prompt or context in others; stages without any row come up."""
     batch = random_batch_near(pair, seed, vocab_size=2, max_prompt=4, num_groups=8)

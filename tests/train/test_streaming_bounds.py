@@ -36,7 +36,7 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.rollout.waves import peak_tokens
 from ratoon.train.gradient_window import WindowState
-from ratoon.train.streamed.heads import RowHead, StageRun
+from ratoon.train.stage_heads import RowHead, StageRun
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LossKind
 from tests.builders import group, limits, rollout

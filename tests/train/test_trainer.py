@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import Stage, UpdatePlan
 from ratoon.rollout.validate import validate_groups
+from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import WindowState
 from ratoon_proto.types import (
     DivideBy,
@@ -72,28 +76,6 @@ def test_a_window_of_two_calls_is_the_call_of_both(
     assert report.entropy == pytest.approx(expected.entropy, rel=1e-10)
     assert_close(weights_of(apart), weights_of(together))
     assert apart.version == together.version == 1
-
-
-def test_a_group_in_two_calls_is_one_group(base: FolderBase) -> None:
-    """With ready-made advantages a group may come in parts: it counts once a window."""
-    (group,) = builders.random_groups(
-        np.random.default_rng(2), num_groups=1, outcome="advantages", max_rollouts=6
-    )
-    parts = [
-        replace(group, rollouts=(rollout,))
-        for rollout in group.rollouts
-        if builders.num_response_tokens(rollout)
-    ]
-    assert len(parts) > 1
-    whole = validate_groups([group], builders.limits(vocab_size=64))
-    together, apart = make_trainer(base), make_trainer(base)
-    loss = make_loss(whole)
-    step = make_step(together, loss, divide_by=DivideBy.GROUPS)
-    expected = together.update(together.prepare(whole, loss), step)
-    for part in parts:
-        batch = validate_groups([part], builders.limits(vocab_size=64))
-        forward_backward(apart, batch, make_loss(batch))
-    assert apart.optim_step(step).grad_norm == pytest.approx(expected.grad_norm, rel=1e-10)
 
 
 def test_token_weights_of_a_window_may_not_mix(base: FolderBase) -> None:
@@ -217,27 +199,6 @@ def test_progress_counts_unshared_tokens(base: FolderBase) -> None:
     assert seen[-1][2] == report.unshared_tokens > report.packed_tokens > 0
 
 
-def test_non_finite_numbers_skip_the_step(base: FolderBase) -> None:
-    """2e38 times a log-prob is no float32: nothing is applied, and it says so."""
-    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    rollout = builders.rollout([3, 4], advantages=np.array([2e38, 1.0], np.float32))
-    batch = validate_groups([builders.group([1], [rollout])], builders.limits(vocab_size=64))
-    loss = make_loss(batch, LossKind.REINFORCE)
-    before = weights_of(trainer)
-    report = trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
-    assert report.skipped
-    assert report.skip_reason is SkipReason.NON_FINITE_LOSS
-    assert any("not finite" in warning for warning in report.warnings)
-    assert trainer.version == 0
-    assert trainer.window_state is WindowState.EMPTY
-    assert_equal(weights_of(trainer), before)
-    good = make_batch(1)
-    fine = make_loss(good)
-    after = trainer.update(trainer.prepare(good, fine), make_step(trainer, fine))
-    assert not after.skipped
-    assert trainer.version == 1
-
-
 def _flat_batch() -> RolloutBatch:
     rollouts = [builders.rollout([3, n], reward=1.0, truncated=True) for n in range(3)]
     return validate_groups([builders.group([1], rollouts)], builders.limits(vocab_size=64))
@@ -307,26 +268,6 @@ def test_report_counts_what_was_done(base: FolderBase) -> None:
     assert report.sampler_gap_max is not None
 
 
-def test_report_losses_are_divided_as_the_gradient(base: FolderBase) -> None:
-    """On policy r is 1, so grpo's loss is minus the mean over sequences of the mean advantage."""
-    trainer, batch = make_trainer(base), make_batch(12)
-    loss = make_loss(batch, entropy_coefficient=0.1)
-    arrays = trainer.forward(trainer.prepare_forward(batch), with_entropy=True, use_reference=False)
-    report = trainer.update(trainer.prepare(batch, loss), make_step(trainer, loss))
-    assert batch.advantages is not None
-    assert arrays.entropy is not None
-    means, entropies = [], []
-    for start, stop in zip(batch.response_offsets[:-1], batch.response_offsets[1:], strict=True):
-        mask = batch.loss_mask[start:stop]
-        if mask.any():
-            means.append(-batch.advantages[start:stop][mask].astype(np.float64).mean())
-            entropies.append(arrays.entropy[start:stop][mask].mean())
-    assert report.policy_gradient_loss == pytest.approx(np.mean(means), rel=1e-9)
-    assert report.entropy == pytest.approx(np.mean(entropies), rel=1e-9)
-    expected = np.mean(means) - 0.1 * np.mean(entropies)
-    assert report.loss == pytest.approx(expected, rel=1e-9)
-
-
 def test_raw_sampler_logprobs_are_left_out_of_the_mismatch(base: FolderBase) -> None:
     trainer, batch = make_trainer(base), make_batch(13)
     raw_S = np.ones(batch.num_sequences, np.bool_)
@@ -338,8 +279,10 @@ def test_raw_sampler_logprobs_are_left_out_of_the_mismatch(base: FolderBase) -> 
     assert any("raw" in warning for warning in report.warnings)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-@pytest.mark.parametrize("dtype", [ModelDtype.BFLOAT16, ModelDtype.FLOAT32])
+@pytest.mark.parametrize(
+    ("dtype", "asked"),
+    [(ModelDtype.BFLOAT16, True), (ModelDtype.BFLOAT16, False), (ModelDtype.FLOAT32, True)],
+)
 def test_share_of_changed_weights_is_of_what_is_trained(
     base: FolderBase, dtype: ModelDtype, asked: bool
 ) -> None:
@@ -355,3 +298,41 @@ def test_share_of_changed_weights_is_of_what_is_trained(
     total = sum(parameter.numel() for parameter in parameters.values())
     assert changed_bits(before, parameters) > 0
     assert report.changed_share == changed_bits(before, parameters) / total
+
+
+def _with_stages(plan: UpdatePlan) -> UpdatePlan:
+    """Cut at a token that is within a node."""
+    first, *others = plan.micro_batches
+    cut = first.packed_tokens - 1
+    stages = (
+        Stage(start=0, stop=cut, parent=-1),
+        Stage(start=cut, stop=first.packed_tokens, parent=0),
+    )
+    return replace(plan, micro_batches=(replace(first, stages=stages), *others))
+
+
+def test_a_plan_of_another_batch_is_an_error_and_not_a_wrong_gradient(base: FolderBase) -> None:
+    trainer = make_trainer(base)
+    batch = make_batch(3)
+    loss = make_loss(batch)
+    plan = trainer.prepare(batch, loss).plan
+    first, *others = plan.micro_batches
+    longer = replace(first, packed_tokens=first.packed_tokens + 1)
+    for foreign in (replace(plan, micro_batches=(longer, *others)), _with_stages(plan)):
+        with pytest.raises(RatoonError, match="micro-batch 0 of the plan") as caught:
+            trainer.forward_backward(trainer.prepare(batch, loss, foreign))
+        assert caught.value.code is ErrorCode.INTERNAL
+        assert trainer.window_state is WindowState.TORN
+        trainer.discard_gradients()
+
+
+def test_laps_of_a_name_add_up_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 13.0, 13.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    clock = DeviceClock(torch.device("cpu"))
+    for name in ("forward", "backward", "forward"):
+        clock.lap(name)
+    seconds = clock.seconds()
+    assert seconds["forward"] == 1.5
+    assert seconds["backward"] == 2.0
+    assert seconds["optimizer"] == 0.0

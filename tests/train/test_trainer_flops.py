@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ratoon.model.spec import FolderBase
-from ratoon.train.report import usage as flops
+from ratoon.train import report as flops
 from ratoon_proto.types import LoraTuning
 from tests.train.trainer_runs import make_batch, make_trainer
 

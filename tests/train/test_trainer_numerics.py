@@ -1,4 +1,7 @@
-"""The trainer's numbers: cuts, from_forward, the frozen reference, bits, bfloat16."""
+"""The trainer's numbers: log-probs of a Forward, bits, fingerprint, and bfloat16.
+
+A packed run's gradients are as near to float32's as those of replicated runs.
+"""
 
 from __future__ import annotations
 
@@ -7,129 +10,49 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.validate import validate_groups
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.trainer import Trainer
+from ratoon_kernels.tree_attention import block_flash
+from ratoon_kernels.tree_attention.blocks import BlockMask
+from ratoon_kernels.tree_attention.operands import Operands
 from ratoon_proto.types import (
-    AdvantageKind,
     CorrectionLevel,
     CorrectionMode,
     DivideBy,
-    FullTuning,
-    LoraTuning,
     LossKind,
-    OldLogprobs,
-    OldLogprobsKind,
-    ReferenceKind,
     RolloutCorrection,
-    SharedTokens,
     TokenWeight,
 )
-from tests import builders
-from tests.plans import journaled
+from tests.train.bf16_runs import (
+    FORESTS,
+    LONGEST,
+    MAX_PARAMETER_RATIO,
+    MAX_RATIO,
+    SEEDS,
+    Forest,
+    Pair,
+    assert_as_near_as_replicated,
+    compare,
+    make_pair,
+    several_groups,
+    tree,
+)
 from tests.train.trainer_runs import (
     FROM_FORWARD,
     FROZEN,
     ON_POLICY,
-    assert_close,
     assert_equal,
     forward_backward,
-    gradients_of,
     make_batch,
     make_loss,
     make_step,
     make_trainer,
     weights_of,
 )
-
-
-@pytest.mark.parametrize("shared", list(SharedTokens))
-@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.DAPO, LossKind.GSPO])
-def test_cuts_do_not_change_the_sums(
-    base: FolderBase, kind: LossKind, shared: SharedTokens
-) -> None:
-    """Trap 8: nothing is normalised per micro-batch; one cut and seventeen give the same step."""
-    batch = make_batch(0, num_groups=5)
-    results = []
-    for tokens in (100_000, 40, 1):
-        trainer = make_trainer(base, tokens=tokens)
-        loss = make_loss(
-            batch,
-            kind,
-            old_logprobs=OldLogprobs(kind=OldLogprobsKind.SAMPLER),
-            kl=FROZEN,
-            entropy_coefficient=0.05,
-            shared_tokens=shared,
-        )
-        report = forward_backward(trainer, batch, loss)
-        gradients = gradients_of(trainer)
-        step = trainer.optim_step(make_step(trainer, loss, max_grad_norm=0.5))
-        results.append((report, gradients, step, weights_of(trainer)))
-    counts = [report.num_micro_batches for report, *_ in results]
-    assert counts[0] == 1 < counts[1] < counts[2]
-    first_report, first_gradients, first_step, first_weights = results[0]
-    for report, gradients, step, weights in results[1:]:
-        assert_close(gradients, first_gradients)
-        assert_close(weights, first_weights)
-        assert step.grad_norm == pytest.approx(first_step.grad_norm, rel=1e-10)
-        for name in ("loss", "policy_gradient_loss", "kl", "entropy", "ratio_max"):
-            expected = getattr(first_report, name)
-            assert getattr(report, name) == pytest.approx(expected, rel=1e-10, abs=1e-12), name
-
-
-def test_each_step_has_its_own_learning_rate(base: FolderBase) -> None:
-    """AdamW's first step moves a weight by lr (its moments cancel), so that lr is visible."""
-    moves = []
-    for rate in (1e-3, 2e-3, 0.0):
-        trainer, batch = make_trainer(base), make_batch(8)
-        loss = make_loss(batch)
-        before = weights_of(trainer)
-        step = make_step(trainer, loss, learning_rate=rate, weight_decay=0.0)
-        trainer.update(trainer.prepare(batch, loss), step)
-        after = weights_of(trainer)
-        moves.append(max(float((after[n] - before[n]).abs().max()) for n in before))
-    assert moves[0] == pytest.approx(1e-3, rel=1e-3)
-    assert moves[1] == pytest.approx(2 * moves[0], rel=1e-6)
-    assert moves[2] == 0.0
-
-
-@pytest.mark.parametrize("dtype", [ModelDtype.FLOAT32, ModelDtype.BFLOAT16])
-@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.GSPO])
-def test_first_ratio_is_exactly_one_from_forward(
-    base: FolderBase, dtype: ModelDtype, kind: LossKind
-) -> None:
-    """Traps 2 and 4: old and new log-probs take one path through one plan, and stay float32."""
-    trainer, batch = make_trainer(base, dtype=dtype, tokens=48), make_batch(9, num_groups=6)
-    plan = trainer.prepare_forward(batch).plan
-    assert len(plan.micro_batches) > 1
-    old = trainer.forward(
-        trainer.prepare_forward(batch, plan), with_entropy=True, use_reference=False
-    )
-    assert old.logprobs.dtype == np.float32
-    assert (old.logprobs[~batch.loss_mask] == 0).all()
-    assert (old.logprobs[batch.loss_mask] < 0).all()
-    loss = make_loss(batch, kind, old_logprobs=FROM_FORWARD)
-    recorded = journaled(plan)
-    assert recorded == trainer.prepare(batch, loss, old_logprobs_J=old.logprobs).plan
-    report = trainer.forward_backward(
-        trainer.prepare(batch, loss, recorded, old_logprobs_J=old.logprobs)
-    )
-    assert report.ratio_max == 1.0
-    assert report.clip_fraction_low == report.clip_fraction_high == 0.0
-    by_ratio = _ratio_spread(trainer, batch, old.logprobs)
-    assert by_ratio == 0.0
-    # Without old log-probs, equal weights give the same gradient bit for bit.
-    if dtype is ModelDtype.FLOAT32:
-        gradients = gradients_of(trainer)
-        trainer.discard_gradients()
-        trainer.forward_backward(trainer.prepare(batch, make_loss(batch, kind), recorded))
-        assert_equal(gradients_of(trainer), gradients)
 
 
 @pytest.mark.parametrize("level", CorrectionLevel)
@@ -155,24 +78,6 @@ def test_an_update_on_policy_is_one_from_a_forward(
     assert digests[0] == digests[1]
 
 
-def _ratio_spread(trainer: Trainer, batch: RolloutBatch, old_J: NDArray[np.floating]) -> float:
-    """max |log r| of a second Forward against the first."""
-    again = trainer.forward(trainer.prepare_forward(batch), with_entropy=False, use_reference=False)
-    assert again.entropy is None
-    return float(np.abs(again.logprobs - old_J).max())
-
-
-def test_ratio_is_near_one_under_another_plan(base: FolderBase) -> None:
-    """Trap 4 where the cut differs: fp32 |r - 1| <= 1e-5."""
-    batch = make_batch(9, num_groups=6)
-    coarse, fine = (make_trainer(base, dtype=ModelDtype.FLOAT32, tokens=t) for t in (10_000, 8))
-    one, two = (
-        t.forward(t.prepare_forward(batch), with_entropy=False, use_reference=False).logprobs
-        for t in (coarse, fine)
-    )
-    assert np.abs(np.expm1(one.astype(np.float64) - two)).max() <= 1e-5
-
-
 def test_forward_of_other_rollouts_is_refused(base: FolderBase) -> None:
     trainer, batch = make_trainer(base), make_batch(9)
     loss = make_loss(batch, old_logprobs=FROM_FORWARD)
@@ -182,39 +87,6 @@ def test_forward_of_other_rollouts_is_refused(base: FolderBase) -> None:
         )
     assert caught.value.field == "loss.old_logprobs.forward_operation_id"
     assert trainer.window_state is WindowState.EMPTY
-
-
-@pytest.mark.parametrize("tuning", [FullTuning(), LoraTuning(rank=2, alpha=8.0)])
-def test_frozen_reference_stays_what_the_policy_was(
-    base: FolderBase, tuning: FullTuning | LoraTuning
-) -> None:
-    """KL is 0 at version 0, positive after a step, and equal to that of given log-probs."""
-    trainer, batch = make_trainer(base, tuning=tuning), make_batch(10)
-    loss = make_loss(batch, kl=FROZEN)
-    plan = trainer.prepare(batch, loss).plan
-    start = trainer.forward(
-        trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=True
-    ).logprobs
-    first = trainer.update(
-        trainer.prepare(batch, loss, plan), make_step(trainer, loss, learning_rate=5e-2)
-    )
-    assert first.kl == pytest.approx(0.0, abs=1e-14)
-    again = trainer.forward(
-        trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=True
-    ).logprobs
-    np.testing.assert_array_equal(again, start)
-    frozen = trainer.forward_backward(trainer.prepare(batch, loss, plan))
-    assert frozen.kl is not None
-    assert frozen.kl > 1e-6
-    gradients = gradients_of(trainer)
-    trainer.discard_gradients()
-    # The batch carries float32: given and computed reference agree to its rounding.
-    given_batch = replace(batch, reference_logprobs=start.astype(np.float32))
-    given = make_loss(given_batch, kl=replace(FROZEN, reference=ReferenceKind.GIVEN))
-    report = trainer.forward_backward(trainer.prepare(given_batch, given, plan))
-    assert report.kl == pytest.approx(frozen.kl, rel=1e-4)
-    for name, gradient in gradients_of(trainer).items():
-        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5)
 
 
 def test_forward_needs_a_reference_to_use_one(base: FolderBase) -> None:
@@ -268,69 +140,32 @@ def test_fingerprint_names_what_the_bits_depend_on(base: FolderBase) -> None:
     assert all(fingerprint.values())
 
 
-def test_rewards_of_a_group_train_towards_the_better_rollout(base: FolderBase) -> None:
-    """A few updates raise the log-prob of the rewarded response and lower the other's."""
-    trainer = make_trainer(base, dtype=ModelDtype.FLOAT32)
-    rollouts = [builders.rollout([10, 11], reward=1.0), builders.rollout([20, 21], reward=0.0)]
-    batch = validate_groups([builders.group([1, 2], rollouts)], builders.limits(vocab_size=64))
-    loss = make_loss(batch, advantage=AdvantageKind.LEAVE_ONE_OUT)
-    plan: UpdatePlan = trainer.prepare(batch, loss).plan
-
-    def logprobs() -> NDArray[np.floating]:
-        return trainer.forward(
-            trainer.prepare_forward(batch, plan), with_entropy=False, use_reference=False
-        ).logprobs
-
-    before = logprobs()
-    for _ in range(5):
-        trainer.update(trainer.prepare(batch, loss, plan), make_step(trainer, loss))
-    after = logprobs()
-    assert after[:2].sum() > before[:2].sum() + 0.1
-    assert after[2:].sum() < before[2:].sum() - 0.1
+@pytest.fixture(scope="module")
+def pairs() -> list[Pair]:
+    return [make_pair("tiny", seed, device="cpu", backend="reference") for seed in SEEDS]
 
 
-def test_spec_of_a_trainer_decides_its_first_bits(base: FolderBase) -> None:
-    one, two = make_trainer(base), make_trainer(base)
-    assert_equal(weights_of(one), weights_of(two))
-    assert one.version == two.version == 0
-    assert one.info().num_trainable_parameters == sum(t.numel() for t in weights_of(one).values())
-    lora = make_trainer(base, tuning=LoraTuning(rank=2, alpha=4.0))
-    assert lora.info().num_trainable_parameters == sum(t.numel() for t in weights_of(lora).values())
-    assert lora.info().num_trainable_parameters < one.info().num_trainable_parameters
+@pytest.mark.parametrize(
+    "forest",
+    [pytest.param(each, marks=[] if each is tree else pytest.mark.more) for each in FORESTS],
+)
+def test_packed_error_is_that_of_replicated_runs(pairs: list[Pair], forest: Forest) -> None:
+    found = [compare(pair, forest, seed) for seed, pair in zip(SEEDS, pairs, strict=True)]
+    assert_as_near_as_replicated(found)
 
 
-@pytest.mark.parametrize("token_weight", list(TokenWeight))
-def test_once_is_the_sum_with_shared_tokens_masked_in_later_paths(
-    base: FolderBase, token_weight: TokenWeight
-) -> None:
-    """The second rollout's first two tokens are the first one's too: as if they were context."""
-    advantages = np.array([0.5, -1.0, 2.0], np.float32)
+@pytest.mark.more
+def test_a_loss_of_precision_is_seen(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of more than one rollout rounds its output to 4 bits: far over the bound."""
+    forward = block_flash.block_forward
 
-    def batch_of(second_mask: list[bool]) -> RolloutBatch:
-        rollouts = [
-            builders.rollout([3, 4, 5], advantages=advantages),
-            builders.rollout(
-                [3, 4, 9], advantages=-3.0 * advantages, loss_mask=np.array(second_mask)
-            ),
-        ]
-        return validate_groups([builders.group([1], rollouts)], builders.limits(vocab_size=64))
+    def coarse(block: Operands, mask: BlockMask) -> tuple[Tensor, Tensor]:
+        out_QNH, lse_NQ = forward(block, mask)
+        if len(block.end_T) > LONGEST:
+            out_QNH = out_QNH.to(torch.float8_e4m3fn).to(out_QNH.dtype)
+        return out_QNH, lse_NQ
 
-    shared, masked = batch_of([True, True, True]), batch_of([False, False, True])
-    results = []
-    for batch, counts in ((shared, SharedTokens.ONCE), (masked, SharedTokens.SUM)):
-        trainer = make_trainer(base)
-        loss = make_loss(
-            batch,
-            LossKind.PPO_CLIP,
-            token_weight=token_weight,
-            shared_tokens=counts,
-            entropy_coefficient=0.1,
-        )
-        report = forward_backward(trainer, batch, loss)
-        assert (report.trained_tokens, report.num_sequences) == (4, 2)
-        results.append((gradients_of(trainer), report.loss))
-    assert_close(results[0][0], results[1][0])
-    assert results[0][1] == pytest.approx(results[1][1], rel=1e-10)
-    trainer = make_trainer(base)
-    loss = make_loss(shared, LossKind.PPO_CLIP, token_weight=token_weight)
-    assert forward_backward(trainer, shared, loss).trained_tokens == 6
+    monkeypatch.setattr(block_flash, "block_forward", coarse)
+    found = compare(pairs[0], several_groups, 0)
+    assert found.ratio > 2 * MAX_RATIO
+    assert found.worst_ratio > 2 * MAX_PARAMETER_RATIO

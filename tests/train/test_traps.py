@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.planning import cpu_planner
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LossConfig, LossKind, OldLogprobs, OldLogprobsKind, OptimStepConfig
@@ -41,18 +41,6 @@ from tests.train.equivalence_runs import (
 FROM_FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="forward-1")
 REINFORCE = LossConfig(kind=LossKind.REINFORCE)
 TEXT = np.arange(10, 16)
-
-
-@pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("traps")
-    return make_pair(write_folder(root / "base", "qwen3"), scratch=root / "adapter")
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    yield shared_pair
-    shared_pair.discard()
 
 
 def _validated(groups: list[RawGroup]) -> RolloutBatch:

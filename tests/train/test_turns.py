@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
-from ratoon.train.ranks.turns import Turn, turns_of
+from ratoon.train.ranks.exchange import Turn, turns_of
 
 _LAYERS = 36
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.loss.resolve import resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, OptimStep
+from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
@@ -93,6 +94,18 @@ def forward_backward(
 ) -> StepReport:
     prepared = trainer.prepare(batch, loss, old_logprobs_J=old_logprobs_J)
     return trainer.forward_backward(prepared, **hooks)
+
+
+def update(
+    trainer: Trainer, seed: int, *, learning_rate: float = 1e-2, **loss_fields: Any
+) -> StepReport:
+    """An update of the batch of `seed`, which is not skipped."""
+    batch = make_batch(seed)
+    loss = make_loss(batch, **loss_fields)
+    step = make_step(trainer, loss, learning_rate=learning_rate)
+    report = trainer.update(trainer.prepare(batch, loss), step)
+    assert not report.skipped
+    return report
 
 
 def gradients_of(trainer: Trainer) -> dict[str, Tensor]:

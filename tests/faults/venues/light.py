@@ -40,8 +40,7 @@ from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.sole_service import free_port
-from ratoon.train.config import ONE_DEVICE
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import ONE_DEVICE, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     AdamWConfig,

@@ -36,7 +36,8 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.routes import RouteSizes
 from ratoon.rollout.serial import batch_digest, batch_to_bytes
 from ratoon.rollout.validate import BatchLimits, validate_groups
-from ratoon.train.loss.resolve import check_optim, resolve_loss, resolve_optim
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.optim.resolve import check_optim, resolve_optim
 from ratoon_proto.types import ImportMode, LossConfig, OptimStepConfig, ReferencePolicy
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 

@@ -27,8 +27,7 @@ from ratoon.engine.worker.tasks import RemoteWorker
 from ratoon.errors import invalid
 from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import make_folder, remove_leftovers
-from ratoon.train.config import OptimizerStates
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon_proto.types import BackendInfo, ReferencePolicy, Shard
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ratoon.config import CheckpointConfig, LimitsConfig, RatoonConfig
 from ratoon.engine.crash_points import FOLDER_NAME
 from ratoon.engine.files.paths import PolicyPaths, policy_paths
-from ratoon.train.config import OptimizerStates
+from ratoon.train.spec import OptimizerStates
 
 ENGINE_NAME = "ratoon-engine"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ratoon.model.spec import ModelInfo, ModelSpec
-from ratoon.train.config import DEFAULT_GUARD
+from ratoon.train.spec import DEFAULT_GUARD
 from ratoon_proto.types import (
     AdamWConfig,
     EmptyResult,

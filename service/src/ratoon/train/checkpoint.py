@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -31,7 +31,6 @@ from ratoon.stream.files import (
     temporary_name,
     unseal_document,
 )
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.state import OptimizerState
 from ratoon.train.saved_state import (
     FORMAT,
@@ -40,6 +39,7 @@ from ratoon.train.saved_state import (
     STATE_DIGEST,
     AsOf,
 )
+from ratoon.train.spec import OptimizerStates
 
 _KIND = "optimizer_states"
 _NUMBERS = ("version", "seq", "replay_from_seq", "num_steps")
@@ -56,11 +56,13 @@ class StatesFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint's, whose files are not looked at yet."""
+    """A checkpoint's manifest, whose files are not looked at yet; `model`: the spec as JSON."""
 
     version: int
     num_steps: int
     state_digest: str
+    kind: str
+    model: object
     files: tuple[StatesFile, ...]
 
 
@@ -110,7 +112,7 @@ class Snapshot:
 
     def verify(self, folder: Path) -> None:
         """Read back what `write` wrote. Raises INTERNAL naming the file that is damaged."""
-        manifest = _parsed(folder, _read_document(folder))
+        manifest = _read(folder)
         if (got := manifest.state_digest) != self.digest:
             raise _damaged(folder / STATE_DIGEST, got, self.digest)
         for file in manifest.files:
@@ -135,12 +137,11 @@ def read_manifest(folder: Path, kind: OptimizerStates, model: ModelSpec) -> Mani
     Raises `RatoonError`: CHECKPOINT_NOT_FOUND where there is none, INVALID_ARGUMENT where it is of
     another model or kind of states, INTERNAL where it is damaged.
     """
-    document = _read_document(folder)
-    manifest = _parsed(folder, document)
-    if document["model"] != _plain(model):
-        raise invalid("checkpoint.model", document["model"], f"the policy's own: {_plain(model)}")
-    if document[_KIND] != kind.value:
-        raise invalid(f"checkpoint.{_KIND}", document[_KIND], f"the trainer's own: {kind.value}")
+    manifest = _read(folder)
+    if manifest.model != _plain(model):
+        raise invalid("checkpoint.model", manifest.model, f"the policy's own: {_plain(model)}")
+    if manifest.kind != kind.value:
+        raise invalid(f"checkpoint.{_KIND}", manifest.kind, f"the trainer's own: {kind.value}")
     return manifest
 
 
@@ -192,54 +193,32 @@ def _plain(model: ModelSpec) -> object:
     return json.loads(json.dumps(asdict(model)))
 
 
-def _read_document(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise RatoonError(
             ErrorCode.CHECKPOINT_NOT_FOUND, f"no checkpoint {folder.name}", field="checkpoint_id"
         )
     try:
-        document = unseal_document(path.read_bytes())
-    except DamagedFileError as err:
-        raise _damaged(path, str(err), "a sealed manifest") from err
-    if document.get("format") != FORMAT or not _is_manifest(document):
-        raise _damaged(path, f"format {document.get('format')}", f"a manifest of format {FORMAT}")
-    return document
+        return _parsed(unseal_document(path.read_bytes()))
+    except (DamagedFileError, KeyError, TypeError, ValueError) as err:
+        raise _damaged(path, str(err), f"a sealed manifest of format {FORMAT}") from err
 
 
-def _is_manifest(document: Mapping[str, object]) -> bool:
-    files = document.get("files")
-    return (
-        all(isinstance(document.get(name), int) for name in _NUMBERS)
-        and all(isinstance(document.get(name), str) for name in (_KIND, STATE_DIGEST))
-        and "model" in document
-        and isinstance(files, list)
-        and all(_is_file(entry) for entry in cast("list[object]", files))
-    )
-
-
-def _is_file(entry: object) -> bool:
-    if not isinstance(entry, dict):
-        return False
-    fields = cast("dict[str, object]", entry)
-    name = fields.get("name")
-    return (
-        fields.keys() == {"name", "size_bytes", "digest"}
-        and isinstance(name, str)
-        and Path(name).name == name
-        and isinstance(fields["size_bytes"], int)
-        and isinstance(fields["digest"], str)
-    )
-
-
-def _parsed(folder: Path, document: Mapping[str, Any]) -> Manifest:
+def _parsed(document: Mapping[str, Any]) -> Manifest:
+    """Raises DamagedFileError, KeyError, TypeError or ValueError for what is no manifest."""
+    if document.get("format") != FORMAT:
+        raise DamagedFileError(f"format {document.get('format')}")
+    numbers = {name: int(document[name]) for name in _NUMBERS}
     files = tuple(StatesFile(**entry) for entry in document["files"])
-    if not files:
-        raise _damaged(folder / MANIFEST_NAME, "no files", "one per rank")
+    if not files or any(Path(file.name).name != file.name for file in files):
+        raise DamagedFileError(f"files {[file.name for file in files]}")
     return Manifest(
-        version=document["version"],
-        num_steps=document["num_steps"],
-        state_digest=document[STATE_DIGEST],
+        version=numbers["version"],
+        num_steps=numbers["num_steps"],
+        state_digest=str(document[STATE_DIGEST]),
+        kind=str(document[_KIND]),
+        model=document["model"],
         files=files,
     )
 

@@ -2,18 +2,123 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+import numpy as np
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.model.route_counts import RouteSums
+from ratoon.rollout.advantages import zero_variance_groups
+from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.selection import Counters
+from ratoon.rollout.versions import versions_of_tokens
+from ratoon.train.additive import Merged, Moments, largest, mean, total
 from ratoon.train.loss.spec import CounterDivisor, Loss, NoDivisor, Normalisation
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.passes import PassTotals
 from ratoon.train.prepare import Prepared
-from ratoon.train.report.batch_sums import BatchSums, of_prepared
 from ratoon_proto.types import DivideBy, TokenWeight
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSums(Merged):
+    """Sums over all rollouts as they were sent, except `advantages` and `staleness`."""
+
+    rollouts: float = total()
+    truncated: float = total()
+    response_tokens: float = total()
+    response_tokens_max: float = largest()
+    rewards: Moments = field(default_factory=Moments)
+    # Groups with rewards, and those of them whose rewards are all equal.
+    rewarded_groups: float = total()
+    flat_groups: float = total()
+    # Over counted tokens.
+    advantages: Moments = field(default_factory=Moments)
+    dropped_stale: float = total()
+    dropped_truncated: float = total()
+    dropped_zero_variance: float = total()
+    # Rollouts that count, but have no gradient and were not run.
+    not_run: float = total()
+    # Versions between sampling and now, over kept rollouts that say one that the policy has had.
+    dated_rollouts: float = total()
+    staleness: float = total()
+    staleness_max: float = largest()
+    # Versions since sampling by response token, each by the version that sampled it.
+    dated_tokens: float = total()
+    token_staleness: float = total()
+    route_conflicts: float = total()
+
+    def figures(self) -> dict[str, float | int | None]:
+        """Fields of a `StepReport`, by name. A mean over nothing is None."""
+        rewards, advantages = self.rewards, self.advantages
+        return {
+            "reward_mean": rewards.mean if rewards.count else None,
+            "reward_std": rewards.std if rewards.count else None,
+            "advantage_mean": advantages.mean if advantages.count else None,
+            "advantage_std": advantages.std if advantages.count else None,
+            "zero_variance_fraction": mean(self.flat_groups, self.rewarded_groups),
+            "truncated_fraction": mean(self.truncated, self.rollouts) or 0.0,
+            "response_length_mean": mean(self.response_tokens, self.rollouts) or 0.0,
+            "response_length_max": int(self.response_tokens_max),
+            "staleness_mean": mean(self.staleness, self.dated_rollouts),
+            "staleness_max": int(self.staleness_max) if self.dated_rollouts else None,
+            "token_staleness_mean": mean(self.token_staleness, self.dated_tokens),
+            "dropped_stale": int(self.dropped_stale),
+            "dropped_truncated": int(self.dropped_truncated),
+            "dropped_zero_variance": int(self.dropped_zero_variance),
+            "zero_advantage_sequences": int(self.not_run),
+            "route_conflicts": int(self.route_conflicts),
+        }
+
+
+def of_batch(batch: RolloutBatch) -> BatchSums:
+    lengths_S = np.diff(batch.response_offsets)
+    sums = BatchSums(
+        rollouts=batch.num_sequences,
+        truncated=int(np.count_nonzero(batch.truncated)),
+        response_tokens=int(lengths_S.sum()),
+        response_tokens_max=int(lengths_S.max()),
+    )
+    if batch.rewards is None:
+        return sums
+    is_flat_G = zero_variance_groups(batch.rewards, batch.group_offsets)
+    return replace(
+        sums,
+        rewards=Moments.of(batch.rewards),
+        rewarded_groups=batch.num_groups,
+        flat_groups=int(np.count_nonzero(is_flat_G)),
+    )
+
+
+def of_prepared(prepared: Prepared) -> BatchSums:
+    """Sums of the batch, and of what its loss makes of it at the policy's version."""
+    version = prepared.version
+    batch, columns, selection = prepared.batch, prepared.columns, prepared.selection
+    advantages = Moments()
+    if prepared.loss.advantage is not None:
+        advantages = Moments.of(columns.advantage_J[columns.counted_J])
+    is_dated_S = selection.kept_S & (batch.policy_version >= 0) & (batch.policy_version <= version)
+    age = version - batch.policy_version[is_dated_S]
+    token_age = version - versions_of_tokens(batch, is_dated_S)
+    token_age = token_age[token_age >= 0]
+    return replace(
+        of_batch(batch),
+        advantages=advantages,
+        dropped_stale=selection.dropped_stale,
+        dropped_truncated=selection.dropped_truncated,
+        dropped_zero_variance=selection.dropped_zero_variance,
+        not_run=int(np.count_nonzero(prepared.not_run_S)),
+        dated_rollouts=len(age),
+        staleness=int(age.sum()),
+        staleness_max=int(age.max(initial=0)),
+        dated_tokens=len(token_age),
+        token_staleness=int(token_age.sum()),
+        route_conflicts=prepared.route_conflicts,
+    )
+
+
+_NONE = Counters(tokens=0, sequences=0, groups=0)
 
 
 class WindowState(StrEnum):
@@ -26,13 +131,13 @@ class WindowState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a report is made of, of one forward-backward or of a window."""
+    """What a report is made of: the figures of one forward-backward, or of a window."""
 
-    counters: Counters
-    sums: LossSums
-    routes: RouteSums
-    batch: BatchSums
-    has_kl: bool
+    counters: Counters = _NONE
+    sums: LossSums = field(default_factory=LossSums)
+    routes: RouteSums = field(default_factory=RouteSums)
+    batch: BatchSums = field(default_factory=BatchSums)
+    has_kl: bool = False
 
     @classmethod
     def of_pass(cls, prepared: Prepared, done: PassTotals) -> Totals:
@@ -55,34 +160,15 @@ class GradientWindow:
 
     def __init__(self) -> None:
         self.state = WindowState.EMPTY
-        self._sums = LossSums()
-        self._routes = RouteSums()
-        self._batch = BatchSums()
-        self._has_kl = False
+        self.totals = Totals()
         self._token_weight = TokenWeight.PER_TOKEN
         self._defaults: set[DivideBy] = set()
-        self._tokens = 0
-        self._sequences = 0
         self._whole_groups = 0
         self._group_keys: set[bytes] = set()
 
     @property
     def counters(self) -> Counters:
-        return Counters(
-            tokens=self._tokens,
-            sequences=self._sequences,
-            groups=self._whole_groups + len(self._group_keys),
-        )
-
-    @property
-    def totals(self) -> Totals:
-        return Totals(
-            counters=self.counters,
-            sums=self._sums,
-            routes=self._routes,
-            batch=self._batch,
-            has_kl=self._has_kl,
-        )
+        return self.totals.counters
 
     @property
     def normalisation(self) -> Normalisation:
@@ -92,7 +178,7 @@ class GradientWindow:
         return Normalisation(token_weight=self._token_weight, default_divide_by=only)
 
     def check(self, loss: Loss) -> None:
-        """Whether a forward-backward of `loss` may join.
+        """Check that a forward-backward of `loss` may join.
 
         Raises `RatoonError`: WINDOW_POISONED where the window is TORN, INVALID_ARGUMENT where it
         holds tokens of another weight.
@@ -112,20 +198,26 @@ class GradientWindow:
         self._token_weight = loss.token_weight
         self.state = WindowState.TORN
 
-    def complete(self, prepared: Prepared, totals: Totals) -> None:
+    def complete(self, prepared: Prepared, new: Totals) -> None:
         """All gradients of it are added. Groups that may come in parts count once a window."""
         assert self.state is WindowState.TORN
         self._defaults.add(prepared.loss.default_divide_by)
-        self._tokens += prepared.counters.tokens
-        self._sequences += prepared.counters.sequences
-        if prepared.group_keys:
-            self._group_keys |= prepared.group_keys
-        else:
-            self._whole_groups += prepared.counters.groups
-        self._sums += totals.sums
-        self._routes += totals.routes
-        self._batch += totals.batch
-        self._has_kl |= totals.has_kl
+        self._group_keys |= prepared.group_keys
+        if not prepared.group_keys:
+            self._whole_groups += new.counters.groups
+        old = self.totals
+        counters = Counters(
+            tokens=old.counters.tokens + new.counters.tokens,
+            sequences=old.counters.sequences + new.counters.sequences,
+            groups=self._whole_groups + len(self._group_keys),
+        )
+        self.totals = Totals(
+            counters=counters,
+            sums=old.sums + new.sums,
+            routes=old.routes + new.routes,
+            batch=old.batch + new.batch,
+            has_kl=old.has_kl or new.has_kl,
+        )
         self.state = WindowState.OPEN
 
     def divisor(self, divisor: CounterDivisor | NoDivisor) -> float:
@@ -134,8 +226,6 @@ class GradientWindow:
         Raises `RatoonError` WINDOW_EMPTY or WINDOW_POISONED.
         """
         self.require_open()
-        if self._tokens == 0:
-            return 0.0
         return divide_number(divisor, self.counters)
 
     def clear(self) -> None:
@@ -153,7 +243,9 @@ class GradientWindow:
 
 
 def divide_number(divisor: CounterDivisor | NoDivisor, counters: Counters) -> float:
-    """The divisor as a number, given the counters."""
+    """The divisor as a number, given the counters; 0.0 where no token counts."""
+    if not counters.tokens:
+        return 0.0
     if isinstance(divisor, NoDivisor):
         return 1.0
     counts = {

@@ -26,7 +26,7 @@ from torch import Tensor
 from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.packed import Forest, PackedBatch
 from ratoon.shards.sequence_group import SequenceGroup
-from ratoon.train.device_batch import put
+from ratoon.train.micro_batches import put
 from ratoon.train.prepare import Prepared
 from ratoon_kernels import Span
 

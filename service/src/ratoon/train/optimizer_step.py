@@ -6,42 +6,62 @@ A step that is not good on every rank is taken on none.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.loss.sums import LossSums
-from ratoon.train.named_gradients import NamedGradients
+from ratoon.train.named_gradients import NamedGradients, tensor_norms
 from ratoon.train.numerics import peak_memory_bytes
 from ratoon.train.optim.adamw import norm_of_blocks
-from ratoon.train.optim.choice import rounding_warning
-from ratoon.train.optim.step_bounds import StateBounds
-from ratoon.train.optim.step_guard import WARNINGS, reason_in_norm, reason_in_sums
-from ratoon.train.optim.tensor_norms import tensor_norms
+from ratoon.train.optim.bf16_adamw import rounding_warning
+from ratoon.train.optim.state import StateBounds
 from ratoon.train.ranks.group import RankGroup
 from ratoon.train.ranks.rank import Rank, Stepped
 from ratoon.train.spec import TrainerSpec
-from ratoon_proto.types import SkipReason, TensorGradNorm
+from ratoon_proto.types import NumericsGuard, SkipReason, StepReport, TensorGradNorm
+
+WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
+    {
+        SkipReason.NO_TOKENS: "no token counts in this window",
+        SkipReason.NON_FINITE_LOSS: "the loss is not finite",
+        SkipReason.NON_FINITE_GRADIENT: "the gradient is not finite",
+        SkipReason.GRADIENT_NORM: "the gradient norm is above max_grad_norm_to_step",
+        SkipReason.REFERENCE_KL: "the KL to the reference is above max_reference_kl_to_step",
+        SkipReason.SAMPLER_KL: "the KL to the sampler is above max_sampler_kl_to_step",
+        SkipReason.NON_FINITE_STEP: "the step would make weights or moments that are not finite",
+        SkipReason.ZERO_GRADIENT: "the gradient is zero, and step_on_zero_gradient is off",
+    }
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What became of a step; the fields are those of `StepReport`.
+def reason_in_norm(norm: float, step: OptimStep, guard: NumericsGuard) -> SkipReason | None:
+    """Why a gradient of this norm, after division, is not stepped on."""
+    if not math.isfinite(norm):
+        return SkipReason.NON_FINITE_GRADIENT
+    if norm == 0 and not step.step_on_zero_gradient:
+        return SkipReason.ZERO_GRADIENT
+    limit = guard.max_grad_norm_to_step
+    return None if limit is None or norm <= limit else SkipReason.GRADIENT_NORM
 
-    Attributes:
-        skip_reason: None if the step was taken.
-        grad_norm: Norm after division and before clipping; None if it was not measured.
-        tensor_grad_norms: The same of each tensor, if the step asks for it.
-        changed_share: Share of bfloat16 weights that the step changed, if it asks for it.
-        warnings: One text each.
-    """
 
-    skip_reason: SkipReason | None
-    grad_norm: float | None
-    tensor_grad_norms: tuple[TensorGradNorm, ...]
-    changed_share: float | None
-    peak_memory_bytes: int
-    planned_memory_bytes: int | None
-    warnings: tuple[str, ...]
+def reason_in_sums(sums: LossSums, divisor: float, guard: NumericsGuard) -> SkipReason | None:
+    """Why a window is not stepped on, as far as its sums say. A KL that is no number is too far."""
+    if divisor == 0:
+        return SkipReason.NO_TOKENS
+    if not math.isfinite(sums.loss):
+        return SkipReason.NON_FINITE_LOSS
+    if _is_above(sums.kl, sums.weight, guard.max_reference_kl_to_step):
+        return SkipReason.REFERENCE_KL
+    if _is_above(sums.sampler_kl, sums.sampler_terms, guard.max_sampler_kl_to_step):
+        return SkipReason.SAMPLER_KL
+    return None
+
+
+def _is_above(total: float, weight: float, limit: float | None) -> bool:
+    """Whether the mean, rounded as in the report, is not known to be within the limit."""
+    return limit is not None and weight != 0 and not total * (1.0 / weight) <= limit
 
 
 def run_optimizer_step(
@@ -51,7 +71,8 @@ def run_optimizer_step(
     step: OptimStep,
     sums: LossSums,
     divisor: float,
-) -> StepOutcome:
+    base: StepReport,
+) -> StepReport:
     """Divide the ranks' gradient sums, clip and step, or skip the step and say why.
 
     Args:
@@ -61,6 +82,10 @@ def run_optimizer_step(
         step: The step.
         sums: The window's loss sums.
         divisor: What divides its gradients; 0 if no token counts.
+        base: The report so far.
+
+    Returns:
+        `base` with what became of the step; its norms are after division and before clipping.
     """
     reason, norm = _judge(ranks, spec, step, sums, divisor)
     wants_norms = step.tensor_grad_norms and divisor
@@ -74,14 +99,16 @@ def run_optimizer_step(
         warnings = (f"{WARNINGS[reason]}: the step was skipped",)
     planned = [each.planned_memory_bytes for each in stepped] or [own.planned_memory_bytes]
     peaks = [each.peak_memory_bytes for each in stepped]
-    return StepOutcome(
+    return replace(
+        base,
+        skipped=reason is not None,
         skip_reason=reason,
         grad_norm=norm,
         tensor_grad_norms=norms,
         changed_share=_changed_share(named, stepped) if step.changed_share else None,
         peak_memory_bytes=max(peaks, default=peak_memory_bytes(own.model.device)),
         planned_memory_bytes=max((each for each in planned if each is not None), default=None),
-        warnings=warnings,
+        warnings=(*base.warnings, *warnings),
     )
 
 

@@ -19,21 +19,33 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.route_counts import RouteSums
 from ratoon.rollout.packed import PackedBatch
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
-from ratoon.train.batch_loss import BatchLoss, OnLogprobs, not_kept
-from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put, run_model, to_device
+from ratoon.train.clock import DeviceClock
 from ratoon.train.load_balance import load_balance
+from ratoon.train.loss.batch_loss import (
+    BatchLoss,
+    LossOfTerms,
+    OnLogprobs,
+    RowLoss,
+    RowTerms,
+    not_kept,
+    run_row_loss,
+    whole_batch,
+)
 from ratoon.train.loss.compute import is_of_single_tokens
-from ratoon.train.loss.row_loss import LossOfTerms, RowLoss, RowTerms, run_row_loss, whole_batch
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.micro_batches import (
+    DeviceBatch,
     PackedMicroBatch,
     PassHooks,
+    TokenOutputs,
     packed_micro_batches,
+    put,
+    run_model,
+    to_device,
 )
 from ratoon.train.prepare import Prepared, PreparedForward
-from ratoon.train.report.clock import DeviceClock
-from ratoon.train.streamed.heads import add_up
-from ratoon.train.streamed.passes import StagedBatch
+from ratoon.train.stage_heads import add_up
+from ratoon.train.staged_batch import StagedBatch
 from ratoon_kernels import Span
 from ratoon_kernels.precision import accumulation_dtype
 from ratoon_proto.types import ReferenceKind

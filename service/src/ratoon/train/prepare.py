@@ -14,6 +14,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.errors import invalid
 from ratoon.rollout import advantages as group_advantages
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
@@ -34,6 +35,7 @@ from ratoon.train.loss.warnings import batch_warnings
 from ratoon.train.planning import Planner
 from ratoon_proto.types import (
     AdvantageKind,
+    OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
     SharedTokens,
@@ -148,7 +150,7 @@ def prepare(
     counted = counters(columns.counted_J, batch, selection.kept_S)
     comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
     warnings = batch_warnings(batch, loss, kept_S=selection.kept_S, version=version)
-    run = _run_sequences(plan)
+    run = run_sequences(plan)
     return Prepared(
         batch=batch,
         loss=loss,
@@ -238,7 +240,8 @@ def _has_gradient(batch: RolloutBatch, loss: Loss, columns: Columns) -> NDArray[
     return trained_lengths(batch, has_gradient_J) > 0
 
 
-def _run_sequences(plan: UpdatePlan) -> NDArray[np.int64]:
+def run_sequences(plan: UpdatePlan) -> NDArray[np.int64]:
+    """The sequences that a plan runs, in its order."""
     return np.array([s for part in plan.micro_batches for s in part.sequences], np.int64)
 
 
@@ -298,3 +301,26 @@ def _warnings(counted: Counters, plan: UpdatePlan) -> tuple[str, ...]:
     if not plan.micro_batches:
         return ("every advantage is zero: nothing was run, and the gradient is zero",)
     return ()
+
+
+def check_forward_logprobs(
+    batch: RolloutBatch,
+    loss: Loss,
+    old_logprobs_J: NDArray[np.floating] | None,
+    entropy_J: NDArray[np.floating] | None,
+) -> None:
+    """Check that the Forward that the loss names was of as many tokens as the batch has.
+
+    Raises `RatoonError` INVALID_ARGUMENT naming the field.
+    """
+    old = loss.old_logprobs
+    is_asked = old is not None and old.kind is OldLogprobsKind.FROM_FORWARD
+    assert is_asked == (old_logprobs_J is not None), "from_forward log-probs come with their loss"
+    needs_entropy = loss.top_entropy_share is not None
+    assert needs_entropy == (entropy_J is not None), "entropies come with their loss"
+    if old_logprobs_J is not None and old_logprobs_J.shape != batch.loss_mask.shape:
+        raise invalid(
+            "loss.old_logprobs.forward_operation_id",
+            f"a Forward of {old_logprobs_J.size} response tokens",
+            f"one of this batch's {len(batch.loss_mask)}",
+        )

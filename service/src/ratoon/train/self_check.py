@@ -28,7 +28,6 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
-from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.selection import trained_lengths
 from ratoon.shards.parts import origin_of
 from ratoon.train.micro_batches import PassHooks, no_progress
@@ -76,15 +75,6 @@ class SelfCheckOutcome:
     warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Runs:
-    """One rollout's terms, to be run in its micro-batch and alone, as so many tokens are."""
-
-    packed: Prepared
-    alone: Prepared
-    tokens: int
-
-
 def is_due(version: int, every: int) -> bool:
     """Whether a forward-backward on `version` has a self-check; `every` 0: none ever has."""
     return every > 0 and version % every == 0
@@ -107,12 +97,14 @@ def run_self_check(
     sequence = sample_rollout(prepared, model.spec.seed)
     if sequence is None:
         return SelfCheckOutcome(report=None, warnings=())
-    runs = _runs(prepared, sequence)
+    packed, alone = _packed_and_alone(prepared, sequence)
+    (micro_batch,) = packed.plan.micro_batches
     hooks = PassHooks(on_progress=no_progress, is_cancelled=is_cancelled)
-    run = partial(_run, model, hooks)
+    # Stages have graphs of their own, and it may not fit at once.
+    tokens = 0 if micro_batch.stages else micro_batch.packed_tokens
     try:
-        with model.run_as(runs.tokens):
-            report = _compared(run, runs, gradients, sequence)
+        with model.run_as(tokens):
+            report = _compared(partial(_run, model, hooks), packed, alone, gradients)
     except (torch.OutOfMemoryError, RatoonError) as err:
         if isinstance(err, RatoonError) and err.code is not ErrorCode.RESOURCE_EXHAUSTED:
             raise
@@ -122,7 +114,12 @@ def run_self_check(
     finally:
         gradients.clear()
     exceeded = _exceeded(report, model)
-    report = replace(report, exceeds_limits=bool(exceeded), seconds=time.perf_counter() - started)
+    report = replace(
+        report,
+        sequence=sequence,
+        exceeds_limits=bool(exceeded),
+        seconds=time.perf_counter() - started,
+    )
     warnings = (_warning(report, exceeded),) if exceeded else ()
     return SelfCheckOutcome(report=report, warnings=warnings)
 
@@ -144,36 +141,23 @@ def sample_rollout(prepared: Prepared, seed: int) -> int | None:
     return None
 
 
-def _runs(prepared: Prepared, sequence: int) -> _Runs:
-    batch, plan = prepared.batch, prepared.plan
+def _packed_and_alone(prepared: Prepared, sequence: int) -> tuple[Prepared, Prepared]:
+    """The terms of one rollout, to be run in its micro-batch of the plan, and alone."""
+    batch, plan, columns = prepared.batch, prepared.plan, prepared.columns
     is_it_S = np.arange(batch.num_sequences) == sequence
     is_its_J = np.repeat(is_it_S, np.diff(batch.response_offsets))
-    trained_J = prepared.columns.trained_J & is_its_J
-    counted_J = prepared.columns.counted_J & is_its_J
     of_it = replace(
-        prepared,
-        columns=replace(prepared.columns, trained_J=trained_J, counted_J=counted_J),
+        columns, trained_J=columns.trained_J & is_its_J, counted_J=columns.counted_J & is_its_J
     )
-    micro_batch = _micro_batch_of(plan, sequence)
-    packed = replace(plan, micro_batches=(micro_batch,))
+    own = next(part for part in plan.micro_batches if sequence in part.sequences)
     alone = cpu_planner(plan.micro_batch_tokens).plan(batch, prepared.prefixes, is_it_S)
-    return _Runs(
-        packed=replace(of_it, plan=packed),
-        alone=replace(of_it, plan=alone),
-        # Stages have graphs of their own, and it may not fit at once.
-        tokens=0 if micro_batch.stages else micro_batch.packed_tokens,
+    return (
+        replace(prepared, columns=of_it, plan=replace(plan, micro_batches=(own,))),
+        replace(prepared, columns=of_it, plan=alone),
     )
 
 
-def _micro_batch_of(plan: UpdatePlan, sequence: int) -> MicroBatch:
-    return next(part for part in plan.micro_batches if sequence in part.sequences)
-
-
-def _run(
-    model: PolicyModel,
-    hooks: PassHooks,
-    prepared: Prepared,
-) -> NDArray[np.float64]:
+def _run(model: PolicyModel, hooks: PassHooks, prepared: Prepared) -> NDArray[np.float64]:
     """The log-probs of the rollout's trained tokens, whose gradients are added up."""
     tokens: list[NDArray[np.int64]] = []
     logprobs: list[Tensor] = []
@@ -191,21 +175,20 @@ def _run(
 
 def _compared(
     run: Callable[[Prepared], NDArray[np.float64]],
-    runs: _Runs,
+    packed: Prepared,
+    alone: Prepared,
     gradients: GradientSums,
-    sequence: int,
 ) -> SelfCheckReport:
-    """Gradients relative to that of the rollout alone."""
-    alone_J = run(runs.alone)
+    """Run the rollout in both ways; gradients are relative to that of the rollout alone."""
+    alone_J = run(alone)
     norms = _norms(gradients)
     total = math.hypot(*norms.values())
     for tensor in gradients.sums().values():
         tensor.neg_()
-    gap_J = np.abs(run(runs.packed) - alone_J)
+    gap_J = np.abs(run(packed) - alone_J)
     gaps = _norms(gradients)
     total_gap = math.hypot(*gaps.values())
     report = SelfCheckReport(
-        sequence=sequence,
         tokens=len(gap_J),
         logprob_max_difference=float(gap_J.max()),
         logprob_mean_difference=float(gap_J.mean()),

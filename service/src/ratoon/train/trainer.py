@@ -1,8 +1,15 @@
 """The trainer of one policy, which a worker runs operations on.
 
-An update is `prepare`, then `forward_backward` over the plan's micro-batches, then an optimizer
-step. The trainer decides; the ranks of its group, its own device's and those of other processes,
-run what it decided.
+An update is, from top to bottom:
+
+1. `prepare` decides all that the model has no part in: advantages, drops, counters, and the plan
+   that cuts the batch into micro-batches, which the journal keeps.
+2. `forward_backward` has every rank add the gradients of its micro-batches to the window's sums.
+3. `optim_step` divides the sums by the window's counters, clips and steps, or says why it does not.
+4. `copy_weights` copies the new version to the hosts, where it is written while updates go on.
+
+`update` is the second and the third of these in one. The trainer decides; the ranks of its group,
+its own device's and those of other processes, run what it decided.
 
 Only `optim_step`, `update`, `load_checkpoint` and `import_weights` change weights, moments and
 version, each wholly or not at all.
@@ -13,7 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import count
 from pathlib import Path
@@ -33,7 +40,7 @@ from ratoon.rollout.plan import check_plan
 from ratoon.rollout.selection import Counters
 from ratoon.shards.copies import Copies
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
-from ratoon.train.forward_arrays import ForwardArrays, check_forward_logprobs
+from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import GradientWindow, Totals, WindowState
 from ratoon.train.imported import ImportedWeights, read_weights
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
@@ -44,18 +51,33 @@ from ratoon.train.optim.digest import digest_of_sums
 from ratoon.train.optimizer_step import run_optimizer_step
 from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.planning import Planner, cpu_planner, group_sizes
-from ratoon.train.prepare import Prepared, PreparedForward, prepare, prepare_forward
+from ratoon.train.prepare import (
+    Prepared,
+    PreparedForward,
+    check_forward_logprobs,
+    prepare,
+    prepare_forward,
+)
 from ratoon.train.ranks.group import HeldWeights, Peer, RankGroup
-from ratoon.train.ranks.layout import load
-from ratoon.train.ranks.lending import lend_activations
+from ratoon.train.ranks.layout import lend_activations, load
 from ratoon.train.ranks.rank import Rank
 from ratoon.train.rates import rates_of
-from ratoon.train.report.build import forward_backward_report, forward_report, step_report
-from ratoon.train.report.clock import DeviceClock
-from ratoon.train.report.usage import UsageMeter
+from ratoon.train.report import UsageMeter, forward_backward_report, forward_report, step_report
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import Shard, StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardArrays:
+    """What a Forward answers per response token of the batch, [J], 0 where the mask is false.
+
+    float32; float64 for a float64 model. `entropy` None: not asked for.
+    """
+
+    logprobs: NDArray[np.floating]
+    entropy: NDArray[np.floating] | None
+    report: StepReport
 
 
 class Trainer:
@@ -146,7 +168,7 @@ class Trainer:
         old_logprobs_J: NDArray[np.floating] | None = None,
         entropy_J: NDArray[np.floating] | None = None,
     ) -> Prepared:
-        """Decide drops, advantages, counters and cuts of a forward-backward; touches no state.
+        """Decide advantages, drops, counters and cuts of a forward-backward; touches no state.
 
         Args:
             batch: The rollouts, J response tokens in all.
@@ -170,7 +192,7 @@ class Trainer:
             batch,
             loss,
             version=self.version,
-            plan=self._checked(plan, batch),
+            plan=self._plan_or_planner(plan, batch),
             old_logprobs_J=old_logprobs_J,
             entropy_J=entropy_J,
         )
@@ -205,8 +227,7 @@ class Trainer:
         done = PassTotals.over(ranks)
         totals = Totals.of_pass(prepared, done)
         self._window.complete(prepared, totals)
-        usage = self._meter.training(prepared.batch, prepared.plan, done)
-        return forward_backward_report(prepared, totals, done, usage, self_check)
+        return forward_backward_report(prepared, totals, done, self._meter, self_check)
 
     def optim_step(self, step: OptimStep) -> StepReport:
         """Divide the window's gradient, clip it and step; the window is empty afterwards.
@@ -228,20 +249,12 @@ class Trainer:
         on_progress: Callable[[int, int, int], None] = no_progress,
         is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> StepReport:
-        """Run one forward-backward and its optimizer step, in one report.
+        """Run `forward_backward`, with its arguments, and its optimizer step, in one report.
 
-        Whatever it raises, CANCELLED too, leaves the trainer as it was.
-
-        Args:
-            prepared: What `prepare` made on this version.
-            step: The optimizer step.
-            on_progress: As for `forward_backward`.
-            is_cancelled: As for `forward_backward`.
-
-        Raises:
-            RatoonError: CANCELLED; WINDOW_OPEN if there are gradients already.
+        Whatever it raises, CANCELLED too, leaves the trainer as it was. Raises `RatoonError`:
+        CANCELLED, and WINDOW_OPEN if there are gradients already.
         """
-        self._check_closed()
+        self._require_empty_window()
         try:
             report = self.forward_backward(
                 prepared, on_progress=on_progress, is_cancelled=is_cancelled
@@ -256,19 +269,19 @@ class Trainer:
         self.ranks.all(Rank.clear)
         self._window.clear()
 
+    def copy_weights(self) -> HeldWeights:
+        """Copy the weights to the hosts; any thread may write the copy until the next call."""
+        self.ranks.all(Rank.hold_weights)
+        return HeldWeights(self.ranks)
+
     def prepare_forward(
         self, batch: RolloutBatch, plan: UpdatePlan | None = None
     ) -> PreparedForward:
         """Sort and cut the rollouts of a Forward, as those of an update that drops nothing.
 
-        Args:
-            batch: The rollouts.
-            plan: The plan that the journal kept of an earlier run; None: choose one.
-
-        Raises:
-            RatoonError: INTERNAL if `plan` is of another batch.
+        `plan`: as for `prepare`. Raises `RatoonError` INTERNAL if it is of another batch.
         """
-        return prepare_forward(batch, self._checked(plan, batch))
+        return prepare_forward(batch, self._plan_or_planner(plan, batch))
 
     def forward(
         self,
@@ -285,8 +298,7 @@ class Trainer:
             prepared: What `prepare_forward` made.
             with_entropy: Whether to return entropies as well.
             use_reference: Whether the frozen reference computes them, not the policy.
-            on_progress: As for `forward_backward`.
-            is_cancelled: As for `forward_backward`.
+            on_progress, is_cancelled: As for `forward_backward`.
 
         Raises:
             RatoonError: CANCELLED; INVALID_ARGUMENT without a reference; INTERNAL if the plan is of
@@ -295,11 +307,10 @@ class Trainer:
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         ranks = self.ranks.run_pass(hooks, Rank.forward, prepared, use_reference=use_reference)
         columns = ForwardColumns.over(ranks)
-        usage = self._meter.forward(prepared.batch, prepared.plan, columns)
         return ForwardArrays(
             logprobs=columns.logprob_J,
             entropy=columns.entropy_J if with_entropy else None,
-            report=forward_report(prepared, columns, usage),
+            report=forward_report(prepared, columns, self._meter),
         )
 
     @property
@@ -379,11 +390,6 @@ class Trainer:
         self.ranks.all(Rank.take_states)
         self.version = manifest.version
 
-    def copy_weights(self) -> HeldWeights:
-        """Copy the weights to the hosts; any thread may write the copy until the next call."""
-        self.ranks.all(Rank.hold_weights)
-        return HeldWeights(self.ranks)
-
     def read_weights(self, folder: Path, digest: str) -> ImportedWeights:
         """Read a folder's weights, for `import_weights`; changes nothing.
 
@@ -403,7 +409,7 @@ class Trainer:
         Raises:
             RatoonError: WINDOW_OPEN; INVALID_ARGUMENT if a sum is not finite.
         """
-        self._check_closed()
+        self._require_empty_window()
         with self._discarding_staged():
             self.ranks.call_with_leader_value(Rank.take_values, weights.values, adds=adds)
         key = f"import {self.version + 1}"
@@ -424,7 +430,9 @@ class Trainer:
         sums = self.ranks.all(Rank.digest_sums)
         return digest_of_sums(sums, self.ranks.own.optimizer.state().num_steps)
 
-    def _checked(self, plan: UpdatePlan | None, batch: RolloutBatch) -> UpdatePlan | Planner:
+    def _plan_or_planner(
+        self, plan: UpdatePlan | None, batch: RolloutBatch
+    ) -> UpdatePlan | Planner:
         """A journaled plan, once it is known to be of this batch; else this window's planner."""
         if plan is None:
             return self._planner if self.is_window_empty else self._planner.beside_sums()
@@ -440,7 +448,7 @@ class Trainer:
                 self.model, self.ranks.own.gradients, prepared, is_cancelled=is_cancelled
             )
 
-    def _check_closed(self) -> None:
+    def _require_empty_window(self) -> None:
         if not self.is_window_empty:
             raise RatoonError(
                 ErrorCode.WINDOW_OPEN, "ForwardBackwards of the window are not stepped or discarded"
@@ -449,12 +457,14 @@ class Trainer:
     def _optimizer_step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock = DeviceClock(self.model.device)
         divisor, totals = self._window.divisor(step.divisor), self._window.totals
-        outcome = run_optimizer_step(self.ranks, self._named, self.spec, step, totals.sums, divisor)
-        if outcome.skip_reason is None:
+        report = run_optimizer_step(
+            self.ranks, self._named, self.spec, step, totals.sums, divisor, base
+        )
+        if not report.skipped:
             self.version += 1
         self.discard_gradients()
         clock.lap("optimizer")
-        return step_report(base, outcome, totals, divisor, clock.seconds()["optimizer"])
+        return step_report(report, totals, divisor, clock.seconds()["optimizer"])
 
     @contextmanager
     def _discarding_staged(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from ratoon.engine.files.paths import model_folder
 from ratoon.engine.types import Policy, PolicySpec
 from ratoon.errors import invalid, shown
 from ratoon.model.spec import PRESET_NAMES, FolderBase, ModelDtype, ModelSpec, PresetBase
-from ratoon.train.loss.checks import require
+from ratoon.train.loss.kinds import require
 from ratoon.train.optim.resolve import check_adamw
 from ratoon_proto import types
 from ratoon_proto.types import (

@@ -36,8 +36,7 @@ from ratoon.engine.worker.tasks import Numerics, WorkerLostError, WorkerStatus
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
-from ratoon.train.config import OptimizerStates
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon_proto.types import PolicyState, Shard
 
 _LOG = get_logger("startup")

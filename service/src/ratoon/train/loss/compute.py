@@ -14,11 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.train.loss.correction import CorrectionTerms, Mismatch, correction_terms
 from ratoon.train.loss.kinds import LOSSES
-from ratoon.train.loss.kl import kl_terms
 from ratoon.train.loss.objectives import PolicyInputs, policy_terms
-from ratoon.train.loss.ratios import clamp_gap, sequence_log_ratio
+from ratoon.train.loss.ratios import (
+    CorrectionTerms,
+    Mismatch,
+    clamp_gap,
+    correction_terms,
+    kl_terms,
+    sequence_log_ratio,
+)
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import CountedTerms, sum_terms
 from ratoon_proto.types import CorrectionLevel

@@ -1,19 +1,35 @@
 """The losses: what each one is by default, and how its own options become its objective. No torch.
 
 A new loss is a row of `LOSSES`. If no objective here is its own, it brings one, whose terms are
-computed in `objectives`.
+computed in `objectives`. Losses and steps are computed in float32, so a number that float32 does
+not hold is refused by name, as one that is not finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ratoon.errors import invalid
-from ratoon.train.loss.checks import require, require_not_negative
+from ratoon.rollout.fields import MAX_FLOAT32
 from ratoon_proto.types import AdvantageKind, DivideBy, LossConfig, LossKind, TokenWeight
+
+
+def require(field: str, value: float, holds: bool, expected: str) -> None:
+    """Raise INVALID_ARGUMENT naming `field` unless float32 holds `value`, and `holds`."""
+    if not (abs(value) <= MAX_FLOAT32 and holds):
+        raise invalid(field, value, expected)
+
+
+def require_finite(field: str, value: float) -> None:
+    require(field, value, True, "a finite float32")
+
+
+def require_not_negative(field: str, value: float) -> None:
+    require(field, value, value >= 0, "a finite float32, at least 0")
+
 
 # The gate's slope times a clamped ratio, and 4 over the slope, are far within float32.
 _MOST_TAU = 1e6
@@ -26,16 +42,23 @@ class Objective:
     """What a loss makes of a term's ratio and advantage, and within which bounds.
 
     Attributes:
+        options: Names of `_OPTIONS` that a request may set.
         has_clip: Whether reports count the terms that a clip holds by the sign of their advantage.
         clip_keeps_gradient: Whether a term that the clip holds still has a gradient.
         clip_is_by_sign: Whether each bound of the clip holds terms of one sign only.
         ratio_is_of_sequence: Whether the ratio is the whole sequence's; else it is the token's.
     """
 
+    options: ClassVar[tuple[str, ...]] = ()
     has_clip: ClassVar[bool] = True
     clip_keeps_gradient: ClassVar[bool] = False
     clip_is_by_sign: ClassVar[bool] = False
     ratio_is_of_sequence: ClassVar[bool] = False
+
+    @classmethod
+    def resolve(cls, request: LossConfig, clip: Bounds) -> Objective:
+        """The objective that a request's options make, `clip` being the default of the clip."""
+        return cls()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +72,7 @@ class ClipObjective(Objective):
     clip_high: float
     dual_clip: float
 
+    options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
     clip_is_by_sign: ClassVar[bool] = True
 
     @classmethod
@@ -68,6 +92,7 @@ class SequenceClipObjective(Objective):
     clip_low: float
     clip_high: float
 
+    options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     clip_is_by_sign: ClassVar[bool] = True
     ratio_is_of_sequence: ClassVar[bool] = True
 
@@ -84,6 +109,7 @@ class CispoObjective(Objective):
     ratio_low: float
     ratio_high: float
 
+    options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     clip_keeps_gradient: ClassVar[bool] = True
 
     @classmethod
@@ -102,6 +128,8 @@ class IpoObjective(Objective):
     most_down: float
     most_up: float
 
+    options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
+
     @classmethod
     def resolve(cls, request: LossConfig, clip: Bounds) -> IpoObjective:
         low, high = _bounds(request, clip)
@@ -117,10 +145,11 @@ class SapoObjective(Objective):
     tau_positive: float
     tau_negative: float
 
+    options: ClassVar[tuple[str, ...]] = ("tau_positive", "tau_negative")
     has_clip: ClassVar[bool] = False
 
     @classmethod
-    def resolve(cls, request: LossConfig, _clip: Bounds) -> SapoObjective:
+    def resolve(cls, request: LossConfig, clip: Bounds) -> SapoObjective:
         """Defaults are those of the paper's experiments: negative advantages are gated harder."""
         positive = 1.0 if request.tau_positive is None else request.tau_positive
         negative = 1.05 if request.tau_negative is None else request.tau_negative
@@ -152,9 +181,6 @@ _OPTIONS = {
     "tau_positive": "gate",
     "tau_negative": "gate",
 }
-_CLIP = ("clip_low", "clip_high")
-_DUAL_CLIP = (*_CLIP, "dual_clip")
-_GATE = ("tau_positive", "tau_negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,19 +188,17 @@ class LossDefinition:
     """One loss.
 
     Attributes:
-        objective: Makes the objective of the request's options and the default clip.
-        options: Names of `_OPTIONS` that the loss takes.
+        objective: What the loss makes of ratios and advantages.
         clip: Default of `clip_low` and `clip_high`; None: the loss has no clip.
         advantage: Default for rollouts with rewards; None: the loss takes signed token weights.
         has_ratio: Whether old log-probs enter the terms.
         needs_old_logprobs: Whether the caller must name their source.
     """
 
-    objective: Callable[[LossConfig, Bounds], Objective]
+    objective: type[Objective]
     token_weight: TokenWeight
     divide_by: DivideBy
     advantage: AdvantageKind | None
-    options: tuple[str, ...] = ()
     clip: Bounds | None = None
     has_ratio: bool = True
     needs_old_logprobs: bool = False
@@ -191,9 +215,9 @@ def resolve_objective(request: LossConfig) -> Objective:
     loss = LOSSES[request.kind]
     for option, lacking in _OPTIONS.items():
         value = getattr(request, option)
-        if value is not None and option not in loss.options:
+        if value is not None and option not in loss.objective.options:
             raise invalid(f"loss.{option}", value, f"absent: {request.kind} has no {lacking}")
-    return loss.objective(request, loss.clip or (0.0, 0.0))
+    return loss.objective.resolve(request, loss.clip or (0.0, 0.0))
 
 
 def _bounds(request: LossConfig, clip: Bounds) -> Bounds:
@@ -212,24 +236,21 @@ def _ratio_bounds(request: LossConfig, clip: Bounds) -> Bounds:
 
 LOSSES: Mapping[LossKind, LossDefinition] = {
     LossKind.GRPO: LossDefinition(
-        objective=ClipObjective.resolve,
-        options=_DUAL_CLIP,
+        objective=ClipObjective,
         clip=(0.2, 0.2),
         token_weight=TokenWeight.PER_SEQUENCE,
         divide_by=DivideBy.SEQUENCES,
         advantage=AdvantageKind.GROUP_MEAN_STD,
     ),
     LossKind.PPO_CLIP: LossDefinition(
-        objective=ClipObjective.resolve,
-        options=_DUAL_CLIP,
+        objective=ClipObjective,
         clip=(0.2, 0.2),
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.TOKENS,
         advantage=AdvantageKind.GROUP_MEAN_STD,
     ),
     LossKind.DAPO: LossDefinition(
-        objective=ClipObjective.resolve,
-        options=_DUAL_CLIP,
+        objective=ClipObjective,
         clip=(0.2, 0.28),
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.TOKENS,
@@ -237,16 +258,14 @@ LOSSES: Mapping[LossKind, LossDefinition] = {
         drop_zero_variance_groups=True,
     ),
     LossKind.DR_GRPO: LossDefinition(
-        objective=ClipObjective.resolve,
-        options=_DUAL_CLIP,
+        objective=ClipObjective,
         clip=(0.2, 0.2),
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.CONSTANT,
         advantage=AdvantageKind.GROUP_MEAN,
     ),
     LossKind.GSPO: LossDefinition(
-        objective=SequenceClipObjective.resolve,
-        options=_CLIP,
+        objective=SequenceClipObjective,
         clip=(3e-4, 4e-4),
         token_weight=TokenWeight.PER_SEQUENCE,
         divide_by=DivideBy.SEQUENCES,
@@ -254,43 +273,40 @@ LOSSES: Mapping[LossKind, LossDefinition] = {
         needs_old_logprobs=True,
     ),
     LossKind.CISPO: LossDefinition(
-        objective=CispoObjective.resolve,
-        options=_CLIP,
+        objective=CispoObjective,
         clip=(0.0, 5.0),
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.TOKENS,
         advantage=AdvantageKind.GROUP_MEAN_STD,
     ),
     LossKind.SAPO: LossDefinition(
-        objective=SapoObjective.resolve,
-        options=_GATE,
+        objective=SapoObjective,
         token_weight=TokenWeight.PER_SEQUENCE,
         divide_by=DivideBy.SEQUENCES,
         advantage=AdvantageKind.GROUP_MEAN_STD,
     ),
     LossKind.IPO: LossDefinition(
-        objective=IpoObjective.resolve,
-        options=_CLIP,
+        objective=IpoObjective,
         clip=(0.3, 0.3),
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.TOKENS,
         advantage=AdvantageKind.GROUP_MEAN,
     ),
     LossKind.IMPORTANCE_SAMPLING: LossDefinition(
-        objective=lambda _request, _clip: RatioObjective(),
+        objective=RatioObjective,
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.NONE,
         advantage=AdvantageKind.GROUP_MEAN_STD,
     ),
     LossKind.REINFORCE: LossDefinition(
-        objective=lambda _request, _clip: LogprobObjective(),
+        objective=LogprobObjective,
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.NONE,
         advantage=AdvantageKind.GROUP_MEAN_STD,
         has_ratio=False,
     ),
     LossKind.CROSS_ENTROPY: LossDefinition(
-        objective=lambda _request, _clip: LogprobObjective(),
+        objective=LogprobObjective,
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.NONE,
         advantage=None,

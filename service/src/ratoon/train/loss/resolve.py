@@ -1,34 +1,40 @@
 """What the caller asked of the loss, judged against the batch and completed. Imports no torch.
 
-An option that would not be used is refused, never ignored.
+An option that would not be used is refused, never ignored. Only sampler log-probs that the
+trainer's own can be compared with enter a ratio: at the sampling temperature, and of the whole
+vocabulary unless the caller says that it knows.
 """
 
 from __future__ import annotations
 
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.fields import sequence_field
-from ratoon.train.loss.checks import require, require_finite, require_not_negative
-from ratoon.train.loss.kinds import LOSSES, LossDefinition, resolve_objective
-from ratoon.train.loss.resolve_logprobs import (
-    resolve_correction,
-    resolve_correction_mask,
-    resolve_kl,
-    resolve_old_logprobs,
+from ratoon.rollout.fields import first_true, sequence_field
+from ratoon.train.loss.kinds import (
+    LOSSES,
+    LossDefinition,
+    require,
+    require_finite,
+    require_not_negative,
+    resolve_objective,
 )
 from ratoon.train.loss.spec import Loss
-from ratoon.train.optim.resolve import check_optim, resolve_optim
 from ratoon_proto.types import (
     AdvantageKind,
+    CorrectionMask,
+    CorrectionMode,
+    KlConfig,
+    KlKind,
     LossConfig,
     LossKind,
+    OldLogprobs,
     OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
+    ReferenceKind,
+    RolloutCorrection,
     StalenessConfig,
 )
-
-__all__ = ["check_optim", "resolve_loss", "resolve_optim"]
 
 _REWARD_ADVANTAGES = (
     AdvantageKind.GROUP_MEAN_STD,
@@ -73,9 +79,9 @@ def _resolve_advantage(
     request: LossConfig, definition: LossDefinition, batch: RolloutBatch
 ) -> AdvantageKind | None:
     if definition.advantage is None:
-        _refuse_given(
-            "loss.advantage", request.advantage, f"absent: {request.kind} takes token_weights"
-        )
+        if request.advantage is not None:
+            expected = f"absent: {request.kind} takes token_weights"
+            raise invalid("loss.advantage", request.advantage, expected)
         if batch.advantages is not None:
             raise invalid(
                 "groups[0].rollouts[0].advantages",
@@ -167,6 +173,129 @@ def _check_token_weights(kind: LossKind, batch: RolloutBatch) -> None:
         )
 
 
-def _refuse_given(field: str, value: object, expected: str) -> None:
-    if value is not None:
-        raise invalid(field, value, expected)
+def resolve_old_logprobs(request: LossConfig, batch: RolloutBatch) -> OldLogprobs | None:
+    """Old log-probs enter the ratio and the correction; a loss with neither has none."""
+    definition = LOSSES[request.kind]
+    if not _has_old_logprobs(request):
+        if request.old_logprobs is not None:
+            raise invalid(
+                "loss.old_logprobs",
+                request.old_logprobs.kind,
+                f"absent: {request.kind} has no ratio, and no correction was asked for",
+            )
+        return None
+    if request.old_logprobs is None and definition.needs_old_logprobs:
+        raise invalid(
+            "loss.old_logprobs",
+            "none",
+            f"one: the clip of {request.kind} is narrower than the difference between a sampler's "
+            "numerics and the trainer's. Recommended: on_policy where a batch is one update, else "
+            "from_forward, with a correction for that difference; sampler and given are taken as "
+            "they are",
+        )
+    default = OldLogprobsKind.SAMPLER if definition.has_ratio else OldLogprobsKind.ON_POLICY
+    old = request.old_logprobs or OldLogprobs(kind=default)
+    from_forward = old.kind is OldLogprobsKind.FROM_FORWARD
+    if from_forward != bool(old.forward_operation_id):
+        raise invalid(
+            "loss.old_logprobs.forward_operation_id",
+            repr(old.forward_operation_id),
+            "the id of a Forward" if from_forward else f"empty for {old.kind}",
+        )
+    if old.kind is OldLogprobsKind.SAMPLER:
+        _require_sampler("loss.old_logprobs", "sampler", request, batch)
+    if old.kind is OldLogprobsKind.GIVEN and batch.old_logprobs is None:
+        raise invalid("loss.old_logprobs", "given", "rollouts that carry old_logprobs")
+    return old
+
+
+def resolve_kl(
+    request: LossConfig, batch: RolloutBatch, *, has_frozen_reference: bool
+) -> KlConfig | None:
+    """There are a KL term's reference log-probs, and old ones for its weight; None: no term."""
+    kl = request.kl
+    if kl is None:
+        return None
+    require_finite("loss.kl.coefficient", kl.coefficient)
+    if kl.reference is ReferenceKind.GIVEN and batch.reference_logprobs is None:
+        raise invalid("loss.kl.reference", "given", "rollouts that carry reference_logprobs")
+    if kl.reference is ReferenceKind.FROZEN and not has_frozen_reference:
+        raise invalid(
+            "loss.kl.reference", "frozen", "a policy created with a reference, or given log-probs"
+        )
+    field = "loss.kl.importance_weighted"
+    if kl.importance_weighted and kl.kind not in (KlKind.K1, KlKind.K3):
+        raise invalid(field, kl.kind, "kl.kind k1 or k3: no other estimate becomes unbiased by it")
+    if kl.importance_weighted and not _has_old_logprobs(request):
+        raise invalid(field, request.kind, "a loss with old log-probs, whose ratio is the weight")
+    return kl
+
+
+def _has_old_logprobs(request: LossConfig) -> bool:
+    is_corrected = request.correction is not None or request.correction_mask is not None
+    return LOSSES[request.kind].has_ratio or is_corrected
+
+
+def resolve_correction(request: LossConfig, batch: RolloutBatch) -> RolloutCorrection | None:
+    """Old and sampler log-probs are there, and differ; None: no correction."""
+    correction = request.correction
+    if correction is None:
+        return None
+    _require_mismatch("loss.correction", correction.mode, request, batch)
+    _require_bounds("loss.correction", correction.low, correction.high)
+    if correction.mode is CorrectionMode.TRUNCATE and correction.low != 0:
+        raise invalid("loss.correction.low", correction.low, "absent: it belongs to mode mask")
+    return correction
+
+
+def resolve_correction_mask(request: LossConfig, batch: RolloutBatch) -> CorrectionMask | None:
+    """Old and sampler log-probs are there, and differ; None: no mask."""
+    mask = request.correction_mask
+    if mask is None:
+        return None
+    _require_mismatch("loss.correction_mask", mask.level, request, batch)
+    _require_bounds("loss.correction_mask", mask.low, mask.high)
+    return mask
+
+
+def _require_mismatch(field: str, got: object, request: LossConfig, batch: RolloutBatch) -> None:
+    """There are old and sampler log-probs, and they differ."""
+    if LOSSES[request.kind].advantage is None:
+        raise invalid(field, got, f"absent: {request.kind} has no sampler")
+    old = request.old_logprobs
+    sampler_is_default = old is None and LOSSES[request.kind].has_ratio
+    if sampler_is_default or (old is not None and old.kind is OldLogprobsKind.SAMPLER):
+        raise invalid(
+            field,
+            "old_logprobs sampler",
+            "old_logprobs given, from_forward or on_policy: exp(old - sampler) would be 1",
+        )
+    _require_sampler(field, got, request, batch)
+
+
+def _require_bounds(field: str, low: float, high: float) -> None:
+    """A weight of 1, where sampler and trainer agree, is neither truncated nor masked."""
+    require(f"{field}.low", low, 0 <= low <= 1, "a number from 0 to 1")
+    require(f"{field}.high", high, high >= 1, "a finite float32, at least 1")
+
+
+def _require_sampler(field: str, got: object, request: LossConfig, batch: RolloutBatch) -> None:
+    """Sampler log-probs that may enter a ratio: there, at the sampling temperature, uncut."""
+    if batch.sampler_logprobs is None:
+        raise invalid(field, got, "rollouts that carry sampler_logprobs")
+    raw = first_true(batch.sampler_is_raw)
+    if raw is not None:
+        raise invalid(
+            f"{sequence_field(batch.group_offsets, raw)}.sampler_logprobs_kind",
+            "raw",
+            f"processed: {field} puts sampler log-probs into a ratio",
+        )
+    cut = first_true((batch.top_p < 1) | (batch.top_k > 0))
+    if cut is not None and not request.allow_truncated_sampling:
+        name = "top_p" if batch.top_p[cut] < 1 else "top_k"
+        raise invalid(
+            f"{sequence_field(batch.group_offsets, cut)}.{name}",
+            getattr(batch, name)[cut],
+            f"none: {field} puts log-probs that top-p or top-k renormalised into a ratio with the "
+            "whole distribution; sample without, or set loss.allow_truncated_sampling",
+        )

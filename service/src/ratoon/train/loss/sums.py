@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from ratoon.train.additive import (
+    NUM_BINS,
     Counts,
     Merged,
+    count_log_ratios,
     largest,
     mean,
     merges_of,
+    quantile,
     scaled,
     smallest,
     total,
 )
-from ratoon.train.loss.correction import CorrectionTerms
-from ratoon.train.loss.histogram import NUM_BINS, count_log_ratios, quantile
-from ratoon.train.loss.kl import KlTerms
 from ratoon.train.loss.objectives import PolicyTerms
-from ratoon.train.loss.ratios import clamp_gap, clamp_k3, is_beyond
+from ratoon.train.loss.ratios import CorrectionTerms, KlTerms, clamp_gap, clamp_k3, is_beyond
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.spec import OptimStep
-from ratoon.train.optim.state import OptimizerState, check_sum
-from ratoon.train.optim.step_bounds import StateBounds
+from ratoon.train.optim.state import OptimizerState, StateBounds, check_sum
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -30,25 +29,11 @@ _NORM_CHUNK = 1 << 25
 _MIN_NORM = 2.0**-32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """`grad_norm` is after division, before clipping.
-
-    Skipped: it is not finite, or what the step would make is not. `changed`, on the device: how
-    many bfloat16 weights have other bits; None where nobody asked, or weights are wider.
-    """
-
-    grad_norm: float
-    skipped: bool
-    changed: Tensor | None = None
-
-
 class Optimizer(ABC):
     """Owns what is kept of some parameters, or of parts of them, and steps these alone.
 
     Ranks that have a part each measure one norm together, judge the step by `bounds_after` and,
-    where that proves nothing, by `stays_finite`, and then `apply` it; `step` is all of this, of one
-    who has all.
+    where that proves nothing, by `stays_finite`, and then `apply` it (`optimizer_step`).
     """
 
     _config: AdamWConfig
@@ -139,23 +124,6 @@ class Optimizer(ABC):
         changed = self._apply(sums, divisor, norm, step)
         self._bounds = after
         return changed
-
-    def step(self, sums: Mapping[str, Tensor], divisor: float, step: OptimStep) -> StepOutcome:
-        """Divide `sums` by `divisor` (> 0), clip by the global norm, step.
-
-        May change `sums`, which the caller clears afterwards in either outcome.
-        """
-        norm = global_norm(sums.values()) / divisor
-        norm = math.inf if norm > self.max_norm else norm
-        is_safe = math.isfinite(norm) and (
-            self.bounds_after(self.bounds(), norm, step) is not None
-            or self.stays_finite(sums, divisor, norm, step)
-        )
-        if not is_safe:
-            return StepOutcome(grad_norm=norm, skipped=True)
-        return StepOutcome(
-            grad_norm=norm, skipped=False, changed=self.apply(sums, divisor, norm, step)
-        )
 
 
 class MasterAdamW(Optimizer):
@@ -288,17 +256,11 @@ class MasterAdamW(Optimizer):
                 gradient.mul_(clip)
 
 
-def global_norm(gradients: Iterable[Tensor]) -> float:
-    """Euclidean norm over all elements of all tensors; waits for the device once or twice."""
-    tensors = list(gradients)
-    return norm_of_blocks(lambda exactly: block_norms(tensors, exactly=exactly))
-
-
 def norm_of_blocks(norms_of_blocks: Callable[[bool], Sequence[float]]) -> float:
-    """The same of all blocks, whose `block_norms` the argument gives, `exactly` or not.
+    """Euclidean norm of all blocks; the argument gives their `block_norms`, `exactly` or not.
 
-    Where they overflow, or are so small that squares may have been lost, they are asked for again,
-    exactly: only what is not finite has a norm that is not.
+    Where the norms overflow, or are so small that squares may have been lost, they are asked for
+    again, exactly: only what is not finite has a norm that is not.
     """
     norm = _norm_of_norms(norms_of_blocks(False))
     if math.isnan(norm) or _MIN_NORM <= norm < math.inf:

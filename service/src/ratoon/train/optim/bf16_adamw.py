@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import invalid
-from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.spec import OptimStep
-from ratoon.train.optim.adamw import MAX_FLOAT32, Optimizer
+from ratoon.train.optim.adamw import MAX_FLOAT32, MasterAdamW, Optimizer
 from ratoon.train.optim.bf16_state import (
     Tensors,
     Views,
@@ -34,6 +33,7 @@ from ratoon.train.optim.bf16_state import (
 )
 from ratoon.train.optim.rounding import MAX_SQUARE, random_words, split_float32
 from ratoon.train.optim.state import OptimizerState, check_sum
+from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig
 
 # Indices are int32, beyond the end of the last elements too.
@@ -69,7 +69,7 @@ class Bf16AdamW(Optimizer):
         self._device = devices.pop() if devices else torch.device("cpu")
         self._step_views: _StepViews = _step_views
         if self._device.type == "cuda":
-            from ratoon.train.optim.step_kernel import step_weight
+            from ratoon.train.optim.kernels import step_weight
 
             self._step_views = step_weight
 
@@ -218,3 +218,32 @@ def _check(parameters: Mapping[str, Tensor], kind: OptimizerStates) -> None:
             raise invalid("optimizer_states", kind.value, f"fp32, for {name} is {parameter.dtype}")
         assert parameter.is_contiguous()
         assert parameter.numel() < _MAX_ELEMENTS
+
+
+# Below it the rounding of weights without masters is larger than their update (decision 0008).
+_MIN_ROUNDED_RATE = 1e-5
+
+
+def make_optimizer(
+    parameters: Mapping[str, Tensor],
+    config: AdamWConfig,
+    kind: OptimizerStates,
+    seed: int,
+) -> Optimizer:
+    """`seed` keys stochastic rounding. Raises what `Bf16AdamW` raises."""
+    is_wide = all(p.dtype in (torch.float32, torch.float64) for p in parameters.values())
+    if is_wide and kind is OptimizerStates.FP32:
+        return MasterAdamW(parameters, config)
+    return Bf16AdamW(parameters, config, kind, seed)
+
+
+def rounding_warning(kind: OptimizerStates, learning_rate: float) -> tuple[str, ...]:
+    """A warning if the weights have no masters and hardly follow a step; else none."""
+    has_masters = kind not in (OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_8BIT)
+    if has_masters or not 0.0 < learning_rate < _MIN_ROUNDED_RATE:
+        return ()
+    warning = (
+        f"optim.learning_rate {learning_rate:g} is below {_MIN_ROUNDED_RATE:g}: {kind.value} "
+        "rounds weights by more than they are updated; bf16_split_8bit keeps exact masters"
+    )
+    return (warning,)

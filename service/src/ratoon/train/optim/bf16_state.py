@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ratoon.shards.parts import origin_of
-from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.rounding import (
     BLOCK,
     decode_positive,
@@ -26,6 +25,7 @@ from ratoon.train.optim.rounding import (
     split_float32,
 )
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.spec import OptimizerStates
 
 # A parameter of fewer elements, or not of whole blocks, has bfloat16 moments and no codes.
 MIN_8BIT_ELEMENTS = 4096

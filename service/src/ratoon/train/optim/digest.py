@@ -62,7 +62,7 @@ class StateDigest:
         return _added(listed, (one, two))
 
     def _sums_of_blocks(self, words: Sequence[Tensor], blocks: Tensor) -> Iterator[Tensor]:
-        from ratoon.train.optim.digest_kernel import block_sums
+        from ratoon.train.optim.kernels import block_sums
 
         for tensor, of_tensor in zip(words, blocks, strict=True):
             yield block_sums(tensor.to(self._device), self._places, of_tensor)

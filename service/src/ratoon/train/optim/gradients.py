@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train.ranks.outbox import Outbox
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -31,9 +30,6 @@ class GradientSums:
         for name, parameter in self._parameters.items():
             if parameter.dtype not in _WIDE:
                 parameter.register_post_accumulate_grad_hook(partial(self._add, name))
-
-    # What other ranks of a node take gradients from; none here.
-    outbox: Outbox | None = None
 
     @property
     def passing_bytes(self) -> int:
@@ -112,7 +108,7 @@ class GradientSums:
 def add_terms(total: Tensor, terms: Sequence[Tensor]) -> None:
     """Add each of the terms, of the shape of `total`, in order."""
     if total.is_cuda and all(each.is_contiguous() for each in (total, *terms)):
-        from ratoon.train.optim.sum_kernel import add_each
+        from ratoon.train.optim.kernels import add_each
 
         add_each(total, terms)
         return

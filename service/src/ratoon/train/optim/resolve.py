@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ratoon.errors import invalid
-from ratoon.train.loss.checks import require
+from ratoon.train.loss.kinds import require
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor, Normalisation, OptimStep
 from ratoon_proto.types import AdamWConfig, DivideBy, OptimStepConfig, TokenWeight
 

@@ -1,19 +1,20 @@
-"""Chooses by sizes what each device of a policy holds, while the model is still on the host."""
+"""What each device of a policy holds, chosen by sizes, and what it lends to activations."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.device_costs import DeviceRates
 from ratoon.model.loader import placed_bytes, read_model
 from ratoon.model.policy_model import PolicyModel, names_by_layer, trained_parameters
 from ratoon.shards.copies import Copies
 from ratoon.shards.parts import parts_of, shared_out
-from ratoon.train.config import OptimizerStates
 from ratoon.train.numerics import (
     configure_torch,
     free_bytes,
@@ -22,9 +23,13 @@ from ratoon.train.numerics import (
 )
 from ratoon.train.optim.bf16_state import initial_state
 from ratoon.train.optim.gradients import sum_bytes
+from ratoon.train.planning import Planner, cpu_planner, device_planner
 from ratoon.train.ranks.exchange import handed_bytes
-from ratoon.train.ranks.outbox import outbox_bytes
-from ratoon.train.spec import TrainerSpec
+from ratoon.train.ranks.group import RankGroup
+from ratoon.train.ranks.rank import OnlyBackward, Rank
+from ratoon.train.ranks.shares import outbox_bytes
+from ratoon.train.spec import OptimizerStates, TrainerSpec
+from ratoon_kernels import max_tokens
 from ratoon_proto.types import Shard
 
 # The optimizer states that are kept, and what is divided among the ranks.
@@ -170,3 +175,56 @@ def needed_bytes(
     summed += [parts[part.name] for part in own if part.parameter in sharded]
     passing = handed_bytes(like, num_ranks) + (outbox_bytes(like) if shard is Shard.WEIGHTS else 0)
     return states + passing + sum(sum_bytes(weight) * weight.numel() for weight in summed)
+
+
+def lend_activations(
+    spec: TrainerSpec,
+    model: PolicyModel,
+    ranks: RankGroup,
+    group_sizes: Sequence[int],
+    rates: DeviceRates | None,
+) -> Planner:
+    """Lend all free memory of the GPUs to activations; returns a planner that stays within it.
+
+    It is called once everything permanent (weights, optimizer states) is allocated. Room for
+    gradient sums is set aside, except in a window's only backward on each device, which makes none.
+    `rates`: None for CPUs, whose memory is not counted.
+    """
+    host_bytes, sizes = spec.host_activation_bytes, model.sizes
+    # All ranks get the same limit, as the activations that are kept decide the bits.
+    device_bytes = _least(ranks.all(Rank.activation_bytes))
+    if device_bytes is None:
+        ranks.all(Rank.limit_activations, None, host_bytes)
+        return cpu_planner(spec.micro_batch_tokens, num_ranks=ranks.size, group_sizes=group_sizes)
+    assert rates is not None
+    planner = partial(
+        device_planner,
+        spec.micro_batch_tokens,
+        rates=rates,
+        layers_are_trained=model.adapter is None,
+        num_ranks=ranks.size,
+        group_sizes=group_sizes,
+        max_tokens=max_tokens(model.info().attention_backend),
+    )
+    found = planner(sizes, device_bytes, host_bytes)
+    # The sums of adapters are small, and those of shared gradients are always allocated.
+    only = None
+    if model.adapter is None and spec.shard is Shard.STATES:
+        only_bytes = _least(ranks.all(Rank.activation_bytes, is_only=True))
+        assert only_bytes is not None
+        only = OnlyBackward(device_bytes=only_bytes, layer_gradient_bytes=_largest_layer(model))
+        sizes = replace(sizes, layer_gradient_bytes=only.layer_gradient_bytes)
+        alone = planner(sizes, only_bytes, host_bytes, is_only=True)
+        found = found.with_only(alone)
+    ranks.all(Rank.limit_activations, device_bytes, host_bytes, only)
+    return found
+
+
+def _least(bytes_by_rank: Sequence[int | None]) -> int | None:
+    return min((each for each in bytes_by_rank if each is not None), default=None)
+
+
+def _largest_layer(model: PolicyModel) -> int:
+    """Bytes of the trained parameters of the largest layer."""
+    named = model.named_trainable()
+    return max((sum(named[n].nbytes for n in names) for names in model.named_layers()), default=0)

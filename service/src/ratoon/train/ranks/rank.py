@@ -27,6 +27,7 @@ from ratoon.shards.sequence_group import SequenceGroup, SequenceGroups
 from ratoon.train.checkpoint import Manifest, StatesFile, read_states, write_states
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
+from ratoon.train.named_gradients import PartNorm, part_norms
 from ratoon.train.numerics import (
     activation_bytes,
     allocated_bytes,
@@ -34,12 +35,10 @@ from ratoon.train.numerics import (
     peak_memory_bytes,
 )
 from ratoon.train.optim.adamw import block_norms
-from ratoon.train.optim.choice import make_optimizer
+from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.gradients import GradientSums
-from ratoon.train.optim.state import OptimizerState
-from ratoon.train.optim.step_bounds import StateBounds
-from ratoon.train.optim.tensor_norms import PartNorm, part_norms
+from ratoon.train.optim.state import OptimizerState, StateBounds
 from ratoon.train.passes import (
     ForwardColumns,
     PassTotals,
@@ -48,7 +47,7 @@ from ratoon.train.passes import (
 )
 from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.ranks.sharded_sums import ShardedSums
-from ratoon.train.ranks.shares import Shares
+from ratoon.train.ranks.shares import Outbox, Shares
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import Shard
 
@@ -91,17 +90,19 @@ class Rank:
         is_whole = spec.shard is Shard.STATES or (
             spec.shard is Shard.WEIGHTS and model.adapter is not None
         )
-        self.gradients = (
-            GradientSums(self._parameters)
-            if is_whole
-            else ShardedSums(
+        # What other ranks of a node take gradients from.
+        self._outbox: Outbox | None = None
+        if is_whole:
+            self.gradients = GradientSums(self._parameters)
+        else:
+            self.gradients = ShardedSums(
                 self._parameters,
                 model.named_layers(),
                 self.shares,
                 copies,
                 are_neighbours=model.shards is not None,
             )
-        )
+            self._outbox = self.gradients.outbox
         self.optimizer = make_optimizer(
             self._own_weights(), spec.optimizer, spec.kept_states, spec.model.seed
         )
@@ -130,13 +131,13 @@ class Rank:
     def handles(self) -> list[Handle]:
         """Handles of the memory that other ranks read: this rank's parts of the weights, then the
         room for its gradients. Empty where every rank has all weights."""
-        shards, outbox = self.model.shards, self.gradients.outbox
+        shards, outbox = self.model.shards, self._outbox
         weights = [] if shards is None else shards.handles()
         return weights if outbox is None else [*weights, outbox.handle()]
 
     def open_memory(self, by_rank: Sequence[Sequence[Handle]]) -> None:
         """Map the memory behind the `handles` of all ranks, once every rank has its parts."""
-        shards, outbox = self.model.shards, self.gradients.outbox
+        shards, outbox = self.model.shards, self._outbox
         if outbox is not None:
             outbox.open([own[-1] for own in by_rank])
             by_rank = [own[:-1] for own in by_rank]

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.shards.copies import Copies
 from ratoon.train.optim.gradients import GradientSums, add_terms, wide_dtype
-from ratoon.train.ranks.exchange import LayerExchange, handed_bytes
-from ratoon.train.ranks.outbox import Outbox
-from ratoon.train.ranks.shares import Shares
-from ratoon.train.ranks.turns import turns_of
+from ratoon.train.ranks.exchange import LayerExchange, handed_bytes, turns_of
+from ratoon.train.ranks.shares import Outbox, Shares
 
 
 class ShardedSums(GradientSums):

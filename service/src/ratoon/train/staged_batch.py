@@ -1,7 +1,7 @@
 """A packed batch that is run in stages: prefixes stay, waves of siblings go through one by one.
 
 Each packed token goes through the model once; what becomes of a stage's hidden states is in
-`heads`. Several ranks may run it together, each a share of every stage.
+`stage_heads`. Several ranks may run it together, each a share of every stage.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens, runs_of
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
-from ratoon.train.device_batch import DeviceBatch, TokenOutputs
+from ratoon.train.clock import DeviceClock
 from ratoon.train.load_balance import LoadBalance
-from ratoon.train.loss.row_loss import LossOfTerms
-from ratoon.train.report.clock import DeviceClock
-from ratoon.train.streamed.heads import ForwardHead, RowHead, StageHead, StageRun, TwoPhaseHead
-from ratoon.train.streamed.parts import cut_outputs
+from ratoon.train.loss.batch_loss import LossOfTerms
+from ratoon.train.micro_batches import DeviceBatch, TokenOutputs
+from ratoon.train.stage_heads import (
+    ForwardHead,
+    RowHead,
+    StageHead,
+    StageRun,
+    TwoPhaseHead,
+    Whole,
+    cut_outputs,
+)
 from ratoon_kernels import Span
 
 
@@ -54,7 +61,6 @@ class StagedBatch:
             stages = (Stage(start=0, stop=packed.forest.num_tokens, parent=-1),)
         assert fits_forest(stages, packed.forest), "the plan is of another batch"
         self._model = model
-        self._packed = packed
         self._batch = batch
         self._stages = stages
         self._between_stages = between_stages
@@ -62,11 +68,17 @@ class StagedBatch:
         self._balance = balance
         self._parents = {stage.parent for stage in stages}
         self._tokens = stream_tokens(stages)
-        self._parts = cut_outputs(packed, stages, group, model.device)
+        self._whole = Whole(
+            lm_head_VD=model.lm_head_VD,
+            packed=packed,
+            batch=batch,
+            parts=cut_outputs(packed, stages, group, model.device),
+            group=group,
+        )
 
     def forward(self) -> TokenOutputs:
         """Outputs of all targets and rows, without graphs; zero where other ranks have them."""
-        head = ForwardHead(self._model.lm_head_VD, self._batch, self._parts)
+        head = ForwardHead(self._whole)
         with torch.no_grad():
             self._run_all(head)
         return head.results
@@ -83,16 +95,7 @@ class StagedBatch:
             Sums of the loss, as of `LossOutput`, of each part of it; over all ranks of the group
             they are those of all terms.
         """
-        kind = RowHead if is_of_rows else TwoPhaseHead
-        head = kind(
-            self._model.lm_head_VD,
-            self._packed,
-            self._batch,
-            self._parts,
-            loss,
-            clock,
-            self._group,
-        )
+        head = (RowHead if is_of_rows else TwoPhaseHead)(self._whole, loss, clock)
         self._run_all(head)
         return head.sums
 
@@ -123,7 +126,7 @@ class StagedBatch:
         return stream.stage(span, ancestors, is_kept=index in self._parents)
 
     def _forward_stage(self, index: int, attention: PathAttention) -> StageRun:
-        own = self._parts[index].tokens
+        own = self._whole.parts[index].tokens
         # One for nothing, where there is none: see `sequence_group`.
         tokens = slice(own.start, own.stop) if len(own) else slice(1)
         routed = self._routed(index, tokens)
@@ -141,7 +144,7 @@ class StagedBatch:
         )
 
     def _routed(self, index: int, tokens: slice) -> RoutedTokens:
-        stage, own = self._stages[index], self._parts[index].tokens
+        stage, own = self._stages[index], self._whole.parts[index].tokens
         whole = self._batch.routed
         copies_T = whole.copies_T[tokens]
         recorded_LTC = None if whole.recorded_LTC is None else whole.recorded_LTC[:, tokens]

@@ -1,6 +1,8 @@
 """What becomes of the hidden states of stages: log-probs, a loss, and its backward.
 
-A stage is run backward once, after all that descend from it.
+Rows and targets belong to the stage that holds the row, terms to the one where their sequence ends.
+Where several ranks run a stage together, each has the rows of its own tokens, and all have the
+terms. A stage is run backward once, after all that descend from it.
 
 A row is run in the stage that holds it, with all its targets: the last row of a prefix predicts the
 first tokens of the waves below. A sequence's terms therefore lie in the stages along its path. A
@@ -15,18 +17,71 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.attention import PathAttention
 from ratoon.model.route_counts import RoutedTokens
-from ratoon.rollout.packed import PackedBatch
+from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.shards.sequence_group import SequenceGroup
-from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put
-from ratoon.train.loss.row_loss import LossOfTerms, RowTerms, run_row_loss
-from ratoon.train.report.clock import DeviceClock
-from ratoon.train.streamed.parts import StagePart
-from ratoon_kernels import token_logprobs
+from ratoon.train.clock import DeviceClock
+from ratoon.train.loss.batch_loss import LossOfTerms, RowPart, RowTerms, run_row_loss
+from ratoon.train.micro_batches import DeviceBatch, TokenOutputs, put
+from ratoon_kernels import Span, token_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """What one stage adds to the outputs of the batch, as far as this rank runs it."""
+
+    # Its packed tokens.
+    tokens: Span
+    # Its predicting rows and their targets.
+    own: RowPart
+    # The targets, on the device.
+    targets_M: Tensor
+    # int64 [n] on the host: terms of the sequences that end in the stage, ascending.
+    terms: NDArray[np.int64]
+
+
+def cut_outputs(
+    packed: PackedBatch, stages: Sequence[Stage], group: SequenceGroup, device: torch.device
+) -> tuple[StagePart, ...]:
+    """The part of each stage."""
+    bounds = np.array([*(stage.start for stage in stages), packed.forest.num_tokens], np.int64)
+    shares = [group.share(Span(stage.start, stage.stop)) for stage in stages]
+    row_bounds = np.searchsorted(
+        packed.row_index, [bound for own in shares for bound in (own.start, own.stop)]
+    )
+    # Rows of other ranks are of no stage.
+    row_stage = np.full(len(packed.row_index), len(stages))
+    for index, (first, last) in enumerate(row_bounds.reshape(-1, 2).tolist()):
+        row_stage[first:last] = index
+    ends = packed.forest.node_stop[packed.forest.sequence_node[packed.term_sequence]] - 1
+    term_stage = np.searchsorted(bounds, ends, side="right") - 1
+    targets = _split(row_stage[packed.target_row], len(stages) + 1)
+    terms = _split(term_stage, len(stages))
+    return tuple(
+        StagePart(
+            tokens=shares[index],
+            own=RowPart(
+                rows=slice(int(row_bounds[2 * index]), int(row_bounds[2 * index + 1])),
+                targets=targets[index],
+            ),
+            targets_M=put(targets[index], device),
+            terms=terms[index],
+        )
+        for index in range(len(stages))
+    )
+
+
+def _split(stage: NDArray[np.int64], num_stages: int) -> list[NDArray[np.int64]]:
+    """Indexes of each stage's elements, ascending; `stage` int64 [n] is the stage of each."""
+    order = np.argsort(stage, kind="stable")
+    bounds = np.searchsorted(stage[order], np.arange(1, num_stages))
+    return np.split(order, bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +110,34 @@ class StageHead(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """What every head knows of the batch that is run in stages, and of the ranks that run it."""
+
+    lm_head_VD: Tensor
+    packed: PackedBatch
+    batch: DeviceBatch
+    parts: Sequence[StagePart]
+    group: SequenceGroup
+
+    def zeros(self) -> TokenOutputs:
+        """Zeros for all targets and rows."""
+        like, batch = self.lm_head_VD, self.batch
+        dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+        sizes = (len(batch.target_token_M), len(batch.row_index_R))
+        logprob_M, entropy_R = (torch.zeros(n, dtype=dtype, device=like.device) for n in sizes)
+        return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)
+
+
 class ForwardHead:
     """Outputs alone; to be used where gradients are off."""
 
-    def __init__(self, lm_head_VD: Tensor, batch: DeviceBatch, parts: Sequence[StagePart]) -> None:
-        self.results = _zeros(batch, lm_head_VD)
-        self._lm_head_VD = lm_head_VD
-        self._batch = batch
-        self._parts = parts
+    def __init__(self, whole: Whole) -> None:
+        self.results = whole.zeros()
+        self._whole = whole
 
     def add(self, run: StageRun) -> None:
-        part = self._parts[run.index]
-        _store(run_head(self._lm_head_VD, self._batch, part, run), part, self.results)
+        _store(_run_head(self._whole, run), self._whole.parts[run.index], self.results)
 
     def close(self, run: StageRun) -> None:
         pass
@@ -75,22 +146,10 @@ class ForwardHead:
 class RowHead:
     """A loss of single tokens: with the logits of a row its gradient is known."""
 
-    def __init__(
-        self,
-        lm_head_VD: Tensor,
-        packed: PackedBatch,
-        batch: DeviceBatch,
-        parts: Sequence[StagePart],
-        loss: LossOfTerms,
-        clock: DeviceClock,
-        group: SequenceGroup,
-    ) -> None:
-        del group
+    def __init__(self, whole: Whole, loss: LossOfTerms, clock: DeviceClock) -> None:
         self.sums: list[Tensor] = []
-        self._lm_head_VD = lm_head_VD
-        self._batch = batch
-        self._parts = parts
-        self._terms = RowTerms(packed)
+        self._whole = whole
+        self._terms = RowTerms(whole.packed)
         self._loss = loss
         self._clock = clock
         # Hidden states of the rows of open stages, and their gradients.
@@ -98,12 +157,12 @@ class RowHead:
 
     def add(self, run: StageRun) -> None:
         self._clock.lap("forward")
-        own = self._parts[run.index].own
-        if own.rows.start == own.rows.stop:
+        whole, part = self._whole, self._whole.parts[run.index]
+        if part.own.rows.start == part.own.rows.stop:
             return
-        hidden_RD = _rows_of(run, self._batch, self._parts[run.index])
+        hidden_RD = _rows_of(run, whole.batch, part)
         done = run_row_loss(
-            self._lm_head_VD, hidden_RD.detach(), self._batch, own, self._terms, self._loss
+            whole.lm_head_VD, hidden_RD.detach(), whole.batch, part.own, self._terms, self._loss
         )
         self.sums += done.sums
         self._rows[run.index] = hidden_RD, done.dhidden_RD
@@ -120,34 +179,20 @@ class RowHead:
 class TwoPhaseHead:
     """Any loss: that of a sequence in the stage of its end."""
 
-    def __init__(
-        self,
-        lm_head_VD: Tensor,
-        packed: PackedBatch,
-        batch: DeviceBatch,
-        parts: Sequence[StagePart],
-        loss: LossOfTerms,
-        clock: DeviceClock,
-        group: SequenceGroup,
-    ) -> None:
-        del packed
-        self._group = group
+    def __init__(self, whole: Whole, loss: LossOfTerms, clock: DeviceClock) -> None:
         self.sums: list[Tensor] = []
-        self._lm_head_VD = lm_head_VD
-        self._batch = batch
-        self._parts = parts
+        self._whole = whole
         self._loss = loss
         self._clock = clock
-        self._results = _zeros(batch, lm_head_VD)
+        self._results = whole.zeros()
         # Their gradients.
-        self._seeds = _zeros(batch, lm_head_VD)
+        self._seeds = whole.zeros()
         self._has_entropy = False
         # Outputs of open stages, with their graphs.
         self._outputs: dict[int, TokenOutputs] = {}
 
     def add(self, run: StageRun) -> None:
-        part = self._parts[run.index]
-        outputs = run_head(self._lm_head_VD, self._batch, part, run)
+        part, outputs = self._whole.parts[run.index], _run_head(self._whole, run)
         self._outputs[run.index] = outputs
         self._add_results(outputs, part)
         if len(part.terms):
@@ -155,7 +200,7 @@ class TwoPhaseHead:
         self._clock.lap("forward")
 
     def close(self, run: StageRun) -> None:
-        part, seeds = self._parts[run.index], self._seeds
+        part, seeds = self._whole.parts[run.index], self._seeds
         outputs = self._outputs.pop(run.index)
         rows = part.own.rows
         if rows.start < rows.stop:
@@ -170,20 +215,20 @@ class TwoPhaseHead:
 
     def _add_results(self, outputs: TokenOutputs, part: StagePart) -> None:
         """Keep the results of the whole stage."""
-        if self._group.size == 1:
+        if self._whole.group.size == 1:
             _store(outputs, part, self._results)
             return
-        own = _zeros(self._batch, self._lm_head_VD)
+        own = self._whole.zeros()
         _store(outputs, part, own)
-        found = add_up(own, self._group)
+        found = add_up(own, self._whole.group)
         self._results.logprob_M.add_(found.logprob_M)
         self._results.entropy_R.add_(found.entropy_R)
 
     def _add_loss(self, part: StagePart) -> None:
         """Add the loss of whole sequences, all of whose log-probs are there."""
         results, seeds = self._results, self._seeds
-        index_L = put(part.terms, self._lm_head_VD.device)
-        target_L, row_L = self._batch.term_target_L[index_L], self._batch.term_row_L[index_L]
+        batch, index_L = self._whole.batch, put(part.terms, self._whole.lm_head_VD.device)
+        target_L, row_L = batch.term_target_L[index_L], batch.term_row_L[index_L]
         outputs = results.logprob_M[target_L], results.entropy_R[row_L]
         loss = self._loss.of(part.terms, *outputs)
         seeds.logprob_M.index_add_(0, target_L, loss.grad_logprob_L)
@@ -192,7 +237,7 @@ class TwoPhaseHead:
             seeds.entropy_R.index_add_(0, row_L, loss.grad_entropy_L)
         sums_F = self._loss.sums(part.terms, *outputs)
         # All ranks have the same.
-        if self._group.index == 0:
+        if self._whole.group.index == 0:
             self.sums.append(sums_F)
 
 
@@ -203,14 +248,13 @@ def add_up(outputs: TokenOutputs, group: SequenceGroup) -> TokenOutputs:
     )
 
 
-def run_head(
-    lm_head_VD: Tensor, batch: DeviceBatch, part: StagePart, run: StageRun
-) -> TokenOutputs:
+def _run_head(whole: Whole, run: StageRun) -> TokenOutputs:
     """Outputs of a stage's targets and rows."""
+    batch, part = whole.batch, whole.parts[run.index]
     rows = part.own.rows
     logprob_M, entropy_R = token_logprobs(
         _rows_of(run, batch, part),
-        lm_head_VD,
+        whole.lm_head_VD,
         batch.target_token_M[part.targets_M],
         batch.target_row_M[part.targets_M] - rows.start,
         batch.row_temperature_R[rows],
@@ -231,10 +275,3 @@ def _backward_zeros(run: StageRun) -> None:
     """Nothing of the stage is predicted from, but its keys or routes have gradients: they enter
     inside of each layer, which autograd must come by."""
     torch.autograd.backward([run.hidden_TD], [torch.zeros_like(run.hidden_TD)])
-
-
-def _zeros(batch: DeviceBatch, like: Tensor) -> TokenOutputs:
-    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-    sizes = (len(batch.target_token_M), len(batch.row_index_R))
-    logprob_M, entropy_R = (torch.zeros(size, dtype=dtype, device=like.device) for size in sizes)
-    return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)

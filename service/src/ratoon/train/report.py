@@ -1,0 +1,284 @@
+"""Reports: sums and counters become means, and FLOPs a share of the device's peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ratoon.model.policy_model import PolicyModel
+from ratoon.model.route_counts import RouteSums
+from ratoon.rollout.batch import RolloutBatch, sequence_lengths
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.selection import trained_lengths
+from ratoon.train.additive import mean
+from ratoon.train.gradient_window import Totals, divide_number, of_batch
+from ratoon.train.loss.ratios import clamp_k3
+from ratoon.train.loss.spec import CounterDivisor, NoDivisor
+from ratoon.train.loss.warnings import sum_warnings
+from ratoon.train.numerics import peak_memory_bytes
+from ratoon.train.passes import ForwardColumns, PassTotals
+from ratoon.train.prepare import Prepared, PreparedForward, run_sequences
+from ratoon.train.self_check import SelfCheckOutcome
+from ratoon_proto.types import DivideBy, PhaseSeconds, RouterReport, StepReport
+
+# Dense bfloat16 peak, FLOP/s, by a part of the device's name; the first that fits.
+_BF16_PEAKS = (("H200", 989e12), ("H100", 989e12), ("A100", 312e12), ("B200", 2250e12))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Sizes that decide the work. Parameters are of the decoder layers, active ones per token."""
+
+    layer_parameters: float
+    trained_layer_parameters: float
+    head_is_trained: bool
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one pass over a batch runs through the model."""
+
+    tokens: int
+    # Rows that reach the LM head.
+    rows: int
+    # (query, key) pairs of one head of one layer.
+    pairs: int
+
+
+def geometry(model: PolicyModel) -> Geometry:
+    """Read the sizes off a model; of routed experts the share that one token visits."""
+    config = cast("Any", model.config)
+    active = getattr(config, "num_experts_per_tok", None) or 1
+    experts = getattr(config, "num_experts", None) or 1
+    outside = {id(model.module.get_input_embeddings().weight), id(model.lm_head_VD)}
+    all_layers = trained_layers = 0.0
+    for name, parameter in model.module.named_parameters():
+        if id(parameter) in outside:
+            continue
+        share = active / experts if ".experts." in name else 1.0
+        all_layers += share * parameter.numel()
+        trained_layers += share * parameter.numel() * parameter.requires_grad
+    return Geometry(
+        layer_parameters=all_layers,
+        trained_layer_parameters=trained_layers,
+        head_is_trained=model.lm_head_VD.requires_grad,
+        num_layers=int(config.num_hidden_layers),
+        num_heads=int(config.num_attention_heads),
+        head_dim=int(
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        ),
+        hidden_size=int(config.hidden_size),
+        vocab_size=int(model.lm_head_VD.shape[0]),
+    )
+
+
+def logical_work(batch: RolloutBatch, plan: UpdatePlan) -> Work:
+    """What replicated batches would run, attention counted without its causal half."""
+    run = run_sequences(plan)
+    length_S = sequence_lengths(batch)[run]
+    trained_S = trained_lengths(batch, batch.loss_mask)[run]
+    return Work(
+        tokens=plan.unshared_tokens, rows=int(trained_S.sum()), pairs=int((length_S**2).sum())
+    )
+
+
+def training_flops(sizes: Geometry, work: Work) -> float:
+    """FLOPs of one forward and backward; recomputation is not counted.
+
+    A weight costs 2 a token forward, 2 for the gradient of its input and 2 for its own where it is
+    trained; a (query, key) pair 14 a head dimension: two products forward, five backward.
+    """
+    layers = work.tokens * (4 * sizes.layer_parameters + 2 * sizes.trained_layer_parameters)
+    per_head_weight = 6 if sizes.head_is_trained else 4
+    head = per_head_weight * sizes.vocab_size * sizes.hidden_size * work.rows
+    attention = 14 * sizes.head_dim * sizes.num_heads * sizes.num_layers * work.pairs
+    return float(layers + head + attention)
+
+
+def forward_flops(sizes: Geometry, work: Work) -> float:
+    """FLOPs of one forward alone."""
+    layers = 2 * work.tokens * sizes.layer_parameters
+    head = 2 * sizes.vocab_size * sizes.hidden_size * work.rows
+    attention = 4 * sizes.head_dim * sizes.num_heads * sizes.num_layers * work.pairs
+    return float(layers + head + attention)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of the device for `dtype`; None where it is not known, as on any CPU."""
+    if device.type != "cuda" or dtype is not torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _BF16_PEAKS if part in name), None)
+
+
+def utilisation(flops: float, seconds: float, peak: float | None) -> float | None:
+    """Share of the peak; None without a peak or a time."""
+    if peak is None or seconds <= 0:
+        return None
+    return flops / seconds / peak
+
+
+class UsageMeter:
+    """Holds the sizes of one model and the peak of its devices, of which each has it whole."""
+
+    def __init__(self, model: PolicyModel, num_devices: int) -> None:
+        self._device = model.device
+        self._geometry = geometry(model)
+        peak = peak_flops(model.device, model.lm_head_VD.dtype)
+        self._peak_flops = None if peak is None else peak * num_devices
+
+    def figures(
+        self,
+        run: Prepared | PreparedForward,
+        flops: Callable[[Geometry, Work], float],
+        rows: int,
+        seconds: float,
+    ) -> dict[str, float | int | None]:
+        """Fields of a `StepReport`: shares of the peak, None where it is not known, and memory.
+
+        Args:
+            run: What was run.
+            flops: `training_flops` or `forward_flops`.
+            rows: Distinct predicting rows that were run.
+            seconds: Time that it took.
+        """
+        plan = run.plan
+        packed = Work(tokens=plan.packed_tokens, rows=rows, pairs=plan.packed_pairs)
+        hardware, logical = (
+            utilisation(flops(self._geometry, work), seconds, self._peak_flops)
+            for work in (packed, logical_work(run.batch, plan))
+        )
+        return {
+            "hardware_mfu": hardware,
+            "logical_mfu": logical,
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+        }
+
+
+def forward_backward_report(
+    prepared: Prepared,
+    totals: Totals,
+    done: PassTotals,
+    meter: UsageMeter,
+    self_check: SelfCheckOutcome,
+) -> StepReport:
+    """Report of one forward-backward.
+
+    Its losses are divided by the loss's own counter; by 1 if that is a constant, which only the
+    step knows.
+    """
+    by = prepared.loss.default_divide_by
+    own = NoDivisor() if by in (DivideBy.CONSTANT, DivideBy.NONE) else CounterDivisor(counter=by)
+    divisor = divide_number(own, totals.counters)
+    seconds = PhaseSeconds(plan=prepared.seconds, forward=done.forward_s, backward=done.backward_s)
+    usage = meter.figures(prepared, training_flops, done.rows, done.forward_s + done.backward_s)
+    report = _packing_report(prepared.plan, seconds, usage, done.rank_seconds)
+    sums = sum_warnings(prepared.loss, totals.sums)
+    return replace(
+        _with_totals(report, totals, divisor),
+        self_check=self_check.report,
+        warnings=(*prepared.warnings, *sums, *self_check.warnings),
+    )
+
+
+def step_report(
+    stepped: StepReport, totals: Totals, divisor: float, optimizer_s: float
+) -> StepReport:
+    """Report of an optimizer step, whose other figures are of its whole window."""
+    seconds = replace(stepped.seconds, optimizer=optimizer_s)
+    return replace(_with_totals(stepped, totals, divisor), seconds=seconds)
+
+
+def forward_report(
+    prepared: PreparedForward, columns: ForwardColumns, meter: UsageMeter
+) -> StepReport:
+    """Report of one Forward, over all trained tokens of the batch."""
+    batch, mask_J = prepared.batch, prepared.batch.loss_mask
+    seconds = PhaseSeconds(plan=prepared.seconds, forward=columns.forward_s)
+    usage = meter.figures(prepared, forward_flops, columns.rows, columns.forward_s)
+    report = replace(
+        _packing_report(prepared.plan, seconds, usage, columns.rank_seconds),
+        **of_batch(batch).figures(),
+        entropy=float(columns.entropy_J[mask_J].mean(dtype=np.float64)) if mask_J.any() else None,
+        num_groups=batch.num_groups,
+        num_sequences=batch.num_sequences,
+        trained_tokens=int(mask_J.sum()),
+    )
+    raw_J = np.repeat(batch.sampler_is_raw, np.diff(batch.response_offsets))
+    usable_J = mask_J & ~raw_J
+    if batch.sampler_logprobs is None or not usable_J.any():
+        return report
+    gap = columns.logprob_J[usable_J].astype(np.float64) - batch.sampler_logprobs[usable_J]
+    kl, is_clamped = clamp_k3(torch.from_numpy(gap))
+    return replace(
+        report,
+        sampler_kl=float(kl.mean()),
+        sampler_gap_mean=float(gap.mean()),
+        sampler_gap_abs_mean=float(np.abs(gap).mean()),
+        sampler_gap_max=float(np.abs(gap).max()),
+        clamped_sampler_gaps=int(is_clamped.sum()),
+    )
+
+
+def _with_totals(report: StepReport, totals: Totals, divisor: float) -> StepReport:
+    """`report` with all that adds up over the calls of a window."""
+    counters = totals.counters
+    return replace(
+        report,
+        **totals.sums.figures(divisor, has_kl=totals.has_kl),
+        **totals.batch.figures(),
+        routers=_routers(totals.routes),
+        route_mismatch=_route_mismatch(totals.routes),
+        num_groups=counters.groups,
+        num_sequences=counters.sequences,
+        trained_tokens=counters.tokens,
+    )
+
+
+def _routers(routes: RouteSums) -> tuple[RouterReport, ...]:
+    return tuple(
+        RouterReport(
+            layer=layer,
+            max_load=max(load) * len(load) / sum(load),
+            unused_experts=load.count(0.0),
+            entropy=entropy / tokens,
+        )
+        for layer, (*load, tokens, entropy, _, _) in zip(routes.layers, routes.sums, strict=True)
+    )
+
+
+def _route_mismatch(routes: RouteSums) -> float | None:
+    """Share of recorded routes, over all layers, that the routers would not take themselves."""
+    sums = [of_layer[-2:] for of_layer in routes.sums]
+    return mean(sum(other for _, other in sums), sum(recorded for recorded, _ in sums))
+
+
+def _packing_report(
+    plan: UpdatePlan,
+    seconds: PhaseSeconds,
+    usage: Mapping[str, Any],
+    rank_seconds: tuple[float, ...],
+) -> StepReport:
+    """What a plan packed, and how fast it ran; `rank_seconds` is empty on a single rank."""
+    wall_s = seconds.plan + seconds.forward + seconds.backward
+    return StepReport(
+        unshared_tokens=plan.unshared_tokens,
+        packed_tokens=plan.packed_tokens,
+        token_reduction=mean(plan.unshared_tokens, plan.packed_tokens),
+        attention_pair_reduction=mean(plan.replicated_pairs, plan.packed_pairs),
+        num_micro_batches=len(plan.micro_batches),
+        seconds=seconds,
+        rank_seconds=rank_seconds,
+        rank_gap=plan.rank_gap if rank_seconds else None,
+        tokens_per_second=mean(plan.unshared_tokens, wall_s) if plan.packed_tokens else None,
+        **usage,
+    )

@@ -1,1 +1,0 @@
-"""Micro-batches that run in stages: prefixes stay, waves of siblings pass one by one."""
