@@ -40,7 +40,7 @@ from benchmarks.step.workload import (
 )
 from harness import gpu_results
 from ratoon.cluster.placement import GPU_ENVIRONMENT
-from ratoon.train.report import usage as flops
+from ratoon.train import report as flops
 from ratoon_kernels import BackendUnavailableError, registry, select_backend
 from ratoon_kernels.tree_attention import op
 
