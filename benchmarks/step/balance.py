@@ -26,8 +26,8 @@ from ratoon.model.device_costs import H200_RATES
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, measure
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import share_as_planned
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
-from ratoon.rollout.sharing import share_as_planned
 from ratoon.train.planning import Planner, device_planner
 
 NUM_GROUPS = 64

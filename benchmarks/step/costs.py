@@ -28,9 +28,8 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, Work
 from ratoon.rollout.costs import measure as measure_sizes
 from ratoon.rollout.packed import Stage, UpdatePlan
-from ratoon.rollout.plan import Devices, draft_plan
+from ratoon.rollout.plan import Devices, draft_plan, share_as_planned
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.sharing import share_as_planned
 from ratoon.rollout.waves import peak_tokens
 from ratoon.train.config import OptimizerStates
 from ratoon.train.loss.resolve import resolve_loss

@@ -18,8 +18,7 @@ from torch import Tensor
 from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.stage_plan import HeldTokens
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.waves import resident_tokens

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels import TreeLayout, tree_attention
-from ratoon_kernels.schedule_header import ScheduleHeader
+from ratoon_kernels.schedule import ScheduleHeader
 from tests.kernels.forests import (
     Forest,
     Problem,

@@ -23,10 +23,9 @@ from ratoon_kernels import (
     tree_attention_partial_backward,
     tree_attention_partial_forward,
 )
-from ratoon_kernels.span import Span
+from ratoon_kernels.tiles import Span
 from ratoon_kernels.tree_attention import flex
-from ratoon_kernels.tree_attention.block_masks import BlockGrid
-from ratoon_kernels.tree_attention.block_plan import block_plan
+from ratoon_kernels.tree_attention.block_plan import BlockGrid, block_plan
 from ratoon_kernels.tree_attention.operands import Operands
 from tests.kernels.forests import (
     NAMED,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon_kernels.jit import Param
-from ratoon_kernels.jit.params import layout_params
+from ratoon_kernels.jit.spec import layout_params
 
 C_TYPES = {
     Param.POINTER: ctypes.c_uint64,

@@ -4,8 +4,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ratoon_kernels import KernelArgumentError, Span, TreeLayout, build_layout, tree_attention
-from ratoon_kernels.schedule import build_schedule
-from ratoon_kernels.schedule_header import ScheduleHeader
+from ratoon_kernels.schedule import ScheduleHeader, build_schedule
 from ratoon_kernels.tree_attention import reference
 from ratoon_kernels.tree_attention.operands import Operands
 from tests.kernels.forests import NAMED, Forest, forest_from, random_forests

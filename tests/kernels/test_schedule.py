@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from ratoon_kernels import Span
-from ratoon_kernels.schedule import BACKWARD_QUERY_TILE, TILE_SIZE, Schedule, build_schedule
-from ratoon_kernels.schedule_header import SPLIT_KV_HEADS, ScheduleHeader, Section
+from ratoon_kernels.schedule import (
+    BACKWARD_QUERY_TILE,
+    SPLIT_KV_HEADS,
+    TILE_SIZE,
+    Schedule,
+    ScheduleHeader,
+    Section,
+    build_schedule,
+)
 from tests.kernels.forests import NAMED, Forest, comb, forest_from, random_forests, star
 from tests.kernels.schedule_twin import IntArray, Twin, random_spans
 

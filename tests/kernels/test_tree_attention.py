@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ratoon_kernels import KernelArgumentError, Span, TreeLayout, tree_attention
-from ratoon_kernels.tree_attention import block_flash, block_math, blocks, reference
+from ratoon_kernels.tree_attention import block_flash, blocks, reference
 from ratoon_kernels.tree_attention.operands import Operands
 from tests.kernels.forests import (
     NAMED,
@@ -44,8 +44,8 @@ def _ours(layout: TreeLayout, problem: Problem, *, with_dlse: bool = True) -> Re
 def block_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to do a block: the CPU's operator, and the plain products of other devices."""
     if request.param == "math":
-        monkeypatch.setattr(reference, "_block_kernel", lambda _device: block_math)
-        monkeypatch.setattr(block_math, "SCORE_BYTES", 3000)  # a few queries at a time
+        monkeypatch.setattr(reference, "_block_kernel", lambda _device: blocks)
+        monkeypatch.setattr(blocks, "SCORE_BYTES", 3000)  # a few queries at a time
     return request.param
 
 

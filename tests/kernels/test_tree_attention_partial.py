@@ -16,7 +16,7 @@ from ratoon_kernels import (
     tree_attention_partial_backward,
     tree_attention_partial_forward,
 )
-from ratoon_kernels.tree_attention import block_math, blocks, reference
+from ratoon_kernels.tree_attention import blocks, reference
 from tests.kernels.forests import (
     NAMED,
     Problem,
@@ -74,8 +74,8 @@ def _in_parts(
 @pytest.fixture(params=["flash", "math"])
 def block_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "math":
-        monkeypatch.setattr(reference, "_block_kernel", lambda _device: block_math)
-        monkeypatch.setattr(block_math, "SCORE_BYTES", 3000)
+        monkeypatch.setattr(reference, "_block_kernel", lambda _device: blocks)
+        monkeypatch.setattr(blocks, "SCORE_BYTES", 3000)
     return request.param
 
 

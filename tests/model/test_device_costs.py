@@ -13,9 +13,9 @@ from ratoon.model.device_costs import (
     DeviceRates,
     device_costs,
     recompute_s,
+    token_limits,
     with_recompute,
 )
-from ratoon.model.token_limits import token_limits
 from ratoon.rollout.costs import Work
 from ratoon.rollout.packed import Stage
 from tests.model.test_activation_plan import QWEN3_8B, QWEN3_30B

@@ -21,8 +21,7 @@ from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, PackedBatch
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup

@@ -15,6 +15,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ratoon.model import experts
+from ratoon.model.attention import numbered
 from ratoon.model.experts import (
     _weight_gradient,
     gated_linear,
@@ -24,7 +25,6 @@ from ratoon.model.experts import (
     to_rows,
     to_tokens,
 )
-from ratoon.model.numbered import numbered
 from ratoon.model.router import RouteCount, Router, route
 from ratoon.model.spec import ModelDtype
 from tests.model.builders import hidden_of, load, randomize

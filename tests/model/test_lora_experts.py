@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
-from ratoon.model.lora_experts import LoraExperts
+from ratoon.model.lora import LoraExperts
 from tests.model.test_experts import CASES, Case, D, F, each_case
 
 RANK, ALPHA = 3, 7.5

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from ratoon.model.activation_plan import Kept
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RoutedTokens
+from ratoon.model.router import RoutedTokens
 from ratoon.model.spec import ModelDtype
 from tests.model.builders import load
 from tests.model.compiled import eager_graphs

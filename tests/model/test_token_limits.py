@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from ratoon.errors import RatoonError
 from ratoon.model.activation_plan import DecoderSizes, Kept, peak_bytes, plan_activations
-from ratoon.model.device_costs import H200_RATES, device_costs, with_recompute
+from ratoon.model.device_costs import (
+    H200_RATES,
+    candidate_tokens,
+    device_costs,
+    token_limits,
+    with_recompute,
+)
 from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
-from ratoon.model.token_limits import candidate_tokens, token_limits
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import MicroBatch
 from ratoon.rollout.prefixes import sort_sequences

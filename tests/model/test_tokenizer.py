@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from ratoon.model.presets import preset_config
-from ratoon.model.tokenizer import (
+from ratoon.model.presets import (
     BOS_TOKEN,
     EOS_TOKEN,
     PAD_TOKEN,
     SEPARATOR_TOKEN,
     VOCAB_SIZE,
     byte_tokenizer,
+    preset_config,
     write_tokenizer,
 )
 

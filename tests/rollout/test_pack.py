@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import PackedBatch
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups

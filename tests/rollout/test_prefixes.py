@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.prefixes import shared_with_previous, sort_sequences
-from ratoon.rollout.stems import shared_lengths
+from ratoon.rollout.prefixes import shared_lengths, shared_with_previous, sort_sequences
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
 from tests.rollout import oracle

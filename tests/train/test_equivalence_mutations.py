@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import pack
 from ratoon.rollout.selection import trained_mask
 from ratoon.train import batch_loss, prepare
 from ratoon.train.loss import row_loss

@@ -15,9 +15,8 @@ from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel, SequenceSizes, measure
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import Devices, draft_plan
+from ratoon.rollout.plan import Devices, draft_plan, share_as_planned
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
-from ratoon.rollout.sharing import share_as_planned
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
 from ratoon.train.planning import (

@@ -25,7 +25,7 @@ from ratoon.model.loader import read_model
 from ratoon.model.offload import HostOffload
 from ratoon.model.path_stacks import PathStacks
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RoutedTokens
+from ratoon.model.router import RoutedTokens
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.model.stage_plan import HeldTokens, least_plan
 from ratoon.model.streamed_attention import LayerStage

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ratoon.model.numbered import find, numbered
+from ratoon.model.attention import find, numbered
 from ratoon.model.path_stacks import KeyPair, PathStacks, path_layout
 from ratoon.model.stage_plan import HeldTokens, StreamTokens
 from ratoon.shards.sequence_group import ALONE, SequenceGroup

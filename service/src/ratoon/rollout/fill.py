@@ -1,16 +1,180 @@
-"""Micro-batches filled with groups in sorted order, so that those that share prefixes meet."""
+"""Micro-batches filled with groups in sorted order, so that those that share prefixes meet.
+
+A group that exceeds the budget is streamed, or cut into several micro-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.rollout.costs import CostModel, Work
-from ratoon.rollout.packed import Stage
-from ratoon.rollout.split import GroupSplitter, Part
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.costs import CostModel, RunSums, SequenceSizes, TokenLimits, Work, num_pairs
+from ratoon.rollout.forest import build_forest
+from ratoon.rollout.packed import Forest, Stage
+from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.rollout.waves import cut_into_stages, peak_tokens
+
+# Subtrees within subtrees that may each be run in another way; deeper ones are as those above.
+_MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Sequences that are packed together, by place in the sorted order, ascending, int64.
+
+    `stages` as of a `MicroBatch`: empty where all are run at once. `work`: of all of them.
+    """
+
+    places: NDArray[np.int64]
+    stages: tuple[Stage, ...]
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    parts: tuple[Part, ...]
+    cost: float
+    # Whether the device cannot hold a part.
+    is_refused: bool
+
+
+class KnownWork:
+    """What sequences of one batch take, by place, ascending; each is found once."""
+
+    def __init__(self, batch: RolloutBatch, prefixes: SortedPrefixes, sizes: SequenceSizes) -> None:
+        self.sizes = sizes
+        self._batch = batch
+        self._prefixes = prefixes
+        self._sums: dict[bytes, RunSums] = {}
+        self._shared: dict[tuple[int, int], Work] = {}
+        self._forests: dict[bytes, Forest] = {}
+
+    def sums(self, places: NDArray[np.int64]) -> RunSums:
+        key = places.tobytes()
+        found = self._sums.get(key)
+        if found is None:
+            found = self._sums[key] = self.sizes.run_sums(places)
+        return found
+
+    def shared(self, last: int, first: int) -> Work:
+        """Work of what the place `first` shares with `last`, which is before it."""
+        found = self._shared.get((last, first))
+        if found is None:
+            depth = self.sizes.lcp[last + 1 : first + 1].min(keepdims=True)
+            rows = self.sizes.rows_within(np.array([first]), depth)
+            found = Work(tokens=int(depth[0]), pairs=num_pairs(depth), rows=int(rows[0]))
+            self._shared[last, first] = found
+        return found
+
+    def forest(self, places: NDArray[np.int64]) -> Forest:
+        key = places.tobytes()
+        found = self._forests.get(key)
+        if found is None:
+            sequences = np.sort(self._prefixes.order[places])
+            found = self._forests[key] = build_forest(self._batch, self._prefixes, sequences)
+        return found
+
+
+class GroupSplitter:
+    """Splits groups of one batch under one budget."""
+
+    def __init__(
+        self, known: KnownWork, *, tokens: int, costs: CostModel, limits: TokenLimits
+    ) -> None:
+        """`tokens`: packed ones that are asked to be held at a time, at most."""
+        self.known = known
+        self.budget = max(1, min(tokens, limits.at_once))
+        self.costs = costs
+        self._limits = limits
+
+    def split(self, places: NDArray[np.int64]) -> tuple[Part, ...]:
+        """The cheapest parts of the sequences at `places`; one, at once, where they fit."""
+        if self._fits(places):
+            work = self.known.sums(places).work(0, len(places))
+            return (Part(places=places, stages=(), work=work),)
+        return self._cheapest(places, _MAX_DEPTH).parts
+
+    def _fits(self, places: NDArray[np.int64]) -> bool:
+        return self._run_fits(self.known.sums(places), 0, len(places))
+
+    def _run_fits(self, sums: RunSums, start: int, stop: int) -> bool:
+        return stop - start == 1 or sums.num_tokens(start, stop) <= self.budget
+
+    def _cheapest(self, places: NDArray[np.int64], depth: int) -> _Choice:
+        """The cheapest of three ways: cut where the budget ends; streamed; each subtree apart."""
+        if self._fits(places):
+            return self._at_once(places, [0, len(places)])
+        choices = [self._at_once(places, self._cuts(places)), self._streamed(places)]
+        if depth > 0:
+            choices.append(self._subtrees(places, depth))
+        return min(choices, key=lambda choice: (choice.is_refused, choice.cost))
+
+    def _at_once(self, places: NDArray[np.int64], bounds: Sequence[int]) -> _Choice:
+        """Runs of `places` between neighbouring `bounds`."""
+        sums = self.known.sums(places)
+        parts = tuple(
+            Part(places=places[start:stop], stages=(), work=sums.work(start, stop))
+            for start, stop in pairwise(bounds)
+        )
+        return _Choice(
+            parts=parts,
+            cost=sum(self.costs.packed(part.work) for part in parts),
+            is_refused=any(part.work.tokens > self._limits.at_once for part in parts),
+        )
+
+    def _streamed(self, places: NDArray[np.int64]) -> _Choice:
+        forest = self.known.forest(places)
+        room = max(1, min(self.budget, self._limits.streamed))
+        stages = cut_into_stages(forest, room, self.costs.call_tokens)
+        work = self.known.sums(places).work(0, len(places))
+        # One stage is all at once.
+        is_streamed = len(stages) > 1
+        most = self._limits.streamed if is_streamed else self._limits.at_once
+        return _Choice(
+            parts=(Part(places=places, stages=stages if is_streamed else (), work=work),),
+            cost=self.costs.streamed(work, stages),
+            is_refused=peak_tokens(stages) > most,
+        )
+
+    def _subtrees(self, places: NDArray[np.int64], depth: int) -> _Choice:
+        """Subtrees below the common prefix, which each part repeats; neighbours that fit meet."""
+        sums = self.known.sums(places)
+        trunk = min(sums.shared[1:])
+        firsts = [i for i, shared in enumerate(sums.shared) if i == 0 or shared == trunk]
+        found: list[_Choice] = []
+        opened = 0
+        for start, stop in pairwise([*firsts, len(places)]):
+            if self._run_fits(sums, opened, stop):
+                continue
+            if opened < start:
+                found.append(self._at_once(places, [opened, start]))
+            opened = start
+            if not self._run_fits(sums, start, stop):
+                found.append(self._cheapest(places[start:stop], depth - 1))
+                opened = stop
+        if opened < len(places):
+            found.append(self._at_once(places, [opened, len(places)]))
+        return _Choice(
+            parts=tuple(part for choice in found for part in choice.parts),
+            cost=sum(choice.cost for choice in found),
+            is_refused=any(choice.is_refused for choice in found),
+        )
+
+    def _cuts(self, places: NDArray[np.int64]) -> list[int]:
+        """Bounds of runs of at most the budget's packed tokens, or of one place."""
+        sums = self.known.sums(places)
+        bounds = [0]
+        while bounds[-1] < len(places):
+            start = bounds[-1]
+            most = self.budget - sums.shared[start] + sums.tokens[start]
+            bounds.append(max(start + 1, bisect_right(sums.tokens, most) - 1))
+        return bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

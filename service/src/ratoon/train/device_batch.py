@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RoutedTokens
+from ratoon.model.router import RoutedTokens
 from ratoon.rollout.packed import PackedBatch
 from ratoon_kernels import TreeLayout, build_layout, token_logprobs
 

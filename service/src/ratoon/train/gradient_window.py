@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.model.route_counts import RouteSums
+from ratoon.model.router import RouteSums
 from ratoon.rollout.selection import Counters
 from ratoon.train.loss.spec import CounterDivisor, Loss, NoDivisor, Normalisation
 from ratoon.train.loss.sums import LossSums

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, MicroBatch, PackedBatch, Stage
 from ratoon.rollout.waves import fits_forest
 from ratoon.train.prepare import Prepared, PreparedForward

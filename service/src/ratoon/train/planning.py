@@ -15,8 +15,13 @@ from numpy.typing import NDArray
 
 from ratoon.errors import invalid
 from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import DeviceRates, device_costs, with_recompute
-from ratoon.model.token_limits import candidate_tokens, token_limits
+from ratoon.model.device_costs import (
+    DeviceRates,
+    candidate_tokens,
+    device_costs,
+    token_limits,
+    with_recompute,
+)
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import DEFAULT_COSTS, DEFAULT_EXCHANGE
 from ratoon.rollout.packed import UpdatePlan

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ratoon.rollout import advantages as group_advantages
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.plan import share_as_planned
 from ratoon.rollout.prefixes import SortedPrefixes, route_conflicts, sort_sequences
 from ratoon.rollout.selection import (
     Counters,
@@ -28,7 +29,6 @@ from ratoon.rollout.selection import (
     trained_lengths,
     trained_mask,
 )
-from ratoon.rollout.sharing import share_as_planned
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.warnings import batch_warnings
 from ratoon.train.planning import Planner

@@ -7,7 +7,7 @@ as one that is not finite.
 from __future__ import annotations
 
 from ratoon.errors import invalid
-from ratoon.rollout.fields import MAX_FLOAT32
+from ratoon.rollout.raw import MAX_FLOAT32
 
 
 def require(field: str, value: float, holds: bool, expected: str) -> None:

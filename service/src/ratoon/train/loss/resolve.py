@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.fields import sequence_field
+from ratoon.rollout.raw import sequence_field
 from ratoon.train.loss.checks import require, require_finite, require_not_negative
 from ratoon.train.loss.kinds import LOSSES, LossDefinition, resolve_objective
 from ratoon.train.loss.resolve_logprobs import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import invalid
-from ratoon.model.stored_weights import are_finite
+from ratoon.model.safetensors_files import are_finite
 from ratoon.train.config import OptimizerStates
 from ratoon.train.optim.rounding import join_float32
 from ratoon.train.optim.step_bounds import StateBounds

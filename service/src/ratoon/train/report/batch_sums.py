@@ -8,7 +8,7 @@ import numpy as np
 
 from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.versions import versions_of_tokens
+from ratoon.rollout.columns import versions_of_tokens
 from ratoon.train.additive import Merged, Moments, largest, mean, total
 from ratoon.train.prepare import Prepared
 

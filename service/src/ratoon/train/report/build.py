@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ratoon.model.route_counts import RouteSums
+from ratoon.model.router import RouteSums
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.train.additive import mean
 from ratoon.train.gradient_window import Totals, divide_number

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ratoon.model.attention import PathAttention
-from ratoon.model.route_counts import RoutedTokens
+from ratoon.model.router import RoutedTokens
 from ratoon.rollout.packed import PackedBatch
 from ratoon.shards.sequence_group import SequenceGroup
 from ratoon.train.device_batch import DeviceBatch, TokenOutputs, put

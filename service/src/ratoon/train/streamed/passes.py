@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ratoon.model.attention import PathAttention
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RoutedTokens
+from ratoon.model.router import RoutedTokens
 from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.rollout.packed import PackedBatch, Stage
