@@ -84,7 +84,7 @@ def _grid(queries: Span, keys: Span, rng: np.random.Generator) -> BlockGrid:
 def test_lists_cover_the_mask_of_any_two_ranges_on_any_grid() -> None:
     rng = np.random.default_rng(0)
     num_checked = 0
-    for index, forest in enumerate(random_forests(seed=1, count=500, max_nodes=12, max_length=9)):
+    for index, forest in enumerate(random_forests(seed=1, count=150, max_nodes=12, max_length=9)):
         cuts = np.sort(rng.integers(0, forest.num_tokens + 1, (2, 2)), axis=1)
         if index % 3 == 0:
             cuts[:] = (0, forest.num_tokens)
@@ -92,7 +92,7 @@ def test_lists_cover_the_mask_of_any_two_ranges_on_any_grid() -> None:
         if len(queries) and len(keys):
             _check(forest, queries, keys, _grid(queries, keys, rng))
             num_checked += 1
-    assert num_checked > 400
+    assert num_checked > 120
 
 
 def test_full_width_depends_on_the_padded_lengths_alone() -> None:

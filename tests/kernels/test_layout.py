@@ -34,7 +34,7 @@ def test_end_is_the_mask_and_position_the_depth_of_named_forests(name: str) -> N
 
 
 def test_end_is_the_mask_and_position_the_depth_of_random_forests() -> None:
-    for forest in random_forests(seed=0, count=300, max_nodes=24, max_length=5):
+    for forest in random_forests(seed=0, count=100, max_nodes=24, max_length=5):
         _check(forest)
 
 

@@ -110,7 +110,7 @@ def _check(case: Case) -> Schedule:
 @pytest.mark.parametrize(
     ("seed", "count", "max_nodes", "max_length"),
     [
-        *((0, 300, 6, 5), (1, 200, 16, 6), (2, 50, 60, 2), (3, 50, 8, 24)),
+        *((0, 100, 6, 5), (1, 80, 16, 6), (2, 25, 60, 2), (3, 25, 8, 24)),
         pytest.param(0, 1500, 6, 5, marks=pytest.mark.more),
         pytest.param(1, 1000, 16, 6, marks=pytest.mark.more),
         pytest.param(2, 250, 60, 2, marks=pytest.mark.more),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,8 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RoutedTokens
 from ratoon.model.spec import ModelDtype
 from tests.model.builders import load
-from tests.model.compiled import eager_graphs
 from tests.model.packing import Packed, branching_sequences, pack
 from tests.tiny_models import write_folder
-
-
-@pytest.fixture
-def graphs() -> Iterator[list[GraphModule]]:
-    with eager_graphs() as compiled:
-        yield compiled
 
 
 def _hidden(model: PolicyModel, packed: Packed, copies_T: Tensor | None) -> Tensor:
@@ -31,17 +23,10 @@ def _hidden(model: PolicyModel, packed: Packed, copies_T: Tensor | None) -> Tens
     return model.forward_hidden(packed.tokens_T, packed.position_T, packed.layout, routed)
 
 
-_KEPT = pytest.mark.parametrize(
-    "kept",
-    [
-        None,
-        Kept.NARROW,
-        *(pytest.param(kept, marks=pytest.mark.more) for kept in Kept if kept is not Kept.NARROW),
-    ],
-)
+_MORE = [pytest.param(kept, marks=pytest.mark.more) for kept in Kept if kept is not Kept.NARROW]
 
 
-@_KEPT
+@pytest.mark.parametrize("kept", [None, Kept.NARROW, *_MORE])
 def test_layers_count_once_compiled_or_not(
     tmp_path: Path, kept: Kept | None, graphs: list[GraphModule]
 ) -> None:
@@ -88,7 +73,7 @@ class _Given:
         return self.grad_LTE[row].to(probs_TE.dtype)
 
 
-@_KEPT
+@pytest.mark.parametrize("kept", [Kept.NARROW, pytest.param(None, marks=pytest.mark.more), *_MORE])
 def test_a_balance_has_its_gradient_once_compiled_or_not(
     tmp_path: Path, kept: Kept | None, graphs: list[GraphModule]
 ) -> None:

@@ -41,7 +41,7 @@ SMALL = DecoderSizes(
 # The backward of a layer takes little, so that what waits does.
 NARROW = dataclasses.replace(SMALL, mlp_size=2)
 HEAD = dataclasses.replace(SMALL, vocab_size=2000, head_is_trained=True)
-CHECKED = settings(max_examples=400, deadline=None)
+CHECKED = settings(max_examples=120, deadline=None)
 
 
 @st.composite

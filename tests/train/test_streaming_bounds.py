@@ -23,12 +23,11 @@ from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.attention import PathAttention
 from ratoon.model.loader import read_model
 from ratoon.model.offload import HostOffload
-from ratoon.model.path_stacks import PathStacks
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RoutedTokens
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.model.stage_plan import HeldTokens, least_plan
-from ratoon.model.streamed_attention import LayerStage
+from ratoon.model.streamed_attention import LayerStage, PathStacks
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
