@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.errors import RatoonError
-from ratoon.model.activation_plan import DecoderSizes, Kept, peak_bytes, plan_activations
-from ratoon.model.device_costs import (
+from ratoon.planner.activation_plan import DecoderSizes, Kept, peak_bytes, plan_activations
+from ratoon.planner.costs import Work
+from ratoon.planner.device_costs import (
     H200_RATES,
     DeviceRates,
     candidate_tokens,
@@ -23,9 +24,8 @@ from ratoon.model.device_costs import (
     token_limits,
     with_recompute,
 )
-from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
+from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
-from ratoon.rollout.costs import Work
 from ratoon.rollout.packed import MicroBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from tests.builders import random_batch

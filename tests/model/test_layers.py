@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratoon.errors import ErrorCode
 from ratoon.model import layers
-from ratoon.model.activation_plan import Kept, max_tokens, peak_bytes, plan_activations
 from ratoon.model.layers import most_tokens
 from ratoon.model.offload import HostOffload
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.activation_plan import Kept, max_tokens, peak_bytes, plan_activations
 from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.builders import (
     FULL,

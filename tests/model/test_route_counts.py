@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ratoon.model.activation_plan import Kept
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RoutedTokens
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.activation_plan import Kept
 from tests.model.builders import load
 from tests.model.packing import Packed, branching_sequences, pack
 from tests.tiny_models import write_folder

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.activation_plan import Kept, peak_bytes
 from ratoon.shards.sequence_group import SequenceGroup
 from tests.model.builders import TINY, load
 from tests.model.packing import Packed, branching_sequences, pack

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import (
     AttentionStream,
     LayerStage,
     StageAttention,
     path_layout,
 )
+from ratoon.planner.stage_plan import StreamTokens
 from ratoon_kernels import Span, TreeLayout, build_layout, tree_attention
 from tests.equivalence import relative_error
 

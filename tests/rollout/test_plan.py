@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.planner.plan import check_plan
+from ratoon.planner.waves import peak_tokens
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
-from ratoon.rollout.plan import check_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
-from ratoon.rollout.waves import peak_tokens
 from tests.builders import group, limits, random_batch, rollout
 from tests.plans import journaled, make_plan
 from tests.rollout import oracle

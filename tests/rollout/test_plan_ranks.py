@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.rollout import spread
+from ratoon.planner import spread
+from ratoon.planner.costs import DEFAULT_COSTS, NO_LIMITS, CostModel, SequenceSizes, measure
+from ratoon.planner.plan import share_as_planned
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, NO_LIMITS, CostModel, SequenceSizes, measure
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import share_as_planned
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratoon.planner.costs import DEFAULT_COSTS, CostModel, measure
+from ratoon.planner.plan import share_as_planned, unshared_places
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, measure
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import share_as_planned, unshared_places
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.packed import Forest, Stage
-from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.validate import validate_groups
-from ratoon.rollout.waves import (
+from ratoon.planner.waves import (
     cut_into_stages,
     first_misplaced,
     fits_forest,
     peak_tokens,
     resident_tokens,
 )
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.forest import build_forest
+from ratoon.rollout.packed import Forest, Stage
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
 from tests.rollout.stages import num_ancestors
 from tests.rollout.strategies import CHECKED, batches

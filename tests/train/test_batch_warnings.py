@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from ratoon.train.report.batch_sums import of_prepared
 from ratoon_proto.types import (

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import RatoonError
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.compute import TermColumns, compute_loss
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from ratoon_proto.types import (
     KlConfig,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ratoon.model.stage_plan import HeldTokens
+from ratoon.planner.stage_plan import HeldTokens
 from ratoon.shards.sequence_group import SequenceGroup
 from ratoon_kernels import TreeLayout, tree_attention, tree_attention_partial_backward
 from ratoon_kernels.precision import accumulation_dtype

@@ -17,14 +17,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
-from ratoon.model.activation_plan import DecoderSizes, Kept, fetched_at, max_tokens
 from ratoon.model.attention import PathAttention, SequenceAttention, TreeAttention
 from ratoon.model.layers import DecoderLayers
 from ratoon.model.router import RouteCounts, RoutedTokens
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
-from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import attention_window, longest_sequence
+from ratoon.planner.activation_plan import DecoderSizes, Kept, fetched_at, max_tokens
+from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.shards.layer_shards import LayerShards
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon_kernels import TreeLayout

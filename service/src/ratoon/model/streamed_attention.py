@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.model.attention import find, numbered
-from ratoon.model.stage_plan import HeldTokens, StreamTokens
+from ratoon.planner.stage_plan import HeldTokens, StreamTokens
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon_kernels import (
     Span,

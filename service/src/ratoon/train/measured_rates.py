@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import H200_RATES, PAIR_FLOPS, DeviceRates
+from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.device_costs import H200_RATES, PAIR_FLOPS, DeviceRates
 from ratoon_kernels import build_layout, token_logprobs_forward_backward, tree_attention
 
 # Share of the FLOP/s of products alone that whole steps reach: on an H200 653 of 803 TFLOP/s.

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.planner.waves import fits_forest
 from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, MicroBatch, PackedBatch, Stage
-from ratoon.rollout.waves import fits_forest
 from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon.train.report.clock import Moment
 

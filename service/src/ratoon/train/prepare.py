@@ -14,10 +14,11 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.planner.plan import share_as_planned
+from ratoon.planner.planning import Planner
 from ratoon.rollout import advantages as group_advantages
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import share_as_planned
 from ratoon.rollout.prefixes import SortedPrefixes, route_conflicts, sort_sequences
 from ratoon.rollout.selection import (
     Counters,
@@ -31,7 +32,6 @@ from ratoon.rollout.selection import (
 )
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.warnings import batch_warnings
-from ratoon.train.planning import Planner
 from ratoon_proto.types import (
     AdvantageKind,
     OverlongFilter,

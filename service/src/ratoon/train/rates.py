@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from ratoon.log import get_logger
-from ratoon.model.device_costs import H200_RATES, KNOWN_RATES, DeviceRates
+from ratoon.planner.device_costs import H200_RATES, KNOWN_RATES, DeviceRates
 from ratoon.stream.files import (
     DamagedFileError,
     digest_bytes,

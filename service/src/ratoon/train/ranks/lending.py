@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ratoon.model.device_costs import DeviceRates
 from ratoon.model.policy_model import PolicyModel
-from ratoon.train.planning import Planner, cpu_planner, device_planner
+from ratoon.planner.device_costs import DeviceRates
+from ratoon.planner.planning import Planner, cpu_planner, device_planner
 from ratoon.train.ranks.group import RankGroup
 from ratoon.train.ranks.rank import OnlyBackward, Rank
 from ratoon.train.spec import TrainerSpec

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ratoon.planner.waves import runs_of
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
-from ratoon.rollout.waves import runs_of
 
 # Time of a backward, in forwards.
 _BACKWARD_COST = 2

@@ -13,12 +13,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.planner.costs import CostModel, RunSums, SequenceSizes, TokenLimits, Work, num_pairs
+from ratoon.planner.waves import cut_into_stages, peak_tokens
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel, RunSums, SequenceSizes, TokenLimits, Work, num_pairs
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import Forest, Stage
 from ratoon.rollout.prefixes import SortedPrefixes
-from ratoon.rollout.waves import cut_into_stages, peak_tokens
 
 # Subtrees within subtrees that may each be run in another way; deeper ones are as those above.
 _MAX_DEPTH = 8

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from ratoon.model.activation_plan import (
+from ratoon.planner.activation_plan import (
     DecoderSizes,
     Kept,
     largest_plan,
@@ -20,7 +20,7 @@ from ratoon.model.activation_plan import (
     most_tokens,
     streamed_tokens,
 )
-from ratoon.rollout.costs import CostModel, Recompute, TokenLimits
+from ratoon.planner.costs import CostModel, Recompute, TokenLimits
 
 # Keys that a token reads in vain for each prefix above its own. Attention's tiles have 128 keys:
 # one is wasted where the prefix ends, and half of one where its own sequence begins.

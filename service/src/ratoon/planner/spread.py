@@ -15,9 +15,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.rollout.costs import SequenceSizes
-from ratoon.rollout.fill import Filled, Filler
-from ratoon.rollout.line import Atoms, Line, LineCosts, lay_out
+from ratoon.planner.costs import SequenceSizes
+from ratoon.planner.fill import Filled, Filler
+from ratoon.planner.line import Atoms, Line, LineCosts, lay_out
 
 # A longest rank this close to the mean, as a share of it, is not worth another move.
 GOOD_ENOUGH = 2e-3

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.rollout.batch import RolloutBatch, group_of_sequence, sequence_lengths
-from ratoon.rollout.costs import (
+from ratoon.planner.costs import (
     DEFAULT_COSTS,
     NO_LIMITS,
     CostModel,
@@ -26,11 +25,12 @@ from ratoon.rollout.costs import (
     measure,
     num_pairs,
 )
-from ratoon.rollout.fill import Filled, Filler, GroupSplitter, KnownWork
+from ratoon.planner.fill import Filled, Filler, GroupSplitter, KnownWork
+from ratoon.planner.spread import RankLoads, spread
+from ratoon.planner.waves import first_misplaced, peak_tokens
+from ratoon.rollout.batch import RolloutBatch, group_of_sequence, sequence_lengths
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
-from ratoon.rollout.spread import RankLoads, spread
-from ratoon.rollout.waves import first_misplaced, peak_tokens
 
 _COUNTS = (
     "micro_batch_tokens",
