@@ -198,7 +198,7 @@ def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
     """Returns expert_TC in the order of a stable sort, because topk does not specify the order of
     equal ones."""
     if probs_TE.is_cuda and probs_TE.dtype is torch.float32:
-        from ratoon.model.route_kernel import choose_experts
+        from ratoon_kernels.routed_experts import choose_experts
 
         return choose_experts(probs_TE, top_k)
     return probs_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
