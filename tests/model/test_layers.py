@@ -341,7 +341,7 @@ def test_bits_do_not_depend_on_what_ran_as_more_before(monkeypatch: pytest.Monke
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 def test_adapters_are_part_of_the_graphs(
     tmp_path: Path, model_type: str, graphs: list[GraphModule]
 ) -> None:
@@ -366,7 +366,9 @@ def test_adapters_are_part_of_the_graphs(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("dtype", [ModelDtype.FLOAT32, ModelDtype.BFLOAT16])
+@pytest.mark.parametrize(
+    "dtype", [ModelDtype.FLOAT32, pytest.param(ModelDtype.BFLOAT16, marks=pytest.mark.slow)]
+)
 def test_experts_are_part_of_the_graphs(
     tmp_path: Path, dtype: ModelDtype, graphs: list[GraphModule]
 ) -> None:
