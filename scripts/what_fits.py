@@ -26,12 +26,11 @@ from transformers import (
 )
 
 from ratoon.errors import RatoonError
-from ratoon.model.activation_plan import DecoderSizes
 from ratoon.model.loader import placed_bytes
 from ratoon.model.lora import attach_adapter
-from ratoon.model.policy_model import names_by_layer
-from ratoon.model.sizes import decoder_sizes
-from ratoon.model.token_limits import token_limits
+from ratoon.model.policy_model import decoder_sizes, names_by_layer
+from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.device_costs import token_limits
 from ratoon.train.numerics import plannable_bytes
 from ratoon.train.ranks.layout import Layout, choose_layout, needed_bytes
 from ratoon.train.spec import OptimizerStates

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.engine.journal.codec import from_text, to_text
+from ratoon.planner.costs import DEFAULT_COSTS, NO_LIMITS, CostModel, TokenLimits
+from ratoon.planner.plan import Devices, draft_plan
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, NO_LIMITS, CostModel, TokenLimits
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
-from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import SortedPrefixes
 
 # No field has its default.

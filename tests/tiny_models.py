@@ -7,7 +7,9 @@ random too.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -31,6 +33,15 @@ def write_folder(
     folder: Path, architecture: str, *, vocab_size: int = 64, num_heads: int = 4, seed: int = 0
 ) -> Path:
     """A model of two layers and hidden size 16 at `folder`; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _files_of(architecture, vocab_size, num_heads, seed).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@functools.cache
+def _files_of(architecture: str, vocab_size: int, num_heads: int, seed: int) -> dict[str, bytes]:
+    """Made once a process: most tests want a folder of their own with the same model."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = cast(Any, AutoModelForCausalLM).from_config(
@@ -41,8 +52,9 @@ def write_folder(
                 is_matrix = parameter.ndim > 1
                 noise = torch.randn_like(parameter) * (0.25 if is_matrix else 0.1)
                 parameter.copy_(noise if is_matrix else 1 + noise)
-    model.save_pretrained(folder)
-    return folder
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedConfig:

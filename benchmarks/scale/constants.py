@@ -18,8 +18,8 @@ from benchmarks.step.run import FULL
 from benchmarks.step.workload import PEAK_FLOPS, QWEN3_8B, QWEN3_30B_A3B, ModelSize, RoutedSize
 from harness.environment import ROOT
 from ratoon.config import LimitsConfig
-from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import H200_RATES
+from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.device_costs import H200_RATES
 
 GIB = 2**30
 NODE = 8
@@ -162,7 +162,7 @@ def constants(planning: Mapping[str, Any]) -> list[Constant]:
         measured("to_host", 2 * parameters_8b / first["publish_s"] / 1e9, "GB/s per GPU",
                  "h200/start.json, warm: 8B into pinned memory"),
         cited("hbm", H200_RATES.memory_bytes / 1e12, "TB/s",
-              "data sheet of the H200, less what is not reached (`ratoon/model/device_costs.py`)"),
+              "data sheet of the H200, less what is not reached (`planner/device_costs.py`)"),
         cited("collectives", 3.3, "GB per GPU",
               "NVIDIA/nccl issue 1685: the first all-to-all of 8 H100; pooled between nodes"),
         assumed("bucket", 256 * 2**20 / 1e6, "MB", "a message of Z1 and Z2; Z3's are layers"),

@@ -36,11 +36,11 @@ from benchmarks.scale.simulate import (
 from benchmarks.step.run import FULL
 from benchmarks.step.workload import QWEN3_8B, make_batch
 from harness.environment import describe
-from ratoon.model.device_costs import H200_RATES
+from ratoon.planner.device_costs import H200_RATES
+from ratoon.planner.planning import Planner, device_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
-from ratoon.train.planning import Planner, device_planner
 
 COUNTS = (8, 32, 128, 512, 1024, 4096)
 GROUPS_PER_GPU = 4

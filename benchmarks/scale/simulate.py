@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from benchmarks.scale.constants import GPU_BYTES, NODE, Model, Values
 from benchmarks.scale.groups import Batch, deal, num_calls, split, turns
 from benchmarks.step.workload import RoutedSize, StepWork, step_flops
-from ratoon.model.activation_plan import Kept, largest_plan, most_tokens, streamed_tokens
-from ratoon.model.device_costs import H200_RATES, recompute_s
+from ratoon.planner.activation_plan import Kept, largest_plan, most_tokens, streamed_tokens
+from ratoon.planner.device_costs import H200_RATES, recompute_s
 from ratoon.train.numerics import plannable_bytes
 
 # Bytes per parameter of bf16 weights, float32 sums, and 8-bit moments in blocks of 256.

@@ -21,14 +21,14 @@ import numpy as np
 from benchmarks.common.document import aligned, write_json
 from benchmarks.step.workload import QWEN3_8B, Group, make_batch
 from harness.environment import describe
-from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import H200_RATES
+from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.costs import CostModel, measure
+from ratoon.planner.device_costs import H200_RATES
+from ratoon.planner.plan import share_as_planned
+from ratoon.planner.planning import Planner, device_planner
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel, measure
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
-from ratoon.rollout.sharing import share_as_planned
-from ratoon.train.planning import Planner, device_planner
 
 NUM_GROUPS = 64
 NUM_RANKS = 8

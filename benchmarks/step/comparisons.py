@@ -32,13 +32,13 @@ from benchmarks.step.workload import (
     replicated_batches,
     replicated_work,
 )
-from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import DeviceRates, device_costs
+from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.costs import CostModel, Work
+from ratoon.planner.device_costs import DeviceRates, device_costs
+from ratoon.planner.plan import Devices, draft_plan
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel, Work
 from ratoon.rollout.forest import response_tokens
 from ratoon.rollout.packed import PackedBatch
-from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train.micro_batches import DeviceBatch, to_device
 

@@ -22,16 +22,15 @@ from benchmarks.step.run import Row, Run, Scale, Section, figures_or_refusal
 from benchmarks.step.updates import open_trainer
 from benchmarks.step.ways import Ways
 from benchmarks.step.workload import CutGroup, make_batch
-from ratoon.model.activation_plan import DecoderSizes, Kept, most_tokens
-from ratoon.model.device_costs import H200_RATES, DeviceRates, device_costs
+from ratoon.planner.activation_plan import DecoderSizes, Kept, most_tokens
+from ratoon.planner.costs import CostModel, Work
+from ratoon.planner.costs import measure as measure_sizes
+from ratoon.planner.device_costs import H200_RATES, DeviceRates, device_costs
+from ratoon.planner.plan import Devices, draft_plan, share_as_planned
+from ratoon.planner.waves import peak_tokens
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel, Work
-from ratoon.rollout.costs import measure as measure_sizes
 from ratoon.rollout.packed import Stage, UpdatePlan
-from ratoon.rollout.plan import Devices, draft_plan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.sharing import share_as_planned
-from ratoon.rollout.waves import peak_tokens
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
 from ratoon.train.numerics import activation_bytes

@@ -30,8 +30,7 @@ from harness.environment import describe
 from ratoon.model.export import export_weights
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.spec import TrainerSpec

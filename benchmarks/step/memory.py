@@ -26,7 +26,7 @@ from benchmarks.step.workload import (
     replicated_work,
     step_flops,
 )
-from ratoon.model.stage_plan import HeldTokens
+from ratoon.planner.stage_plan import HeldTokens
 
 # Prefixes of case names.
 ACTIVATIONS, MANY = "activations ", "many "

@@ -17,7 +17,7 @@ from benchmarks.common.forests import PAPER_LENGTHS
 from benchmarks.step.subjects import Way, build_module
 from benchmarks.step.varlen import FA2
 from benchmarks.step.workload import QWEN3_1_7B, QWEN3_8B, TINY, CutGroup, Group, ModelSize
-from ratoon.model.device_costs import H200_RATES, KNOWN_RATES, DeviceRates
+from ratoon.planner.device_costs import H200_RATES, KNOWN_RATES, DeviceRates
 from ratoon.train.numerics import device_model
 
 Row = dict[str, Any]

@@ -27,13 +27,13 @@ from transformers import (
 
 from benchmarks.step import varlen as step_varlen
 from benchmarks.step.workload import ModelSize, RoutedSize, SeededBatch
-from ratoon.model.activation_plan import Kept
 from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_attention
 from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import replace_routers
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
-from ratoon.model.stage_plan import ForwardPlan, HeldTokens, least_plan, plan_forward
+from ratoon.planner.activation_plan import Kept
+from ratoon.planner.stage_plan import ForwardPlan, HeldTokens, least_plan, plan_forward
 from ratoon.train.clock import DeviceClock
 from ratoon.train.loss.compute import LossGradients
 from ratoon.train.loss.sums import pack_sums

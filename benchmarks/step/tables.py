@@ -29,7 +29,7 @@ from benchmarks.step.rows import (
     update_ratio,
 )
 from benchmarks.step.run import Row
-from ratoon.model.device_costs import DeviceRates
+from ratoon.planner.device_costs import DeviceRates
 
 NOTHING = "–"
 # Largest relative change from unprofiled to profiled seconds that needs no note.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels import TreeLayout, registry
-from ratoon_kernels.tree_attention import backends, op
+from ratoon_kernels.tree_attention import op
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 FA2 = "fa2"
@@ -64,11 +64,11 @@ def install() -> None:
     """Registers the name `fa2` with the op and its registry; idempotent."""
     of_op: Any = op
     of_registry: Any = registry
-    if FA2 in of_op.BACKENDS:
+    if FA2 in of_op.TREE_ATTENTION_BACKENDS:
         return
-    known: Any = {**backends.BACKENDS, FA2: sys.modules[__name__]}
-    held: Any = {**of_registry._BACKENDS, backends.OP: MappingProxyType(known)}
-    of_op.BACKENDS = MappingProxyType(known)
+    known: Any = {**registry.TREE_ATTENTION_BACKENDS, FA2: sys.modules[__name__]}
+    held: Any = {**of_registry._BACKENDS, registry.TREE_ATTENTION: MappingProxyType(known)}
+    of_op.TREE_ATTENTION_BACKENDS = MappingProxyType(known)
     of_registry._BACKENDS = MappingProxyType(held)
 
 

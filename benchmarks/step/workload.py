@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.experts import EXPERTS_NAME
-from ratoon.model.stage_plan import HeldTokens
+from ratoon.planner.stage_plan import HeldTokens
+from ratoon.planner.waves import resident_tokens
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.waves import resident_tokens
 from ratoon.train.micro_batches import DeviceBatch, to_device
 from ratoon.train.staged_batch import stream_tokens
 

@@ -36,7 +36,7 @@ from benchmarks.step.subjects import build_module
 from benchmarks.step.workload import QWEN3_8B, ModelSize
 from harness.gpu_results import ROOT, write_result
 from harness.service import Service
-from ratoon.model.tokenizer import VOCAB_SIZE, write_tokenizer
+from ratoon.model.presets import VOCAB_SIZE, write_tokenizer
 from ratoon.sole_service import free_port
 from ratoon_client import RatoonClient
 

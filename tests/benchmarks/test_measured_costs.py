@@ -13,17 +13,17 @@ import pytest
 
 from benchmarks.step.run import FULL
 from benchmarks.step.workload import Group, make_batch
-from ratoon.model.activation_plan import Kept
-from ratoon.model.device_costs import (
+from ratoon.planner.activation_plan import Kept
+from ratoon.planner.costs import Work, measure
+from ratoon.planner.device_costs import (
     H200_RATES,
     KNOWN_RATES,
     device_costs,
     recompute_s,
 )
-from ratoon.rollout.costs import Work, measure
+from ratoon.planner.planning import device_planner
 from ratoon.rollout.packed import MicroBatch
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train.planning import device_planner
 from tests.model.test_activation_plan import QWEN3_8B
 
 pytestmark = pytest.mark.more

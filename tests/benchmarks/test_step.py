@@ -191,12 +191,12 @@ def test_what_takes_long_has_few_samples(
 
 def test_fa2_is_never_chosen_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     of_op: Any = op
-    monkeypatch.setattr(op, "BACKENDS", of_op.BACKENDS)
+    monkeypatch.setattr(op, "TREE_ATTENTION_BACKENDS", of_op.TREE_ATTENTION_BACKENDS)
     monkeypatch.setattr(registry, "_BACKENDS", registry._BACKENDS)
     before = select_backend("tree_attention", None, CPU, torch.float32, 8)
     step_varlen.install()
     step_varlen.install()
-    assert list(of_op.BACKENDS)[-1] == step_varlen.FA2
+    assert list(of_op.TREE_ATTENTION_BACKENDS)[-1] == step_varlen.FA2
     assert select_backend("tree_attention", None, CPU, torch.float32, 8) == before
     with pytest.raises(BackendUnavailableError, match="CUDA"):
         select_backend("tree_attention", step_varlen.FA2, CPU, torch.bfloat16, 128)

@@ -30,9 +30,9 @@ from benchmarks.step.rows import Target, by_case, planned_speedup, targets
 from benchmarks.step.run import FULL, SMALL, Run
 from benchmarks.step.tables import cost_table, crossover_table
 from benchmarks.step.workload import QWEN3_8B, TINY, CutGroup, Group, make_batch
-from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import H200_RATES, DeviceRates, device_costs
-from ratoon.rollout.costs import Work
+from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.costs import Work
+from ratoon.planner.device_costs import H200_RATES, DeviceRates, device_costs
 from ratoon.rollout.packed import Stage
 
 pytestmark = pytest.mark.more

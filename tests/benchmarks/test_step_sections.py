@@ -41,9 +41,9 @@ from benchmarks.step.workload import (
     waves,
 )
 from ratoon.errors import RatoonError
-from ratoon.model.activation_plan import Kept, peak_bytes
-from ratoon.model.stage_plan import HeldTokens, StreamTokens
-from ratoon.rollout.waves import fits_forest
+from ratoon.planner.activation_plan import Kept, peak_bytes
+from ratoon.planner.stage_plan import HeldTokens, StreamTokens
+from ratoon.planner.waves import fits_forest
 
 pytestmark = pytest.mark.more
 

@@ -81,7 +81,7 @@ def test_install_gives_pinned_versions_outside_the_checkout(installed: Path) -> 
 @pytest.mark.more
 @pytest.mark.timeout(900)
 def test_install_compiles_kernels_ahead_for_cuda_alone(installed: Path) -> None:
-    code = "from ratoon_kernels.jit import prebuilt; print(prebuilt.PREBUILT_FOLDER.exists())"
+    code = "from ratoon_kernels.jit import cache; print(cache.PREBUILT_FOLDER.exists())"
     assert _run(installed / "bin" / "python", "-c", code).stdout == "False\n"
     ahead = r'if \[ "\$device" = cuda \]; then\n\s+\S+/python" -m ratoon_kernels.jit.prebuild\nfi'
     assert re.search(ahead, INSTALL.read_text())

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ratoon.model.tokenizer import EOS_TOKEN
+from ratoon.model.presets import EOS_TOKEN
 from tests.running_service import Service
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"

@@ -22,12 +22,12 @@ from ratoon.engine.types import Operation, version_of
 from ratoon.engine.worker.tasks import WorkerStatus
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.device_costs import DeviceRates
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.device_costs import DeviceRates
+from ratoon.planner.planning import device_planner
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_file
-from ratoon.train.planning import device_planner
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon.train.trainer import Trainer

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
+from ratoon.planner.costs import DEFAULT_COSTS
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train.prepare import has_trained_tokens
 from ratoon.train.spec import OptimizerStates, TrainerSpec

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from ratoon.errors import invalid
 from ratoon.model.folder import ModelFolder
-from ratoon.model.stored_weights import open_tensors, weight_files
+from ratoon.model.safetensors_files import open_tensors, weight_files
 from ratoon.model.support import longest_sequence, read_config
 from tests.hostile.mutate import mutated_bytes, mutated_json
 from tests.tiny_models import ARCHITECTURES, write_folder

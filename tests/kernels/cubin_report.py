@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from ratoon_kernels.jit import KernelSpec
-from ratoon_kernels.jit.compiler import CompiledKernel, compile_kernel, nvrtc_version
-from ratoon_kernels.jit.sources import read_sources
+from ratoon_kernels.jit.compiler import CompiledKernel, compile_kernel, nvrtc_version, read_sources
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")

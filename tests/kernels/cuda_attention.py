@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels import TreeLayout, tree_attention
-from ratoon_kernels.schedule_header import ScheduleHeader
+from ratoon_kernels.schedule import ScheduleHeader
 from tests.kernels.forests import (
     Forest,
     Problem,
@@ -31,6 +31,7 @@ from tests.kernels.forests import (
     relative_error,
     run,
 )
+from tests.kernels.parts import run_in_parts
 
 DEVICE: Final = "cuda"
 BACKEND: Final = "cuda"
@@ -88,6 +89,9 @@ def run_cuda(
     attention = attention_of(layout, problem.scale, deterministic=deterministic)
     with stale_memory():
         return run(attention, problem, with_dlse=with_dlse)
+
+
+run_cuda_in_parts = functools.partial(run_in_parts, backend=BACKEND, memory=stale_memory)
 
 
 def run_reference(layout: TreeLayout, problem: Problem, *, with_dlse: bool = True) -> Results:

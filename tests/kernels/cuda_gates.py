@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ratoon_kernels.jit import KernelSpec
-from ratoon_kernels.jit.params import layout_params
+from ratoon_kernels.jit.spec import layout_params
 from tests.kernels.cubin_report import CubinReport
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratoon_kernels.jit import KernelSpec, Param
-from ratoon_kernels.jit.params import Parameter
+from ratoon_kernels.jit.spec import Parameter
 
 CSRC = Path(__file__).parent / "csrc"
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon_kernels.jit.calls import driver
-from ratoon_kernels.jit.context import primary_context
+from ratoon_kernels.jit.calls import driver, primary_context
 
 CONTEXT, OTHER_CONTEXT, FUNCTION = 11, 12, 21
 OK = (0,)

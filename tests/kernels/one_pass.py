@@ -49,9 +49,16 @@ class Case:
 
 
 def make_case(
-    rows: int, vocab: int, targets: int, dtype: torch.dtype, device: str, width: int = 12
+    rows: int,
+    vocab: int,
+    targets: int,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    width: int = 12,
+    *,
+    seed: int = 0,
 ) -> Case:
-    generator = torch.Generator().manual_seed(rows + vocab)
+    generator = torch.Generator().manual_seed(rows + vocab + seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)

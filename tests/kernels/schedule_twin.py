@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ratoon_kernels import Span
-from ratoon_kernels.schedule_header import LevelSections, ScheduleHeader, Section
+from ratoon_kernels.schedule import ScheduleHeader, Section, WorkSections
 
 Counts = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.int32]
@@ -48,7 +48,7 @@ class Twin:
         assert sorted(written) == list(range(num_query_tiles)), "every output row is written once"
         return counts
 
-    def backward(self, level: LevelSections) -> Counts:
+    def backward(self, level: WorkSections) -> Counts:
         """The deterministic backward: each piece of a split key tile has a slot of its own."""
         pieces = self.rows(level.pieces, 8).tolist()
         written = sorted(piece[3] for piece in pieces if piece[3] >= 0)
@@ -64,7 +64,7 @@ class Twin:
         assert all(row[2] == 1 for row in self.rows(level.split_tiles, 4).tolist())
         return self._sweep(level)
 
-    def _sweep(self, level: LevelSections) -> Counts:
+    def _sweep(self, level: WorkSections) -> Counts:
         shape = self.is_attended.shape
         counts = np.zeros(shape, np.int64)
         slots = np.zeros((level.num_slots, shape[0], self.tile), np.int64)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from ratoon_kernels import BackendUnavailableError
-from ratoon_kernels.span import Span
+from ratoon_kernels.registry import TREE_ATTENTION_BACKENDS, TreeAttentionBackend
+from ratoon_kernels.tiles import Span
 from ratoon_kernels.tree_attention import block_plan
-from ratoon_kernels.tree_attention.backends import BACKENDS, TreeAttentionBackend
-from ratoon_kernels.tree_attention.block_masks import (
+from ratoon_kernels.tree_attention.block_plan import (
     BlockGrid,
-    BlockMask,
+    BlockPlan,
     TileLists,
-    build_block_mask,
+    build_block_plan,
 )
 from ratoon_kernels.tree_attention.operands import Operands
 from tests.kernels.forests import NAMED, Forest, forest_from, random_forests, random_problem, star
@@ -25,12 +25,14 @@ SKIP, PARTIAL, FULL = 0, 1, 2
 
 def _kinds(lists: TileLists, num_columns: int) -> npt.NDArray[np.int64]:
     """kinds[tile, tile of the other side] as listed; checks that lists rise and do not meet."""
-    kinds = np.full((len(lists.partial_count_R), num_columns), SKIP)
+    kinds = np.full((lists.partial_count_11R.shape[2], num_columns), SKIP)
     for counts, indices, kind in (
-        (lists.partial_count_R, lists.partial_index_RW, PARTIAL),
-        (lists.full_count_R, lists.full_index_RW, FULL),
+        (lists.partial_count_11R, lists.partial_index_11RW, PARTIAL),
+        (lists.full_count_11R, lists.full_index_11RW, FULL),
     ):
-        for row, (count, index) in enumerate(zip(counts, indices, strict=True)):
+        assert counts.dtype is indices.dtype is torch.int32
+        rows = zip(counts[0, 0].tolist(), indices[0, 0].numpy(), strict=True)
+        for row, (count, index) in enumerate(rows):
             listed = index[:count]
             assert (np.diff(listed) > 0).all()
             assert (kinds[row, listed] == SKIP).all()
@@ -39,13 +41,16 @@ def _kinds(lists: TileLists, num_columns: int) -> npt.NDArray[np.int64]:
     return kinds
 
 
-def _check(forest: Forest, queries: Span, keys: Span, grid: BlockGrid) -> BlockMask:
-    mask = build_block_mask(forest.layout().node_table_M4.numpy(), queries, keys, grid)
+def _check(forest: Forest, queries: Span, keys: Span, grid: BlockGrid) -> BlockPlan:
+    nodes = forest.layout().node_table_M4.numpy()
+    mask = build_block_plan(nodes, queries, keys, grid, "cpu")
     attended = np.zeros((grid.padded_queries, grid.padded_keys), np.bool_)
     part = forest.mask()[queries.start : queries.stop, keys.start : keys.stop]
     attended[: len(queries), : len(keys)] = part
     query, key = np.arange(grid.padded_queries)[:, None], np.arange(grid.padded_keys)
-    np.testing.assert_array_equal((key - mask.delta <= query) & (query < mask.end_S), attended)
+    np.testing.assert_array_equal(
+        (key - int(mask.delta_1) <= query) & (query < mask.end_S.numpy()), attended
+    )
     num_key_tiles = grid.padded_keys // grid.key_tile
     num_backward_tiles = -(-grid.padded_queries // grid.backward_query_tile)
     for kinds, size in (
@@ -79,7 +84,7 @@ def _grid(queries: Span, keys: Span, rng: np.random.Generator) -> BlockGrid:
 def test_lists_cover_the_mask_of_any_two_ranges_on_any_grid() -> None:
     rng = np.random.default_rng(0)
     num_checked = 0
-    for index, forest in enumerate(random_forests(seed=1, count=500, max_nodes=12, max_length=9)):
+    for index, forest in enumerate(random_forests(seed=1, count=150, max_nodes=12, max_length=9)):
         cuts = np.sort(rng.integers(0, forest.num_tokens + 1, (2, 2)), axis=1)
         if index % 3 == 0:
             cuts[:] = (0, forest.num_tokens)
@@ -87,7 +92,7 @@ def test_lists_cover_the_mask_of_any_two_ranges_on_any_grid() -> None:
         if len(queries) and len(keys):
             _check(forest, queries, keys, _grid(queries, keys, rng))
             num_checked += 1
-    assert num_checked > 400
+    assert num_checked > 120
 
 
 def test_full_width_depends_on_the_padded_lengths_alone() -> None:
@@ -100,7 +105,9 @@ def test_full_width_depends_on_the_padded_lengths_alone() -> None:
         )  # fmt: skip
         mask = _check(forest, tokens, tokens, grid)
         lists = (mask.of_queries, mask.of_keys)
-        shapes.add(tuple((x.partial_index_RW.shape, x.full_index_RW.shape) for x in lists))
+        shapes.add(
+            tuple((x.partial_index_11RW.shape[2:], x.full_index_11RW.shape[2:]) for x in lists)
+        )
     assert shapes == {(((32, 64), (32, 64)), ((64, 32), (64, 32)))}
 
 
@@ -112,10 +119,12 @@ def test_a_shared_prompt_is_full_to_every_response_and_listed_no_wider() -> None
         is_full_width=False,
     )  # fmt: skip
     mask = _check(forest, tokens, tokens, grid)
-    np.testing.assert_array_equal(mask.of_queries.full_count_R, [*range(8), 8, 8, 8, 8])
-    np.testing.assert_array_equal(mask.of_queries.partial_index_RW, np.arange(12)[:, None])
-    assert mask.of_queries.full_index_RW.shape == (12, 8)
-    np.testing.assert_array_equal(mask.of_keys.full_count_R, [*range(11, 3, -1), 0, 0, 0, 0])
+    np.testing.assert_array_equal(mask.of_queries.full_count_11R[0, 0], [*range(8), 8, 8, 8, 8])
+    np.testing.assert_array_equal(mask.of_queries.partial_index_11RW[0, 0], np.arange(12)[:, None])
+    assert mask.of_queries.full_index_11RW.shape == (1, 1, 12, 8)
+    np.testing.assert_array_equal(
+        mask.of_keys.full_count_11R[0, 0], [*range(11, 3, -1), 0, 0, 0, 0]
+    )
 
 
 def _operands(forest: Forest, queries: Span, keys: Span) -> Operands:
@@ -155,7 +164,9 @@ def test_a_plan_is_kept_for_equal_forests_and_made_for_others() -> None:
     assert not first.end_S.is_inference(), "it could not be saved for a backward"
 
 
-@pytest.mark.parametrize("backend", [BACKENDS["flash"], BACKENDS["flex"]])
+@pytest.mark.parametrize(
+    "backend", [TREE_ATTENTION_BACKENDS["flash"], TREE_ATTENTION_BACKENDS["flex"]]
+)
 def test_a_forest_past_the_limit_is_refused_with_its_size(
     backend: TreeAttentionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ratoon_kernels.jit import KernelCompileError, KernelSpec, Param
 from ratoon_kernels.jit.compiler import CompiledKernel, nvrtc_version
-from ratoon_kernels.jit.registry import all_specs
+from ratoon_kernels.tree_attention.cuda_specs import SPECS
 from tests.kernels import cubin_report
 from tests.kernels.cubin_report import (
     CubinReport,
@@ -29,7 +29,7 @@ def _every_kernel() -> list[object]:
     """The first of each entry; its other variants are left to `make test-more`."""
     entries: set[str] = set()
     params: list[object] = []
-    for spec in all_specs():
+    for spec in SPECS:
         marks = [pytest.mark.more] if spec.entry in entries else []
         entries.add(spec.entry)
         params.append(pytest.param(spec, id=spec.name, marks=marks))
@@ -57,7 +57,7 @@ def report(
 
 
 def test_every_kernel_has_a_name_of_its_own_and_one_gate() -> None:
-    specs = all_specs()
+    specs = SPECS
     assert len({spec.name for spec in specs}) == len(specs)
     gates = {spec.name: sum(gate.is_of(spec) for gate in GATES) for spec in specs}
     assert [name for name, count in gates.items() if count != 1] == []

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from ratoon_kernels.jit import KernelCompileError, KernelSpec
-from ratoon_kernels.jit.compiler import compile_kernel
-from ratoon_kernels.jit.registry import all_specs
-from ratoon_kernels.jit.sources import Sources, read_sources
+from ratoon_kernels.jit.compiler import Sources, compile_kernel, read_sources
+from ratoon_kernels.tree_attention.cuda_specs import SPECS
 from tests.kernels.cubin_report import inspect_cubin, require_tools
 
 NUM_CONSUMERS = 2
@@ -26,7 +25,7 @@ NUM_WARPGROUPS = 1 + NUM_CONSUMERS
 def _first_of_each_source() -> list[KernelSpec]:
     """One kernel of each source that moves registers, which all of its variants do alike."""
     first: dict[str, KernelSpec] = {}
-    for spec in all_specs():
+    for spec in SPECS:
         if "give_registers<" in read_sources(spec).text:
             first.setdefault(spec.source, spec)
     return list(first.values())

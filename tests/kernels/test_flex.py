@@ -17,21 +17,16 @@ from torch.nn.attention import flex_attention as torch_flex
 from ratoon_kernels import (
     BackendUnavailableError,
     TreeLayout,
-    merge_partials,
     select_backend,
     tree_attention,
-    tree_attention_partial_backward,
-    tree_attention_partial_forward,
 )
-from ratoon_kernels.span import Span
+from ratoon_kernels.tiles import Span
 from ratoon_kernels.tree_attention import flex
-from ratoon_kernels.tree_attention.block_masks import BlockGrid
-from ratoon_kernels.tree_attention.block_plan import block_plan
+from ratoon_kernels.tree_attention.block_plan import BlockGrid, block_plan
 from ratoon_kernels.tree_attention.operands import Operands
 from tests.kernels.forests import (
     NAMED,
     Problem,
-    Results,
     assert_close,
     dense_oracle,
     random_problem,
@@ -39,21 +34,45 @@ from tests.kernels.forests import (
     run,
     star,
 )
+from tests.kernels.parts import run_in_parts
 
 CPU = torch.device("cpu")
 
 
+class _Kernels:
+    """What is compiled for a CPU, and how much of it."""
+
+    def __init__(self) -> None:
+        torch.compiler.reset()
+        self.counter = CompileCounterWithBackend("aot_eager")
+        self.attend = torch.compile(
+            flex.attend, dynamic=False, fullgraph=True, backend=self.counter
+        )
+
+    def serve(self, monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+        monkeypatch.setattr(flex, "unavailable_reason", lambda: None)
+        monkeypatch.setattr(flex, "unsupported_reason", lambda *_call: None)
+        monkeypatch.setattr(torch_flex, "_validate_device", lambda *_tensors: None)
+        monkeypatch.setattr(flex, "compiled_attend", lambda: self.attend)
+        return self.counter
+
+
+@pytest.fixture(scope="module")
+def first_kernels() -> _Kernels:
+    return _Kernels()
+
+
+@pytest.fixture
+def shared_kernels(
+    first_kernels: _Kernels, monkeypatch: pytest.MonkeyPatch
+) -> CompileCounterWithBackend:
+    """For the tests that come first: what one of them has compiled serves the others."""
+    return first_kernels.serve(monkeypatch)
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
-    """Lets the backend serve a CPU; counts what is compiled for it."""
-    torch.compiler.reset()
-    monkeypatch.setattr(flex, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(flex, "unsupported_reason", lambda *_call: None)
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_tensors: None)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(flex.attend, dynamic=False, fullgraph=True, backend=counter)
-    monkeypatch.setattr(flex, "compiled_attend", lambda: compiled)
-    return counter
+    return _Kernels().serve(monkeypatch)
 
 
 def _attention(layout: TreeLayout, scale: float) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -67,7 +86,7 @@ def _problem(num_tokens: int, seed: int = 0) -> Problem:
 
 
 def test_results_and_all_gradients_equal_the_dense_oracle(
-    kernels: CompileCounterWithBackend,
+    shared_kernels: CompileCounterWithBackend,
 ) -> None:
     for name in ("two_trees", "comb", "single_token", "sequences", "empty"):
         forest = NAMED[name]
@@ -77,10 +96,10 @@ def test_results_and_all_gradients_equal_the_dense_oracle(
             got = run(attention, problem, with_dlse=with_dlse)
             expected = dense_oracle(forest.mask(), problem, with_dlse=with_dlse)
             assert_close(got, expected, 1e-5, f"{name} {with_dlse}")
-    assert kernels.frame_count == 2, "one that differentiates and one that does not, for all"
+    assert shared_kernels.frame_count == 2, "one that differentiates and one that does not, for all"
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("shared_kernels")
 def test_a_forest_of_a_whole_bucket_leaves_its_inputs_alone() -> None:
     forest = star(512, 4, 128)
     assert flex.bucket_of(forest.num_tokens) == forest.num_tokens
@@ -92,48 +111,19 @@ def test_a_forest_of_a_whole_bucket_leaves_its_inputs_alone() -> None:
     assert not problem.q_TNH.requires_grad
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("shared_kernels")
 def test_parts_add_up_to_the_dense_oracle() -> None:
     forest = NAMED["two_trees"]
     problem, layout = _problem(forest.num_tokens), forest.layout()
-    cuts = [(0, 50), (50, 51), (51, 200), (200, 240)]
+    query_cuts, key_cuts = [(0, 50), (50, 51), (51, 160), (160, 240)], [(0, 128), (128, 240)]
     assert_close(
-        _in_parts(layout, problem, cuts),
+        run_in_parts(layout, problem, query_cuts, key_cuts, backend="flex"),
         dense_oracle(forest.mask(), problem, with_dlse=False),
         1e-5,
     )
 
 
-def _in_parts(layout: TreeLayout, problem: Problem, cuts: list[tuple[int, int]]) -> Results:
-    q, k, v, scale = problem.q_TNH, problem.k_TKH, problem.v_TKH, problem.scale
-    dk_acc, dv_acc = torch.zeros_like(k), torch.zeros_like(v)
-    outs, lses, dqs = [], [], []
-    for q0, q1 in cuts:
-        parts = [
-            tree_attention_partial_forward(
-                q[q0:q1], k[k0:k1], v[k0:k1], layout, scale, query_start=q0, key_start=k0,
-                backend="flex",
-            )
-            for k0, k1 in cuts
-        ]  # fmt: skip
-        out, lse = functools.reduce(lambda a, b: merge_partials(*a, *b), parts)
-        dq = torch.zeros_like(out)
-        for k0, k1 in cuts:
-            dq += tree_attention_partial_backward(
-                problem.dout_TNH[q0:q1], q[q0:q1], k[k0:k1], v[k0:k1], out, lse, layout, scale,
-                query_start=q0, key_start=k0, dk_acc_SKH=dk_acc[k0:k1], dv_acc_SKH=dv_acc[k0:k1],
-                backend="flex",
-            )  # fmt: skip
-        outs.append(out)
-        lses.append(lse)
-        dqs.append(dq)
-    return {
-        "out": torch.cat(outs), "lse": torch.cat(lses, dim=1), "dq": torch.cat(dqs),
-        "dk": dk_acc, "dv": dv_acc,
-    }  # fmt: skip
-
-
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("shared_kernels")
 def test_a_plan_made_in_inference_mode_serves_a_backward() -> None:
     forest = NAMED["star"]
     problem = _problem(forest.num_tokens)

@@ -20,8 +20,8 @@ from tests.kernels.cuda_attention import (
     make_problem,
     rounding_of,
     run_cuda,
+    run_cuda_in_parts,
 )
-from tests.kernels.cuda_partial import run_in_parts
 from tests.kernels.forests import (
     NAMED,
     Forest,
@@ -92,11 +92,11 @@ def test_parts_give_the_same_bits(dtype: torch.dtype, head_dim: int) -> None:
     problem = make_problem(LONG_PROMPT.num_tokens, dtype, head_dim)
     layout = LONG_PROMPT.layout(DEVICE)
     cuts = [(0, 5059), (5059, LONG_PROMPT.num_tokens)]
-    first = run_in_parts(layout, problem, cuts, cuts, deterministic=True)
+    first = run_cuda_in_parts(layout, problem, cuts, cuts, deterministic=True)
     for _ in range(NUM_REPEATS):
-        again = run_in_parts(layout, problem, cuts, cuts, deterministic=True)
+        again = run_cuda_in_parts(layout, problem, cuts, cuts, deterministic=True)
         assert_same_bits(again, first)
-    default = run_in_parts(layout, problem, cuts, cuts)
+    default = run_cuda_in_parts(layout, problem, cuts, cuts)
     for result in ("out", "lse"):
         assert torch.equal(default[result], first[result]), result
     assert_close(default, first, rounding_of(dtype))

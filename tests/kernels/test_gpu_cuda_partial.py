@@ -26,10 +26,10 @@ from tests.kernels.cuda_attention import (
     make_problem,
     num_split_tiles,
     rounding_of,
+    run_cuda_in_parts,
     run_reference,
     stale_memory,
 )
-from tests.kernels.cuda_partial import random_cuts, run_in_parts
 from tests.kernels.forests import (
     Problem,
     Results,
@@ -38,6 +38,7 @@ from tests.kernels.forests import (
     random_forest,
     relative_error,
 )
+from tests.kernels.parts import random_cuts
 
 pytestmark = pytest.mark.gpu
 
@@ -104,7 +105,7 @@ def test_random_splits_add_up_to_the_whole(
         problem = make_problem(forest.num_tokens, dtype, head_dim, heads=heads, seed=seed)
         query_cuts, key_cuts = (random_cuts(rng, forest.num_tokens) for _ in range(2))
         layout = forest.layout(DEVICE)
-        got = run_in_parts(layout, problem, query_cuts, key_cuts, deterministic=deterministic)
+        got = run_cuda_in_parts(layout, problem, query_cuts, key_cuts, deterministic=deterministic)
         _check(got, layout, problem, f"{seed}: {query_cuts} {key_cuts}")
 
 
@@ -123,7 +124,7 @@ def test_waves_of_siblings_add_to_their_prompt(kv_heads: int, deterministic: boo
     )
     assert of_prompt > 0
     assert of_wave > 0 or deterministic
-    got = run_in_parts(layout, problem, cuts, cuts, deterministic=deterministic)
+    got = run_cuda_in_parts(layout, problem, cuts, cuts, deterministic=deterministic)
     _check(got, layout, problem, "waves")
 
 

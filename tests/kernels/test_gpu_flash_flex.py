@@ -12,10 +12,7 @@ from ratoon_kernels import (
     BackendUnavailableError,
     TreeLayout,
     list_backends,
-    merge_partials,
     tree_attention,
-    tree_attention_partial_backward,
-    tree_attention_partial_forward,
 )
 from tests.kernels.forests import (
     NAMED,
@@ -31,6 +28,7 @@ from tests.kernels.forests import (
     run,
     star,
 )
+from tests.kernels.parts import run_in_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -147,39 +145,8 @@ def test_parts_add_up_to_the_reference(backend: str) -> None:
     forest = LARGE["two groups"]
     problem, layout = _problem(forest, torch.float16, 64), forest.layout("cuda")
     cuts = [(0, 300), (300, 301), (301, 820), (820, forest.num_tokens)]
-    got = _in_parts(backend, layout, problem, cuts)
+    got = run_in_parts(layout, problem, cuts, cuts, backend=backend)
     assert_close(got, _truth(layout, problem, with_dlse=False), 3e-3, backend)
-
-
-def _in_parts(
-    backend: str, layout: TreeLayout, problem: Problem, cuts: list[tuple[int, int]]
-) -> Results:
-    q, k, v, scale = problem.q_TNH, problem.k_TKH, problem.v_TKH, problem.scale
-    dk_acc, dv_acc = torch.zeros_like(k.float()), torch.zeros_like(v.float())
-    outs, lses, dqs = [], [], []
-    for q0, q1 in cuts:
-        parts = [
-            tree_attention_partial_forward(
-                q[q0:q1], k[k0:k1], v[k0:k1], layout, scale, query_start=q0, key_start=k0,
-                backend=backend,
-            )
-            for k0, k1 in cuts
-        ]  # fmt: skip
-        out, lse = functools.reduce(lambda a, b: merge_partials(*a, *b), parts)
-        dq = torch.zeros_like(out)
-        for k0, k1 in cuts:
-            dq += tree_attention_partial_backward(
-                problem.dout_TNH[q0:q1], q[q0:q1], k[k0:k1], v[k0:k1], out.to(q.dtype), lse,
-                layout, scale, query_start=q0, key_start=k0, dk_acc_SKH=dk_acc[k0:k1],
-                dv_acc_SKH=dv_acc[k0:k1], backend=backend,
-            )  # fmt: skip
-        outs.append(out)
-        lses.append(lse)
-        dqs.append(dq)
-    return {
-        "out": torch.cat(outs), "lse": torch.cat(lses, dim=1), "dq": torch.cat(dqs),
-        "dk": dk_acc, "dv": dv_acc,
-    }  # fmt: skip
 
 
 def test_strided_inputs_and_expanded_gradients_are_read(backend: str) -> None:

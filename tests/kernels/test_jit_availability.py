@@ -6,8 +6,8 @@ import torch
 
 from ratoon_kernels.jit import KernelSpec, availability
 from ratoon_kernels.jit.availability import unavailable_reason, unsupported_reason
-from ratoon_kernels.jit.errors import CudaCallError
-from ratoon_kernels.jit.sources import read_sources
+from ratoon_kernels.jit.calls import CudaCallError
+from ratoon_kernels.jit.compiler import read_sources
 
 CAPABILITIES = {0: (8, 0), 1: (9, 0)}
 

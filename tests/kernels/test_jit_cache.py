@@ -13,8 +13,7 @@ import pytest
 from ratoon_kernels.config import cache_folder
 from ratoon_kernels.jit import KernelCompileError, KernelSpec, cache
 from ratoon_kernels.jit.cache import CubinFolders, find_cubin, get_cubin
-from ratoon_kernels.jit.compiler import CompiledKernel
-from ratoon_kernels.jit.sources import Sources, read_sources
+from ratoon_kernels.jit.compiler import CompiledKernel, Sources, read_sources
 
 
 @pytest.fixture

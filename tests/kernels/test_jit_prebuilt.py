@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 from ratoon_kernels.jit import KernelCompileError, KernelSpec, cache, prebuild
-from ratoon_kernels.jit.cache import CubinFolders, find_cubin
-from ratoon_kernels.jit.compiler import CompiledKernel
-from ratoon_kernels.jit.prebuilt import MANIFEST, find_prebuilt
-from ratoon_kernels.jit.sources import read_sources
+from ratoon_kernels.jit.cache import MANIFEST, CubinFolders, find_cubin, find_prebuilt
+from ratoon_kernels.jit.compiler import CompiledKernel, read_sources
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 CODE = b"\x7fELF machine code"

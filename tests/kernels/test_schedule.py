@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from ratoon_kernels import Span
-from ratoon_kernels.schedule import BACKWARD_QUERY_TILE, TILE_SIZE, Schedule, build_schedule
-from ratoon_kernels.schedule_header import SPLIT_KV_HEADS, ScheduleHeader, Section
+from ratoon_kernels.schedule import (
+    BACKWARD_QUERY_TILE,
+    SPLIT_KV_HEADS,
+    TILE_SIZE,
+    Schedule,
+    ScheduleHeader,
+    Section,
+    build_schedule,
+)
 from tests.kernels.forests import NAMED, Forest, comb, forest_from, random_forests, star
 from tests.kernels.schedule_twin import IntArray, Twin, random_spans
 
@@ -103,7 +110,7 @@ def _check(case: Case) -> Schedule:
 @pytest.mark.parametrize(
     ("seed", "count", "max_nodes", "max_length"),
     [
-        *((0, 300, 6, 5), (1, 200, 16, 6), (2, 50, 60, 2), (3, 50, 8, 24)),
+        *((0, 100, 6, 5), (1, 80, 16, 6), (2, 25, 60, 2), (3, 25, 8, 24)),
         pytest.param(0, 1500, 6, 5, marks=pytest.mark.more),
         pytest.param(1, 1000, 16, 6, marks=pytest.mark.more),
         pytest.param(2, 250, 60, 2, marks=pytest.mark.more),

@@ -1,4 +1,4 @@
-"""Token log-probs of the reference backend: values, gradients and refusals."""
+"""Token log-probs of the reference backend: values, gradients, refusals; in one pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,36 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ratoon_kernels import KernelArgumentError, token_logprobs
+from ratoon_kernels import KernelArgumentError, token_logprobs, token_logprobs_forward_backward
 from ratoon_kernels.token_logprobs import reference
 from ratoon_kernels.token_logprobs.operands import Operands
 from tests.kernels.forests import relative_error
-from tests.kernels.one_pass import Case
+from tests.kernels.largest_tensor import LargestTensor
+from tests.kernels.one_pass import Case, in_two_passes, make_case
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def _case(
-    rows: int, vocab: int, targets: int, *, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    row_of_target = torch.randint(0, max(rows, 1), (targets,), generator=generator)
-    return Case(
-        hidden_RD=draw(rows, 12).to(dtype),
-        lm_head_VD=draw(vocab, 12).to(dtype),
-        targets_M=torch.randint(0, vocab, (targets,), generator=generator),
-        row_of_target_M=row_of_target,
-        temperature_R=(draw(rows).abs() + 0.3).to(wide),
-        dlogprob_M=draw(targets).to(wide),
-        dentropy_R=draw(rows).to(wide),
-    )
 
 
 def _dense(
@@ -82,7 +61,7 @@ def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_results_and_gradients_equal_dense_log_softmax(reads: str) -> None:
     """Rows of many targets, of the same target twice, and of none; every row has a temperature."""
     for seed, (rows, targets) in enumerate(((1, 1), (3, 9), (7, 5), (8, 200), (10, 3))):
-        case = _case(rows, 37, targets, seed=seed)
+        case = make_case(rows, 37, targets, seed=seed)
         got, expected = _run(token_logprobs, case, reads=reads), _run(_dense, case, reads=reads)
         for name, value in expected.items():
             assert value.norm() > 0, name
@@ -92,7 +71,7 @@ def test_results_and_gradients_equal_dense_log_softmax(reads: str) -> None:
 @pytest.mark.usefixtures("poisoned_memory", "chunk_rows")
 @pytest.mark.parametrize(("rows", "targets"), [(0, 0), (4, 0)])
 def test_no_rows_and_no_targets_give_empty_results(rows: int, targets: int) -> None:
-    case = _case(rows, 37, targets)
+    case = make_case(rows, 37, targets)
     got, expected = _run(token_logprobs, case), _run(_dense, case)
     assert got["logprob"].shape == (0,)
     for name in ("entropy", "dhidden", "dlm_head"):
@@ -102,7 +81,7 @@ def test_no_rows_and_no_targets_give_empty_results(rows: int, targets: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_results_of_other_dtypes_are_fp32_and_as_exact(dtype: torch.dtype) -> None:
     """Trap: log-probs stored in bf16 put 0.4% of noise on every ratio."""
-    case = _case(40, 501, 90, dtype=dtype)
+    case = make_case(40, 501, 90, dtype=dtype)
     got, expected = _run(token_logprobs, case), _run(_dense, case)
     assert (got["logprob"].dtype, got["entropy"].dtype) == (torch.float32, torch.float32)
     assert relative_error(got["logprob"], expected["logprob"]) < 1e-6
@@ -114,7 +93,7 @@ def test_results_of_other_dtypes_are_fp32_and_as_exact(dtype: torch.dtype) -> No
 
 
 def test_extreme_logits_stay_finite() -> None:
-    case = _case(6, 37, 20, dtype=torch.float32)
+    case = make_case(6, 37, 20, dtype=torch.float32)
     case = replace(case, hidden_RD=case.hidden_RD * 1e4)
     got, expected = _run(token_logprobs, case), _run(_dense, case)
     for name, value in expected.items():
@@ -124,7 +103,7 @@ def test_extreme_logits_stay_finite() -> None:
 
 @pytest.mark.usefixtures("chunk_rows")
 def test_the_same_inputs_give_the_same_bits() -> None:
-    case = _case(60, 37, 5000, dtype=torch.float32)
+    case = make_case(60, 37, 5000, dtype=torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -146,7 +125,7 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none(monkeypatch: pytest.Monke
         return backward(operands, upstream)
 
     monkeypatch.setattr(reference, "backward", spy)
-    case = _case(5, 37, 9)
+    case = make_case(5, 37, 9)
     expected = _run(_dense, case, reads="logprob")
     for freeze in ("lm_head_VD", "hidden_RD"):
         hidden_RD = case.hidden_RD.clone().requires_grad_(freeze != "hidden_RD")
@@ -166,22 +145,9 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none(monkeypatch: pytest.Monke
     assert asked == [False, True]
 
 
-class _LargestTensor(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple) else (result,):
-            if isinstance(value, Tensor):
-                self.num_elements = max(self.num_elements, value.numel())
-        return result
-
-
 def test_nothing_of_rows_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "LOGIT_BYTES", 10 * 300 * 8)
-    case = _case(400, 300, 50)
+    case = make_case(400, 300, 50)
     operands = Operands(
         hidden_RD=case.hidden_RD,
         lm_head_VD=case.lm_head_VD,
@@ -189,13 +155,13 @@ def test_nothing_of_rows_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatc
         row_of_target_M=case.row_of_target_M,
         temperature_R=case.temperature_R,
     )
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         reference.forward(operands)
     assert largest.num_elements <= max(10 * 300, case.hidden_RD.numel())
 
 
 def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
-    case = _case(6, 37, 9, dtype=torch.float32)
+    case = make_case(6, 37, 9, dtype=torch.float32)
     hidden_RD, lm_head_VD = case.hidden_RD.requires_grad_(), case.lm_head_VD.requires_grad_()
     rest = (case.targets_M, case.row_of_target_M, case.temperature_R)
     args: Any = (hidden_RD, lm_head_VD, *rest, "reference")
@@ -216,7 +182,7 @@ def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(token_logprobs, fullgraph=True, backend=counter)
     for rows, targets in ((6, 9), (5, 20), (9, 3)):
-        case = _case(rows, 37, targets, dtype=torch.float32)
+        case = make_case(rows, 37, targets, dtype=torch.float32)
         got, expected = _run(compiled, case), _run(token_logprobs, case)
         for name, value in expected.items():
             assert torch.equal(got[name], value), name
@@ -249,7 +215,7 @@ def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
 def test_a_wrong_argument_is_refused_by_name(
     name: str, change: Callable[[Tensor], Tensor], message: str
 ) -> None:
-    case = _case(6, 37, 9, dtype=torch.float32)
+    case = make_case(6, 37, 9, dtype=torch.float32)
     given: dict[str, Any] = {
         "hidden_RD": case.hidden_RD, "lm_head_VD": case.lm_head_VD, "targets_M": case.targets_M,
         "row_of_target_M": case.row_of_target_M, "temperature_R": case.temperature_R,
@@ -259,3 +225,100 @@ def test_a_wrong_argument_is_refused_by_name(
     with pytest.raises(KernelArgumentError, match=message) as refusal:
         token_logprobs(**given)
     assert refusal.value.argument == name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows_a_chunk", [1, 3, 100])
+@pytest.mark.parametrize("has_entropy", [False, True])
+def test_bits_are_those_of_two_passes(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows_a_chunk: int, has_entropy: bool
+) -> None:
+    case = make_case(13, 37, 29, dtype)
+    accumulated = torch.promote_types(dtype, torch.float32)
+    monkeypatch.setattr(reference, "LOGIT_BYTES", rows_a_chunk * 37 * accumulated.itemsize)
+    expected = in_two_passes(case, has_entropy=has_entropy)
+    found = case.in_one_pass(case.late_seeds(has_entropy=has_entropy))
+    for name, value in expected.items():
+        assert torch.equal(getattr(found, name), value), name
+
+
+def test_each_run_of_rows_is_asked_for_once_and_its_results_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = make_case(13, 37, 29, torch.float32)
+    # For both: how many rows a product has may change its bits.
+    monkeypatch.setattr(reference, "LOGIT_BYTES", 5 * 37 * 4)
+    truth = in_two_passes(case)
+    seen: list[slice] = []
+
+    def seeds_of(rows: slice, logprob_M: Tensor, entropy_R: Tensor) -> Any:
+        seen.append(rows)
+        is_here_M = (case.row_of_target_M >= rows.start) & (case.row_of_target_M < rows.stop)
+        assert torch.equal(logprob_M[is_here_M], truth["logprob_M"][is_here_M])
+        assert torch.equal(entropy_R[rows], truth["entropy_R"][rows])
+        return None, None
+
+    found = case.in_one_pass(seeds_of)
+    assert [(rows.start, rows.stop) for rows in seen] == [(0, 5), (5, 10), (10, 13)]
+    assert not found.dhidden_RD.any()
+    assert not found.dlm_head_VD.any()
+
+
+def test_a_loss_that_differentiates_is_not_recorded() -> None:
+    """The caller's function may use autograd; what it is given and what comes back is outside."""
+    case = make_case(5, 11, 7, torch.float32)
+
+    def seeds_of(_rows: slice, logprob_M: Tensor, _entropy_R: Tensor) -> Any:
+        leaf_M = logprob_M.clone().requires_grad_()
+        (gradient_M,) = torch.autograd.grad(leaf_M.exp().sum(), [leaf_M])
+        return gradient_M, None
+
+    hidden_RD = case.hidden_RD.clone().requires_grad_()
+    found = token_logprobs_forward_backward(
+        hidden_RD, case.lm_head_VD.requires_grad_(), *case.rest, seeds_of, needs_lm_head=True
+    )
+    assert found.dhidden_RD.abs().sum() > 0
+    assert not found.logprob_M.requires_grad
+    assert not found.dhidden_RD.requires_grad
+
+
+def test_a_frozen_head_has_no_gradient() -> None:
+    case = make_case(5, 11, 7, torch.float32)
+    found = case.in_one_pass(case.late_seeds(), needs_lm_head=False)
+    assert found.dlm_head_VD.shape == (0, 12)
+    assert torch.equal(found.dhidden_RD, in_two_passes(case)["dhidden_RD"])
+
+
+def test_no_rows_give_zeros() -> None:
+    case = make_case(0, 11, 0, torch.float32)
+
+    def never(*_: Any) -> Any:
+        raise AssertionError
+
+    found = case.in_one_pass(never)
+    assert found.logprob_M.shape == found.entropy_R.shape == (0,)
+    assert not found.dlm_head_VD.any()
+
+
+def _nothing(_rows: slice, _logprob_M: Tensor, _entropy_R: Tensor) -> tuple[None, None]:
+    return None, None
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"hidden_RD": torch.zeros(5, 12, dtype=torch.float16)}, "lm_head_VD"),
+        ({"targets_M": torch.full((7,), 11)}, "targets_M"),
+        ({"temperature_R": torch.zeros(5)}, "temperature_R"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict[str, Any], argument: str) -> None:
+    case = make_case(5, 11, 7, torch.float32)
+    with pytest.raises(KernelArgumentError, match=argument):
+        replace(case, **change).in_one_pass(_nothing)
+
+
+def test_half_precision_is_refused_for_its_scale() -> None:
+    case = make_case(5, 11, 7, torch.float16)
+    with pytest.raises(KernelArgumentError, match=r"hidden_RD.*float16"):
+        case.in_one_pass(_nothing)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ratoon_kernels import BackendUnavailableError, list_backends, select_backend
 from ratoon_kernels.token_logprobs import fused, reference
-from ratoon_kernels.token_logprobs.operands import Operands, Upstream
-from ratoon_kernels.token_logprobs.sorted_targets import assert_in_range, sort_targets
+from ratoon_kernels.token_logprobs.operands import Operands, Upstream, assert_in_range, sort_targets
 
 GPU = torch.device("cuda")
 VOCAB = 37

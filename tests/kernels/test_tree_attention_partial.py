@@ -1,6 +1,5 @@
 """The partial form: over any split of queries and keys the parts add up to the whole."""
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,14 @@ from torch import Tensor
 
 from ratoon_kernels import (
     KernelArgumentError,
-    TreeLayout,
     merge_partials,
     tree_attention,
     tree_attention_partial_backward,
     tree_attention_partial_forward,
 )
-from ratoon_kernels.tree_attention import block_math, blocks, reference
+from ratoon_kernels.tree_attention import blocks
 from tests.kernels.forests import (
     NAMED,
-    Problem,
-    Results,
     assert_close,
     dense_oracle,
     random_forest,
@@ -28,55 +24,7 @@ from tests.kernels.forests import (
     relative_error,
     run,
 )
-
-Cuts = list[tuple[int, int]]
-
-
-def _cuts(rng: np.random.Generator, num_tokens: int) -> Cuts:
-    """Ranges that cover [0, num_tokens), some of them empty."""
-    inner = rng.integers(0, num_tokens + 1, int(rng.integers(0, 5)))
-    bounds = [0, *sorted(inner.tolist()), num_tokens]
-    return list(itertools.pairwise(bounds))
-
-
-def _in_parts(
-    layout: TreeLayout, problem: Problem, query_cuts: Cuts, key_cuts: Cuts
-) -> Results:  # fmt: skip
-    q, k, v, scale = problem.q_TNH, problem.k_TKH, problem.v_TKH, problem.scale
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dk_acc, dv_acc = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    outs, lses, dqs = [], [], []
-    for q0, q1 in query_cuts:
-        out = torch.zeros((q1 - q0, *q.shape[1:]), dtype=dtype)
-        lse = torch.full((q.shape[1], q1 - q0), -torch.inf, dtype=dtype)
-        for k0, k1 in key_cuts:
-            more = tree_attention_partial_forward(
-                q[q0:q1], k[k0:k1], v[k0:k1], layout, scale, query_start=q0, key_start=k0
-            )
-            assert (more[0].dtype, more[1].dtype) == (dtype, dtype)
-            out, lse = merge_partials(out, lse, *more)
-        dq = torch.zeros_like(out)
-        for k0, k1 in key_cuts:
-            dq += tree_attention_partial_backward(
-                problem.dout_TNH[q0:q1], q[q0:q1], k[k0:k1], v[k0:k1], out.to(q.dtype), lse,
-                layout, scale, query_start=q0, key_start=k0,
-                dk_acc_SKH=dk_acc[k0:k1], dv_acc_SKH=dv_acc[k0:k1],
-            )  # fmt: skip
-        outs.append(out)
-        lses.append(lse)
-        dqs.append(dq)
-    return {
-        "out": torch.cat(outs), "lse": torch.cat(lses, dim=1), "dq": torch.cat(dqs),
-        "dk": dk_acc, "dv": dv_acc,
-    }  # fmt: skip
-
-
-@pytest.fixture(params=["flash", "math"])
-def block_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "math":
-        monkeypatch.setattr(reference, "_block_kernel", lambda _device: block_math)
-        monkeypatch.setattr(block_math, "SCORE_BYTES", 3000)
-    return request.param
+from tests.kernels.parts import random_cuts, run_in_parts
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -86,13 +34,16 @@ def test_any_split_adds_up_to_the_dense_oracle(
 ) -> None:
     monkeypatch.setattr(blocks, "GROUP_TOKENS", group_tokens)
     rng = np.random.default_rng(group_tokens)
-    for seed in range(40):
+    for seed in range(20):
         forest = random_forest(rng, max_nodes=10, max_length=int(rng.integers(1, 12)))
         problem = random_problem(
             forest.num_tokens, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, seed=seed
         )
-        query_cuts, key_cuts = _cuts(rng, forest.num_tokens), _cuts(rng, forest.num_tokens)
-        got = _in_parts(forest.layout(), problem, query_cuts, key_cuts)
+        query_cuts, key_cuts = (
+            random_cuts(rng, forest.num_tokens),
+            random_cuts(rng, forest.num_tokens),
+        )
+        got = run_in_parts(forest.layout(), problem, query_cuts, key_cuts)
         expected = dense_oracle(forest.mask(), problem, with_dlse=False)
         assert_close(got, expected, 1e-10, f"{block_kernel} {seed} {query_cuts} {key_cuts}")
 
@@ -111,7 +62,7 @@ def test_a_prompt_then_waves_of_siblings_equal_the_whole() -> None:
             problem,
             with_dlse=False,
         )
-        assert_close(_in_parts(layout, problem, cuts, cuts), whole, tolerance, str(dtype))
+        assert_close(run_in_parts(layout, problem, cuts, cuts), whole, tolerance, str(dtype))
 
 
 def test_queries_that_attend_none_of_the_keys_have_no_output() -> None:
@@ -135,7 +86,7 @@ def test_accumulators_are_added_to_and_keep_small_terms() -> None:
         forest.num_tokens, heads=2, kv_heads=1, head_dim=8, dtype=torch.bfloat16, seed=1
     )
     layout, tokens = forest.layout(), [(0, forest.num_tokens)]
-    once = _in_parts(layout, problem, tokens, tokens)
+    once = run_in_parts(layout, problem, tokens, tokens)
     out, lse = once["out"].bfloat16(), once["lse"]
     base = 1024.0
     dk_acc = torch.full(problem.k_TKH.shape, base)

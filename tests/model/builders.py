@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import RatoonError
-from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
+from ratoon.planner.activation_plan import Kept, peak_bytes
 from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.packing import Packed
 

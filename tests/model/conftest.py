@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.fx import GraphModule
 
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.train.numerics import configure_torch
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import AdamWConfig, FullTuning
+from tests.model.compiled import eager_graphs
 
 _ON_A_GPU = TrainerSpec(
     model=ModelSpec(
@@ -24,6 +26,12 @@ _ON_A_GPU = TrainerSpec(
     device="cuda:0",
     num_threads=1,
 )
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[GraphModule]]:
+    with eager_graphs() as compiled:
+        yield compiled
 
 
 @pytest.fixture

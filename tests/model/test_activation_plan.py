@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.activation_plan import (
+from ratoon.planner.activation_plan import (
     DLOGIT_BYTES,
     LOGIT_BYTES,
     DecoderSizes,

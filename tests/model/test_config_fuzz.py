@@ -133,7 +133,14 @@ def outcome(folder: Path, version: Path) -> bool:
 
 
 @pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
-@pytest.mark.parametrize("share", [0.02, pytest.param(1.0, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "share",
+    [
+        0.01,
+        pytest.param(0.05, marks=pytest.mark.more),
+        pytest.param(1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_hostile_value_is_refused_by_name_or_computes(
     tmp_path: Path, architecture: str, share: float
 ) -> None:

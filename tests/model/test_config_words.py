@@ -89,13 +89,14 @@ def frequencies_by_hand(config: dict[str, Any]) -> tuple[Tensor, float]:
     return frequency * (1 - ramp + ramp / factor), 0.1 * math.log(factor) + 1
 
 
-@pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize(
-    ("architecture", "scaling"),
+    ("architecture", "scaling", "words"),
     [
-        *((architecture, "default") for architecture in ALL_ARCHITECTURES),
-        *((architecture, "yarn") for architecture in ALL_ARCHITECTURES),
-        *(("llama", scaling) for scaling in SCALINGS if scaling not in ("default", "yarn")),
+        *((architecture, "default", "new") for architecture in ALL_ARCHITECTURES),
+        *((architecture, "yarn", "old") for architecture in ALL_ARCHITECTURES),
+        *(("llama", scaling, "both") for scaling in SCALINGS),
+        *(("llama", scaling, "new") for scaling in SCALINGS if scaling != "default"),
+        *(("qwen3_moe", "default", words) for words in ("old", "both")),
     ],
 )
 def test_version_is_the_model_in_both_words(

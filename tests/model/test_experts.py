@@ -15,6 +15,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ratoon.model import experts
+from ratoon.model.attention import numbered
 from ratoon.model.experts import (
     _weight_gradient,
     gated_linear,
@@ -24,7 +25,6 @@ from ratoon.model.experts import (
     to_rows,
     to_tokens,
 )
-from ratoon.model.numbered import numbered
 from ratoon.model.router import RouteCount, Router, route
 from ratoon.model.spec import ModelDtype
 from tests.model.builders import hidden_of, load, randomize
@@ -173,12 +173,14 @@ def test_a_repeat_has_the_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(second[name], grad)
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
-@each_case
+@pytest.mark.parametrize(
+    ("name", "capability"), [*((name, (9, 0)) for name in CASES), ("random", (10, 0))]
+)
 def test_grouped_products_are_asked_for_what_the_loop_computes(
-    monkeypatch: pytest.MonkeyPatch, case: Case, capability: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]
 ) -> None:
     """As on a GPU, here by torch's own of the CPU, which wants the same of strides and widths."""
+    case = CASES[name]
     place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
     generator = torch.Generator().manual_seed(7)
     x_SD, weight_EFD, dy_SF = (
@@ -291,25 +293,27 @@ def test_routes_are_counted_as_often_as_rollouts_have_the_token(dtype: torch.dty
     assert found_entropy == pytest.approx(entropy, rel=1e-14 if dtype is torch.float64 else 1e-6)
 
 
-def test_operations_are_what_torch_expects_of_them() -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.more)]
+)
+def test_operations_are_what_torch_expects_of_them(dtype: torch.dtype) -> None:
     """Schema, fake results, autograd registration, and all of it under a compiler."""
     check: Any = torch.library.opcheck
     case, count = CASES["no_rows_first_and_last"], RouteCount()
     place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
-    for dtype in (torch.float32, torch.float64):
-        leaves = _leaves(case, dtype)
-        logits_TE = torch.randn(7, 5, dtype=dtype, requires_grad=True)
-        check(route, (logits_TE, numbered(count), 2, True))
-        x_SD = torch.randn(14, D, dtype=dtype, requires_grad=True)
-        check(grouped_linear, (x_SD, leaves["gate_up"], stop_E))
-        # As the gradient of the rows is computed.
-        dy_SF = torch.randn(14, 2 * F, dtype=dtype)
-        check(grouped_linear, (dy_SF, leaves["gate_up"].detach().mT, stop_E))
-        gates = dy_SF.clone().requires_grad_(), torch.rand(14, 1, dtype=dtype, requires_grad=True)
-        check(gated_linear, (*gates, leaves["down"], stop_E))
-        check(_weight_gradient, (dy_SF, x_SD.detach(), stop_E))
-        check(to_tokens, (x_SD, place_TC))
-        check(to_rows, (leaves["x"], place_TC))
+    leaves = _leaves(case, dtype)
+    logits_TE = torch.randn(7, 5, dtype=dtype, requires_grad=True)
+    check(route, (logits_TE, numbered(count), 2, True))
+    x_SD = torch.randn(14, D, dtype=dtype, requires_grad=True)
+    check(grouped_linear, (x_SD, leaves["gate_up"], stop_E))
+    # As the gradient of the rows is computed.
+    dy_SF = torch.randn(14, 2 * F, dtype=dtype)
+    check(grouped_linear, (dy_SF, leaves["gate_up"].detach().mT, stop_E))
+    gates = dy_SF.clone().requires_grad_(), torch.rand(14, 1, dtype=dtype, requires_grad=True)
+    check(gated_linear, (*gates, leaves["down"], stop_E))
+    check(_weight_gradient, (dy_SF, x_SD.detach(), stop_E))
+    check(to_tokens, (x_SD, place_TC))
+    check(to_rows, (leaves["x"], place_TC))
     check(sort_by_expert, (case.expert_TC, case.num_experts))
 
 

@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeSparseMoeBlock,
 )
 
+from ratoon.model.attention import numbered
 from ratoon.model.experts import (
     EXPERTS_NAME,
     register_grouped_experts,
@@ -22,8 +23,7 @@ from ratoon.model.experts import (
     to_rows,
     to_tokens,
 )
-from ratoon.model.lora_experts import LoraExperts
-from ratoon.model.numbered import numbered
+from ratoon.model.lora import LoraExperts
 from ratoon.model.router import RouteCount, Router, replace_routers, route
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.policy_model import PolicyModel
+from ratoon.planner.activation_plan import Kept, peak_bytes
 from tests.kernels.forests import star
 from tests.model.gpu_policies import DEVICE, Step, make_policy
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.model.activation_plan import Kept
 from ratoon.model.export import WeightsCopy, export_weights
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.activation_plan import Kept
 from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.builders import FULL, LORA, hidden_of, load, randomize
 from tests.model.packing import branching_sequences, pack

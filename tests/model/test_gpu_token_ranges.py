@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.model.activation_plan import Kept
 from ratoon.model.policy_model import PolicyModel
+from ratoon.planner.activation_plan import Kept
 from tests.kernels.forests import star
 from tests.model.gpu_policies import Step, make_policy
 from tests.train.gpu_streams import cut_stages, make_batch, pack_batch, stream_gradients

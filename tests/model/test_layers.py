@@ -4,6 +4,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratoon.errors import ErrorCode
 from ratoon.model import layers
-from ratoon.model.activation_plan import Kept, max_tokens, peak_bytes, plan_activations
 from ratoon.model.layers import most_tokens
 from ratoon.model.offload import HostOffload
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.activation_plan import Kept, max_tokens, peak_bytes, plan_activations
 from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.builders import (
     FULL,
@@ -35,7 +36,6 @@ from tests.model.builders import (
     load,
     randomize,
 )
-from tests.model.compiled import eager_graphs
 from tests.model.packing import Packed, branching_sequences, pack
 from tests.tiny_models import write_folder
 
@@ -71,21 +71,25 @@ def _gradients(model: PolicyModel, packed: Packed) -> dict[str, Tensor]:
     return grads
 
 
-@pytest.mark.parametrize("kept", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tuning", "dtype"), [*((FULL, dtype) for dtype in DTYPES), (LORA, ModelDtype.FLOAT32)]
+)
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
 def test_what_is_kept_changes_no_bit(
-    tmp_path: Path, model_type: str, dtype: ModelDtype, kept: Kept
+    tmp_path: Path, model_type: str, tuning: FullTuning | LoraTuning, dtype: ModelDtype
 ) -> None:
-    model = load(write_folder(tmp_path / "base", model_type), dtype=dtype)
+    model = load(write_folder(tmp_path / "base", model_type), tuning=tuning, dtype=dtype)
+    if tuning is LORA:
+        randomize(model, seed=3)
     packed = pack(branching_sequences(0))
     expected = _gradients(model, packed)
     assert sum(int(grad.count_nonzero()) for grad in expected.values()) > 1000
-    _keep(model, packed, kept)
-    got = _gradients(model, packed)
-    assert got.keys() == expected.keys()
-    for name, grad in expected.items():
-        assert torch.equal(got[name], grad), name
+    for kept in KINDS:
+        _keep(model, packed, kept)
+        got = _gradients(model, packed)
+        assert got.keys() == expected.keys()
+        for name, grad in expected.items():
+            assert torch.equal(got[name], grad), (kept, name)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -110,7 +114,7 @@ def test_what_is_on_the_host_is_there_until_its_backward(
     assert bool(graphs) == is_compiled
 
 
-@pytest.mark.parametrize("is_compiled", [pytest.param(False, marks=pytest.mark.more), True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_products_that_are_away_change_no_gradient_and_come_back_before_they_are_asked_for(
     is_compiled: bool, graphs: list[GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,22 +145,6 @@ def test_products_that_are_away_change_no_gradient_and_come_back_before_they_are
     for name, grad in expected.items():
         assert torch.equal(got[name], grad) if not is_compiled else torch.allclose(got[name], grad)
     assert bool(graphs) == is_compiled
-
-
-@pytest.mark.parametrize("kept", KINDS)
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
-def test_what_is_kept_changes_no_bit_of_an_adapter(
-    tmp_path: Path, model_type: str, kept: Kept
-) -> None:
-    model = load(write_folder(tmp_path / "base", model_type), tuning=LORA, dtype=ModelDtype.FLOAT32)
-    randomize(model, seed=3)
-    packed = pack(branching_sequences(1))
-    expected = _gradients(model, packed)
-    _keep(model, packed, kept)
-    got = _gradients(model, packed)
-    assert expected.keys() == got.keys() != set()
-    for name, grad in expected.items():
-        assert torch.equal(got[name], grad), name
 
 
 class _Products(TorchDispatchMode):
@@ -232,12 +220,6 @@ def test_a_forward_that_does_not_fit_is_refused() -> None:
     hidden_of(model, packed).sum().backward()
 
 
-@pytest.fixture
-def graphs() -> Iterator[list[GraphModule]]:
-    with eager_graphs() as compiled:
-        yield compiled
-
-
 @pytest.mark.more
 def test_compiled_layers_share_one_graph_a_kind(graphs: list[GraphModule]) -> None:
     """Each of the layers runs through the same one, and gradients are right to rounding."""
@@ -290,21 +272,6 @@ def _compiled_anew() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def test_a_graph_is_of_a_range_of_tokens_from_the_first_on(graphs: list[GraphModule]) -> None:
-    """Else what a process meets first, and then second, would decide how all others are summed."""
-    model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True)
-    with torch.no_grad():
-        for count in (5, 9):
-            hidden_of(model, pack([[1, *range(2, count)], [1, 0]]))
-    assert list(map(_is_of_a_range, graphs)) == [True]
-
-
-def _is_of_a_range(graph: GraphModule) -> bool:
-    """Whether its hidden states are of any number of tokens."""
-    (node,) = (n for n in graph.graph.find_nodes(op="placeholder") if "hidden_states" in n.name)
-    return not isinstance(node.meta["example_value"].shape[1], int)
-
-
 def test_ranges_of_tokens_follow_one_another() -> None:
     assert most_tokens(1) == most_tokens(1, at_least=9) == 1
     least, num_ranges = 2, 0
@@ -330,8 +297,17 @@ def test_fewer_tokens_run_by_the_graph_of_more_where_they_are_told_to(
             raise MemoryError
         hidden_of(model, many)
         assert len(graphs) == 1
-        hidden_of(model, few)
-        assert len(graphs) == 2
+        # Of a range from the first on: else what a process meets first, and then second, would
+        # decide how all others are summed.
+        for packed in (few, pack([[1, 2, 3, 4], [1, 0]])):
+            hidden_of(model, packed)
+            assert list(map(_is_of_a_range, graphs)) == [True, True]
+
+
+def _is_of_a_range(graph: GraphModule) -> bool:
+    """Whether its hidden states are of any number of tokens."""
+    (node,) = (n for n in graph.graph.find_nodes(op="placeholder") if "hidden_states" in n.name)
+    return not isinstance(node.meta["example_value"].shape[1], int)
 
 
 def test_fewer_tokens_keep_what_more_do_where_they_are_told_to() -> None:
@@ -365,7 +341,7 @@ def test_bits_do_not_depend_on_what_ran_as_more_before(monkeypatch: pytest.Monke
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 def test_adapters_are_part_of_the_graphs(
     tmp_path: Path, model_type: str, graphs: list[GraphModule]
 ) -> None:
@@ -390,7 +366,9 @@ def test_adapters_are_part_of_the_graphs(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("dtype", [ModelDtype.FLOAT32, ModelDtype.BFLOAT16])
+@pytest.mark.parametrize(
+    "dtype", [ModelDtype.FLOAT32, pytest.param(ModelDtype.BFLOAT16, marks=pytest.mark.slow)]
+)
 def test_experts_are_part_of_the_graphs(
     tmp_path: Path, dtype: ModelDtype, graphs: list[GraphModule]
 ) -> None:
@@ -408,23 +386,30 @@ def test_experts_are_part_of_the_graphs(
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize(
-    ("model_type", "tuning"),
-    [
-        pytest.param("qwen3", FULL, marks=pytest.mark.more),
-        ("qwen3_moe", FULL),
-        *(
-            pytest.param(*case, marks=pytest.mark.more)
-            for case in (("qwen3", LORA), ("qwen3_moe", LORA), ("qwen3_moe", LORA_ATTENTION))
-        ),
-    ],
+# Every term of the formula is in one of them.
+_OF_ALL_TERMS = (
+    ("qwen3_moe", FULL, Kept.PRODUCTS),
+    ("qwen3_moe", LORA, Kept.PRODUCTS),
+    ("qwen3_moe", LORA_ATTENTION, Kept.NARROW),
+    ("qwen3", LORA, Kept.PRODUCTS),
+    ("qwen3", FULL, Kept.ATTENTION),
 )
+
+
 @pytest.mark.parametrize(
-    "kept",
+    ("model_type", "tuning", "kept"),
     [
-        pytest.param(Kept.ATTENTION, marks=pytest.mark.more),
-        pytest.param(Kept.NARROW, marks=pytest.mark.more),
-        Kept.PRODUCTS,
+        _OF_ALL_TERMS[0],
+        *(pytest.param(*case, marks=pytest.mark.more) for case in _OF_ALL_TERMS[1:]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(
+                ("qwen3", "qwen3_moe"),
+                (FULL, LORA, LORA_ATTENTION),
+                (Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS),
+            )
+            if case not in _OF_ALL_TERMS
+        ),
     ],
 )
 def test_what_a_compiled_layer_keeps_is_what_is_planned(

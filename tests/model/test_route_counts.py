@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,20 +9,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ratoon.model.activation_plan import Kept
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RoutedTokens
+from ratoon.model.router import RoutedTokens
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.activation_plan import Kept
 from tests.model.builders import load
-from tests.model.compiled import eager_graphs
 from tests.model.packing import Packed, branching_sequences, pack
 from tests.tiny_models import write_folder
-
-
-@pytest.fixture
-def graphs() -> Iterator[list[GraphModule]]:
-    with eager_graphs() as compiled:
-        yield compiled
 
 
 def _hidden(model: PolicyModel, packed: Packed, copies_T: Tensor | None) -> Tensor:
@@ -31,39 +23,43 @@ def _hidden(model: PolicyModel, packed: Packed, copies_T: Tensor | None) -> Tens
     return model.forward_hidden(packed.tokens_T, packed.position_T, packed.layout, routed)
 
 
-_KEPT = pytest.mark.parametrize(
-    "kept",
-    [
-        None,
-        Kept.NARROW,
-        *(pytest.param(kept, marks=pytest.mark.more) for kept in Kept if kept is not Kept.NARROW),
-    ],
-)
+_MORE = [pytest.param(kept, marks=pytest.mark.more) for kept in Kept if kept is not Kept.NARROW]
 
 
-@_KEPT
-def test_layers_count_once_compiled_or_not(
+@pytest.mark.parametrize("kept", [Kept.NARROW, pytest.param(None, marks=pytest.mark.more), *_MORE])
+def test_layers_count_and_balance_once_compiled_or_not(
     tmp_path: Path, kept: Kept | None, graphs: list[GraphModule]
 ) -> None:
     """Also where they run again for their backward."""
     folder, packed = write_folder(tmp_path / "base", "qwen3_moe"), pack(branching_sequences(0))
-    copies_T = torch.arange(len(packed.tokens_T), dtype=torch.int32)
-    found: list[Tensor] = []
+    sums: list[Tensor] = []
+    grads: list[list[Tensor]] = []
     for is_compiled in (False, True):
         model = load(folder, dtype=ModelDtype.FLOAT32, compile_layers=is_compiled)
         vars(model)["_plan_activations"] = lambda _: None if kept is None else (kept,) * 2
-        for counted_T in (copies_T, None, copies_T):
-            _hidden(model, packed, counted_T).sum().backward()
-        sums = model.routes.take()
-        assert sums.layers == (0, 1)
-        found.append(torch.tensor(sums.sums, dtype=torch.float64))
-        assert model.routes.take().layers == ()
-    modules_LF, compiled_LF = found
-    assert modules_LF[:, -4].tolist() == [2 * int(copies_T.sum())] * 2
-    assert modules_LF[:, :-4].sum(1).tolist() == [2 * 2 * int(copies_T.sum())] * 2
-    assert len(modules_LF[:, :-4].unique()) > 4
+        sums.append(_counted(model, packed))
+        grads.append(_balanced(model, packed))
+    modules_LF, compiled_LF = sums
     torch.testing.assert_close(compiled_LF, modules_LF, rtol=1e-6, atol=0)
+    for modules, compiled in zip(*grads, strict=True):
+        assert modules.norm() > 0
+        assert (compiled - modules).norm() <= 1e-5 * modules.norm()
     assert len(graphs) == 1
+
+
+def _counted(model: PolicyModel, packed: Packed) -> Tensor:
+    """Sums by layer of two forwards that are counted, and none of one that is not."""
+    copies_T = torch.arange(len(packed.tokens_T), dtype=torch.int32)
+    for counted_T in (copies_T, None, copies_T):
+        _hidden(model, packed, counted_T).sum().backward()
+    sums = model.routes.take()
+    assert sums.layers == (0, 1)
+    assert model.routes.take().layers == ()
+    sums_LF = torch.tensor(sums.sums, dtype=torch.float64)
+    assert sums_LF[:, -4].tolist() == [2 * int(copies_T.sum())] * 2
+    assert sums_LF[:, :-4].sum(1).tolist() == [2 * 2 * int(copies_T.sum())] * 2
+    assert len(sums_LF[:, :-4].unique()) > 4
+    return sums_LF
 
 
 class _Given:
@@ -88,38 +84,27 @@ class _Given:
         return self.grad_LTE[row].to(probs_TE.dtype)
 
 
-@_KEPT
-def test_a_balance_has_its_gradient_once_compiled_or_not(
-    tmp_path: Path, kept: Kept | None, graphs: list[GraphModule]
-) -> None:
-    """Beside that of hidden states; and none once its backward is over."""
-    folder, packed = write_folder(tmp_path / "base", "qwen3_moe"), pack(branching_sequences(0))
+def _balanced(model: PolicyModel, packed: Packed) -> list[Tensor]:
+    """Gradients of both routers: a balance's beside that of hidden states, one of zeros, none.
+
+    A balance has its gradient once, and none once its backward is over.
+    """
     tokens = len(packed.tokens_T)
     grad_LTE = torch.randn(2, tokens, 4, generator=torch.Generator().manual_seed(1))
     ones_T = torch.ones(tokens, dtype=torch.int32)
-    found: list[list[Tensor]] = []
-    for is_compiled in (False, True):
-        model = load(folder, dtype=ModelDtype.FLOAT32, compile_layers=is_compiled)
-        vars(model)["_plan_activations"] = lambda _: None if kept is None else (kept,) * 2
-        gates = [p for name, p in model.named_trainable().items() if ".gate." in name]
-        assert len(gates) == 2
-        grads: list[Tensor] = []
-        for balance in (_Given(grad_LTE), _Given(torch.zeros_like(grad_LTE)), None):
-            routed = RoutedTokens(copies_T=ones_T, balance=balance)
-            hidden_TD = model.forward_hidden(
-                packed.tokens_T, packed.position_T, packed.layout, routed
-            )
-            with model.routes.balancing(routed):
-                grads += torch.autograd.grad(hidden_TD.square().sum(), gates)
-            assert balance is None or len(balance.chosen) == 2
-        assert model.routes.balance_loss() != 0
-        assert torch.equal(torch.stack(grads[2:4]), torch.stack(grads[4:]))
-        assert (grads[0] - grads[2]).norm() > 0.1
-        found.append(grads)
-    for modules, compiled in zip(*found, strict=True):
-        assert modules.norm() > 0
-        assert (compiled - modules).norm() <= 1e-5 * modules.norm()
-    assert len(graphs) == 1
+    gates = [p for name, p in model.named_trainable().items() if ".gate." in name]
+    assert len(gates) == 2
+    grads: list[Tensor] = []
+    for balance in (_Given(grad_LTE), _Given(torch.zeros_like(grad_LTE)), None):
+        routed = RoutedTokens(copies_T=ones_T, balance=balance)
+        hidden_TD = model.forward_hidden(packed.tokens_T, packed.position_T, packed.layout, routed)
+        with model.routes.balancing(routed):
+            grads += torch.autograd.grad(hidden_TD.square().sum(), gates)
+        assert balance is None or len(balance.chosen) == 2
+    assert model.routes.balance_loss() != 0
+    assert torch.equal(torch.stack(grads[2:4]), torch.stack(grads[4:]))
+    assert (grads[0] - grads[2]).norm() > 0.1
+    return grads
 
 
 def test_forwards_without_gradients_are_not_counted(tmp_path: Path) -> None:

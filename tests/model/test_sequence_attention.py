@@ -6,7 +6,7 @@ wrong, but the same whatever is kept. `tests/train/test_sequence_ranks.py` has r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.activation_plan import Kept, peak_bytes
 from ratoon.shards.sequence_group import SequenceGroup
 from tests.model.builders import TINY, load
-from tests.model.compiled import eager_graphs
 from tests.model.packing import Packed, branching_sequences, pack
 
 
@@ -73,12 +72,6 @@ def test_what_runs_again_exchanges_nothing(kept: Kept) -> None:
     assert least.lengths == free.lengths == [3, 2] * layers + [6, 3] * layers
     for name, grad in expected.items():
         assert float((got[name] - grad).norm()) <= 1e-12 * float(grad.norm()), name
-
-
-@pytest.fixture
-def graphs() -> Iterator[list[GraphModule]]:
-    with eager_graphs() as compiled:
-        yield compiled
 
 
 @pytest.mark.more

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.activation_plan import (
+from ratoon.planner.activation_plan import (
     DecoderSizes,
     Kept,
     peak_bytes,
     plan_activations,
     streamed_tokens,
 )
-from ratoon.model.stage_plan import HeldTokens, StreamTokens, least_plan, plan_forward
+from ratoon.planner.stage_plan import HeldTokens, StreamTokens, least_plan, plan_forward
+from ratoon.planner.waves import peak_tokens, resident_tokens
 from ratoon.rollout.packed import Stage
-from ratoon.rollout.waves import peak_tokens, resident_tokens
 from tests.model.test_activation_plan import QWEN3_8B
 from tests.rollout.stages import held_tokens
 
@@ -41,7 +41,7 @@ SMALL = DecoderSizes(
 # The backward of a layer takes little, so that what waits does.
 NARROW = dataclasses.replace(SMALL, mlp_size=2)
 HEAD = dataclasses.replace(SMALL, vocab_size=2000, head_is_trained=True)
-CHECKED = settings(max_examples=400, deadline=None)
+CHECKED = settings(max_examples=120, deadline=None)
 
 
 @st.composite

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from ratoon.model.stage_plan import StreamTokens
 from ratoon.model.streamed_attention import (
     AttentionStream,
     LayerStage,
     StageAttention,
+    path_layout,
 )
+from ratoon.planner.stage_plan import StreamTokens
 from ratoon_kernels import Span, TreeLayout, build_layout, tree_attention
 from tests.equivalence import relative_error
 
@@ -29,6 +30,30 @@ STAGES = ((0, 7, -1), (7, 11, 0), (11, 15, 1), (15, 20, 1), (20, 24, 0))
 MOST = StreamTokens(held=16, waiting=11)
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SCALE = 0.5
+
+
+@pytest.mark.parametrize(
+    ("spans", "nodes"),
+    [
+        # The inner prefix with only its second wave: two answers, in what is left of the forest.
+        (
+            [(0, 7), (7, 11), (15, 20)],
+            [(0, 7, 16, -1), (7, 11, 16, 0), (11, 14, 14, 1), (14, 16, 16, 1)],
+        ),
+        ([(0, 7), (20, 24)], [(0, 7, 11, -1), (7, 11, 11, 0)]),
+        # A stage of several nodes whose later tokens another one does not descend from.
+        (
+            [(0, 20), (20, 24)],
+            [*NODES[:-1], (20, 24, 24, 0)],
+        ),
+        ([(0, 24)], [*NODES]),
+    ],
+)
+def test_a_path_is_a_forest_of_its_own(
+    spans: list[tuple[int, int]], nodes: list[tuple[int, int, int, int]]
+) -> None:
+    layout = path_layout(make_layout(), [Span(*span) for span in spans])
+    assert layout.node_table_M4.tolist() == [list(node) for node in nodes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from transformers import MistralConfig
 from ratoon.errors import ErrorCode
 from ratoon.model.config_fields import FIELD_RULES, ROPE_FIELDS
 from ratoon.model.folder import ModelFolder
-from ratoon.model.stored_weights import open_tensors
+from ratoon.model.safetensors_files import open_tensors
 from ratoon.model.support import (
     SUPPORTED_ARCHITECTURES,
     add_undeclared,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ratoon.model.stage_plan import HeldTokens, StreamTokens
+from ratoon.planner.stage_plan import HeldTokens, StreamTokens
+from ratoon.planner.waves import peak_tokens, resident_tokens
 from ratoon.rollout.packed import Stage
-from ratoon.rollout.waves import peak_tokens, resident_tokens
 
 
 def num_ancestors(stages: Sequence[Stage]) -> list[int]:

@@ -52,30 +52,37 @@ def _prefix_of_packed(batch: RolloutBatch, forest: Forest) -> dict[int, Prefix]:
 
 @CHECKED
 @given(batch=batches())
-def test_every_sequence_is_readable_along_its_path(batch: RolloutBatch) -> None:
+def test_a_forest_is_the_trie_of_its_sequences(batch: RolloutBatch) -> None:
     forest = _forest(batch)
+    found = _prefix_of_packed(batch, forest)
+    _every_sequence_is_readable_along_its_path(batch, forest)
+    _packed_tokens_are_the_distinct_prefixes(batch, forest, found)
+    _nodes_are_maximal_runs_of_the_same_sequences(batch, forest, found)
+    _the_mask_is_the_ancestor_relation(forest, found)
+    _depth_is_the_position_on_the_path(forest, found)
+    _siblings_are_heaviest_first_with_ties_in_request_order(forest)
+    _nodes_nest_in_packed_order(forest)
+
+
+def _every_sequence_is_readable_along_its_path(batch: RolloutBatch, forest: Forest) -> None:
     for s, tokens in enumerate(oracle.sequences(batch)):
         path = _packed_path(forest, int(forest.sequence_node[s]))
         assert tuple(forest.tokens[path].tolist()) == tokens
         assert forest.sequence_length[s] == len(tokens)
 
 
-@CHECKED
-@given(batch=batches())
-def test_packed_tokens_are_the_distinct_prefixes(batch: RolloutBatch) -> None:
+def _packed_tokens_are_the_distinct_prefixes(
+    batch: RolloutBatch, forest: Forest, found: dict[int, Prefix]
+) -> None:
     """Minimal packing: no prefix twice, none missing, none that no sequence has."""
-    forest = _forest(batch)
-    found = _prefix_of_packed(batch, forest)
     assert sorted(found) == list(range(forest.num_tokens))
     assert len(set(found.values())) == len(found)
     assert set(found.values()) == set(oracle.holders(batch, range(batch.num_sequences)))
 
 
-@CHECKED
-@given(batch=batches())
-def test_nodes_are_maximal_runs_of_the_same_sequences(batch: RolloutBatch) -> None:
-    forest = _forest(batch)
-    found = _prefix_of_packed(batch, forest)
+def _nodes_are_maximal_runs_of_the_same_sequences(
+    batch: RolloutBatch, forest: Forest, found: dict[int, Prefix]
+) -> None:
     held = oracle.holders(batch, range(batch.num_sequences))
     sets = [frozenset(held[found[k]]) for k in range(forest.num_tokens)]
     for node, parent in enumerate(forest.node_parent.tolist()):
@@ -86,12 +93,8 @@ def test_nodes_are_maximal_runs_of_the_same_sequences(batch: RolloutBatch) -> No
             assert sets[forest.node_stop[parent] - 1] > sets[own[0]]
 
 
-@CHECKED
-@given(batch=batches())
-def test_the_mask_is_the_ancestor_relation(batch: RolloutBatch) -> None:
+def _the_mask_is_the_ancestor_relation(forest: Forest, found: dict[int, Prefix]) -> None:
     """q attends k exactly where k's prefix is a prefix of q's: k <= q < end[k]."""
-    forest = _forest(batch)
-    found = _prefix_of_packed(batch, forest)
     end = np.repeat(forest.node_end, forest.node_stop - forest.node_start)
     q, k = np.indices((forest.num_tokens, forest.num_tokens))
     mask = (k <= q) & (q < end[None, :])
@@ -104,19 +107,13 @@ def test_the_mask_is_the_ancestor_relation(batch: RolloutBatch) -> None:
         assert mask[row].tolist() == expected
 
 
-@CHECKED
-@given(batch=batches())
-def test_depth_is_the_position_on_the_path(batch: RolloutBatch) -> None:
-    forest = _forest(batch)
-    for k, (_, tokens) in _prefix_of_packed(batch, forest).items():
+def _depth_is_the_position_on_the_path(forest: Forest, found: dict[int, Prefix]) -> None:
+    for k, (_, tokens) in found.items():
         node = int(np.searchsorted(forest.node_start, k, side="right")) - 1
         assert forest.node_depth[node] + k - forest.node_start[node] == len(tokens) - 1
 
 
-@CHECKED
-@given(batch=batches())
-def test_siblings_are_heaviest_first_with_ties_in_request_order(batch: RolloutBatch) -> None:
-    forest = _forest(batch)
+def _siblings_are_heaviest_first_with_ties_in_request_order(forest: Forest) -> None:
     weight = forest.node_end - forest.node_start
     first: dict[int, int] = {}
     for s, node in enumerate(forest.sequence_node.tolist()):
@@ -129,10 +126,7 @@ def test_siblings_are_heaviest_first_with_ties_in_request_order(batch: RolloutBa
         last_key[parent] = key
 
 
-@CHECKED
-@given(batch=batches())
-def test_nodes_nest_in_packed_order(batch: RolloutBatch) -> None:
-    forest = _forest(batch)
+def _nodes_nest_in_packed_order(forest: Forest) -> None:
     assert forest.node_start.tolist() == [0, *forest.node_stop.tolist()][: len(forest.node_start)]
     for node, parent in enumerate(forest.node_parent.tolist()):
         inside = [m for m in range(len(forest.node_start)) if node in _path(forest, m)]

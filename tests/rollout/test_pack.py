@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import PackedBatch
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
@@ -49,24 +48,17 @@ def _assert_terms(batch: RolloutBatch, packed: PackedBatch) -> None:
 
 
 @CHECKED
-@given(data=st.data())
-def test_every_term_is_predicted_from_what_precedes_it(data: st.DataObject) -> None:
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_every_term_is_predicted_from_what_precedes_it(data: st.DataObject, seed: int) -> None:
+    """Of some sequences, and of some of their tokens; copies are the sequences that have one."""
     batch = data.draw(batches())
     kept = data.draw(kept_masks(batch))
+    mask = batch.loss_mask & (np.random.default_rng(seed).random(len(batch.loss_mask)) < 0.7)
     forest = build_forest(batch, sort_sequences(batch), np.flatnonzero(kept))
-    packed = pack(batch, forest, batch.loss_mask)
+    packed = pack(batch, forest, mask)
     _assert_terms(batch, packed)
     is_kept = np.repeat(kept, np.diff(batch.response_offsets))
-    assert packed.term_token.tolist() == np.flatnonzero(batch.loss_mask & is_kept).tolist()
-
-
-@CHECKED
-@given(data=st.data())
-def test_copies_are_the_sequences_that_have_the_token(data: st.DataObject) -> None:
-    batch = data.draw(batches())
-    kept = data.draw(kept_masks(batch))
-    forest = build_forest(batch, sort_sequences(batch), np.flatnonzero(kept))
-    packed = pack(batch, forest, batch.loss_mask)
+    assert packed.term_token.tolist() == np.flatnonzero(mask & is_kept).tolist()
     count = np.zeros(forest.num_tokens, np.int64)
     for node in forest.sequence_node.tolist():
         while node >= 0:
@@ -92,16 +84,6 @@ def test_targets_are_the_distinct_trained_tokens(batch: RolloutBatch) -> None:
     assert np.all(np.diff(packed.row_index) > 0)
     assert set(packed.term_target.tolist()) == set(range(len(trained)))
     assert set(packed.target_row.tolist()) == set(range(len(rows)))
-
-
-@CHECKED
-@given(batch=batches(), seed=st.integers(0, 99))
-def test_a_term_mask_takes_terms_away_and_nothing_else(batch: RolloutBatch, seed: int) -> None:
-    forest = build_forest(batch, sort_sequences(batch), None)
-    keep = np.random.default_rng(seed).random(len(batch.loss_mask)) < 0.5
-    packed = pack(batch, forest, batch.loss_mask & keep)
-    assert packed.term_token.tolist() == np.flatnonzero(batch.loss_mask & keep).tolist()
-    _assert_terms(batch, packed)
 
 
 def test_terms_of_random_conversations() -> None:

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.planner.plan import check_plan
+from ratoon.planner.waves import peak_tokens
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
-from ratoon.rollout.plan import check_plan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
-from ratoon.rollout.waves import peak_tokens
 from tests.builders import group, limits, random_batch, rollout
 from tests.plans import journaled, make_plan
 from tests.rollout import oracle
@@ -37,11 +36,13 @@ def _runnable(batch: RolloutBatch, kept: np.ndarray) -> list[int]:
 def test_a_plan_is_a_partition_of_what_is_kept_under_the_budget(
     data: st.DataObject, budget: int
 ) -> None:
+    """A group that fits is never cut apart, and counts are those of brute force."""
     batch = data.draw(batches())
     kept = data.draw(kept_masks(batch))
     plan = make_plan(batch, sort_sequences(batch), kept, budget)
     parts = [list(part.sequences) for part in plan.micro_batches]
-    assert sorted(s for part in parts for s in part) == _runnable(batch, kept)
+    runnable = _runnable(batch, kept)
+    assert sorted(s for part in parts for s in part) == runnable
     for part, micro_batch in zip(parts, plan.micro_batches, strict=True):
         assert part == sorted(part)
         assert part
@@ -49,49 +50,16 @@ def test_a_plan_is_a_partition_of_what_is_kept_under_the_budget(
         longest = max(len(batch.sequence_tokens(s)) for s in part)
         held = peak_tokens(micro_batch.stages) or micro_batch.packed_tokens
         assert held <= max(budget, longest)
-
-
-@CHECKED
-@given(data=st.data(), budget=st.integers(1, 60))
-def test_a_group_that_fits_is_never_cut_apart(data: st.DataObject, budget: int) -> None:
-    batch = data.draw(batches())
-    kept = data.draw(kept_masks(batch))
-    plan = make_plan(batch, sort_sequences(batch), kept, budget)
     for g in range(batch.num_groups):
-        members = {s for s in _runnable(batch, kept) if oracle.group_of(batch, s) == g}
-        holding = [part for part in plan.micro_batches if members & set(part.sequences)]
+        members = {s for s in runnable if oracle.group_of(batch, s) == g}
         if members and oracle.num_packed(batch, members) <= budget:
-            assert len(holding) == 1
-
-
-@CHECKED
-@given(data=st.data(), budget=st.integers(1, 60))
-def test_counts_are_those_of_brute_force(data: st.DataObject, budget: int) -> None:
-    batch = data.draw(batches())
-    kept = data.draw(kept_masks(batch))
-    plan = make_plan(batch, sort_sequences(batch), kept, budget)
-    lengths = [len(batch.sequence_tokens(s)) for s in _runnable(batch, kept)]
-    parts = [part.sequences for part in plan.micro_batches]
+            assert sum(bool(members & set(part)) for part in parts) == 1
+    lengths = [len(batch.sequence_tokens(s)) for s in runnable]
     assert plan.micro_batch_tokens == budget
     assert plan.unshared_tokens == sum(lengths)
     assert plan.replicated_pairs == sum(n * (n + 1) // 2 for n in lengths)
     assert plan.packed_tokens == sum(oracle.num_packed(batch, part) for part in parts)
     assert plan.packed_pairs == sum(oracle.num_packed_pairs(batch, part) for part in parts)
-
-
-@CHECKED
-@given(batch=batches(), budget=st.integers(1, 60))
-def test_a_micro_batch_says_what_its_forest_has(batch: RolloutBatch, budget: int) -> None:
-    prefixes = sort_sequences(batch)
-    for part in _plan(batch, budget).micro_batches:
-        forest = build_forest(batch, prefixes, np.array(part.sequences))
-        assert forest.num_tokens == part.packed_tokens
-
-
-@CHECKED
-@given(batch=batches(), budget=st.integers(1, 60))
-def test_a_plan_survives_the_journal(batch: RolloutBatch, budget: int) -> None:
-    plan = _plan(batch, budget)
     assert journaled(plan) == plan
 
 

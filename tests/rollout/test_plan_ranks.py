@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.rollout import balance
+from ratoon.planner import spread
+from ratoon.planner.costs import DEFAULT_COSTS, NO_LIMITS, CostModel, SequenceSizes, measure
+from ratoon.planner.plan import share_as_planned
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, NO_LIMITS, CostModel, SequenceSizes, measure
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.sharing import share_as_planned
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
 from tests.plans import journaled, make_plan
@@ -240,12 +240,12 @@ def _uneven(num_groups: int) -> RolloutBatch:
     return _groups(*((int(p), each) for p, each in zip(prompts, lengths, strict=True)))
 
 
-@pytest.mark.parametrize(("num_tried", "gap"), [(balance._MAX_ATOMS, 0.003), (16, 0.01)])
+@pytest.mark.parametrize(("num_tried", "gap"), [(spread._MAX_ATOMS, 0.003), (16, 0.01)])
 def test_moves_are_looked_for_among_as_many_atoms_at_most(
     monkeypatch: pytest.MonkeyPatch, num_tried: int, gap: float
 ) -> None:
-    monkeypatch.setattr(balance, "_MAX_ATOMS", num_tried)
+    monkeypatch.setattr(spread, "_MAX_ATOMS", num_tried)
     batch, costs = _uneven(60), replace(DEFAULT_COSTS, call=5.0)
     assert _plan(batch, 8, costs, 2000).rank_gap < gap
-    monkeypatch.setattr(balance.Balancer, "_moves", lambda _self, _longest: [])
+    monkeypatch.setattr(spread.Balancer, "_moves", lambda _self, _longest: [])
     assert _plan(batch, 8, costs, 2000).rank_gap > 2 * gap

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import (
+from ratoon.planner.costs import (
     DEFAULT_COSTS,
     NO_LIMITS,
     NOTHING_AGAIN,
@@ -20,11 +19,12 @@ from ratoon.rollout.costs import (
     Work,
     measure,
 )
+from ratoon.planner.waves import fits_forest, peak_tokens
+from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import Stage, UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
-from ratoon.rollout.waves import fits_forest, peak_tokens
 from tests.builders import group, limits, rollout
 from tests.plans import journaled, make_plan
 from tests.rollout import oracle

@@ -9,45 +9,31 @@ import pytest
 from hypothesis import given
 
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.prefixes import shared_with_previous, sort_sequences
-from ratoon.rollout.stems import shared_lengths
+from ratoon.rollout.prefixes import shared_lengths, shared_with_previous, sort_sequences
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
 from tests.rollout import oracle
 from tests.rollout.strategies import CHECKED, batches
 
 
-def _num_shared(batch: RolloutBatch, a: int, b: int) -> int:
-    return len(set(oracle.prefixes(batch, a)) & set(oracle.prefixes(batch, b)))
-
-
 @CHECKED
 @given(batch=batches())
-def test_sort_sequences_is_by_temperature_tokens_and_request(batch: RolloutBatch) -> None:
+def test_sequences_are_sorted_and_neighbours_compared(batch: RolloutBatch) -> None:
+    """By temperature, tokens and request; also where only every second one is asked for."""
     prefixes = sort_sequences(batch)
     tokens = oracle.sequences(batch)
     keys = [(float(batch.temperature[s]), tokens[s], s) for s in range(batch.num_sequences)]
     assert prefixes.order.tolist() == sorted(range(batch.num_sequences), key=keys.__getitem__)
     assert prefixes.rank[prefixes.order].tolist() == list(range(batch.num_sequences))
-
-
-@CHECKED
-@given(batch=batches())
-def test_lcp_is_what_neighbours_share(batch: RolloutBatch) -> None:
-    prefixes = sort_sequences(batch)
-    order = prefixes.order.tolist()
-    expected = [0] + [_num_shared(batch, a, b) for a, b in pairwise(order)]
-    assert prefixes.lcp.tolist() == expected
-
-
-@CHECKED
-@given(batch=batches())
-def test_shared_with_previous_of_every_second_sequence(batch: RolloutBatch) -> None:
-    prefixes = sort_sequences(batch)
+    assert prefixes.lcp.tolist() == _shared_by_neighbours(batch, prefixes.order.tolist())
     places = np.arange(0, batch.num_sequences, 2)
-    order = prefixes.order[places].tolist()
-    expected = [0] + [_num_shared(batch, a, b) for a, b in pairwise(order)]
+    expected = _shared_by_neighbours(batch, prefixes.order[places].tolist())
     assert shared_with_previous(prefixes.lcp, places).tolist() == expected
+
+
+def _shared_by_neighbours(batch: RolloutBatch, order: list[int]) -> list[int]:
+    held = [set(oracle.prefixes(batch, s)) for s in order]
+    return [0] + [len(a & b) for a, b in pairwise(held)]
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 79, 80, 81, 336, 5_431, 5_432, 20_000])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.prefixes import sort_sequences
 from tests.builders import batch_from_jsonl
 from tests.plans import make_plan

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
@@ -166,25 +167,11 @@ def test_a_shared_token_belongs_to_the_first_kept_path_that_trains_it(
     mask = first_owner_mask(batch, sort_sequences(batch), kept)
     expected = oracle.owner_mask(batch, np.flatnonzero(kept).tolist())
     assert mask.tolist() == expected.tolist()
+    _check_counters(batch, kept)
 
 
-def test_the_first_path_may_hold_a_token_without_training_it() -> None:
-    batch = _batch(
-        [
-            rollout([(np.array([5]), False), (np.array([6]), True)]),
-            rollout([5, 6]),
-            rollout([5, 7]),
-        ]
-    )
-    mask = first_owner_mask(batch, sort_sequences(batch), np.ones(3, np.bool_))
-    assert mask.tolist() == [False, True, True, False, False, True]
-
-
-@CHECKED
-@given(data=st.data())
-def test_counters_are_over_what_remains(data: st.DataObject) -> None:
-    batch = data.draw(batches())
-    kept = data.draw(kept_masks(batch))
+def _check_counters(batch: RolloutBatch, kept: NDArray[np.bool_]) -> None:
+    """They are over what remains."""
     mask = trained_mask(batch, kept)
     num_trained = [
         sum(bool(batch.loss_mask[j]) for j, _ in oracle.response_prefixes(batch, s))
@@ -199,3 +186,15 @@ def test_counters_are_over_what_remains(data: st.DataObject) -> None:
     assert counted.groups == len(
         {oracle.group_of(batch, s) for s, number in enumerate(num_trained) if number}
     )
+
+
+def test_the_first_path_may_hold_a_token_without_training_it() -> None:
+    batch = _batch(
+        [
+            rollout([(np.array([5]), False), (np.array([6]), True)]),
+            rollout([5, 6]),
+            rollout([5, 7]),
+        ]
+    )
+    mask = first_owner_mask(batch, sort_sequences(batch), np.ones(3, np.bool_))
+    assert mask.tolist() == [False, True, True, False, False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
@@ -85,10 +86,15 @@ def test_the_digest_is_sha256() -> None:
     assert batch_digest(data) == hashlib.sha256(data).hexdigest()
 
 
+@functools.cache
+def _whole() -> bytes:
+    return batch_to_bytes(random_batch(np.random.default_rng(3)))
+
+
 @CHECKED
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_one_flipped_bit_anywhere_is_detected(position: int, bit: int) -> None:
-    data = bytearray(batch_to_bytes(random_batch(np.random.default_rng(3))))
+    data = bytearray(_whole())
     data[position % len(data)] ^= 1 << bit
     _assert_malformed(bytes(data))
 
@@ -96,7 +102,7 @@ def test_one_flipped_bit_anywhere_is_detected(position: int, bit: int) -> None:
 @CHECKED
 @given(stop=st.integers(0, 10**6))
 def test_every_truncation_is_detected(stop: int) -> None:
-    data = batch_to_bytes(random_batch(np.random.default_rng(3)))
+    data = _whole()
     _assert_malformed(data[: stop % len(data)])
 
 

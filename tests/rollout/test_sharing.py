@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratoon.planner.costs import DEFAULT_COSTS, CostModel, measure
+from ratoon.planner.plan import share_as_planned, unshared_places
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel, measure
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.sharing import share_as_planned, unshared_places
 from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
 from tests.plans import journaled, make_plan

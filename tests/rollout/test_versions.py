@@ -10,10 +10,10 @@ import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.columns import versions_of_tokens
 from ratoon.rollout.selection import select_sequences
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon.rollout.validate import validate_groups
-from ratoon.rollout.versions import versions_of_tokens
 from tests import builders
 
 

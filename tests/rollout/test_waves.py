@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.packed import Forest, Stage
-from ratoon.rollout.prefixes import sort_sequences
-from ratoon.rollout.validate import validate_groups
-from ratoon.rollout.waves import (
+from ratoon.planner.waves import (
     cut_into_stages,
     first_misplaced,
     fits_forest,
     peak_tokens,
     resident_tokens,
 )
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.forest import build_forest
+from ratoon.rollout.packed import Forest, Stage
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.validate import validate_groups
 from tests.builders import group, limits, rollout
 from tests.rollout.stages import num_ancestors
 from tests.rollout.strategies import CHECKED, batches
@@ -58,13 +58,16 @@ def _paths(forest: Forest) -> list[list[int]]:
 def test_what_a_stage_attends_is_in_it_or_stays(
     batch: RolloutBatch, budget: int, small: int
 ) -> None:
+    """The budget holds but for a single path, and neighbours that would have fitted together are
+    together, unless one has waves."""
     forest = _forest(batch)
     stages = cut_into_stages(forest, budget, small)
     assert [t for stage in stages for t in range(stage.start, stage.stop)] == list(
         range(forest.num_tokens)
     )
     home = {t: i for i, stage in enumerate(stages) for t in range(stage.start, stage.stop)}
-    for path in _paths(forest):
+    paths = _paths(forest)
+    for path in paths:
         line: set[int] = set()
         index = home[path[-1]]
         while index >= 0:
@@ -73,23 +76,7 @@ def test_what_a_stage_attends_is_in_it_or_stays(
         assert {home[t] for t in path} <= line
     assert fits_forest(stages, forest)
     assert first_misplaced(stages, forest.num_tokens) is None
-
-
-@CHECKED
-@given(batch=batches(), budget=st.integers(1, 40), small=st.integers(0, 5))
-def test_the_budget_holds_but_for_a_single_path(
-    batch: RolloutBatch, budget: int, small: int
-) -> None:
-    forest = _forest(batch)
-    longest = max((len(path) for path in _paths(forest)), default=0)
-    assert peak_tokens(cut_into_stages(forest, budget, small)) <= max(budget, longest)
-
-
-@CHECKED
-@given(batch=batches(), budget=st.integers(1, 40), small=st.integers(0, 5))
-def test_a_prefix_is_not_held_for_nothing(batch: RolloutBatch, budget: int, small: int) -> None:
-    """Neighbours that would have fitted together are together, unless one has waves."""
-    stages = cut_into_stages(_forest(batch), budget, small)
+    assert peak_tokens(stages) <= max(budget, *map(len, paths), 0)
     resident = resident_tokens(stages)
     parents = {stage.parent for stage in stages}
     for index in range(1, len(stages)):

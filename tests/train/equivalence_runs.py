@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
+from ratoon.planner.costs import DEFAULT_COSTS, CostModel
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.raw import RawGroup, RawRollout
@@ -27,7 +28,6 @@ from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import resolve_optim
-from ratoon.train.planning import cpu_planner
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ratoon.method_call import MethodCall
 from ratoon.model.spec import FolderBase, PresetBase
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
@@ -33,7 +34,6 @@ from ratoon.shards.copies import Copies, Meeting, open_meeting
 from ratoon.shards.parts import PART, parts_of
 from ratoon.train import prepare
 from ratoon.train.micro_batches import PassHooks, no_progress
-from ratoon.train.planning import cpu_planner
 from ratoon.train.ranks.layout import load
 from ratoon.train.ranks.rank import Rank
 from ratoon.train.spec import TrainerSpec

@@ -10,10 +10,10 @@ from torch.nn.functional import logsigmoid
 
 from ratoon.api.convert.groups import raw_groups
 from ratoon.api.submissions import loss_request
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from ratoon_client import Group, by_autograd, group, rollout
 from ratoon_client.custom_loss import WEIGHTED, weighted

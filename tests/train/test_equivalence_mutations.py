@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from ratoon.rollout.pack import pack
+from ratoon.planner.planning import cpu_planner
+from ratoon.rollout.forest import pack
 from ratoon.rollout.selection import trained_mask
 from ratoon.train import prepare
 from ratoon.train.loss import batch_loss
 from ratoon.train.loss.compute import compute_loss
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.planning import cpu_planner
 from ratoon_kernels import build_layout
 from ratoon_proto.types import KlConfig, KlKind, LossKind, ReferenceKind
 from tests.equivalence import assert_close

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from ratoon.model.device_costs import KNOWN_RATES
+from ratoon.planner.device_costs import KNOWN_RATES
 from ratoon.train.numerics import device_model
 from ratoon.train.rates import Attention, measure_rates
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.offload import CHUNK_BYTES, HostOffload
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.stage_plan import least_plan, plan_forward
+from ratoon.planner.activation_plan import Kept, peak_bytes
+from ratoon.planner.stage_plan import least_plan, plan_forward
+from ratoon.planner.waves import peak_tokens
 from ratoon.rollout.packed import PackedBatch, Stage
-from ratoon.rollout.waves import peak_tokens
 from tests.model.gpu_policies import DEVICE, make_policy
 from tests.rollout.stages import held_tokens
 from tests.train.gpu_streams import cut_stages, make_batch, pack_batch, stream_gradients

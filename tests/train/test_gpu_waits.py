@@ -14,7 +14,7 @@ import torch
 
 from ratoon.model.offload import HostOffload
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
-from ratoon.model.stage_plan import least_plan
+from ratoon.planner.stage_plan import least_plan
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan

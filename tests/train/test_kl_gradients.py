@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from ratoon_proto.types import (
     KlConfig,

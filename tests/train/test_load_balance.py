@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase
+from ratoon.planner.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
 from ratoon_proto.types import LoraTuning, LossConfig, LossKind, SharedTokens, TokenWeight

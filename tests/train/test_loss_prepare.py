@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import Prepared, prepare
 from ratoon_proto.types import (
     AdvantageKind,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from ratoon.model.activation_plan import max_tokens
-from ratoon.model.device_costs import H200_RATES
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
+from ratoon.planner.activation_plan import max_tokens
+from ratoon.planner.device_costs import H200_RATES
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.train.planning import cpu_planner
 from ratoon.train.ranks import rank
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer

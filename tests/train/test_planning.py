@@ -9,24 +9,23 @@ import numpy as np
 import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.activation_plan import Kept, most_tokens
-from ratoon.model.device_costs import H100_RATES, H200_RATES
 from ratoon.model.spec import FolderBase
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel, SequenceSizes, measure
-from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import Devices, draft_plan
-from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
-from ratoon.rollout.sharing import share_as_planned
-from ratoon.rollout.validate import validate_groups
-from ratoon.train import prepare
-from ratoon.train.planning import (
+from ratoon.planner.activation_plan import Kept, most_tokens
+from ratoon.planner.costs import CostModel, SequenceSizes, measure
+from ratoon.planner.device_costs import H100_RATES, H200_RATES
+from ratoon.planner.plan import Devices, draft_plan, share_as_planned
+from ratoon.planner.planning import (
     CPU_TOKENS,
     Planner,
     cpu_planner,
     device_planner,
     group_sizes,
 )
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
+from ratoon.rollout.validate import validate_groups
+from ratoon.train import prepare
 from ratoon_proto.types import LossKind, ParallelLayout, SharedTokens
 from tests.builders import group, limits, rollout
 from tests.model.test_activation_plan import QWEN3_8B

@@ -14,9 +14,9 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase
+from ratoon.planner.planning import cpu_planner
 from ratoon.shards.copies import Copies, open_meeting
 from ratoon.train.gradient_window import WindowState
-from ratoon.train.planning import cpu_planner
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import Shard
 from tests.train.rank_runs import (

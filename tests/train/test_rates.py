@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import H100_RATES, H200_RATES, KNOWN_RATES, DeviceRates
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
+from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.device_costs import H100_RATES, H200_RATES, KNOWN_RATES, DeviceRates
 from ratoon.stream.files import seal_document
 from ratoon.train import rates
 from ratoon.train.rates import SHAPE, Attention, Shape, kept_rates, measure_rates, rates_of

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import resolve_optim
-from ratoon.train.planning import cpu_planner
 from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMask,

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from ratoon.model.spec import FolderBase
+from ratoon.planner.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ratoon.model.spec import FolderBase
+from ratoon.planner.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss
 from ratoon.train.trainer import Trainer

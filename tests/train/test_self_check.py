@@ -16,9 +16,9 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model import layers
 from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, ModelDtype
+from ratoon.planner.waves import cut_into_stages
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest
-from ratoon.rollout.waves import cut_into_stages
 from ratoon.train import passes, self_check
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.micro_batches import to_device

@@ -16,8 +16,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.method_call import MethodCall
 from ratoon.model.spec import FolderBase, ModelDtype
+from ratoon.planner.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.shards.sequence_group import own_keys

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.costs import CostModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare

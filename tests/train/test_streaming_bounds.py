@@ -19,22 +19,21 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.activation_plan import Kept, peak_bytes
 from ratoon.model.attention import PathAttention
 from ratoon.model.loader import read_model
 from ratoon.model.offload import HostOffload
-from ratoon.model.path_stacks import PathStacks
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RoutedTokens
+from ratoon.model.router import RoutedTokens
 from ratoon.model.spec import FolderBase, ModelDtype
-from ratoon.model.stage_plan import HeldTokens, least_plan
-from ratoon.model.streamed_attention import LayerStage
+from ratoon.model.streamed_attention import LayerStage, PathStacks
+from ratoon.planner.activation_plan import Kept, peak_bytes
+from ratoon.planner.costs import CostModel
+from ratoon.planner.stage_plan import HeldTokens, least_plan
+from ratoon.planner.waves import peak_tokens
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import CostModel
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.validate import validate_groups
-from ratoon.rollout.waves import peak_tokens
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.stage_heads import RowHead, StageRun
 from ratoon.train.trainer import Trainer

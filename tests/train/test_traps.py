@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ratoon.errors import RatoonError
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.raw import RawGroup
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import resolve_optim
-from ratoon.train.planning import cpu_planner
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LossConfig, LossKind, OldLogprobs, OldLogprobsKind, OptimStepConfig
 from tests.builders import group, limits, rollout

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ratoon.model.spec import FolderBase, ModelDtype
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.gradient_window import of_prepared
 from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.warnings import sum_warnings
-from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import prepare
 from ratoon_proto.types import (
     AdvantageKind,

@@ -6,13 +6,12 @@ What a backend cannot serve is an error with its reason, never another result.
 from ratoon_kernels.errors import BackendUnavailableError, KernelArgumentError
 from ratoon_kernels.layout import TreeLayout, build_layout
 from ratoon_kernels.registry import BackendStatus, list_backends, max_tokens, select_backend
-from ratoon_kernels.span import Span
-from ratoon_kernels.token_logprobs.one_pass import token_logprobs_forward_backward
-from ratoon_kernels.token_logprobs.op import token_logprobs
+from ratoon_kernels.tiles import Span
+from ratoon_kernels.token_logprobs.op import token_logprobs, token_logprobs_forward_backward
 from ratoon_kernels.token_logprobs.operands import DifferentiatedLogprobs
-from ratoon_kernels.tree_attention.op import tree_attention
-from ratoon_kernels.tree_attention.partial import (
+from ratoon_kernels.tree_attention.op import (
     merge_partials,
+    tree_attention,
     tree_attention_partial_backward,
     tree_attention_partial_forward,
 )

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.schedule import TILE_SIZE, Schedule, build_schedule
-from ratoon_kernels.span import Span
-from ratoon_kernels.tiles import Int64Array
+from ratoon_kernels.tiles import Int64Array, Span
 
 _MAX_TOKENS: Final = 2**31 - TILE_SIZE
 

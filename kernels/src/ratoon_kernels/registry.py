@@ -1,7 +1,8 @@
-"""Lists the backends of each op, and selects the one that serves a call.
+"""Lists the backends of each op, best first, with the protocol of their modules; selects one.
 
 A backend requested by name is that backend, or an error with its reason; another one never replaces
-it.
+it. Importing a backend's module needs only torch and numpy. Functions import any other package that
+the backend needs, so that `unavailable_reason` can report that it is missing.
 """
 
 import functools
@@ -9,22 +10,115 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Protocol
 
 import torch
+from torch import Tensor
 
-from ratoon_kernels.backend import Backend
 from ratoon_kernels.errors import BackendUnavailableError
-from ratoon_kernels.token_logprobs import backends as token_logprobs
-from ratoon_kernels.tree_attention import backends as tree_attention
+from ratoon_kernels.layout import TreeLayout
+from ratoon_kernels.tiles import Span
+from ratoon_kernels.token_logprobs import fused
+from ratoon_kernels.token_logprobs import operands as logprobs
+from ratoon_kernels.token_logprobs import reference as logprobs_reference
+from ratoon_kernels.tree_attention import block_plan, cuda, flash, flex, reference
+from ratoon_kernels.tree_attention import operands as attention
+
+TREE_ATTENTION: Final = "tree_attention"
+TOKEN_LOGPROBS: Final = "token_logprobs"
 
 _logger = logging.getLogger(__name__)
 
+
+class Backend(Protocol):
+    """A backend of any op; each op's own protocol adds what it computes."""
+
+    def unavailable_reason(self) -> str | None:
+        """Returns why this machine cannot run the backend at all, or None."""
+        ...
+
+    def unsupported_reason(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, is_deterministic: bool, /
+    ) -> str | None:
+        """Returns why the backend does not serve such a call, or None.
+
+        A deterministic call asks for the same bits every time, in forward and backward.
+        """
+        ...
+
+
+class TreeAttentionBackend(Backend, Protocol):
+    """A backend module of this op."""
+
+    def plan(self, layout: TreeLayout, /) -> list[Tensor]:
+        """Returns the tensors of a layout that the whole form reads beside `end_T`.
+
+        torch.compile traces it: it only picks what the layout holds already.
+        """
+        ...
+
+    def partial_plan(self, layout: TreeLayout, queries: Span, keys: Span, /) -> list[Tensor]:
+        """Returns those of the partial form; never traced, so it may build them."""
+        ...
+
+    def forward(self, operands: attention.Operands, /) -> tuple[Tensor, Tensor]:
+        """Returns out_TNH (dtype of q) and lse_NT of the whole forest, contiguous."""
+        ...
+
+    def backward(
+        self, operands: attention.Operands, upstream: attention.Upstream, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dq_TNH, dk_TKH and dv_TKH of the whole forest, contiguous."""
+        ...
+
+    def partial_forward(self, operands: attention.Operands, /) -> tuple[Tensor, Tensor]:
+        """Returns out_QNH and lse_NQ over the keys at hand, in the accumulation dtype."""
+        ...
+
+    def partial_backward(
+        self,
+        operands: attention.Operands,
+        upstream: attention.Upstream,
+        dk_acc_SKH: Tensor,
+        dv_acc_SKH: Tensor,
+        /,
+    ) -> Tensor:
+        """Adds to the two buffers and returns dq_QNH, all in the accumulation dtype."""
+        ...
+
+
+class TokenLogprobsBackend(Backend, Protocol):
+    """A backend module of this op."""
+
+    def forward(self, operands: logprobs.Operands, /) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logprob_M, entropy_R and lse_R in the accumulation dtype."""
+        ...
+
+    def backward(
+        self, operands: logprobs.Operands, upstream: logprobs.Upstream, /
+    ) -> tuple[Tensor, Tensor]:
+        """Returns dhidden_RD and dlm_head_VD, the latter without rows where not asked for."""
+        ...
+
+    def forward_backward(
+        self, operands: logprobs.Operands, seeds_of: logprobs.SeedsOfRows, /, *, needs_lm_head: bool
+    ) -> logprobs.DifferentiatedLogprobs:
+        """Returns both in the bits of `forward` and `backward`; logits are computed once."""
+        ...
+
+
+TREE_ATTENTION_BACKENDS: Final[Mapping[str, TreeAttentionBackend]] = MappingProxyType(
+    {"cuda": cuda, "flash": flash, "flex": flex, "reference": reference}
+)
+TOKEN_LOGPROBS_BACKENDS: Final[Mapping[str, TokenLogprobsBackend]] = MappingProxyType(
+    {"fused": fused, "reference": logprobs_reference}
+)
 _BACKENDS: Final[Mapping[str, Mapping[str, Backend]]] = MappingProxyType(
-    {
-        tree_attention.OP: tree_attention.BACKENDS,
-        token_logprobs.OP: token_logprobs.BACKENDS,
-    }
+    {TREE_ATTENTION: TREE_ATTENTION_BACKENDS, TOKEN_LOGPROBS: TOKEN_LOGPROBS_BACKENDS}
+)
+# Tokens at a time, queries or keys, of the backends that do not serve any number.
+_MAX_TOKENS: Final[Mapping[str, int]] = MappingProxyType(
+    {"flash": block_plan.MAX_TOKENS, "flex": block_plan.MAX_TOKENS}
 )
 
 
@@ -96,7 +190,7 @@ def select_backend(
 
 def max_tokens(backend: str) -> int | None:
     """Returns the most packed tokens that a backend of tree attention serves; None: any number."""
-    return tree_attention.MAX_TOKENS.get(backend)
+    return _MAX_TOKENS.get(backend)
 
 
 @functools.cache

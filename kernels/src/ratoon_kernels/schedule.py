@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ratoon_kernels.schedule_header import (
-    SPLIT_KV_HEADS,
-    LevelSections,
-    ScheduleHeader,
-    Section,
-)
-from ratoon_kernels.span import Span
 from ratoon_kernels.tiles import (
+    BoolArray,
     Int32Array,
     Int64Array,
+    Span,
     Sweeps,
     TileTable,
     build_tile_table,
@@ -52,16 +49,121 @@ _PIECES_IN_FLIGHT: Final = 132 * 8
 _MIN_PIECE: Final = 4
 # Sections start at 16 bytes, so that kernels read rows of 4 and 8 as vectors.
 _ALIGNMENT: Final = 4
+# The numbers of kv heads that the splits of the backward are cut for, most heads first.
+SPLIT_KV_HEADS: Final = (8, 4, 2, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rows of a table: the first lies `offset` int32 from its start."""
+
+    offset: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitLevel:
-    """The deterministic backward's work, cut for one number of kv heads.
+class WorkSections:
+    """Sections of one work list of the backward.
+
+    Attributes:
+        pieces: Rows of 8 int32.
+        split_tiles: Rows of 4 int32.
+        num_slots: Slots that all split key tiles take together.
+    """
+
+    pieces: Section
+    split_tiles: Section
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleHeader:
+    """Values that a launcher reads of a packed schedule; the rows are those of `Schedule`.
+
+    Attributes:
+        num_queries: Q.
+        num_keys: S.
+        delta: Packed index of the first query minus that of the first key.
+        num_query_tiles: Tiles of the forward's grid of queries.
+        num_key_tiles: Tiles of the grid of keys.
+        end: Rows of 1 int32.
+        runs: Rows of 2 int32.
+        forward_items: Rows of 4 int32.
+        sweep: The backward with dQ.
+        levels: The deterministic backward, for each of `SPLIT_KV_HEADS`.
+    """
+
+    num_queries: int
+    num_keys: int
+    delta: int
+    num_query_tiles: int
+    num_key_tiles: int
+    end: Section
+    runs: Section
+    forward_items: Section
+    sweep: WorkSections
+    levels: tuple[WorkSections, ...]
+
+    def level(self, num_kv_heads: int) -> WorkSections:
+        """Returns the split for that many kv heads: the next smaller one, which cuts finer."""
+        fits = (i for i, heads in enumerate(SPLIT_KV_HEADS) if heads <= num_kv_heads)
+        return self.levels[next(fits)]
+
+    def to_tensor(self) -> Tensor:
+        """Returns int64 [16 + 5 per level] on the CPU."""
+        numbers = [
+            *(self.num_queries, self.num_keys, self.delta),
+            *(self.num_query_tiles, self.num_key_tiles),
+        ]
+        for section in (self.end, self.runs, self.forward_items):
+            numbers += [section.offset, section.count]
+        for level in (self.sweep, *self.levels):
+            for section in (level.pieces, level.split_tiles):
+                numbers += [section.offset, section.count]
+            numbers.append(level.num_slots)
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    @classmethod
+    def from_tensor(cls, header: Tensor) -> "ScheduleHeader":
+        """Reads what `to_tensor` wrote."""
+        numbers = iter(header.tolist())
+        num_queries, num_keys, delta, num_query_tiles, num_key_tiles = (
+            next(numbers) for _ in range(5)
+        )
+        end, runs, forward_items = (Section(next(numbers), next(numbers)) for _ in range(3))
+        sweep, *levels = (
+            WorkSections(
+                pieces=Section(next(numbers), next(numbers)),
+                split_tiles=Section(next(numbers), next(numbers)),
+                num_slots=next(numbers),
+            )
+            for _ in ("sweep", *SPLIT_KV_HEADS)
+        )
+        return cls(
+            num_queries=num_queries,
+            num_keys=num_keys,
+            delta=delta,
+            num_query_tiles=num_query_tiles,
+            num_key_tiles=num_key_tiles,
+            end=end,
+            runs=runs,
+            forward_items=forward_items,
+            sweep=sweep,
+            levels=tuple(levels),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkList:
+    """The work of a backward: pieces of key tiles, and which key tiles are cut.
 
     Attributes:
         pieces: int32 [P, 8]; key tile, query tiles [start, stop) that the piece sweeps, its slot or
             -1 where the key tile is whole, query tiles [full_start, full_stop) that need no mask
-            (not cut to the piece, maybe empty), 0, 0. Longest first.
+            (not cut to the piece, maybe empty), 0, 0. The deterministic backward's are longest
+            first. Those of the backward with dQ are in the order of the windows of queries that
+            they begin in, then of their key tiles; column 6 of row i is the index of the i-th
+            longest piece, and all pieces of a split key tile share one slot.
         split_tiles: int32 [number of split key tiles, 4]; key tile, first slot, number of slots, 0.
     """
 
@@ -72,21 +174,6 @@ class SplitLevel:
     def num_slots(self) -> int:
         """Slots of all split key tiles, never more than there are key tiles."""
         return int(self.split_tiles[:, 2].sum())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepList:
-    """The work of the backward with dQ.
-
-    Attributes:
-        pieces: As of `SplitLevel`, but in the order of the windows of queries that they begin in,
-            then of their key tiles; column 6 of row i is the index of the i-th longest piece. All
-            pieces of a split key tile share one slot.
-        split_tiles: As of `SplitLevel`, with one slot each.
-    """
-
-    pieces: Int32Array
-    split_tiles: Int32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +190,8 @@ class Schedule:
         runs: int32 [number of runs, 2]; first key tile, 2 * number of key tiles + is_full.
         forward_items: int32 [number of query tiles, 4]; query tile, runs [start, stop), number of
             key tiles, which may be 0.
-        sweep: Pieces of the backward with dQ.
-        levels: Deterministic lists, one for each number of kv heads in `SPLIT_KV_HEADS`.
+        sweep: The backward with dQ.
+        levels: The deterministic backward, cut for each number of kv heads in `SPLIT_KV_HEADS`.
     """
 
     num_queries: int
@@ -114,45 +201,38 @@ class Schedule:
     tiles: TileTable
     runs: Int32Array
     forward_items: Int32Array
-    sweep: SweepList
-    levels: tuple[SplitLevel, ...]
+    sweep: WorkList
+    levels: tuple[WorkList, ...]
 
     def pack(self) -> tuple[Int32Array, ScheduleHeader]:
         """Returns int32 of all sections one behind the other, and where each of them lies."""
-        arrays = [self.end[:, None], self.runs, self.forward_items]
-        arrays += [self.sweep.pieces, self.sweep.split_tiles]
-        for level in self.levels:
-            arrays += [level.pieces, level.split_tiles]
-        sections: list[Section] = []
-        size = 0
-        for array in arrays:
-            sections.append(Section(size, len(array)))
-            size += -(-array.size // _ALIGNMENT) * _ALIGNMENT
-        table = np.zeros(size, np.int32)
-        for section, array in zip(sections, arrays, strict=True):
-            table[section.offset : section.offset + array.size] = array.ravel()
-        end, runs, forward_items, sweep_pieces, sweep_tiles, *of_levels = sections
-        levels = tuple(
-            LevelSections(pieces=pieces, split_tiles=split_tiles, num_slots=level.num_slots)
-            for level, pieces, split_tiles in zip(
-                self.levels, of_levels[::2], of_levels[1::2], strict=True
+        parts: list[Int32Array] = []
+
+        def place(rows: Int32Array) -> Section:
+            offset = sum(map(len, parts))
+            parts.append(np.pad(rows.ravel(), (0, -rows.size % _ALIGNMENT)))
+            return Section(offset, len(rows))
+
+        def place_list(work: WorkList) -> WorkSections:
+            return WorkSections(
+                pieces=place(work.pieces),
+                split_tiles=place(work.split_tiles),
+                num_slots=work.num_slots,
             )
-        )
+
         header = ScheduleHeader(
             num_queries=self.num_queries,
             num_keys=self.num_keys,
             delta=self.delta,
             num_query_tiles=len(self.forward_items),
             num_key_tiles=len(self.end) // self.tiles.tile_size,
-            end=end,
-            runs=runs,
-            forward_items=forward_items,
-            sweep=LevelSections(
-                pieces=sweep_pieces, split_tiles=sweep_tiles, num_slots=sweep_tiles.count
-            ),
-            levels=levels,
+            end=place(self.end[:, None]),
+            runs=place(self.runs),
+            forward_items=place(self.forward_items),
+            sweep=place_list(self.sweep),
+            levels=tuple(map(place_list, self.levels)),
         )
-        return table, header
+        return np.concatenate(parts), header
 
 
 def build_schedule(
@@ -204,7 +284,7 @@ def _forward_items(tiles: TileTable, num_run_tiles: Int64Array) -> Int32Array:
     return items[_longest_first(num_tiles)].astype(np.int32)
 
 
-def _sweep_list(sweeps: Sweeps) -> SweepList:
+def _sweep_list(sweeps: Sweeps) -> WorkList:
     start, length = sweeps.start_B, sweeps.stop_B - sweeps.start_B
     size = min(_MAX_WINDOW, max(_MIN_WINDOW, int(length.sum()) // _WINDOW_PART))
     # A sweep that is little longer than a window is not worth a slot.
@@ -217,25 +297,17 @@ def _sweep_list(sweeps: Sweeps) -> SweepList:
     window = first_window[key] + np.arange(len(key)) - first_piece[key]
     order = np.lexsort((key, window))
     key, window = key[order], window[order]
-    slot = np.cumsum(is_split) - 1
-    pieces = np.zeros((len(key), 8), np.int32)
-    pieces[:, 0] = key
-    pieces[:, 1] = np.maximum(start[key], window * size)
-    pieces[:, 2] = np.where(
+    stop = np.where(
         is_split[key], np.minimum(sweeps.stop_B[key], (window + 1) * size), sweeps.stop_B[key]
     )
-    pieces[:, 3] = np.where(is_split, slot, -1)[key]
-    pieces[:, 4] = sweeps.full_start_B[key]
-    pieces[:, 5] = sweeps.full_stop_B[key]
+    first_slot = np.cumsum(is_split) - 1
+    slot = np.where(is_split, first_slot, -1)[key]
+    pieces = _pieces(sweeps, key, np.maximum(start[key], window * size), stop, slot)
     pieces[:, 6] = _longest_first(pieces[:, 2] - pieces[:, 1])
-    split_tiles = np.zeros((int(is_split.sum()), 4), np.int32)
-    split_tiles[:, 0] = np.flatnonzero(is_split)
-    split_tiles[:, 1] = np.arange(len(split_tiles))
-    split_tiles[:, 2] = 1
-    return SweepList(pieces=pieces, split_tiles=split_tiles)
+    return WorkList(pieces=pieces, split_tiles=_split_tiles(is_split, first_slot, is_split))
 
 
-def _split_levels(sweeps: Sweeps) -> tuple[SplitLevel, ...]:
+def _split_levels(sweeps: Sweeps) -> tuple[WorkList, ...]:
     length = sweeps.stop_B - sweeps.start_B
     total = int(length.sum())
     caps = [
@@ -263,7 +335,7 @@ def _num_pieces(length: Int64Array, cap: int) -> Int64Array:
     return -(-length // cap)
 
 
-def _cut(sweeps: Sweeps, length: Int64Array, cap: int) -> SplitLevel:
+def _cut(sweeps: Sweeps, length: Int64Array, cap: int) -> WorkList:
     num_pieces = _num_pieces(length, cap)
     is_split = num_pieces > 1
     key = np.repeat(np.arange(len(length)), num_pieces)
@@ -271,20 +343,32 @@ def _cut(sweeps: Sweeps, length: Int64Array, cap: int) -> SplitLevel:
     index = np.arange(len(key)) - first_piece[key]
     num_slots = np.where(is_split, num_pieces, 0)
     first_slot = np.cumsum(num_slots) - num_slots
-    pieces = np.zeros((len(key), 8), np.int32)
-    pieces[:, 0] = key
-    pieces[:, 1] = sweeps.start_B[key] + index * length[key] // num_pieces[key]
-    pieces[:, 2] = sweeps.start_B[key] + (index + 1) * length[key] // num_pieces[key]
-    pieces[:, 3] = np.where(is_split[key], first_slot[key] + index, -1)
-    pieces[:, 4] = sweeps.full_start_B[key]
-    pieces[:, 5] = sweeps.full_stop_B[key]
-    split_tiles = np.zeros((int(is_split.sum()), 4), np.int32)
-    split_tiles[:, 0] = np.flatnonzero(is_split)
-    split_tiles[:, 1] = first_slot[is_split]
-    split_tiles[:, 2] = num_slots[is_split]
-    return SplitLevel(
-        pieces=pieces[_longest_first(pieces[:, 2] - pieces[:, 1])], split_tiles=split_tiles
+    start = sweeps.start_B[key] + index * length[key] // num_pieces[key]
+    stop = sweeps.start_B[key] + (index + 1) * length[key] // num_pieces[key]
+    slot = np.where(is_split[key], first_slot[key] + index, -1)
+    pieces = _pieces(sweeps, key, start, stop, slot)
+    return WorkList(
+        pieces=pieces[_longest_first(pieces[:, 2] - pieces[:, 1])],
+        split_tiles=_split_tiles(is_split, first_slot, num_slots),
     )
+
+
+def _pieces(
+    sweeps: Sweeps, key: Int64Array, start: Int64Array, stop: Int64Array, slot: Int64Array
+) -> Int32Array:
+    pieces = np.zeros((len(key), 8), np.int32)
+    full = (sweeps.full_start_B[key], sweeps.full_stop_B[key])
+    pieces[:, :6] = np.stack((key, start, stop, slot, *full), axis=1)
+    return pieces
+
+
+def _split_tiles(
+    is_split: BoolArray, first_slot: Int64Array, num_slots: Int64Array | BoolArray
+) -> Int32Array:
+    tiles = np.flatnonzero(is_split)
+    split = np.zeros((len(tiles), 4), np.int32)
+    split[:, :3] = np.stack((tiles, first_slot[tiles], num_slots[tiles]), axis=1)
+    return split
 
 
 def _longest_first(length: Int64Array | Int32Array) -> Int64Array:

@@ -21,6 +21,21 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The packed tokens [start, stop)."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def rows_from(self, origin: int) -> slice:
+        """Returns these tokens as rows of a tensor whose row 0 is the packed token `origin`."""
+        return slice(self.start - origin, self.stop - origin)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyTiles:
     """Inputs of the classification of tile pairs: two ints for each of B key tiles.

@@ -3,10 +3,9 @@
 Importing this imports no CUDA; `availability` says why a machine cannot run them.
 """
 
+from ratoon_kernels.jit.calls import CudaCallError, KernelCompileError
 from ratoon_kernels.jit.driver import Kernel, load, memset_zero
-from ratoon_kernels.jit.errors import CudaCallError, KernelCompileError
-from ratoon_kernels.jit.params import Param
-from ratoon_kernels.jit.spec import KernelSpec
+from ratoon_kernels.jit.spec import KernelSpec, Param
 from ratoon_kernels.jit.tma import TensorMap, head_slab_map, head_tile_map, tensor_map
 
 __all__ = [

@@ -7,11 +7,9 @@ import functools
 
 import torch
 
-from ratoon_kernels.jit.calls import driver
-from ratoon_kernels.jit.compiler import nvrtc_version
-from ratoon_kernels.jit.errors import CudaCallError, KernelCompileError
-from ratoon_kernels.jit.prebuilt import PREBUILT_FOLDER, read_manifest
-from ratoon_kernels.jit.sources import read_sources
+from ratoon_kernels.jit.cache import PREBUILT_FOLDER, read_manifest
+from ratoon_kernels.jit.calls import CudaCallError, KernelCompileError, driver
+from ratoon_kernels.jit.compiler import nvrtc_version, read_sources
 from ratoon_kernels.jit.spec import CAPABILITY, KernelSpec
 
 

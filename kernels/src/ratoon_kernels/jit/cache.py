@@ -1,30 +1,66 @@
-"""Provides a kernel's machine code: shipped, cached on disk, or compiled now.
+"""Provides a kernel's machine code: shipped with the package, cached on disk, or compiled now.
 
 Code is loaded only where its sha256 is the recorded one; a torn or altered file counts as absent
-and is compiled anew.
+and is compiled anew. The folder of shipped cubins has a manifest.json, by key
+(`Sources.key(compiler="")`) each cubin's file name and sha256.
 """
 
 import contextlib
 import functools
 import hashlib
+import json
 import logging
 import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ratoon_kernels.config import cache_folder
-from ratoon_kernels.jit.compiler import compile_kernel, nvrtc_version
-from ratoon_kernels.jit.prebuilt import PREBUILT_FOLDER, find_prebuilt
-from ratoon_kernels.jit.sources import Sources, read_sources
-from ratoon_kernels.jit.spec import KernelSpec
+from ratoon_kernels.jit.compiler import Sources, compile_kernel, nvrtc_version, read_sources
+from ratoon_kernels.jit.spec import ARCH, PACKAGE_FOLDER, KernelSpec
 
 _logger = logging.getLogger(__name__)
-
+PREBUILT_FOLDER: Final = PACKAGE_FOLDER / "cubins"
+MANIFEST: Final = "manifest.json"
+FORMAT: Final = 1
 # A kept file is this mark, the sha256 of the cubin, the cubin.
 _MARK: Final = b"ratoon cubin 1\n\0"
 _DIGEST_BYTES: Final = 32
+
+
+def find_prebuilt(folder: Path, key: str) -> bytes | None:
+    """Returns the shipped cubin of a kernel, or None where there is none that is intact."""
+    entry = read_manifest(folder).get(key)
+    if entry is None:
+        return None
+    try:
+        cubin = (folder / entry["file"]).read_bytes()
+    except OSError as error:
+        _logger.warning("prebuilt kernel is not readable: file=%s: %s", entry["file"], error)
+        return None
+    if hashlib.sha256(cubin).hexdigest() != entry["sha256"]:
+        _logger.warning("prebuilt kernel is not the manifest's: file=%s", entry["file"])
+        return None
+    return cubin
+
+
+def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
+    """Returns `file` and `sha256` by key; empty where the folder has no manifest of ours."""
+    path = folder / MANIFEST
+    try:
+        manifest: Any = json.loads(path.read_text(encoding="utf-8"))
+        if (manifest["format"], manifest["arch"]) == (FORMAT, ARCH):
+            return {
+                key: {"file": Path(entry["file"]).name, "sha256": str(entry["sha256"])}
+                for key, entry in manifest["cubins"].items()
+            }
+        _logger.warning("manifest of prebuilt kernels is of another format: file=%s", path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _logger.warning("manifest of prebuilt kernels is damaged: file=%s: %r", path, error)
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

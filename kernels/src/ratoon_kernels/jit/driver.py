@@ -13,10 +13,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from ratoon_kernels.jit.cache import get_cubin
-from ratoon_kernels.jit.calls import check_driver, driver
-from ratoon_kernels.jit.context import primary_context
-from ratoon_kernels.jit.params import Param, Parameter, layout_params
-from ratoon_kernels.jit.spec import KernelSpec
+from ratoon_kernels.jit.calls import check_driver, driver, primary_context
+from ratoon_kernels.jit.spec import KernelSpec, Param, Parameter, layout_params
 from ratoon_kernels.jit.tma import TensorMap
 
 Size = tuple[int, int, int]

@@ -13,10 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratoon_kernels.jit.compiler import compile_kernel, nvrtc_version
-from ratoon_kernels.jit.prebuilt import FORMAT, MANIFEST, PREBUILT_FOLDER
-from ratoon_kernels.jit.registry import all_specs
-from ratoon_kernels.jit.sources import read_sources
+from ratoon_kernels.jit.cache import FORMAT, MANIFEST, PREBUILT_FOLDER
+from ratoon_kernels.jit.compiler import compile_kernel, nvrtc_version, read_sources
 from ratoon_kernels.jit.spec import ARCH, KernelSpec
 
 _logger = logging.getLogger(__name__)
@@ -68,7 +66,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PREBUILT_FOLDER, metavar="FOLDER")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    prebuild(all_specs(), arguments.out)
+    # Late, because the ops' modules import this package.
+    from ratoon_kernels.tree_attention.cuda_specs import SPECS
+
+    prebuild(SPECS, arguments.out)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from typing import Final, NewType
 import torch
 from torch import Tensor
 
-from ratoon_kernels.jit.calls import check_driver, driver
-from ratoon_kernels.jit.context import primary_context
+from ratoon_kernels.jit.calls import check_driver, driver, primary_context
 
 # The bytes of a CUtensorMap. It holds an address: valid while the tensor's memory is the tensor's.
 TensorMap = NewType("TensorMap", bytes)

@@ -22,10 +22,8 @@ from ratoon_kernels.token_logprobs.operands import (
     DifferentiatedLogprobs,
     Operands,
     SeedsOfRows,
-    Upstream,
-)
-from ratoon_kernels.token_logprobs.sorted_targets import (
     SortedTargets,
+    Upstream,
     assert_in_range,
     sort_targets,
 )

@@ -1,8 +1,9 @@
-"""Token log-probs as a torch custom op: dispatch, fake and autograd.
+"""Token log-probs as a torch custom op, and in one pass with the gradients of a loss.
 
 No backend sees an argument that was not checked here. Shapes and dtypes are checked before the op,
 where torch.compile guards them; values inside it, on the CPU, where looking at them costs no
-synchronisation.
+synchronisation. The one pass gives the bits of the op and its backward; logits are computed once,
+where those two compute them twice.
 """
 
 from typing import Any
@@ -10,11 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.precision import accumulation_dtype
-from ratoon_kernels.registry import select_backend
-from ratoon_kernels.token_logprobs.backends import BACKENDS, OP
-from ratoon_kernels.token_logprobs.checks import check_shapes, check_values
-from ratoon_kernels.token_logprobs.operands import Operands, Upstream
+from ratoon_kernels.registry import TOKEN_LOGPROBS, TOKEN_LOGPROBS_BACKENDS, select_backend
+from ratoon_kernels.token_logprobs.operands import (
+    DifferentiatedLogprobs,
+    Operands,
+    SeedsOfRows,
+    Upstream,
+    check_shapes,
+    check_values,
+)
 
 
 def token_logprobs(
@@ -48,7 +55,9 @@ def token_logprobs(
         BackendUnavailableError: The backend asked for cannot serve the call.
     """
     check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R)
-    name = select_backend(OP, backend, hidden_RD.device, hidden_RD.dtype, hidden_RD.shape[-1])
+    name = select_backend(
+        TOKEN_LOGPROBS, backend, hidden_RD.device, hidden_RD.dtype, hidden_RD.shape[-1]
+    )
     temperature_R = temperature_R.to(accumulation_dtype(hidden_RD.dtype))
     logprob_M, entropy_R, _ = _forward(
         hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, name
@@ -73,7 +82,7 @@ def _forward(
         temperature_R=temperature_R,
     )
     check_values(operands)
-    return BACKENDS[backend].forward(operands)
+    return TOKEN_LOGPROBS_BACKENDS[backend].forward(operands)
 
 
 @_forward.register_fake
@@ -115,7 +124,7 @@ def _backward(
         lse_R=lse_R,
         needs_lm_head=needs_lm_head,
     )
-    return BACKENDS[backend].backward(operands, upstream)
+    return TOKEN_LOGPROBS_BACKENDS[backend].backward(operands, upstream)
 
 
 @_backward.register_fake
@@ -155,3 +164,54 @@ def _differentiate(
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def token_logprobs_forward_backward(
+    hidden_RD: Tensor,
+    lm_head_VD: Tensor,
+    targets_M: Tensor,
+    row_of_target_M: Tensor,
+    temperature_R: Tensor,
+    seeds_of: SeedsOfRows,
+    *,
+    needs_lm_head: bool,
+    backend: str | None = None,
+) -> DifferentiatedLogprobs:
+    """`token_logprobs` and the gradients of a loss whose terms are each of one row.
+
+    Nothing of it is recorded for autograd, and nothing waits for the device.
+
+    Args:
+        hidden_RD: As `token_logprobs` takes it, and so are the four that follow; not fp16, whose
+            gradients are scaled by the greatest of all rows.
+        lm_head_VD: Weight of the LM head.
+        targets_M: Token ids.
+        row_of_target_M: The row that predicts each.
+        temperature_R: The divisor of each row's logits.
+        seeds_of: Called with a slice of rows, logprob_M and entropy_R (those of the slice are
+            final), for consecutive slices; returns the loss's gradients with respect to both, in
+            their dtype and shape, or None where one is zero. Only those of the slice are read.
+        needs_lm_head: Whether the gradient of the LM head is asked for.
+        backend: A backend's name, or None for the best one available.
+
+    Raises:
+        KernelArgumentError: An argument is wrong; the message names it.
+        BackendUnavailableError: The backend asked for cannot serve the call.
+    """
+    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R)
+    if hidden_RD.dtype is torch.float16:
+        raise KernelArgumentError("hidden_RD", "dtype torch.float16, expected one without scaling")
+    name = select_backend(
+        TOKEN_LOGPROBS, backend, hidden_RD.device, hidden_RD.dtype, hidden_RD.shape[-1]
+    )
+    operands = Operands(
+        hidden_RD=hidden_RD.detach(),
+        lm_head_VD=lm_head_VD.detach(),
+        targets_M=targets_M,
+        row_of_target_M=row_of_target_M,
+        temperature_R=temperature_R.to(accumulation_dtype(hidden_RD.dtype)),
+    )
+    check_values(operands)
+    return TOKEN_LOGPROBS_BACKENDS[name].forward_backward(
+        operands, seeds_of, needs_lm_head=needs_lm_head
+    )

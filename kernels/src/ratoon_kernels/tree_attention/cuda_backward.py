@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels.jit import head_slab_map, head_tile_map, memset_zero
-from ratoon_kernels.schedule import BACKWARD_QUERY_TILE, TILE_SIZE
-from ratoon_kernels.schedule_header import LevelSections
+from ratoon_kernels.schedule import BACKWARD_QUERY_TILE, TILE_SIZE, WorkSections
 from ratoon_kernels.tree_attention.cuda_launch import Call, aligned
 from ratoon_kernels.tree_attention.cuda_specs import (
     NUM_THREADS,
@@ -151,7 +150,7 @@ def _pairs(gradient_SKH: Tensor) -> Tensor:
     )
 
 
-def _add_up_slots(call: Call, level: LevelSections, slots: Tensor, dk: Tensor, dv: Tensor) -> None:
+def _add_up_slots(call: Call, level: WorkSections, slots: Tensor, dk: Tensor, dv: Tensor) -> None:
     num_keys, num_kv_heads, _ = call.k_SKH.shape
     call.kernel("backward_finish_keys").launch(
         grid=(level.split_tiles.count, num_kv_heads, 2),

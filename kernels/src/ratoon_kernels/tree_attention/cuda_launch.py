@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels.jit import Kernel, load
-from ratoon_kernels.schedule_header import ScheduleHeader, Section
+from ratoon_kernels.schedule import ScheduleHeader, Section
 from ratoon_kernels.tree_attention.cuda_specs import kernel_spec
 from ratoon_kernels.tree_attention.operands import Operands
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels.layout import TreeLayout
-from ratoon_kernels.span import Span
-from ratoon_kernels.tree_attention.block_masks import BlockGrid
-from ratoon_kernels.tree_attention.block_plan import BlockPlan, block_plan, plan_tensors
+from ratoon_kernels.tiles import Span
+from ratoon_kernels.tree_attention.block_plan import BlockGrid, BlockPlan, block_plan, plan_tensors
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 VERSION: Final = "4.0.0b36"

@@ -20,8 +20,7 @@ from flash_attn.cute.interface import (  # pyright: ignore[reportMissingImports]
 )
 from torch import Tensor
 
-from ratoon_kernels.tree_attention.block_masks import BlockGrid
-from ratoon_kernels.tree_attention.block_plan import BlockPlan, DeviceLists
+from ratoon_kernels.tree_attention.block_plan import BlockGrid, BlockPlan, TileLists
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 
@@ -79,7 +78,7 @@ def _mask_tensors(plan: BlockPlan) -> list[Tensor]:
     return [plan.end_S, plan.delta_1]
 
 
-def _lists(lists: DeviceLists, block_size: tuple[int, int]) -> BlockSparseTensorsTorch:
+def _lists(lists: TileLists, block_size: tuple[int, int]) -> BlockSparseTensorsTorch:
     return BlockSparseTensorsTorch(
         mask_block_cnt=lists.partial_count_11R,
         mask_block_idx=lists.partial_index_11RW,

@@ -25,9 +25,8 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from ratoon_kernels.errors import BackendUnavailableError
 from ratoon_kernels.layout import TreeLayout
-from ratoon_kernels.span import Span
-from ratoon_kernels.tree_attention.block_masks import BlockGrid
-from ratoon_kernels.tree_attention.block_plan import BlockPlan, block_plan, plan_tensors
+from ratoon_kernels.tiles import Span
+from ratoon_kernels.tree_attention.block_plan import BlockGrid, BlockPlan, block_plan, plan_tensors
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 TILE_SIZE: Final = 128

@@ -1,17 +1,23 @@
 """Inputs of a tree attention backend: checked tensors and the packed ranges that they cover.
 
 Row i of `q_QNH` is the packed token `queries.start + i`, row j of `k_SKH` and `v_SKH` is
-`keys.start + j`, while `end_T` always covers the whole forest.
+`keys.start + j`, while `end_T` always covers the whole forest. The checks read shapes, strides and
+dtypes only, so that torch.compile traces them as guards.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ratoon_kernels.precision import accumulation_dtype
-from ratoon_kernels.span import Span
+from ratoon_kernels.errors import KernelArgumentError
+from ratoon_kernels.layout import TreeLayout
+from ratoon_kernels.precision import ACCUMULATION_DTYPES, accumulation_dtype
+from ratoon_kernels.tiles import Span
+
+_NUM_DIMS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +91,103 @@ class Upstream:
             out_QNH=self.out_QNH[rows],
             lse_NQ=self.lse_NQ[:, rows],
         )
+
+
+def check_operands(tensors: dict[str, Tensor], layout: TreeLayout, scale: float) -> None:
+    """Checks all that holds of the whole form and of the partial one.
+
+    Args:
+        tensors: Queries, keys and values in this order, by the caller's parameter names.
+        layout: Layout of the forest.
+        scale: Factor of q k^T before the softmax.
+
+    Raises:
+        KernelArgumentError: On ranks, shapes, dtypes, devices, strides, head ratio or scale.
+    """
+    (q_name, q), (k_name, k), (v_name, v) = tensors.items()
+    for name, tensor in tensors.items():
+        if tensor.ndim != _NUM_DIMS or 0 in tensor.shape[1:]:
+            expected = "tokens, heads and head_dim, of which only tokens may be 0"
+            raise KernelArgumentError(name, f"shape {tuple(tensor.shape)}, expected {expected}")
+        if tensor.dtype not in ACCUMULATION_DTYPES:
+            expected = ", ".join(str(dtype) for dtype in ACCUMULATION_DTYPES)
+            raise KernelArgumentError(name, f"dtype {tensor.dtype}, expected one of {expected}")
+        check_like(name, tensor, q_name, dtype=q.dtype, device=q.device)
+        check_inner_stride(name, tensor)
+    if v.shape != k.shape:
+        got = f"shape {tuple(v.shape)}, expected {tuple(k.shape)} as {k_name}"
+        raise KernelArgumentError(v_name, got)
+    if k.shape[2] != q.shape[2]:
+        got = f"head_dim {k.shape[2]}, expected {q.shape[2]} as {q_name}"
+        raise KernelArgumentError(k_name, got)
+    if q.shape[1] % k.shape[1] != 0:
+        got = f"{k.shape[1]} kv heads, which do not divide the {q.shape[1]} heads of {q_name}"
+        raise KernelArgumentError(k_name, got)
+    if layout.end_T.device != q.device:
+        got = f"on {layout.end_T.device}, expected {q.device} as {q_name}"
+        raise KernelArgumentError("layout", got)
+    if not math.isfinite(scale):
+        raise KernelArgumentError("scale", f"{scale}, expected a finite number")
+
+
+def check_whole(q_TNH: Tensor, k_TKH: Tensor, layout: TreeLayout) -> None:
+    """Checks that queries and keys are all tokens of the layout.
+
+    Raises:
+        KernelArgumentError: Naming `layout` where q has another length, `k_TKH` where k has.
+    """
+    num_tokens = layout.end_T.shape[0]
+    if q_TNH.shape[0] != num_tokens:
+        got = f"of {num_tokens} tokens, expected {q_TNH.shape[0]} as q_TNH"
+        raise KernelArgumentError("layout", got)
+    if k_TKH.shape[0] != q_TNH.shape[0]:
+        got = f"{k_TKH.shape[0]} tokens, expected {q_TNH.shape[0]} as q_TNH"
+        raise KernelArgumentError("k_TKH", got)
+
+
+def check_range(name: str, start: int, num_rows: int, layout: TreeLayout) -> None:
+    """Checks that a packed range lies in the forest.
+
+    Raises:
+        KernelArgumentError: Naming the argument that gives the start of the range.
+    """
+    if not 0 <= start <= start + num_rows <= layout.end_T.shape[0]:
+        got = f"{start} with {num_rows} rows, expected a range within [0, {layout.end_T.shape[0]})"
+        raise KernelArgumentError(name, got)
+
+
+def check_accumulator(name: str, buffer: Tensor, like: Tensor) -> None:
+    """Checks a buffer that gradients are added to: the shape of `like`, accumulation dtype.
+
+    Raises:
+        KernelArgumentError: Naming the buffer.
+    """
+    if buffer.shape != like.shape:
+        got = f"shape {tuple(buffer.shape)}, expected {tuple(like.shape)}"
+        raise KernelArgumentError(name, got)
+    check_like(name, buffer, "k_SKH", dtype=accumulation_dtype(like.dtype), device=like.device)
+    check_inner_stride(name, buffer)
+
+
+def check_like(
+    name: str, tensor: Tensor, model: str, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Checks dtype and device against what another argument, `model`, asks for.
+
+    Raises:
+        KernelArgumentError: Naming the tensor.
+    """
+    if tensor.dtype != dtype:
+        raise KernelArgumentError(name, f"dtype {tensor.dtype}, expected {dtype} by {model}")
+    if tensor.device != device:
+        raise KernelArgumentError(name, f"on {tensor.device}, expected {device} as {model}")
+
+
+def check_inner_stride(name: str, tensor: Tensor) -> None:
+    """Checks that the innermost dimension is dense.
+
+    Raises:
+        KernelArgumentError: Naming the tensor.
+    """
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        raise KernelArgumentError(name, f"innermost stride {tensor.stride(-1)}, expected 1")

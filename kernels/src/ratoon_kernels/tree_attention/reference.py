@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.precision import ACCUMULATION_DTYPES
-from ratoon_kernels.span import Span
-from ratoon_kernels.tree_attention import block_flash, block_math
+from ratoon_kernels.tiles import Span
+from ratoon_kernels.tree_attention import block_flash, blocks
 from ratoon_kernels.tree_attention.blocks import cut_into_blocks
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
@@ -99,7 +99,7 @@ def partial_backward(
 def _block_kernel(operands: Operands):
     # The CPU's operator takes the maximum before it scales: NaN for a scale of 0 or less.
     is_flash = operands.q_QNH.device.type == "cpu" and operands.scale > 0
-    return block_flash if is_flash else block_math
+    return block_flash if is_flash else blocks
 
 
 def _merge_into(out_QNH: Tensor, lse_NQ: Tensor, more_QNH: Tensor, more_lse_NQ: Tensor) -> None:

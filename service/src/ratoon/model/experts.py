@@ -105,7 +105,7 @@ def _inverse(place_S: Tensor) -> Tensor:
 def to_rows(x_TD: Tensor, place_TC: Tensor) -> Tensor:
     """x_SD: each token at all of its places. The gradient is a sum like that of `to_tokens`."""
     if _has_kernels(x_TD):
-        from ratoon.model.row_kernel import spread_rows
+        from ratoon_kernels.routed_experts import spread_rows
 
         return spread_rows(x_TD, place_TC)
     return x_TD[_inverse(place_TC.flatten()) // place_TC.shape[1]]
@@ -123,7 +123,7 @@ def to_tokens(x_SD: Tensor, place_TC: Tensor) -> Tensor:
     The gradient is a copy like that of `to_rows`.
     """
     if _has_kernels(x_SD):
-        from ratoon.model.row_kernel import add_rows
+        from ratoon_kernels.routed_experts import add_rows
 
         return add_rows(x_SD, place_TC)
     first_T, *others = place_TC.unbind(1)
@@ -240,7 +240,7 @@ def _(gate_up_SG: Tensor, _weight_S1: Tensor, down_EDF: Tensor, _stop_E: Tensor)
 
 def _gated(gate_up_SG: Tensor, weight_S1: Tensor) -> Tensor:
     if _has_kernels(gate_up_SG):
-        from ratoon.model.gate_kernel import gate_rows
+        from ratoon_kernels.routed_experts import gate_rows
 
         return gate_rows(gate_up_SG, weight_S1)
     gate_SF, up_SF = gate_up_SG.chunk(2, dim=-1)
@@ -253,7 +253,7 @@ def _gated_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Recomputes the products, and returns the gradients of gates and weights."""
     if _has_kernels(gate_up_SG):
-        from ratoon.model.gate_kernel import differentiate_rows
+        from ratoon_kernels.routed_experts import differentiate_rows
 
         return differentiate_rows(dproduct_SF, gate_up_SG, weight_S1)
     gate_SF, up_SF = gate_up_SG.chunk(2, dim=-1)

@@ -31,11 +31,16 @@ from ratoon.model.config_words import write_both_words
 from ratoon.model.folder_model import quiet_transformers
 from ratoon.model.loader import TORCH_DTYPES
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
+from ratoon.model.presets import write_tokenizer
+from ratoon.model.safetensors_files import (
+    FileContent,
+    part_experts,
+    plan_files,
+    write_files,
+    write_index,
+)
 from ratoon.model.spec import PresetBase
-from ratoon.model.stored_weights import part_experts
 from ratoon.model.support import CONFIG_NAME
-from ratoon.model.tokenizer import write_tokenizer
 
 _ADAPTER_NAME = "adapter_model.safetensors"
 

@@ -23,7 +23,7 @@ from ratoon.model.config_fields import unsupported
 from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.folder import FIELD, ModelFolder
 from ratoon.model.router import replace_routers
-from ratoon.model.stored_weights import (
+from ratoon.model.safetensors_files import (
     Stored,
     check_finite,
     check_names_and_shapes,

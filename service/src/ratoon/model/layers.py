@@ -26,9 +26,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ratoon.model.activation_plan import Kept
 from ratoon.model.attention import PathAttention
 from ratoon.model.offload import HostOffload
+from ratoon.planner.activation_plan import Kept
 from ratoon.shards.layer_shards import LayerShards
 
 _MAX_GRAPHS = 64

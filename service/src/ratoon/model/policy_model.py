@@ -1,9 +1,10 @@
 """A policy's network: packed tokens in, final hidden states [T, D] out; the caller computes the
-logits."""
+logits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,20 +13,18 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
-from ratoon.model.activation_plan import Kept, fetched_at, max_tokens
-from ratoon.model.attention import PathAttention, TreeAttention
-from ratoon.model.float64 import Float64Math
+from ratoon.model.attention import PathAttention, SequenceAttention, TreeAttention
 from ratoon.model.layers import DecoderLayers
-from ratoon.model.route_counts import RouteCounts, RoutedTokens
-from ratoon.model.sequence_attention import SequenceAttention
-from ratoon.model.sizes import decoder_sizes
+from ratoon.model.router import RouteCounts, RoutedTokens
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
-from ratoon.model.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import attention_window, longest_sequence
+from ratoon.planner.activation_plan import DecoderSizes, Kept, fetched_at, max_tokens
+from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.shards.layer_shards import LayerShards
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon_kernels import TreeLayout
@@ -33,6 +32,62 @@ from ratoon_proto.types import LoraTuning
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+class Float64Math(TorchFunctionMode):
+    """Within this mode, `x.float()`, `x.to(torch.float32)` and `dtype=torch.float32` mean
+    float64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        widened = {name: _widen(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widen, args), **widened)
+
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
+    """Sizes of a dense or routed decoder; call it after adapters are attached and weights are
+    frozen."""
+    config = cast("Any", module.config)
+    weight = cast("Any", module.get_output_embeddings()).weight
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_experts = getattr(config, "num_experts", None) or 1
+    experts_per_token = config.num_experts_per_tok if num_experts > 1 else 1
+    mlp_size = config.intermediate_size
+    if num_experts > 1:
+        # Some layers may be dense.
+        routed_size = experts_per_token * config.moe_intermediate_size
+        has_dense = config.decoder_sparse_step > 1 or config.mlp_only_layers
+        mlp_size = max(routed_size, mlp_size) if has_dense else routed_size
+    layer = cast("Any", module).get_decoder().layers[0]
+    factors = [p for name, p in layer.named_parameters() if ".lora_A." in name]
+    adapter_size = sum(p.shape[0] for p in factors if p.ndim == 2)
+    adapter_rows = sum(p.shape[1] for p in factors if p.ndim == 3)
+    return DecoderSizes(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        mlp_size=mlp_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=weight.shape[0],
+        element_bytes=weight.element_size(),
+        head_is_trained=weight.requires_grad,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        adapter_size=adapter_size,
+        expert_adapter_size=experts_per_token * adapter_rows,
+    )
 
 
 class PolicyModel:

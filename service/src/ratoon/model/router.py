@@ -1,23 +1,26 @@
-"""Routes tokens: which experts each token visits, and with what weights, in one operation instead
-of transformers' router.
+"""Routes tokens to experts in one operation instead of transformers' router, and counts choices.
 
-Its results are always kept for the backward (`model.layers`): recomputed, rounding could send a
-token elsewhere than its forward did. Ties go to the lower expert.
+The operation's results are always kept for the backward (`model.layers`): recomputed, rounding
+could send a token elsewhere than its forward did. Ties go to the lower expert. A packed token
+counts once for each rollout that it is part of, so sums do not depend on how rollouts are packed,
+cut or spread over ranks.
 
-T tokens, E experts, C experts of a token, D features of the model.
+T tokens, E experts, C experts of a token, L layers with experts, D features of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from ratoon.model.numbered import find, numbered
+from ratoon.model.attention import find, numbered
 from ratoon_kernels.precision import accumulation_dtype
 
 
@@ -195,7 +198,7 @@ def _choose(probs_TE: Tensor, top_k: int) -> Tensor:
     """Returns expert_TC in the order of a stable sort, because topk does not specify the order of
     equal ones."""
     if probs_TE.is_cuda and probs_TE.dtype is torch.float32:
-        from ratoon.model.route_kernel import choose_experts
+        from ratoon_kernels.routed_experts import choose_experts
 
         return choose_experts(probs_TE, top_k)
     return probs_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -244,3 +247,103 @@ def _differentiate(ctx: Any, dweight_TC: Tensor, _dexpert_TC: Any) -> tuple[Any,
 
 
 route.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSums:
+    """`layers`: layers with experts that ran, ascending; () for a dense model."""
+
+    layers: tuple[int, ...] = ()
+    # Sums of each layer, E + 4 numbers, as in `RouteCount.sums_F`.
+    sums: tuple[tuple[float, ...], ...] = ()
+
+    def __add__(self, other: RouteSums) -> RouteSums:
+        if not (self.layers and other.layers):
+            return self if self.layers else other
+        assert self.layers == other.layers, "of one model"
+        pairs = zip(self.sums, other.sums, strict=True)
+        sums = tuple(tuple(map(operator.add, mine, theirs)) for mine, theirs in pairs)
+        return RouteSums(layers=self.layers, sums=sums)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedTokens:
+    """Tokens of one forward: how often each counts, int32 [T], and the loss of their choices."""
+
+    copies_T: Tensor
+    balance: Balance | None = None
+    # Recorded experts by layer with experts, as in `RouteCount.recorded_TC`. None: no token has
+    # any.
+    recorded_LTC: Tensor | None = None
+
+
+class RouteCounts:
+    """Owns the counts of one decoder's routers, on its device."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._counts = {
+            index: module.count
+            for index, layer in enumerate(layers)
+            for module in layer.modules()
+            if isinstance(module, Router)
+        }
+        for row, count in enumerate(self._counts.values()):
+            count.row = row
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers with experts."""
+        return len(self._counts)
+
+    @contextmanager
+    def routing(self, tokens: RoutedTokens | None, *, is_counted: bool) -> Iterator[None]:
+        """Within the context, a forward is of these tokens: it uses their recorded experts, and is
+        counted if it `is_counted`. None: a forward of other tokens."""
+        counted = tokens if is_counted else None
+        for count in self._counts.values():
+            if tokens is not None and tokens.recorded_LTC is not None:
+                count.recorded_TC = tokens.recorded_LTC[count.row]
+            if counted is not None:
+                count.copies_T, count.balance = counted.copies_T, counted.balance
+        try:
+            yield
+        finally:
+            for count in self._counts.values():
+                count.recorded_TC = count.copies_T = count.balance = None
+        if counted is not None and counted.balance is not None:
+            counted.balance.settle()
+
+    @contextmanager
+    def balancing(self, tokens: RoutedTokens) -> Iterator[None]:
+        """Within the context, the backward of these tokens' forward includes the gradient of their
+        balance."""
+        for count in self._counts.values():
+            count.balance_behind = tokens.balance
+        try:
+            yield
+        finally:
+            for count in self._counts.values():
+                count.balance_behind = None
+
+    def clear(self) -> None:
+        """Reset the counts."""
+        for count in self._counts.values():
+            count.sums_F = count.balance_loss = None
+
+    def balance_loss(self) -> float:
+        """Balance loss of all backwards since the last reset, without coefficients. Waits for the
+        device."""
+        counts = self._counts.values()
+        losses = [count.balance_loss for count in counts if count.balance_loss is not None]
+        return float(torch.stack(losses).sum()) if losses else 0.0
+
+    def take(self) -> RouteSums:
+        """Returns the counts since the last reset, and resets them. Waits for the device."""
+        found = {
+            index: count.sums_F for index, count in self._counts.items() if count.sums_F is not None
+        }
+        self.clear()
+        if not found:
+            return RouteSums()
+        rows: list[list[float]] = torch.stack([*found.values()]).tolist()
+        return RouteSums(layers=tuple(found), sums=tuple(map(tuple, rows)))

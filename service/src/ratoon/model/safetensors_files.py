@@ -1,9 +1,9 @@
-"""Safetensors files, written by several threads, with their digests.
+"""Safetensors files: read in place from a model folder, and written with their digests.
 
-Equal tensors give equal files, byte for byte. Source of the format: the README of
+Reading checks names, shapes and dtypes by the files' headers, before anything is allocated; values
+are finite, and each is read once. Writing uses several threads, where the library's own writer has
+one; equal tensors give equal files, byte for byte. Source of the format: the README of
 https://github.com/huggingface/safetensors.
-
-The library's own writer writes with one thread.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import xxhash
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from ratoon.errors import invalid, shown
+from ratoon.model.config_fields import unsupported
+from ratoon.model.folder import FIELD, ModelFolder, file_field
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -27,7 +33,6 @@ INDEX_NAME = "model.safetensors.index.json"
 # must be small beside a thread's share of a large model, and few for readers that list them.
 _NUM_FILES = 64
 _MIN_FILE_BYTES = 250 * 10**6
-
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8
 _NUM_THREADS = min(os.cpu_count() or 1, 16)
@@ -36,6 +41,19 @@ _NUM_THREADS = min(os.cpu_count() or 1, 16)
 _BLOCK_BYTES = 16 * 2**20
 # Maximum number of buffers in a pwritev(2).
 _MAX_PARTS = 1024
+# A safetensors tensor, which `[...]` reads.
+Stored = Any
+_MAX_INDEX_BYTES = 2**24
+_MAX_FILES = 1024
+_SUFFIX = ".safetensors"
+_PICKLES = (".bin", ".pt", ".pth")
+_ADAPTER_CONFIG = "adapter_config.json"
+_READ_DTYPES = {"F64", "F32", "F16", "BF16"}
+# Bound below which bfloat16 and float32 hold a value, however it is rounded.
+_MAX_WEIGHT = 2.0**127
+# Parameters [E, F, D] that hold all experts of a layer, with the projections that follow one
+# another in the features F.
+_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,3 +215,122 @@ def _write_at(descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
         if written:
             left[0] = left[0][written:]
     return offset
+
+
+def are_finite(weights: Tensor) -> bool:
+    """Whether all weights are finite, and stay so however they are rounded; there must be at least
+    one."""
+    low, high = weights.aminmax()
+    # A NaN is in no range.
+    return bool((low > -_MAX_WEIGHT) & (high < _MAX_WEIGHT))
+
+
+def weight_files(folder: ModelFolder) -> list[str]:
+    """Names of the files with a model's weights: one, or those that an index names.
+
+    Raises UNSUPPORTED for pickles, and for an adapter beside a model; INVALID_ARGUMENT for an index
+    that names anything but safetensors files in the folder itself.
+    """
+    names = folder.names()
+    if _ADAPTER_CONFIG in names:
+        raise unsupported(FIELD, _ADAPTER_CONFIG, "a model without an adapter beside it")
+    if WEIGHTS_NAME in names:
+        return [WEIGHTS_NAME]
+    if INDEX_NAME in names:
+        return _indexed(folder)
+    if pickles := [name for name in names if name.endswith(_PICKLES)]:
+        raise unsupported(FIELD, shown(", ".join(pickles))[1:-1], "safetensors: no pickle is read")
+    raise invalid(FIELD, "no weights", f"{WEIGHTS_NAME}, or {INDEX_NAME} and the files it names")
+
+
+def _indexed(folder: ModelFolder) -> list[str]:
+    weight_map = folder.read_object(INDEX_NAME, _MAX_INDEX_BYTES).get("weight_map")
+    field = f"{file_field(INDEX_NAME)}: weight_map"
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise invalid(field, shown(weight_map), "a file's name by tensor")
+    files = set[str]()
+    for file in cast("dict[str, object]", weight_map).values():
+        if not isinstance(file, str) or not file.endswith(_SUFFIX) or "/" in file:
+            expected = f"the name of a {_SUFFIX} file of the folder itself"
+            raise invalid(field, shown(file), expected)
+        files.add(file)
+        if len(files) > _MAX_FILES:
+            raise invalid(field, "more files", f"at most {_MAX_FILES}")
+    return sorted(files)
+
+
+def open_tensors(folder: ModelFolder) -> dict[str, Stored]:
+    """Opens all tensors of a model's files by name, in file order.
+
+    Their bytes are mapped: replacing one of the files later changes nothing. Raises what
+    `weight_files` and `ModelFolder.open` raise, INVALID_ARGUMENT for a file that is not safetensors
+    and for a duplicate tensor, and UNSUPPORTED for a tensor that is not of floats.
+    """
+    tensors: dict[str, Stored] = {}
+    for name in weight_files(folder):
+        with folder.open(name) as file:
+            try:
+                # The library opens the file by its descriptor, and so maps the very file that was
+                # checked.
+                opened = cast("Any", safe_open(f"/dev/fd/{file.fileno()}", framework="pt"))
+            except (SafetensorError, OSError, ValueError) as err:
+                got = f"no safetensors file that can be read ({shown(str(err))})"
+                raise invalid(file_field(name), got, "one") from err
+        for key in opened.offset_keys():
+            if key in tensors:
+                raise invalid(tensor_field(key), "there twice", "each tensor once")
+            tensors[key] = opened.get_slice(key)
+            if tensors[key].get_dtype() not in _READ_DTYPES:
+                got = tensors[key].get_dtype()
+                raise unsupported(tensor_field(key), got, "floats of 16, 32 or 64 bits")
+    return tensors
+
+
+def check_names_and_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raises INVALID_ARGUMENT naming the first tensor that is missing, not the model's, or of
+    another shape."""
+    for kind, names in (
+        ("missing", expected.keys() - found.keys()),
+        ("not the model's", found.keys() - expected.keys()),
+    ):
+        if names:
+            got = f"{len(names)} tensors {kind}, the first of them this one"
+            raise invalid(tensor_field(min(names)), got, "every weight of the model and no other")
+    for name, like in expected.items():
+        if found[name].shape != like.shape:
+            got = f"shape {tuple(found[name].shape)}"
+            raise invalid(tensor_field(name), got, f"{tuple(like.shape)}")
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raises INVALID_ARGUMENT naming the tensor."""
+    if not are_finite(tensor):
+        raise invalid(tensor_field(name), "a value that is not finite", "below 2**127 in magnitude")
+
+
+def on_meta(stored: Stored) -> Tensor:
+    """A tensor of the same shape without values."""
+    return torch.empty(stored.get_shape(), device="meta")
+
+
+def tensor_field(name: str) -> str:
+    """Name of a folder's tensor in errors."""
+    return f"{FIELD}[{shown(name)}]"
+
+
+def part_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Splits fused experts into a view for each projection of each expert, as the hub has them.
+
+    A tensor with such a name and another shape stays unchanged.
+    """
+    parted: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        experts, _, leaf = name.rpartition(".")
+        parts = _FUSED_EXPERTS.get(leaf, ())
+        if not parts or tensor.ndim != 3 or tensor.shape[1] % len(parts):
+            parted[name] = tensor
+            continue
+        for expert, fused in enumerate(tensor.unbind()):
+            for part, rows in zip(parts, fused.tensor_split(len(parts)), strict=True):
+                parted[f"{experts}.{expert}.{part}.weight"] = rows
+    return parted

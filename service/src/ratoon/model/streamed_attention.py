@@ -1,9 +1,10 @@
 """Attention of a forest that runs in stages, one after the other.
 
 Each layer has one stack of the open stages' keys and values, outermost first, and one of the
-gradients that flow back to them, at least in float32. A stage attends to a run of keys that ends
-with its own, as if its ancestors and itself were a forest. Over all stages, each backward run once,
-results and gradients equal those of the whole forest at once.
+gradients that flow back to them, at least in float32. A stage's position in a stack is the number
+of tokens before it in its path, so that a path's keys are one run without a gap: a stage attends to
+the run that ends with its own, as if its ancestors and itself were a forest. Over all stages, each
+backward run once, results and gradients equal those of the whole forest at once.
 
 One operation, `ratoon::stage_attention`, does this, so that a compiled layer has it in its graph
 and a checkpointed layer keeps its results. It finds by a number what it keeps for other stages, and
@@ -15,24 +16,97 @@ have the keys of its heads for all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ratoon.model.numbered import find, numbered
-from ratoon.model.path_stacks import KeyPair, PathStacks, path_layout
-from ratoon.model.stage_plan import HeldTokens, StreamTokens
+from ratoon.model.attention import find, numbered
+from ratoon.planner.stage_plan import HeldTokens, StreamTokens
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon_kernels import (
     Span,
     TreeLayout,
+    build_layout,
     tree_attention_partial_backward,
     tree_attention_partial_forward,
 )
 from ratoon_kernels.precision import accumulation_dtype
+
+
+def path_layout(layout: TreeLayout, spans: Sequence[Span]) -> TreeLayout:
+    """Returns the forest of only the packed tokens in `spans`, ranges of whole nodes in packed
+    order.
+
+    Each node's parent must be in them. If `spans` is one range with all tokens, this is the layout
+    itself.
+    """
+    if list(spans) == [Span(0, layout.num_tokens)]:
+        return layout
+    start, stop, end, parent = layout.node_table_M4.numpy().T
+    is_in = np.zeros(len(start), np.bool_)
+    tokens_before = np.zeros((3, len(start)), np.int64)
+    for span in spans:
+        is_in |= (span.start <= start) & (start < span.stop)
+        tokens_before += np.clip(np.stack((start, stop, end)) - span.start, 0, len(span))
+    starts, stops, ends = tokens_before[:, is_in]
+    index = np.cumsum(is_in) - 1
+    parents = parent[is_in]
+    return build_layout(
+        node_start=starts,
+        node_stop=stops,
+        node_end=ends,
+        node_parent=np.where(parents < 0, -1, index[parents]),
+        device=layout.device,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """Keys and values, or the sums of their gradients."""
+
+    k_SKH: Tensor
+    v_SKH: Tensor
+
+    def __getitem__(self, tokens: slice) -> KeyPair:
+        return KeyPair(self.k_SKH[tokens], self.v_SKH[tokens])
+
+
+class PathStacks:
+    """Keys and values of one layer's open stages, and sums of gradients, as views of two stacks."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._keys: KeyPair | None = None
+        self._sums: KeyPair | None = None
+
+    def write(self, own: Span, keys: KeyPair) -> None:
+        """Write keys and values to their positions."""
+        if self._keys is None:
+            self._keys = self._room(keys, keys.k_SKH.dtype)
+        place = self._keys[own.start : own.stop]
+        place.k_SKH.copy_(keys.k_SKH)
+        place.v_SKH.copy_(keys.v_SKH)
+
+    def keys(self, stop: int) -> KeyPair:
+        """Keys written before `stop`."""
+        assert self._keys is not None, "a prefix is forwarded before, and run backward after"
+        return self._keys[:stop]
+
+    def sums(self, stop: int) -> KeyPair:
+        """Sums of all tokens before `stop`; sums that nobody has cleared belong to a stage that is
+        over."""
+        if self._sums is None:
+            keys = self.keys(0)
+            self._sums = self._room(keys, accumulation_dtype(keys.k_SKH.dtype))
+        return self._sums[:stop]
+
+    def _room(self, like: KeyPair, dtype: torch.dtype) -> KeyPair:
+        shape = (self._num_tokens, *like.k_SKH.shape[1:])
+        return KeyPair(*(torch.empty(shape, dtype=dtype, device=like.k_SKH.device) for _ in "kv"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,29 +1,104 @@
-"""Per-token columns, outcomes and sampling settings of all rollouts of a request.
+"""Per-token columns, versions, outcomes and sampling settings of all rollouts of a request.
 
 A column is there for every rollout or for none; a rollout without response tokens may leave
-per-token columns out.
+per-token columns out. Where weights changed while a rollout was sampled, spans name the version of
+each of its tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import RatoonError, invalid
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.fields import MAX_FLOAT32, RequestFields, first_true
-from ratoon.rollout.raw import RawRollout, SamplerLogprobsKind
-from ratoon.rollout.versions import sampled_versions
+from ratoon.rollout.raw import (
+    MAX_FLOAT32,
+    RawRollout,
+    RequestFields,
+    SamplerLogprobsKind,
+    first_true,
+)
 
+_LAST_VERSION = np.iinfo(np.int64).max
 # At a lower temperature vLLM takes the likeliest token; logits divided by one much lower overflow.
 _LEAST_TEMPERATURE = 1e-5
 # What float32 tells from 0.
 _LEAST_TOP_P = float(np.finfo(np.float32).smallest_subnormal)
 # What rounding may leave of a probability of one.
 _LOGPROB_EPSILON = 1e-3
+
+
+def sampled_versions(
+    rollouts: Sequence[RawRollout], fields: RequestFields
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """The oldest version of each rollout, int64 [S], -1 if it names none; of each token, int64 [J].
+
+    The second is None if no rollout has spans. Raises INVALID_ARGUMENT naming span or version.
+    """
+    length_S = np.diff(fields.response_offsets)
+    version_S = np.array(
+        [
+            _oldest(rollout, int(length_S[s]), fields.sequence(s))
+            for s, rollout in enumerate(rollouts)
+        ],
+        np.int64,
+    )
+    if not any(rollout.version_spans for rollout in rollouts):
+        return version_S, None
+    version_J = np.repeat(version_S, length_S)
+    for bounds, rollout in zip(pairwise(fields.response_offsets.tolist()), rollouts, strict=True):
+        start, stop = bounds
+        # A later span overwrites what an earlier one has said of its tokens.
+        for first, version in rollout.version_spans:
+            version_J[start + first : stop] = version
+    return version_S, version_J
+
+
+def versions_of_tokens(batch: RolloutBatch, is_meant_S: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The version of each response token of the sequences that `is_meant_S` (bool [S]) names."""
+    length_S = np.diff(batch.response_offsets)
+    version_J = batch.token_version
+    if version_J is None:
+        version_J = np.repeat(batch.policy_version, length_S)
+    return version_J[np.repeat(is_meant_S, length_S)]
+
+
+def newest_versions(batch: RolloutBatch) -> NDArray[np.int64]:
+    """The newest version that sampled part of each sequence, int64 [S]; -1 where it says none."""
+    newest_S = batch.policy_version.copy()
+    if batch.token_version is not None:
+        lengths_S = np.diff(batch.response_offsets)
+        sequence_J = np.repeat(np.arange(batch.num_sequences), lengths_S)
+        np.maximum.at(newest_S, sequence_J, batch.token_version)
+    return newest_S
+
+
+def _oldest(rollout: RawRollout, num_tokens: int, path: str) -> int:
+    version = rollout.policy_version
+    if version is not None and not 0 <= version <= _LAST_VERSION:
+        raise invalid(f"{path}.policy_version", version, f"an integer in [0, {_LAST_VERSION}]")
+    if not rollout.version_spans:
+        return -1 if version is None else version
+    before = -1
+    for index, (first, of_span) in enumerate(rollout.version_spans):
+        span = f"{path}.version_spans[{index}]"
+        if index == 0 and first != 0:
+            raise invalid(f"{span}.first_token", first, "0: spans cover all response tokens")
+        if not before < first < num_tokens:
+            expected = f"more than {before} and less than {num_tokens}, the response tokens"
+            raise invalid(f"{span}.first_token", first, expected)
+        if of_span < 0:
+            raise invalid(f"{span}.version", of_span, "at least 0")
+        before = first
+    oldest = min(of_span for _, of_span in rollout.version_spans)
+    if version is not None and version != oldest:
+        raise invalid(f"{path}.policy_version", version, f"none, or {oldest}, the oldest span's")
+    return oldest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

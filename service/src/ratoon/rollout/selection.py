@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch, group_of_sequence
-from ratoon.rollout.fields import sequence_field
 from ratoon.rollout.forest import build_forest, response_tokens
 from ratoon.rollout.prefixes import SortedPrefixes
+from ratoon.rollout.raw import sequence_field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

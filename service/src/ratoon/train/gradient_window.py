@@ -8,11 +8,11 @@ from enum import StrEnum
 import numpy as np
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.model.route_counts import RouteSums
+from ratoon.model.router import RouteSums
 from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.columns import versions_of_tokens
 from ratoon.rollout.selection import Counters
-from ratoon.rollout.versions import versions_of_tokens
 from ratoon.train.additive import Merged, Moments, largest, mean, total
 from ratoon.train.loss.spec import CounterDivisor, Loss, NoDivisor, Normalisation
 from ratoon.train.loss.sums import LossSums

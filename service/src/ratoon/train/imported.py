@@ -19,7 +19,7 @@ from ratoon.errors import invalid, shown
 from ratoon.model.export import exported_like, imported_values
 from ratoon.model.folder import FIELD, ModelFolder, file_field
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.stored_weights import (
+from ratoon.model.safetensors_files import (
     check_finite,
     check_names_and_shapes,
     part_experts,

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RoutedTokens
-from ratoon.rollout.forest import build_forest
-from ratoon.rollout.pack import pack
+from ratoon.model.router import RoutedTokens
+from ratoon.planner.waves import fits_forest
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, MicroBatch, PackedBatch, Stage
-from ratoon.rollout.waves import fits_forest
 from ratoon.train.clock import Moment
 from ratoon.train.prepare import Prepared, PreparedForward
 from ratoon_kernels import TreeLayout, build_layout, token_logprobs

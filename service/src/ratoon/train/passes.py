@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RouteSums
+from ratoon.model.router import RouteSums
 from ratoon.rollout.packed import PackedBatch
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon.train.clock import DeviceClock

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import invalid
+from ratoon.planner.plan import share_as_planned
+from ratoon.planner.planning import Planner
 from ratoon.rollout import advantages as group_advantages
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
@@ -29,10 +31,8 @@ from ratoon.rollout.selection import (
     trained_lengths,
     trained_mask,
 )
-from ratoon.rollout.sharing import share_as_planned
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.warnings import batch_warnings
-from ratoon.train.planning import Planner
 from ratoon_proto.types import (
     AdvantageKind,
     OldLogprobsKind,

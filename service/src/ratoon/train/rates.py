@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ratoon.log import get_logger
-from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import H200_RATES, KNOWN_RATES, PAIR_FLOPS, DeviceRates
+from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.device_costs import H200_RATES, KNOWN_RATES, PAIR_FLOPS, DeviceRates
 from ratoon.stream.files import (
     DamagedFileError,
     digest_bytes,

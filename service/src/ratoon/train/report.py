@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RouteSums
+from ratoon.model.router import RouteSums
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import trained_lengths

@@ -28,12 +28,12 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.selection import trained_lengths
 from ratoon.shards.parts import origin_of
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.passes import forward_backward_pass
-from ratoon.train.planning import cpu_planner
 from ratoon.train.prepare import Prepared
 from ratoon_proto.types import SelfCheckReport
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.attention import PathAttention
-from ratoon.model.route_counts import RoutedTokens
+from ratoon.model.router import RoutedTokens
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.shards.sequence_group import SequenceGroup
 from ratoon.train.clock import DeviceClock

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ratoon.model.attention import PathAttention
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.route_counts import RoutedTokens
-from ratoon.model.stage_plan import StreamTokens
+from ratoon.model.router import RoutedTokens
 from ratoon.model.streamed_attention import AttentionStream, StageAttention
+from ratoon.planner.stage_plan import StreamTokens
+from ratoon.planner.waves import fits_forest, peak_tokens, resident_tokens, runs_of
 from ratoon.rollout.packed import PackedBatch, Stage
-from ratoon.rollout.waves import fits_forest, peak_tokens, resident_tokens, runs_of
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon.train.clock import DeviceClock
 from ratoon.train.load_balance import LoadBalance

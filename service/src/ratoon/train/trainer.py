@@ -30,13 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.model.device_costs import DeviceRates
 from ratoon.model.folder import ModelFolder
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelInfo
+from ratoon.planner.device_costs import DeviceRates
+from ratoon.planner.plan import check_plan
+from ratoon.planner.planning import Planner, cpu_planner, group_sizes
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import check_plan
 from ratoon.rollout.selection import Counters
 from ratoon.shards.copies import Copies
 from ratoon.train.checkpoint import Snapshot, check_digest, read_manifest
@@ -50,7 +51,6 @@ from ratoon.train.numerics import numerics_fingerprint
 from ratoon.train.optim.digest import digest_of_sums
 from ratoon.train.optimizer_step import run_optimizer_step
 from ratoon.train.passes import ForwardColumns, PassTotals
-from ratoon.train.planning import Planner, cpu_planner, group_sizes
 from ratoon.train.prepare import (
     Prepared,
     PreparedForward,

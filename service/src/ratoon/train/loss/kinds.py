@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ratoon.errors import invalid
-from ratoon.rollout.fields import MAX_FLOAT32
+from ratoon.rollout.raw import MAX_FLOAT32
 from ratoon_proto.types import AdvantageKind, DivideBy, LossConfig, LossKind, TokenWeight
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.fields import first_true, sequence_field
+from ratoon.rollout.raw import first_true, sequence_field
 from ratoon.train.loss.kinds import (
     LOSSES,
     LossDefinition,

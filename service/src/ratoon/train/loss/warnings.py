@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.versions import newest_versions
+from ratoon.rollout.columns import newest_versions
 from ratoon.train.loss.ratios import MAX_GAP, MAX_K3
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import LossSums

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import invalid
-from ratoon.model.stored_weights import are_finite
+from ratoon.model.safetensors_files import are_finite
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.optim.rounding import join_float32
 from ratoon.train.spec import OptimizerStates

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.errors import CopyFailedError, ErrorCode, RatoonError
+from ratoon.planner.waves import runs_of
 from ratoon.rollout.packed import MicroBatch, UpdatePlan
-from ratoon.rollout.waves import runs_of
 from ratoon.shards.copies import Copies, Copy
 from ratoon.shards.parts import Part
 from ratoon.train.clock import Moment

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.device_costs import DeviceRates
 from ratoon.model.loader import placed_bytes, read_model
 from ratoon.model.policy_model import PolicyModel, names_by_layer, trained_parameters
+from ratoon.planner.device_costs import DeviceRates
+from ratoon.planner.planning import Planner, cpu_planner, device_planner
 from ratoon.shards.copies import Copies
 from ratoon.shards.parts import parts_of, shared_out
 from ratoon.train.numerics import (
@@ -23,7 +24,6 @@ from ratoon.train.numerics import (
 )
 from ratoon.train.optim.bf16_state import initial_state
 from ratoon.train.optim.gradients import sum_bytes
-from ratoon.train.planning import Planner, cpu_planner, device_planner
 from ratoon.train.ranks.exchange import handed_bytes
 from ratoon.train.ranks.group import RankGroup
 from ratoon.train.ranks.rank import OnlyBackward, Rank

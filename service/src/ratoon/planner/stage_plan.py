@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.activation_plan import (
+from ratoon.planner.activation_plan import (
     DecoderSizes,
     Kept,
     largest_plan,

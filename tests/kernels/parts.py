@@ -1,4 +1,4 @@
-"""Tree attention in parts on the cuda backend: merged outputs and added-up gradients.
+"""Tree attention in parts: merged outputs and added-up gradients.
 
 In: cuts of the queries and of the keys. Out: results to be compared with those of the whole.
 Invariant: the buffers for dK and dV do not begin with zeros; what they held is taken off again.
@@ -6,7 +6,10 @@ Invariant: the buffers for dK and dV do not begin with zeros; what they held is 
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -17,7 +20,6 @@ from ratoon_kernels import (
     tree_attention_partial_backward,
     tree_attention_partial_forward,
 )
-from tests.kernels.cuda_attention import BACKEND, stale_memory
 from tests.kernels.forests import Problem, Results
 
 Cuts = list[tuple[int, int]]
@@ -25,7 +27,7 @@ Cuts = list[tuple[int, int]]
 
 def random_cuts(rng: np.random.Generator, num_tokens: int) -> Cuts:
     """Ranges that cover [0, num_tokens), some of them empty."""
-    inner = rng.integers(0, num_tokens + 1, int(rng.integers(0, 4)))
+    inner = rng.integers(0, num_tokens + 1, int(rng.integers(0, 5)))
     return list(itertools.pairwise([0, *sorted(inner.tolist()), num_tokens]))
 
 
@@ -35,17 +37,22 @@ def run_in_parts(
     query_cuts: Cuts,
     key_cuts: Cuts,
     *,
+    backend: str | None = None,
     deterministic: bool = False,
+    memory: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Results:
-    """Output, log-sum-exp and gradients of the output, all fp32."""
+    """Output, log-sum-exp and gradients of the output, in fp32 at least.
+
+    Each call runs inside of a new `memory`."""
     q, k, v, scale = problem.q_TNH, problem.k_TKH, problem.v_TKH, problem.scale
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     generator = torch.Generator(q.device).manual_seed(0)
-    before = torch.randn((2, *k.shape), generator=generator, device=q.device)
+    before = torch.randn((2, *k.shape), generator=generator, device=q.device, dtype=dtype)
     dk_acc, dv_acc = before.clone().unbind()
     outs, lses, dqs = [], [], []
-    how = {"backend": BACKEND, "deterministic": deterministic}
+    how = {"backend": backend, "deterministic": deterministic}
     for q0, q1 in query_cuts:
-        with stale_memory():
+        with memory():
             parts = [
                 tree_attention_partial_forward(
                     *(q[q0:q1], k[k0:k1], v[k0:k1], layout, scale),
@@ -55,13 +62,11 @@ def run_in_parts(
                 )
                 for k0, k1 in key_cuts
             ]
-        assert all(part.dtype == torch.float32 for both in parts for part in both)
-        out, lse = parts[0]
-        for part in parts[1:]:
-            out, lse = merge_partials(out, lse, *part)
+        assert all(part.dtype == dtype for both in parts for part in both)
+        out, lse = functools.reduce(lambda one, other: merge_partials(*one, *other), parts)
         dq = torch.zeros_like(out)
         for k0, k1 in key_cuts:
-            with stale_memory():
+            with memory():
                 dq += tree_attention_partial_backward(
                     *(problem.dout_TNH[q0:q1], q[q0:q1], k[k0:k1], v[k0:k1]),
                     *(out.to(q.dtype), lse, layout, scale),

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.planner.waves import peak_tokens, resident_tokens
 from ratoon.rollout.batch import RolloutBatch, offsets_of, prompt_lengths, sequence_lengths
 from ratoon.rollout.packed import Stage
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
-from ratoon.rollout.waves import peak_tokens, resident_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
-"""Costs of the planner's choices on a device, in seconds, by formula from the decoder's sizes.
+"""What the planner must know of a device: costs in seconds, and limits in packed tokens.
 
-Every cost is a sum of work over rates, so that rates can be fitted linearly to measured steps.
+Both are formulas from the decoder's sizes. Every cost is a sum of work over rates, so that rates
+can be fitted linearly to measured steps. If several ranks run a micro-batch together, each has its
+share of the tokens. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,8 +12,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from ratoon.model.activation_plan import DecoderSizes, Kept, largest_plan, max_tokens, most_tokens
-from ratoon.rollout.costs import CostModel, Recompute
+from ratoon.planner.activation_plan import (
+    DecoderSizes,
+    Kept,
+    largest_plan,
+    max_tokens,
+    most_tokens,
+    streamed_tokens,
+)
+from ratoon.planner.costs import CostModel, Recompute, TokenLimits
 
 # Keys that a token reads in vain for each prefix above its own. Attention's tiles have 128 keys:
 # one is wasted where the prefix ends, and half of one where its own sequence begins.
@@ -27,6 +36,8 @@ _MLP_PASSES = 9
 _ROW_PASSES = 8
 # Steps of held tokens between which the cost of recomputation is interpolated.
 _NUM_STEPS = 32
+# Number of steps from keeping everything to keeping the least.
+_NUM_CANDIDATES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,3 +159,26 @@ def with_recompute(
         host_tokens=num_ranks * (host_bytes // (sizes.num_layers * sizes.kept_bytes(Kept.HOST))),
     )
     return replace(costs, recompute=recompute)
+
+
+def token_limits(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> TokenLimits:
+    """Token limits of a whole forest, and of stages, however much of them waits on the host."""
+    return TokenLimits(
+        at_once=sizes.num_ranks * max_tokens(sizes, device_bytes, host_bytes),
+        streamed=sizes.num_ranks * streamed_tokens(sizes, device_bytes, host_bytes),
+    )
+
+
+def candidate_tokens(sizes: DecoderSizes, device_bytes: int, at_once: int) -> tuple[int, ...]:
+    """Candidate sizes of a micro-batch, ascending: from the most that keep all products to
+    `at_once`.
+
+    They are preceded by the most that keep all products in stages.
+    """
+    in_stages, least = (
+        sizes.num_ranks * max(1, most_tokens(sizes, device_bytes, Kept.PRODUCTS, is_streamed=each))
+        for each in (True, False)
+    )
+    growth = max(1.0, at_once / least)
+    steps = {int(least * growth ** (i / _NUM_CANDIDATES)) for i in range(_NUM_CANDIDATES)}
+    return tuple(sorted({in_stages, *steps, max(least, at_once)}))

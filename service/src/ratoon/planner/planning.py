@@ -14,13 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import invalid
-from ratoon.model.activation_plan import DecoderSizes
-from ratoon.model.device_costs import DeviceRates, device_costs, with_recompute
-from ratoon.model.token_limits import candidate_tokens, token_limits
+from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.costs import DEFAULT_COSTS, DEFAULT_EXCHANGE
+from ratoon.planner.device_costs import (
+    DeviceRates,
+    candidate_tokens,
+    device_costs,
+    token_limits,
+    with_recompute,
+)
+from ratoon.planner.plan import Devices, DraftedPlan, draft_plan
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.costs import DEFAULT_COSTS, DEFAULT_EXCHANGE
 from ratoon.rollout.packed import UpdatePlan
-from ratoon.rollout.plan import Devices, DraftedPlan, draft_plan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon_proto.types import ParallelLayout
 

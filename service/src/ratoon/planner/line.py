@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.planner.costs import SequenceSizes
+from ratoon.planner.fill import Filler
 from ratoon.rollout.batch import offsets_of
-from ratoon.rollout.costs import SequenceSizes
-from ratoon.rollout.fill import Filler
 from ratoon.rollout.prefixes import shared_with_previous
 
 _BISECTIONS = 40
