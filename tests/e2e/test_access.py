@@ -1,4 +1,4 @@
-"""API keys on the real service: all three ports, and a key revoked while it runs."""
+"""A service of its own with API keys: who gets in at its three ports, and what it prints."""
 
 from __future__ import annotations
 
@@ -24,16 +24,21 @@ from ratoon.sole_service import free_port
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api.wires import grpc_error
-from tests.running_service import Service
 
+pytestmark = [pytest.mark.e2e, pytest.mark.more]
 RATOON = Path(sys.executable).with_name("ratoon")
 START_S = 600.0
+# Of standard output and standard error together, by a start and a stop.
+MOST_LINES, MOST_COLUMNS = 12, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Ports of a service in its own process."""
+    """Ports of a service in its own process. `started`: the lines that its start printed."""
 
+    process: subprocess.Popen[bytes]
+    folder: Path
+    started: list[str]
     http: int
     gateway: int
     serve_http: int
@@ -78,31 +83,42 @@ async def _status(port: int, key: str) -> str:
     return "OK"
 
 
-@pytest.fixture
-def ports(tmp_path: Path) -> Iterator[Ports]:
+@pytest.fixture(scope="module")
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
+    folder = tmp_path_factory.mktemp("keys")
     http, gateway, serve_http = (free_port() for _ in range(3))
     environment = os.environ | {
-        "RATOON_DATA_ROOT": str(tmp_path / "data"),
-        "RATOON_MODELS_ROOT": str(tmp_path / "models"),
+        "RATOON_DATA_ROOT": str(folder / "data"),
+        "RATOON_MODELS_ROOT": str(folder / "models"),
         "RATOON_HTTP__PORT": str(http),
         "RATOON_GRPC__PORT": str(gateway),
         "RATOON_SERVE__HTTP_PORT": str(serve_http),
         "RATOON_AUTH__REQUIRED": "true",
+        "RATOON_WORKER__DEVICE": "cpu",
         "RATOON_RAY__OBJECT_STORE_BYTES": str(100 * 2**20),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     environment.pop("RAY_ADDRESS", None)
-    with (tmp_path / "log").open("w") as log:
+    log = folder / "log"
+    with log.open("w") as file:
         process = subprocess.Popen(
-            [RATOON, "serve"], env=environment, stdout=log, stderr=log, cwd=tmp_path
+            [RATOON, "serve"], env=environment, stdout=file, stderr=file, cwd=folder
         )
         try:
-            _wait_until_well(process, http, tmp_path / "log")
+            _wait_until_well(process, http, log)
             _check_reports(process.pid)
-            yield Ports(http=http, gateway=gateway, serve_http=serve_http, environment=environment)
+            yield Ports(
+                process=process,
+                folder=folder,
+                started=log.read_text().splitlines(),
+                http=http,
+                gateway=gateway,
+                serve_http=serve_http,
+                environment=environment,
+            )
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, (tmp_path / "log").read_text()[-4000:]
+            assert process.wait(START_S) == 0, log.read_text()[-4000:]
 
 
 def _check_reports(pid: int) -> None:
@@ -128,10 +144,8 @@ def _wait_until_well(process: subprocess.Popen[bytes], port: int, log: Path) -> 
     raise AssertionError(log.read_text()[-4000:])
 
 
-@pytest.mark.e2e
-@pytest.mark.more
 def test_keys_are_asked_for_on_every_port_and_revoked_within_a_second(
-    ports: Ports, tmp_path: Path
+    ports: Ports,
 ) -> None:
     refused = (401, "UNAUTHENTICATED", 401)
     assert ports.statuses() == refused
@@ -141,15 +155,23 @@ def test_keys_are_asked_for_on_every_port_and_revoked_within_a_second(
     ports.keys("revoke", key.split("_")[1])
     time.sleep(1.0)
     assert ports.statuses(key) == refused
-    written = (tmp_path / "log").read_text() + (tmp_path / "data/access/audit.jsonl").read_text()
+    logs = (ports.folder / "log", ports.folder / "data" / "access" / "audit.jsonl")
+    written = "".join(log.read_text() for log in logs)
     assert key[-60:] not in written
     assert written.count('"outcome": "UNAUTHENTICATED"') == 9
 
 
-@pytest.mark.e2e
-def test_without_keys_a_rebound_name_is_refused(service: Service) -> None:
-    headers = {"Host": "evil.example"}
-    for address in (service.addresses.http, service.addresses.serve_http):
-        url = f"{address}/v1/policies"
-        assert httpx.get(url, headers=headers, trust_env=False, timeout=30).status_code == 403
-        assert httpx.get(url, trust_env=False, timeout=30).status_code == 200
+def test_a_start_and_a_stop_print_few_lines_that_fit_a_screen(ports: Ports) -> None:
+    """Ray and Serve told each of their steps, one of them in a line of 2,900 characters."""
+    log = ports.folder / "log"
+    before = len(log.read_text().splitlines())
+    ports.process.send_signal(signal.SIGTERM)
+    assert ports.process.wait(START_S) == 0
+    lines = [*ports.started, *log.read_text().splitlines()[before:]]
+    assert len(lines) <= MOST_LINES, lines
+    assert max(map(len, lines)) <= MOST_COLUMNS, lines
+    assert {f"http  http://127.0.0.1:{ports.http}", f"grpc  127.0.0.1:{ports.gateway}"} <= {*lines}
+    assert lines[-1] == "stopping"
+    said = "\n".join(lines)
+    assert "service runs" in said
+    assert "existing" not in said

@@ -34,7 +34,7 @@ KEPT = ("ray::Gateway", "ray::Engine", "ray::Worker")
 
 @pytest.fixture(scope="module")
 def policy(tiny_policy: Callable[[str], str]) -> str:
-    return tiny_policy("e2e-processes")
+    return tiny_policy("e2e")
 
 
 def _ours(title: str) -> list[psutil.Process]:
