@@ -164,9 +164,8 @@ async def test_versions_are_pushed_by_one_group(
     assert child_ids() not in ([], [first])
 
 
-@pytest.mark.parametrize(
-    "path", [PUSH[0], *(pytest.param(path, marks=pytest.mark.more) for path in PUSH[1:])]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("path", PUSH)
 async def test_an_engine_that_answers_500_gets_the_old_version(
     adapter: Callable[..., VllmNcclAdapter],
     engine: Engine,
@@ -223,6 +222,7 @@ async def test_an_engine_that_never_joins_is_not_paused(
     assert engine.taken("calls") == ["/is_paused", JOIN]
 
 
+@pytest.mark.more
 async def test_an_engine_that_says_that_it_joined_is_waited_for_until_the_deadline(
     adapter: Callable[..., VllmNcclAdapter],
     engine: Engine,
@@ -271,6 +271,7 @@ async def test_an_engine_that_hangs_in_mid_update_stays_paused_until_its_restart
     assert engine.taken("sampled") == [digests[2]]
 
 
+@pytest.mark.more
 async def test_what_an_update_left_in_a_paused_engine_is_no_part_of_the_next(
     adapter: Callable[..., VllmNcclAdapter],
     engine: Engine,
@@ -286,6 +287,7 @@ async def test_what_an_update_left_in_a_paused_engine_is_no_part_of_the_next(
     assert engine.taken("sampled") == [digests[2]]
 
 
+@pytest.mark.more
 async def test_several_workers_are_not_trusted_after_a_failure(
     adapter: Callable[..., VllmNcclAdapter], engine: Engine, versions: list[Path]
 ):

@@ -124,6 +124,7 @@ async def test_the_gateway_drains_on_sigterm_and_comes_back(
     await finished(wires.serve_http, late)
 
 
+@pytest.mark.more
 async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operation(
     service: Service, wires: Wires, policy: str
 ) -> None:
