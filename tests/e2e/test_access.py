@@ -19,7 +19,7 @@ from tests.api.wires import grpc_error
 from tests.e2e.own_service import OwnService
 
 pytestmark = [pytest.mark.e2e, pytest.mark.more]
-# Of standard output and standard error together, by a start and a stop.
+# What a start and a stop print together, on standard output and standard error.
 MOST_LINES, MOST_COLUMNS = 12, 200
 
 
