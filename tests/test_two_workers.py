@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.two_workers import longest_first, mistaken, read_durations, test_files, unit_of
+from tests.two_workers import all_test_files, longest_first, mistaken, read_durations, unit_of
 
 # Share of the test files that are not in the record, or in it and not there.
 _MOST_UNKNOWN = 0.25
@@ -35,7 +35,7 @@ def test_the_longest_units_begin_first(request: pytest.FixtureRequest) -> None:
 
 
 def test_the_recorded_durations_are_of_these_test_files() -> None:
-    files = test_files()
+    files = all_test_files()
     for section, seconds in read_durations().items():
         unknown = files ^ seconds.keys()
         assert len(unknown) <= _MOST_UNKNOWN * len(files), (

@@ -66,7 +66,7 @@ def read_durations() -> dict[str, dict[str, float]]:
     return json.loads(DURATIONS.read_text(encoding="utf-8"))
 
 
-def test_files() -> set[str]:
+def all_test_files() -> set[str]:
     """All test files of this tree, as pytest names them."""
     return {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
 
@@ -97,7 +97,7 @@ class Durations:
     def pytest_sessionfinish(self) -> None:
         if not self._is_written:
             return
-        files, recorded = sorted(test_files()), read_durations()
+        files, recorded = sorted(all_test_files()), read_durations()
         for section, seconds in self._seconds.items():
             # A section of which nothing was run stays.
             known = seconds or recorded[section]

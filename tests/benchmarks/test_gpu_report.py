@@ -90,6 +90,7 @@ class Runs:
             self.path.write_text("of the run before")
         return [
             *("-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"),
+            *("-o", "asyncio_default_fixture_loop_scope=function"),
             # The names of tests are relative to `--rootdir`.
             *("--confcutdir", str(self.folder), "--rootdir", str(self.folder)),
             *("-p", "tests.conftest", "--gpu-report", str(self.path), *arguments),

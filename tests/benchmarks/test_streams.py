@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from benchmarks.stream import bare_servers, delta, gpu, loop
+from benchmarks.service import floor
+from benchmarks.stream import bare_servers, delta, gpu, loop, main
 from benchmarks.stream.main import _File, _read_http
 from examples import vllm_loop
 
@@ -59,6 +60,8 @@ def test_deltas_are_measured_by_kind_and_share(
     [
         (gpu.write_markdown, "performance.md", RESULTS / "h100" / "streams.json"),
         (loop.write_markdown, "vllm_loop.md", LOOP),
+        (main.write_markdown, "performance.md", RESULTS / "cpu" / "streams.json"),
+        (floor.write_markdown, "performance.md", RESULTS / "cpu" / "floor.json"),
     ],
 )
 def test_documents_show_the_committed_figures(

@@ -98,7 +98,7 @@ def _cases() -> Iterator[object]:
         yield pytest.param(*case, marks=[] if case in _ALWAYS else is_more)
 
 
-@pytest.mark.parametrize(("step", "rank", "harm"), _cases())
+@pytest.mark.parametrize(("step", "rank", "harm"), list(_cases()))
 async def test_a_rank_that_fails_while_it_is_created_is_told_and_frees_everything(
     engine: Engine, tmp_path: Path, step: str, rank: int, harm: str
 ) -> None:
