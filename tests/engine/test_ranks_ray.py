@@ -283,11 +283,18 @@ _LOSSES = [
 ]
 # Where others cannot go on.
 _ALWAYS = (CrashPoint.RANK_AFTER_STEP, "SIGKILL")
+_SELDOM = (CrashPoint.RANK_BEFORE_CHECKPOINT, "SIGSTOP")
+
+
+def _how_often(loss: tuple[CrashPoint, str]) -> tuple[pytest.MarkDecorator, ...]:
+    if loss == _ALWAYS:
+        return ()
+    return (pytest.mark.slow if loss == _SELDOM else pytest.mark.more,)
 
 
 @pytest.mark.parametrize(
     ("point", "harm"),
-    [pytest.param(*loss, marks=() if loss == _ALWAYS else pytest.mark.more) for loss in _LOSSES],
+    [pytest.param(*loss, marks=_how_often(loss)) for loss in _LOSSES],
 )
 def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
     engine: RayEngine, harmed: Harmed, point: CrashPoint, harm: str
