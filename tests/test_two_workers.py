@@ -6,7 +6,14 @@ from collections import Counter
 
 import pytest
 
-from tests.two_workers import all_test_files, longest_first, mistaken, read_durations, unit_of
+from tests.two_workers import (
+    all_test_files,
+    longest_first,
+    mistaken,
+    read_durations,
+    seconds_of_units,
+    unit_of,
+)
 
 # Share of the test files that are not in the record, or in it and not there.
 _MOST_UNKNOWN = 0.25
@@ -26,6 +33,8 @@ def test_the_longest_units_begin_first(request: pytest.FixtureRequest) -> None:
     items = list(request.session.items)
     longest_first(items)
     units = list(dict.fromkeys(unit_of(item.nodeid) for item in items))
+    seconds = [seconds_of_units(items)[unit] for unit in units]
+    assert seconds == sorted(seconds, reverse=True)
     places = {unit: place for place, unit in enumerate(units)}
     assert items == sorted(items, key=lambda item: places[unit_of(item.nodeid)])
     of_one_file = [item.nodeid for item in items if item.path == request.path]

@@ -49,16 +49,21 @@ class TwoWorkers(LoadScopeScheduling):
 
 def longest_first(items: list[pytest.Item]) -> None:
     """Sort in place, by the recorded seconds of each test's unit."""
+    seconds = seconds_of_units(items)
+    items.sort(key=lambda item: -seconds[unit_of(item.nodeid)])
+
+
+def seconds_of_units(items: list[pytest.Item]) -> dict[str, float]:
+    """Recorded seconds of the units of these tests."""
     recorded = read_durations()
     parts: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for item in items:
         section = "more" if item.get_closest_marker("more") else "test"
         parts[unit_of(item.nodeid)].add((section, _file_of(item.nodeid)))
-    seconds = {
+    return {
         unit: sum(recorded[section].get(file, 0.0) for section, file in files)
         for unit, files in parts.items()
     }
-    items.sort(key=lambda item: -seconds[unit_of(item.nodeid)])
 
 
 def read_durations() -> dict[str, dict[str, float]]:
