@@ -104,8 +104,8 @@ class Durations:
             return
         files, recorded = sorted(all_test_files()), read_durations()
         for section, seconds in self._seconds.items():
-            # A section of which nothing was run stays.
-            known = seconds or recorded[section]
+            # Files that were not run keep their seconds; those that are gone lose them.
+            known = recorded[section] | seconds
             recorded[section] = {file: round(known.get(file, 0.0), 1) for file in files}
         DURATIONS.write_text(json.dumps(recorded, indent=0) + "\n", encoding="utf-8")
 
