@@ -9,7 +9,8 @@ likewise) writes them anew. Within a file tests keep their order.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ class Durations:
 
     def __init__(self, *, is_written: bool) -> None:
         self._is_written = is_written
-        self._seconds = {"test": Counter[str](), "more": Counter[str]()}
+        self._seconds = {name: defaultdict[str, float](float) for name in ("test", "more")}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "slow" in report.keywords:
@@ -105,14 +106,14 @@ class Durations:
         files, recorded = sorted(all_test_files()), read_durations()
         for section, seconds in self._seconds.items():
             # Files that were not run keep their seconds; those that are gone lose them.
-            known = recorded[section] | seconds
+            known = {**recorded[section], **seconds}
             recorded[section] = {file: round(known.get(file, 0.0), 1) for file in files}
         DURATIONS.write_text(json.dumps(recorded, indent=0) + "\n", encoding="utf-8")
 
 
-def mistaken(seconds: Counter[str], recorded: dict[str, float]) -> list[str]:
+def mistaken(seconds: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
     """Files that took a far greater share of a run than is recorded. Pure."""
-    total = seconds.total() or 1.0
+    total = sum(seconds.values()) or 1.0
     known = sum(recorded.get(file, 0.0) for file in seconds) or 1.0
     return [
         file
