@@ -53,7 +53,7 @@ def test_the_recorded_durations_are_of_these_test_files() -> None:
 
 def test_a_file_that_takes_far_longer_than_recorded_is_named() -> None:
     recorded = {"a": 10.0, "b": 10.0, "c": 1.0}
-    assert mistaken(dict(a=30, b=25, c=2), recorded) == []
-    assert mistaken(dict(a=30, b=25, c=40), recorded) == ["c"]
-    assert mistaken(dict(a=30, b=25, new=20), recorded) == ["new"]
+    assert mistaken({"a": 30, "b": 25, "c": 2}, recorded) == []
+    assert mistaken({"a": 30, "b": 25, "c": 40}, recorded) == ["c"]
+    assert mistaken({"a": 30, "b": 25, "new": 20}, recorded) == ["new"]
     assert mistaken({}, recorded) == []
