@@ -2,10 +2,12 @@
 #   PYTHON       the interpreter of the virtual environment (python3)
 #   TORCH_INDEX  where no NVIDIA device is found, torch comes from this package index; with an index of
 #                CPU wheels it comes without the CUDA libraries
+#   WORKERS      processes that run tests (2)
 #   ARGS         more arguments for the command that a target runs: make test ARGS='-k codec'
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+WORKERS ?= 2
 ARGS ?=
 
 BIN := .venv/bin
@@ -15,12 +17,12 @@ PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 
 # Two make processes must not fill one environment; without flock (macOS) that is up to the caller.
-LOCKED = $(shell command -v flock >/dev/null 2>&1 && echo flock .venv.lock) $(MAKE) -s --no-print-directory
+LOCKED = $(shell command -v flock >/dev/null 2>&1 && echo flock $(1).lock) $(MAKE) -s --no-print-directory
 NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-more lint type audit fmt lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
+.PHONY: help demo test test-more test-slow lint type audit fmt lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
 	bench-experts-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto
 
 help:
@@ -29,14 +31,18 @@ help:
 demo: env ## train a tiny policy on this machine through the public client
 	@$(BIN)/ratoon demo $(ARGS)
 
-# Two workers, see tests/two_workers.py; a single test is quicker with .venv/bin/pytest itself.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --no-loadscope-reorder
+# How tests are shared out: tests/two_workers.py. A single test is quicker with .venv/bin/pytest itself.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder
+NO_GPU = not gpu and not multigpu
 
 test: env-dev ## run the tests of the product, in ten minutes on two cores
 	@$(PYTEST) $(ARGS)
 
-test-more: env-dev ## run the rest: outages, power cuts, installs, demos, broken builds, long fuzz
-	@$(PYTEST) -m "more and not slow and not gpu and not multigpu" $(ARGS)
+test-more: env-dev ## run the rest that CI runs: outages, power cuts, broken builds, lost ranks, long fuzz
+	@$(PYTEST) -m "more and not slow and $(NO_GPU)" $(ARGS)
+
+test-slow: env-dev ## run what CI leaves out: installs, the whole demo, all creation faults; hours
+	@$(PYTEST) -m "slow and $(NO_GPU)" $(ARGS)
 
 test-gpu: env-dev ## run the tests that need an NVIDIA GPU, and write their report; ARGS="-n 12": 12 workers over all GPUs
 	@$(BIN)/pytest -m gpu --gpu-report benchmarks/results/h200/tests.json $(ARGS)
@@ -123,13 +129,13 @@ clean: ## remove the environments and every cache
 	find $(DISTRIBUTIONS) -name '*.egg-info' -prune -exec rm -rf {} +
 
 env: ## install the four distributions into .venv
-	+@$(LOCKED) $(STAMPS)/env
+	+@$(call LOCKED,.venv) $(STAMPS)/env
 
 env-dev: ## the same, and the tools of test, lint and type
-	+@$(LOCKED) $(STAMPS)/env-dev
+	+@$(call LOCKED,.venv) $(STAMPS)/env-dev
 
 env-proto: ## install the protobuf generators into .venv-proto
-	+@$(LOCKED) .venv-proto/.stamp
+	+@$(call LOCKED,.venv-proto) .venv-proto/.stamp
 
 define REQUIRE_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -39,11 +39,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report-again", action="store_true", help=help_text)
     help_text = "record what tests/golden finds, in place of comparing it"
     parser.addoption("--write-golden", action="store_true", help=help_text)
+    help_text = "record how long the test files take, in tests/durations.json"
+    parser.addoption("--write-durations", action="store_true", help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") and "multigpu" not in config.option.markexpr:
         _take_one_gpu(vars(config)["workerinput"]["workerid"])
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        from tests.two_workers import Durations
+
+        config.pluginmanager.register(Durations(is_written=config.getoption("--write-durations")))
     path = config.getoption("--gpu-report")
     if path is not None:
         from tests.benchmarks.gpu_report import CollectedInWorker, GpuReport
@@ -65,9 +71,9 @@ def _take_one_gpu(worker: str) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        from tests.two_workers import services_first
+        from tests.two_workers import longest_first
 
-        services_first(items)
+        longest_first(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,10 +1,20 @@
-"""One worker runs all tests that share a cluster."""
+"""Which worker runs which tests, and in what order."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.two_workers import unit_of
+from tests.two_workers import (
+    all_test_files,
+    longest_first,
+    mistaken,
+    read_durations,
+    seconds_of_units,
+    unit_of,
+)
+
+# Share of the test files that are not in the record, or in it and not there.
+_MOST_UNKNOWN = 0.25
 
 
 def test_all_that_share_a_cluster_are_of_one_worker(request: pytest.FixtureRequest) -> None:
@@ -14,3 +24,36 @@ def test_all_that_share_a_cluster_are_of_one_worker(request: pytest.FixtureReque
     if not sharing:
         pytest.skip("collected without them")
     assert {unit_of(nodeid) for nodeid in sharing} == {"shared service"}
+
+
+def test_the_longest_units_begin_first(request: pytest.FixtureRequest) -> None:
+    """A unit's tests stay together and in order."""
+    items = list(request.session.items)
+    longest_first(items)
+    units = list(dict.fromkeys(unit_of(item.nodeid) for item in items))
+    seconds = [seconds_of_units(items)[unit] for unit in units]
+    assert seconds == sorted(seconds, reverse=True)
+    places = {unit: place for place, unit in enumerate(units)}
+    assert items == sorted(items, key=lambda item: places[unit_of(item.nodeid)])
+    of_one_file = [item.nodeid for item in items if item.path == request.path]
+    assert of_one_file == [
+        item.nodeid for item in request.session.items if item.path == request.path
+    ]
+
+
+def test_the_recorded_durations_are_of_these_test_files() -> None:
+    files = all_test_files()
+    for section, seconds in read_durations().items():
+        unknown = files ^ seconds.keys()
+        assert len(unknown) <= _MOST_UNKNOWN * len(files), (
+            f"{section}: {len(unknown)} of {len(files)} test files are new or gone; "
+            "make test ARGS=--write-durations, then make test-more with the same"
+        )
+
+
+def test_a_file_that_takes_far_longer_than_recorded_is_named() -> None:
+    recorded = {"a": 10.0, "b": 10.0, "c": 1.0}
+    assert mistaken({"a": 30, "b": 25, "c": 2}, recorded) == []
+    assert mistaken({"a": 30, "b": 25, "c": 40}, recorded) == ["c"]
+    assert mistaken({"a": 30, "b": 25, "new": 20}, recorded) == ["new"]
+    assert mistaken({}, recorded) == []

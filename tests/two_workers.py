@@ -1,46 +1,126 @@
-"""How tests are shared out between the two workers of `make test` and `make test-more`.
+"""How tests are shared out between the workers of `make test` and `make test-more`.
 
-Tests that share the session's Ray cluster are one unit, so that there is one cluster; tests that
-start services of their own are a second unit. These two are the longest and begin at once, one in
-each worker. The rest goes by file to whichever worker is free. Within a file tests keep their
-order.
+Tests that share the session's Ray cluster are one unit, so that there is one cluster. The rest goes
+by file to whichever worker is free. The units that took longest begin first: `durations.json` has
+the seconds of every test file, and `make test ARGS=--write-durations` (and `make test-more`
+likewise) writes them anew. Within a file tests keep their order.
 """
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-OWN_SERVICES = (
-    *("tests/deploy/test_install.py", "tests/e2e/test_demo.py"),
-    *("tests/e2e/test_outages.py", "tests/e2e/test_tls.py"),
-)
+TESTS = Path(__file__).parent
+DURATIONS = TESTS / "durations.json"
+OWN_SERVICES = tuple(f"tests/e2e/test_{name}.py" for name in ("access", "demo", "outages", "tls"))
 SHARED_SERVICE = (
-    *("tests/e2e/", "tests/network/"),
-    *("tests/engine/test_creation_faults.py", "tests/engine/test_engine_ray.py"),
-    "tests/engine/test_placement.py",
-    *("tests/engine/test_ranks_ray.py", "tests/engine/test_ray_calls.py", "tests/test_doctor.py"),
+    *("tests/e2e/", "tests/network/", "tests/test_doctor.py"),
+    *(
+        f"tests/engine/test_{name}.py"
+        for name in (
+            *("creation_faults", "engine_ray", "placement", "ranks_ray", "ray_calls"),
+            "ray_private",
+        )
+    ),
 )
+# A file counts as mistaken where its share of a run is this many times the recorded one, and more
+# than so much of the run.
+_FACTOR, _LEAST_SHARE = 4.0, 0.03
 
 
 def unit_of(nodeid: str) -> str:
     """The name of the unit that a test is run in: all of a unit are run by one worker."""
-    if nodeid.startswith(OWN_SERVICES):
-        return "own services"
-    if nodeid.startswith(SHARED_SERVICE):
+    if nodeid.startswith(SHARED_SERVICE) and not nodeid.startswith(OWN_SERVICES):
         return "shared service"
-    return nodeid.split("::", 1)[0]
+    return _file_of(nodeid)
 
 
 class TwoWorkers(LoadScopeScheduling):
-    """Work units are files, but for the two units of services."""
+    """Work units are files, but for the one of the shared service."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid)
 
 
-def services_first(items: list[pytest.Item]) -> None:
-    """In place: the longest units begin at once."""
-    first = ("shared service", "own services")
-    ranks = {unit: rank for rank, unit in enumerate(first)}
-    items.sort(key=lambda item: ranks.get(unit_of(item.nodeid), len(first)))
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort in place, by the recorded seconds of each test's unit."""
+    seconds = seconds_of_units(items)
+    items.sort(key=lambda item: -seconds[unit_of(item.nodeid)])
+
+
+def seconds_of_units(items: list[pytest.Item]) -> dict[str, float]:
+    """Recorded seconds of the units of these tests."""
+    recorded = read_durations()
+    parts: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for item in items:
+        section = "more" if item.get_closest_marker("more") else "test"
+        parts[unit_of(item.nodeid)].add((section, _file_of(item.nodeid)))
+    return {
+        unit: sum(recorded[section].get(file, 0.0) for section, file in files)
+        for unit, files in parts.items()
+    }
+
+
+def read_durations() -> dict[str, dict[str, float]]:
+    """Seconds by test file: of its tests in `make test`, and of those in `make test-more`."""
+    return json.loads(DURATIONS.read_text(encoding="utf-8"))
+
+
+def all_test_files() -> set[str]:
+    """All test files of this tree, as pytest names them."""
+    return {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
+
+
+class Durations:
+    """Sums up the seconds of a run by test file, where pytest was started.
+
+    `is_written`: they replace the recorded ones. Otherwise the run says which of those are far off.
+    """
+
+    def __init__(self, *, is_written: bool) -> None:
+        self._is_written = is_written
+        self._seconds = {name: defaultdict[str, float](float) for name in ("test", "more")}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "slow" in report.keywords:
+            return
+        section = "more" if "more" in report.keywords else "test"
+        self._seconds[section][_file_of(report.nodeid)] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        recorded = read_durations()
+        for section, seconds in self._seconds.items():
+            if wrong := mistaken(seconds, recorded[section]):
+                text = f"{DURATIONS.name} is out of date (--write-durations): {', '.join(wrong)}"
+                terminalreporter.write_line(text, yellow=True)
+
+    def pytest_sessionfinish(self) -> None:
+        if not self._is_written:
+            return
+        files, recorded = sorted(all_test_files()), read_durations()
+        for section, seconds in self._seconds.items():
+            # Files that were not run keep their seconds; those that are gone lose them.
+            known = {**recorded[section], **seconds}
+            recorded[section] = {file: round(known.get(file, 0.0), 1) for file in files}
+        DURATIONS.write_text(json.dumps(recorded, indent=0) + "\n", encoding="utf-8")
+
+
+def mistaken(seconds: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
+    """Files that took a far greater share of a run than is recorded. Pure."""
+    total = sum(seconds.values()) or 1.0
+    known = sum(recorded.get(file, 0.0) for file in seconds) or 1.0
+    return [
+        file
+        for file, took in seconds.items()
+        if took / total > max(_FACTOR * recorded.get(file, 0.0) / known, _LEAST_SHARE)
+    ]
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.split("::", 1)[0]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks.service.floor import BEGIN, END, WHAT, write_markdown
 from benchmarks.service.floor_counts import committed_writes, held
 
 pytestmark = pytest.mark.more
@@ -40,17 +38,3 @@ def test_what_is_held_names_processes_and_passes_over_those_that_are_gone() -> N
     (row,) = held([psutil.Process(), gone])
     assert row["rss_mb"] >= row["pss_mb"] > 1
     assert row["name"]
-
-
-def test_the_table_is_written_between_its_markers(tmp_path: Path) -> None:
-    document = tmp_path / "document.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    figures: dict[str, Any] = {name: index + 0.5 for index, name in enumerate(WHAT)}
-    where = {"cores": 2, "device": "a CPU", "commit": "c" * 40, "runs": [{}] * 5}
-    versions = {"versions": {"torch": "2", "ray": "3"}}
-    write_markdown({**figures, **where, **versions}, document, "floor.json")
-    text = document.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert all(what in text for what in WHAT.values())

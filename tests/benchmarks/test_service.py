@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.service import main as service
 from benchmarks.service.main import format_table, is_same_as_steady, measured_rows, write_markdown
-from benchmarks.service.run import FULL, KILLED, NOT_FINISHED, RESUMED, SMALL, Plan
+from benchmarks.service.run import FULL, KILLED, RESUMED, SMALL, Plan
 
 pytestmark = pytest.mark.more
 
@@ -70,18 +70,6 @@ def _result() -> dict[str, Any]:
     }
 
 
-def test_medians_leave_out_the_first_update_and_the_killed_one() -> None:
-    lines = format_table(_result()).splitlines()
-    assert "4 updates of 2 responses to a prompt of 10, longer by 3 each time" in lines[0]
-    assert lines[0].endswith("versions in memory.")
-    assert lines[2].split() == ["steady", "2.00", "1.00", "0.50", "0.50", "–", "9.0", "1.50", "3.0"]
-    assert lines[3].split()[:6] == ["resumed", "2.00", "1.00", "0.50", "0.50", "40.0"]
-    assert [line.split()[:3] for line in lines[6:8]] == [
-        ["met:", "what", "resumed"],
-        ["met:", "what", "killed"],
-    ]
-
-
 @pytest.mark.parametrize("policy", [RESUMED, KILLED])
 @pytest.mark.parametrize("what", ["loss", "grad_norm", "version", "digest", "failure"])
 def test_a_bit_that_differs_after_the_kill_is_a_miss(what: str, policy: str) -> None:
@@ -98,28 +86,6 @@ def test_a_bit_that_differs_after_the_kill_is_a_miss(what: str, policy: str) -> 
     text = format_table(result)
     assert f"missed: what {policy} was told" in text
     assert ("other bits" in text) == (what == "failure")
-
-
-def test_policies_that_were_not_run_are_not_judged() -> None:
-    result = _result()
-    del result["rows"][2:]
-    result["rows"][1]["failure"] = NOT_FINISHED
-    text = format_table(result)
-    assert "met: " not in text
-    assert "missed: " not in text
-    assert "not measured yet: resumed, killed, fast" in text
-
-
-def test_a_document_gets_the_table(tmp_path: Path) -> None:
-    document = tmp_path / "d.md"
-    document.write_text(f"before\n{service.BEGIN}\nof before\n{service.END}\nafter\n")
-    write_markdown(_result(), document, "r.json")
-    text = document.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "| steady | 2.00 |" in text
-    assert "(r.json)" in text
-    assert "of before" not in text
 
 
 @pytest.mark.parametrize("plan", [FULL, SMALL])

@@ -202,19 +202,6 @@ def _cost_targets(rows: list[dict[str, Any]]) -> list[Target]:
     return targets({**{name: [] for name in SECTIONS}, "costs": rows})
 
 
-def test_costs_show_rates_that_fit_and_rates_in_use() -> None:
-    table = cost_table(_measured(RATES))
-    assert [row[0] for row in table.rows][-2:] == ["medium", "tiny*"]
-    ratio = predicted_s(_measured(RATES)[0], H200_RATES) / _measured(RATES)[0]["seconds"]
-    assert table.rows[0][-1] == f"{ratio:.3f}"
-    assert table.rows[1][4] == "3"
-    fitted = next(note for note in table.notes if note.startswith("rates fitted"))
-    assert "linear 500, attention 300, head 200 TFLOP/s" in fitted
-    assert "2.00 ms a layer" in fitted
-    assert any("linear, to within 0.0%" in note for note in table.notes)
-    assert any(note.startswith("rates in use: linear 653,") for note in table.notes)
-
-
 def test_crossover_has_the_cost_models_word_beside_the_clocks() -> None:
     found = _rows(CROSSOVER, "2x4", "32x4")
     few, many = (found[case][0] for case in ("2x4", "32x4"))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.step.main import SECTIONS, missing_cases
-from benchmarks.step.report import BEGIN, END, color_of, format_tables, plot, write_markdown
+from benchmarks.step.report import BEGIN, END, write_markdown
 from benchmarks.step.rows import by_case, replicated_of, speedup, targets
 from benchmarks.step.run import FULL
 from benchmarks.step.tables import tables
@@ -129,14 +127,6 @@ def _result() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_profile_at_other_clocks_says_so() -> None:
-    result = _result()
-    result["profile"][2]["profiled_s"] = 3.8
-    (note,) = tables(result)[2].notes
-    assert note.startswith("update, cuda: ")
-    assert "% from unwatched to profiled" in note
-
-
 def test_targets_are_met_or_missed_by_their_bounds() -> None:
     found = {t.name: (t.bound, round(t.reached, 3), t.is_met) for t in targets(_result())}
     assert found == {
@@ -170,32 +160,6 @@ def test_peaks_without_their_gradients_are_in_no_ratio() -> None:
     assert [row[column] for row in memory.rows] == ["–", "8.0", "20.0", "–", "12.5"]
 
 
-def test_tables_show_ratios_of_one_case_and_reasons() -> None:
-    paper, drifts, profile, table2, memory, crossover, updates = tables(_result())
-    assert profile.columns == ["", "cuda", "cuda-waves-of-8", "update, cuda"]
-    assert profile.rows[0] == ["products of weights", *["2500.0"] * 3]
-    assert profile.rows[2] == ["nothing runs", "82.0", "205.0", "164.0"]
-    assert profile.notes == []
-    assert profile.rows[-2][1:] == ["2.0%", "5.0%", "4.0%"]
-    assert paper.rows[0][-3:] == ["4.00", "1.20", "1.00"]
-    assert paper.rows[1][0] == "fa2-replicated, 2 a micro-batch"
-    assert paper.rows[1][-3:] == ["1.00", "0.30", "4.00"]
-    assert set(paper.rows[3][1:]) == {"–"}
-    assert "5059x32, flex: RuntimeError: out of memory" in paper.notes
-    assert any("2.0e-02" in note for note in paper.notes)
-    assert table2.rows == [
-        ["8192, 16", "41323", "100.0", "125.0", "350.0", "2340.0%", "3.50", "1.25"]
-    ]
-    assert drifts.rows == [["cuda-waves-of-4", "flash", "1.2e-02", "2.5e-01", "1.0e-04"]]
-    assert [row[0] for row in memory.rows][3:] == ["many 32768x8", "many 32768x512"]
-    assert [row[2] for row in memory.rows] == ["20.00*", "9.00", "30.00", "3.00", "60.00"]
-    assert memory.notes[:2] == ["131072x8, cuda: no room", "* one run, its first"]
-    assert crossover.rows[0] == [
-        *("4", "64", "0.0625", "500.0", "450.0", "600.0", "0.900", "1.010", "yes", "0.900"),
-    ]
-    assert [row[11] for row in updates.rows] == ["1.19", "–"]
-
-
 def test_the_baseline_of_a_case_is_its_fastest_replicated_way() -> None:
     cell = by_case(_result()["crossover"])["64x4"]
     fastest = replicated_of(cell)
@@ -203,44 +167,6 @@ def test_the_baseline_of_a_case_is_its_fastest_replicated_way() -> None:
     assert fastest["how"] == "cuda-replicated"
     assert speedup(cell) == pytest.approx(0.9)
     assert speedup({"cuda": cell["cuda"]}) is None
-
-
-def test_sections_without_rows_have_no_table() -> None:
-    result = {**_result(), **{name: [] for name in SECTIONS if name != "table2"}}
-    assert [table.title for table in tables(result)] == [
-        "One decoder layer, forward and backward: Qwen3-8B, 8192x16"
-    ]
-    assert "1 of 1 targets met" in format_tables(result)
-
-
-def test_report_says_what_it_was_measured_on() -> None:
-    text = format_tables(_result())
-    assert text.startswith("NVIDIA H200, driver 580.1, torch 2.11.0, commit 0123456789ab-dirty, ")
-    assert "gradients in bfloat16, bf16 GEMM 781 TFLOP/s." in text
-    assert "STALE" not in text
-    assert "STALE: kernel changed" in format_tables({**_result(), "stale": "kernel changed"})
-    assert "8 of 14 targets met" in text
-    assert "missed: paper 5059x32: seconds: 4.000, not 3.90" in text
-
-
-def test_markdown_replaces_its_own_section_alone(tmp_path: Path) -> None:
-    path = tmp_path / "doc.md"
-    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_markdown(_result(), path, "../step.json", "images/step.png", ["`memory 1x8`"])
-    once = path.read_text()
-    assert once.startswith(f"before\n{BEGIN}\n")
-    assert once.endswith(f"{END}\nafter\n")
-    assert "old" not in once.replace("old log-probs", "")
-    assert "(../step.json)" in once
-    assert "](images/step.png)" in once
-    assert "| 8192, 16 | 41323 | 100.0 |" in once
-    assert "\n- \\* one run, its first\n" in once
-    lines = [line.count("|") for line in once.splitlines() if line.startswith("|")]
-    widths = [len(table.columns) for table in tables(_result()) for _ in range(2 + len(table.rows))]
-    assert lines == [width + 1 for width in widths], "a cell that breaks its row"
-    assert "Not measured yet: `memory 1x8`." in once
-    write_markdown(_result(), path, "../step.json", "images/step.png", ["`memory 1x8`"])
-    assert path.read_text() == once
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
@@ -252,46 +178,11 @@ def test_markdown_refuses_markers_that_are_no_pair(tmp_path: Path, text: str) ->
     assert path.read_text() == text
 
 
-def test_plot_draws_the_sections_that_have_figures(tmp_path: Path) -> None:
-    result = _result()
-    plot(result, tmp_path / "all.png")
-    plot({**result, "updates": []}, tmp_path / "some.png")
-    whole, some = ((tmp_path / name).read_bytes() for name in ("all.png", "some.png"))
-    assert whole.startswith(b"\x89PNG")
-    assert len(some) < len(whole)
-    with pytest.raises(ValueError, match="no section"):
-        plot({**result, **{name: [] for name in SECTIONS}}, tmp_path / "none.png")
-
-
 def test_cases_that_a_result_lacks_are_named() -> None:
     missing = missing_cases(_result())
     assert missing[0] == "`table2 5059x32`"
     assert "`memory 131072x8`" not in missing, "it says why it has no figures"
     assert missing[-1] == "`updates dapo Qwen3-1.7B`"
-
-
-def test_colors_tell_backends_and_replicated_ways() -> None:
-    assert color_of("cuda-waves-of-8") == color_of("cuda") != color_of("flash")
-    assert color_of("cuda-replicated") == color_of("fa2-replicated") != color_of("cuda")
-
-
-def test_report_runs_as_a_file_from_anywhere(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-    path.write_text(json.dumps(_result()))
-    document = tmp_path / "doc.md"
-    document.write_text(f"{BEGIN}\n{END}\n")
-    command = [sys.executable, ROOT / "benchmarks" / "step" / "main.py", "--report", path]
-    done = subprocess.run(
-        [*command, "--plot", tmp_path / "plot.png", "--markdown", document],
-        cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    assert done.stdout == format_tables(_result()) + "\n"
-    assert "](plot.png)" in document.read_text()
-
-
-def test_the_document_has_its_place_for_the_tables() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert text.count(BEGIN) == text.count(END) == 1
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=str)

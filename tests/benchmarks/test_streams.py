@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from benchmarks.stream import bare_servers, delta, gpu, loop
-from benchmarks.stream.main import BEGIN, END, WHAT, _File, _read_http, write_markdown
+from benchmarks.service import floor
+from benchmarks.stream import bare_servers, delta, gpu, loop, main
+from benchmarks.stream.main import _File, _read_http
 from examples import vllm_loop
 
 ROOT = Path(__file__).parents[2]
@@ -54,31 +55,13 @@ def test_deltas_are_measured_by_kind_and_share(
         assert row["bound_percent"] < row["size_percent"] < 60
 
 
-def test_the_section_has_every_figure(tmp_path: Path) -> None:
-    document = tmp_path / "performance.md"
-    document.write_text(f"before\n{BEGIN}\nfrom before\n{END}\nafter\n")
-    where: dict[str, Any] = {
-        "cores": 2,
-        "device": "a machine",
-        "versions": {"torch": "2", "ray": "3"},
-        "commit": "c" * 40,
-        "version_gb": 2.0,
-        "reads_gb_s": {"http": [1.0]},
-        "deltas": [{"kind": "step", "share": 0.01, "size_percent": 0.6}],
-    }
-    figures = {name: float(index) for index, name in enumerate(WHAT)}
-    write_markdown({**where, **figures}, document, "streams.json")
-    text = document.read_text()
-    assert all(f"| {what} | {index} |" in text for index, what in enumerate(WHAT.values()))
-    assert "| step | 0.01 | 0.6 |" in text
-    assert "from before" not in text
-
-
 @pytest.mark.parametrize(
     ("write", "page", "path"),
     [
         (gpu.write_markdown, "performance.md", RESULTS / "h100" / "streams.json"),
         (loop.write_markdown, "vllm_loop.md", LOOP),
+        (main.write_markdown, "performance.md", RESULTS / "cpu" / "streams.json"),
+        (floor.write_markdown, "performance.md", RESULTS / "cpu" / "floor.json"),
     ],
 )
 def test_documents_show_the_committed_figures(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.kernels import token_logprobs, token_logprobs_run
-from benchmarks.kernels.token_logprobs_report import format_table
 from benchmarks.kernels.token_logprobs_subjects import Problem
 
 pytestmark = pytest.mark.more
@@ -62,30 +61,3 @@ def test_wrong_values_and_wrong_gradients_have_no_figures(monkeypatch: pytest.Mo
     assert "'logprob'" not in errors["torch-full"]["error"]
     rows = list(token_logprobs_run.measure(run, 4, errors))
     assert all("fwd_ms" not in row for row in rows)
-
-
-def test_table_shows_the_parts_and_the_sweep() -> None:
-    result = {
-        "gpu": "NVIDIA H200",
-        "versions": {"torch": "2.11.0"},
-        "commit": "0123456789abcdef-dirty",
-        "gemm": {"tflops": 800.0},
-        "geometry": {"vocab_size": 151_936, "width": 4096},
-        "rows": [],
-        "phases": [
-            {"phase": "logits", "num_rows": 1024, "ms": 1.5, "tflops": 700.4},
-            {"phase": "reduce rows", "num_rows": 1024, "ms": 0.25, "gb_per_s": 4100.0},
-        ],
-        "sweep": [
-            {
-                "chunk_rows": 512, "group_rows": 2048,
-                "fwd_ms": 61.25, "fwd_bwd_ms": 250.0, "frozen_ms": 190.0,
-                "fwd_peak_gib": 0.5, "fwd_bwd_peak_gib": 4.25, "frozen_peak_gib": 1.0,
-            }
-        ],
-    }  # fmt: skip
-    lines = format_table(result).splitlines()
-    assert "0123456789ab" in lines[0]
-    assert any(line.split() == ["logits", "1024", "1.500", "700", "TFLOP/s"] for line in lines)
-    assert any(line.split()[-2:] == ["4100", "GB/s"] for line in lines)
-    assert lines[-1].split() == ["512", "2048", "61.2", "250.0", "190.0", "0.50", "4.25", "1.00"]

@@ -200,6 +200,7 @@ async def test_an_engine_that_never_joins_is_not_paused(rig: Rig, monkeypatch: p
     assert rig.engine.taken("calls") == ["/is_paused", JOIN]
 
 
+@pytest.mark.more
 async def test_an_engine_that_says_that_it_joined_is_waited_for_until_the_deadline(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):

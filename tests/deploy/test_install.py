@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from ratoon.sole_service import free_port
 
 ROOT = Path(__file__).parents[2]
 INSTALL = ROOT / "deploy" / "install.sh"
+DISTRIBUTIONS = ("proto", "kernels", "clients/python", "service")
 
 
 def _run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,13 +50,56 @@ def _torch_index(folder: Path) -> str:
     return folder.as_uri()
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("install")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """Where the four distributions are, and their programs; `environment`: what finds them."""
+
+    packages: Path
+    programs: Path
+    python: Path
+    environment: dict[str, str]
+
+
+def _install_whole(folder: Path) -> Installed:
+    """With all that they need, as an image has it."""
     venv = folder / "venv"
     done = _run(INSTALL, venv, "cpu", TORCH_INDEX=_torch_index(folder / "index"))
     assert done.returncode == 0, done.stderr[-4000:]
-    return venv
+    programs = venv / "bin"
+    return Installed(packages=venv, programs=programs, python=programs / "python", environment={})
+
+
+def _install_wheels(folder: Path) -> Installed:
+    """Built as the script builds them, over the libraries of this environment."""
+    build, packages = folder / "build", folder / "packages"
+    for part in DISTRIBUTIONS:
+        ignored = shutil.ignore_patterns("*.egg-info", "cubins", "__pycache__")
+        shutil.copytree(ROOT / part / "src", build / part / "src", ignore=ignored)
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / part / name, build / part)
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    sources = [build / part for part in DISTRIBUTIONS]
+    done = _run(*pip, "--no-deps", "--no-build-isolation", "--target", packages, *sources)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return Installed(
+        packages=packages,
+        programs=packages / "bin",
+        python=Path(sys.executable),
+        environment={"PYTHONPATH": str(packages)},
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(_install_wheels, id="wheels", marks=pytest.mark.more),
+        pytest.param(_install_whole, id="whole", marks=pytest.mark.slow),
+    ],
+)
+def installed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Installed:
+    return request.param(tmp_path_factory.mktemp("install"))
 
 
 def test_install_refuses_an_unknown_device(tmp_path: Path) -> None:
@@ -65,30 +110,44 @@ def test_install_refuses_an_unknown_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.more
 @pytest.mark.timeout(900)
-def test_install_gives_pinned_versions_outside_the_checkout(installed: Path) -> None:
-    code = "import ratoon, ratoon_kernels, torch; print(ratoon.__file__); print(torch.__version__)"
-    done = _run(installed / "bin" / "python", "-c", code)
+def test_install_gives_pinned_versions_outside_the_checkout(installed: Installed) -> None:
+    names = ("ratoon", "ratoon_kernels", "ratoon_client", "ratoon_proto")
+    code = f"import torch, {', '.join(names)}; print(torch.__version__)\n"
+    code += "".join(f"print({name}.__file__)\n" for name in names)
+    done = _run(installed.python, "-c", code, **installed.environment)
     assert done.returncode == 0, done.stderr
-    where, torch_version = done.stdout.split()
-    assert Path(where).is_relative_to(installed)
+    torch_version, *places = done.stdout.split()
+    for part, place in zip(("service", "kernels", "clients/python", "proto"), places, strict=True):
+        package = Path(place).parent
+        assert package.is_relative_to(installed.packages)
+        source = ROOT / part / "src" / package.name
+        assert _files(source) - _files(package) == set(), "left out of the distribution"
     pins = (ROOT / "constraints.txt").read_text()
     assert f"torch=={torch_version.split('+')[0]}\n" in pins
 
 
+def _files(package: Path) -> set[str]:
+    """All but the pages on the code, and what is made at run time."""
+    paths = (path.relative_to(package) for path in package.rglob("*") if path.is_file())
+    left_out = {"__pycache__", "cubins", "README.md"}
+    return {str(path) for path in paths if not left_out & {*path.parts}}
+
+
 @pytest.mark.e2e
-@pytest.mark.more
 @pytest.mark.timeout(900)
-def test_install_compiles_kernels_ahead_for_cuda_alone(installed: Path) -> None:
+def test_install_compiles_kernels_ahead_for_cuda_alone(installed: Installed) -> None:
     code = "from ratoon_kernels.jit import cache; print(cache.PREBUILT_FOLDER.exists())"
-    assert _run(installed / "bin" / "python", "-c", code).stdout == "False\n"
+    assert _run(installed.python, "-c", code, **installed.environment).stdout == "False\n"
     ahead = r'if \[ "\$device" = cuda \]; then\n\s+\S+/python" -m ratoon_kernels.jit.prebuild\nfi'
     assert re.search(ahead, INSTALL.read_text())
 
 
-@pytest.fixture
-def served(installed: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_installed_service_answers_and_stops_on_sigterm(
+    installed: Installed, tmp_path: Path
+) -> None:
     http, gateway = free_port(), free_port()
     # The image's own settings, moved off the container's addresses and folders.
     environment = {
@@ -98,34 +157,26 @@ def served(installed: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         "RATOON_HTTP__PORT": str(http),
         "RATOON_GRPC__HOST": "127.0.0.1",
         "RATOON_GRPC__PORT": str(gateway),
+        **installed.environment,
     }
-    process = subprocess.Popen(
-        [installed / "bin" / "ratoon", "serve", "--config", ROOT / "deploy" / "ratoon.yaml"],
+    url = f"http://127.0.0.1:{http}"
+    with subprocess.Popen(
+        [installed.programs / "ratoon", "serve", "--config", ROOT / "deploy" / "ratoon.yaml"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=tmp_path,
         env={**os.environ, **environment},
-    )
-    yield process, http
-    if process.poll() is None:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.e2e
-@pytest.mark.more
-@pytest.mark.timeout(900)
-def test_installed_service_answers_and_stops_on_sigterm(
-    installed: Path, served: tuple[subprocess.Popen[str], int]
-) -> None:
-    process, port = served
-    url = f"http://127.0.0.1:{port}"
-    # However long that takes: the service says that it is ready, or it ends.
-    while _run(installed / "bin" / "ratoonctl", "--url", url, "health").returncode != 0:
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        time.sleep(0.5)
-    with urllib.request.urlopen(f"{url}/v1/info", timeout=300) as answer:
-        assert json.load(answer)["api_version"] == "v1"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 0
+    ) as process:
+        try:
+            # However long that takes: the service says that it is ready, or it ends.
+            asked = (installed.programs / "ratoonctl", "--url", url, "health")
+            while _run(*asked, **installed.environment).returncode != 0:
+                assert process.poll() is None, process.stdout.read() if process.stdout else ""
+                time.sleep(0.5)
+            with urllib.request.urlopen(f"{url}/v1/info", timeout=300) as answer:
+                assert json.load(answer)["api_version"] == "v1"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
+        finally:
+            process.kill()

@@ -66,7 +66,7 @@ async def next_seq(wires: Wires, policy_id: str) -> int:
 
 @pytest.fixture(scope="session")
 def tiny_policy(service: Service) -> Callable[[str], str]:
-    """Creates a `tiny` policy of the given id, and waits until it is ready."""
+    """Creates a `tiny` policy of the given id, or finds it, and waits until it is ready."""
 
     async def create(policy_id: str) -> None:
         async with grpc.aio.insecure_channel(service.addresses.grpc) as channel:

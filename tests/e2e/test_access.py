@@ -1,65 +1,45 @@
-"""API keys on the real service: all three ports, and a key revoked while it runs."""
+"""A service of its own with API keys: who gets in at its three ports, and what it prints."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import grpc.aio
 import httpx
-import psutil
 import pytest
 
-from ratoon.sole_service import free_port
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api.wires import grpc_error
-from tests.running_service import Service
+from tests.e2e.own_service import OwnService
 
-RATOON = Path(sys.executable).with_name("ratoon")
-START_S = 600.0
+pytestmark = [pytest.mark.e2e, pytest.mark.more]
+# What a start and a stop print together, on standard output and standard error.
+MOST_LINES, MOST_COLUMNS = 12, 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Ports of a service in its own process."""
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnService]:
+    service = OwnService(tmp_path_factory.mktemp("keys"), AUTH__REQUIRED="true")
+    with service.running():
+        yield service
 
-    http: int
-    gateway: int
-    serve_http: int
-    environment: dict[str, str]
 
-    def keys(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [RATOON, "keys", *arguments],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        return done.stdout.strip()
+def _statuses(own: OwnService, key: str = "") -> tuple[int, str, int]:
+    """The answers to ListPolicies of the gateway, over HTTP and gRPC, then of Serve."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-    def statuses(self, key: str = "") -> tuple[int, str, int]:
-        """The answers to ListPolicies of the gateway, over HTTP and gRPC, then of Serve."""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+    def by_http(port: int) -> int:
+        url = f"http://127.0.0.1:{port}/v1/policies"
+        return httpx.get(url, headers=headers, trust_env=False, timeout=30).status_code
 
-        def by_http(port: int) -> int:
-            url = f"http://127.0.0.1:{port}/v1/policies"
-            return httpx.get(url, headers=headers, trust_env=False, timeout=30).status_code
-
-        by_grpc = asyncio.run(_status(self.gateway, key))
-        return by_http(self.http), by_grpc, by_http(self.serve_http)
+    by_grpc = asyncio.run(_status(own.ports["grpc"], key))
+    return by_http(own.ports["http"]), by_grpc, by_http(own.ports["serve"])
 
 
 async def _status(port: int, key: str) -> str:
@@ -78,78 +58,45 @@ async def _status(port: int, key: str) -> str:
     return "OK"
 
 
-@pytest.fixture
-def ports(tmp_path: Path) -> Iterator[Ports]:
-    http, gateway, serve_http = (free_port() for _ in range(3))
-    environment = os.environ | {
-        "RATOON_DATA_ROOT": str(tmp_path / "data"),
-        "RATOON_MODELS_ROOT": str(tmp_path / "models"),
-        "RATOON_HTTP__PORT": str(http),
-        "RATOON_GRPC__PORT": str(gateway),
-        "RATOON_SERVE__HTTP_PORT": str(serve_http),
-        "RATOON_AUTH__REQUIRED": "true",
-        "RATOON_RAY__OBJECT_STORE_BYTES": str(100 * 2**20),
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    environment.pop("RAY_ADDRESS", None)
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [RATOON, "serve"], env=environment, stdout=log, stderr=log, cwd=tmp_path
-        )
-        try:
-            _wait_until_well(process, http, tmp_path / "log")
-            _check_reports(process.pid)
-            yield Ports(http=http, gateway=gateway, serve_http=serve_http, environment=environment)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, (tmp_path / "log").read_text()[-4000:]
+def test_keys_are_asked_for_on_every_port_and_revoked_within_a_second(own: OwnService) -> None:
+    # Health is free: it is asked without a key.
+    health = f"http://127.0.0.1:{own.ports['http']}/v1/health"
+    assert httpx.get(health, trust_env=False, timeout=30).status_code == 200
+    refused = (401, "UNAUTHENTICATED", 401)
+    assert _statuses(own) == refused
+    key = own.command("keys", "create", "--scope", "read")
+    assert _statuses(own, key) == (200, "OK", 200)
+    assert _statuses(own, f"{key[:-8]}00000000") == refused
+    own.command("keys", "revoke", key.split("_")[1])
+    time.sleep(1.0)
+    assert _statuses(own, key) == refused
+    logs = (own.log, own.folder / "data" / "access" / "audit.jsonl")
+    written = "".join(log.read_text() for log in logs)
+    assert key[-60:] not in written
+    assert written.count('"outcome": "UNAUTHENTICATED"') == 9
 
 
-def _check_reports(pid: int) -> None:
-    """Ray keeps no record of each call: without a dashboard nobody would see it."""
-    commands = [child.cmdline() for child in psutil.Process(pid).children(recursive=True)]
-    (head,) = (command for command in commands if "gcs_server" in command[0])
+def test_ray_keeps_no_record_of_each_call(own: OwnService) -> None:
+    """Without a dashboard nobody would see it."""
+    commands = [process.cmdline() for process in own.processes()]
+    (head,) = (command for command in commands if command and "gcs_server" in command[0])
     (config,) = (word for word in head if word.startswith("--config_list="))
     settings = json.loads(base64.b64decode(config.partition("=")[2]))
     assert settings["task_events_report_interval_ms"] == 0
 
 
-def _wait_until_well(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Health is free: it is asked without a key."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-4000:]
-        # The last line of the start: every port is open then.
-        if "grpc  127" in log.read_text():
-            url = f"http://127.0.0.1:{port}/v1/health"
-            assert httpx.get(url, trust_env=False, timeout=30).status_code == 200
-            return
-        time.sleep(0.2)
-    raise AssertionError(log.read_text()[-4000:])
-
-
-@pytest.mark.e2e
-@pytest.mark.more
-def test_keys_are_asked_for_on_every_port_and_revoked_within_a_second(
-    ports: Ports, tmp_path: Path
-) -> None:
-    refused = (401, "UNAUTHENTICATED", 401)
-    assert ports.statuses() == refused
-    key = ports.keys("create", "--scope", "read")
-    assert ports.statuses(key) == (200, "OK", 200)
-    assert ports.statuses(f"{key[:-8]}00000000") == refused
-    ports.keys("revoke", key.split("_")[1])
-    time.sleep(1.0)
-    assert ports.statuses(key) == refused
-    written = (tmp_path / "log").read_text() + (tmp_path / "data/access/audit.jsonl").read_text()
-    assert key[-60:] not in written
-    assert written.count('"outcome": "UNAUTHENTICATED"') == 9
-
-
-@pytest.mark.e2e
-def test_without_keys_a_rebound_name_is_refused(service: Service) -> None:
-    headers = {"Host": "evil.example"}
-    for address in (service.addresses.http, service.addresses.serve_http):
-        url = f"{address}/v1/policies"
-        assert httpx.get(url, headers=headers, trust_env=False, timeout=30).status_code == 403
-        assert httpx.get(url, trust_env=False, timeout=30).status_code == 200
+def test_a_start_and_a_stop_print_few_lines_that_fit_a_screen(own: OwnService) -> None:
+    """Ray and Serve told each of their steps, one of them in a line of 2,900 characters."""
+    before = len(own.log.read_text().splitlines())
+    own.stop()
+    lines = [*own.started, *own.log.read_text().splitlines()[before:]]
+    assert len(lines) <= MOST_LINES, lines
+    assert max(map(len, lines)) <= MOST_COLUMNS, lines
+    ports = own.ports
+    assert {f"http  http://127.0.0.1:{ports['http']}", f"grpc  127.0.0.1:{ports['grpc']}"} <= {
+        *lines
+    }
+    assert lines[-1] == "stopping"
+    said = "\n".join(lines)
+    assert "service runs" in said
+    assert "existing" not in said

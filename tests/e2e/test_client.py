@@ -185,65 +185,70 @@ def streamed(addresses: ServiceAddresses, policy_id: str, known_version: int) ->
     return {*versions, int(json.loads(data.removeprefix("data: "))["version"])}
 
 
+@pytest.fixture(scope="module")
+def published(clients: dict[str, RatoonClient], service: Service) -> Iterator[str]:
+    """A policy that keeps four versions; its folder goes with it."""
+    policy_id = "client-published"
+    clients["http"].create_policy(policy_id, preset="tiny", seed=7, keep_versions=4).result()
+    yield policy_id
+    clients["http"].delete_policy(policy_id).result()
+    assert service.config.weights_root is not None
+    assert not (service.config.weights_root / policy_id).exists()
+
+
+def updated(client: RatoonClient, policy_id: str, times: int = 1) -> int:
+    # On policy, or in the end every term would be clipped, and the step skipped.
+    loss, session = Loss("grpo", old_logprobs="on_policy"), client.policy(policy_id)
+    steps = [session.update(batch(), loss=loss, optim=OPTIM) for _ in range(times)]
+    return [step.result().version for step in steps][-1]
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_an_ended_operation_made_is_what_every_reader_gets(
-    clients: dict[str, RatoonClient], service: Service, wire: str, tmp_path: Path
+    clients: dict[str, RatoonClient], service: Service, published: str, wire: str, tmp_path: Path
 ):
     """A receiver in step with its trainer served the version before, in 19 of 20 steps."""
-    client, policy_id, addresses = clients[wire], f"client-in-step-{wire}", service.addresses
-    client.create_policy(policy_id, preset="tiny", seed=7, keep_versions=4).result()
-    session = client.policy(policy_id)
-    receiver = client.weight_receiver(policy_id, tmp_path / "received")
+    client, addresses = clients[wire], service.addresses
+    receiver = client.weight_receiver(published, tmp_path / "received")
     receiver.sync_once()
-
-    def updated(times: int) -> int:
-        # On policy, or in the end every term would be clipped, and the step skipped.
-        loss = Loss("grpo", old_logprobs="on_policy")
-        steps = [session.update(batch(), loss=loss, optim=OPTIM) for _ in range(times)]
-        return [step.result().version for step in steps][-1]
-
     readers: dict[str, Callable[[int], set[int]]] = {
-        "poll": lambda n: {client.weight_manifest(policy_id, known_version=n - 1).version},
-        "pull": lambda _: {client.pull_weights(policy_id, tmp_path / "pulled").version},
-        "watch": lambda n: {next(client.watch_weights(policy_id, known_version=n - 2)).version},
-        "streams": lambda n: streamed(addresses, policy_id, n - 2),
+        "poll": lambda n: {client.weight_manifest(published, known_version=n - 1).version},
+        "pull": lambda _: {client.pull_weights(published, tmp_path / "pulled").version},
+        "watch": lambda n: {next(client.watch_weights(published, known_version=n - 2)).version},
+        "streams": lambda n: streamed(addresses, published, n - 2),
     }
-    for times, wait_s in ((1, 0.0), (1, 60.0), (2, 0.0), (2, 60.0)) * 2:
-        version = updated(times)
+    for times, wait_s in ((1, 0.0), (1, 60.0), (2, 0.0), (2, 60.0)):
+        version = updated(client, published, times)
         received = receiver.sync_once(wait_s)
         assert received is not None
         assert received.version == version
     for name, read in readers.items():
-        version = updated(2)
+        version = updated(client, published, 2)
         assert (name, read(version)) == (name, {version})
-    version = updated(1)
-    file = f"{addresses.http}/v1/policies/{policy_id}/weights/{version}/files/config.json"
+    version = updated(client, published)
+    file = f"{addresses.http}/v1/policies/{published}/weights/{version}/files/config.json"
     assert httpx.get(file).status_code == httpx.codes.OK
-    client.delete_policy(policy_id).result()
 
 
 def test_a_damaged_version_is_written_again_or_not_found_over_every_wire(
-    clients: dict[str, RatoonClient], service: Service
+    clients: dict[str, RatoonClient], service: Service, published: str
 ):
     """The newest one was INTERNAL until the next step."""
-    policy_id = "client-damaged"
-    clients["http"].create_policy(policy_id, preset="tiny", seed=7).result()
-    clients["http"].policy(policy_id).update(batch(), loss=Loss("grpo"), optim=OPTIM).result()
-    whole = clients["http"].weight_manifest(policy_id)
+    version = updated(clients["http"], published, 2)
+    whole = clients["http"].weight_manifest(published)
     assert service.config.weights_root is not None
-    root = service.config.weights_root / policy_id
-    (root / "00000001" / "manifest.json").write_bytes(b"{}")
+    root = service.config.weights_root / published
+    (root / f"{version:08d}" / "manifest.json").write_bytes(b"{}")
     for name in WIRES:
-        newest = clients[name].weight_manifest(policy_id, known_version=0)
-        assert (newest.version, newest.files) == (1, whole.files)
-    assert (root / "damaged-00000001" / "manifest.json").read_bytes() == b"{}"
-    (root / "00000000" / "model.safetensors").unlink()
+        newest = clients[name].weight_manifest(published, known_version=version - 1)
+        assert (newest.version, newest.files) == (version, whole.files)
+    assert (root / f"damaged-{version:08d}" / "manifest.json").read_bytes() == b"{}"
+    before = version - 1
+    (root / f"{before:08d}" / "model.safetensors").unlink()
     for name in WIRES:
-        with pytest.raises(RatoonApiError, match="version 0 is damaged") as caught:
-            clients[name].weight_manifest(policy_id, 0)
+        with pytest.raises(RatoonApiError, match=f"version {before} is damaged") as caught:
+            clients[name].weight_manifest(published, before)
         assert caught.value.code == "WEIGHTS_NOT_FOUND"
-    clients["http"].delete_policy(policy_id).result()
-    assert not root.exists()
 
 
 def test_gradients_read_over_every_wire_are_those_that_the_step_divides(
@@ -364,83 +369,6 @@ def test_steps_of_wrong_numbers_are_skipped_and_a_run_of_them_fails_the_policy(
     client.delete_policy(policy_id).result()
 
 
-def misuse(client: RatoonClient, policy_id: str, fault: str) -> object:
-    """One call that the service refuses."""
-    session = client.policy(policy_id)
-    good = rollout(response=[1, 2], sampler_logprobs=[-5.0, -5.0], reward=1.0)
-    short = rollout(response=[1, 2], sampler_logprobs=[-5.0], reward=1.0)
-    infinite = rollout(response=[1], sampler_logprobs=[-5.0], reward=float("nan"))
-    match fault:
-        case "length" | "not finite":
-            groups = [group("g", [1], [good, short if fault == "length" else infinite])]
-            return session.update(groups, loss=Loss("grpo"), optim=OPTIM)
-        case "token":
-            return session.forward([group("g", [10**6], [good])])
-        case "rate":
-            negative = Optim(learning_rate=-1.0)
-            return session.update(batch(), loss=Loss("grpo"), optim=negative)
-        case "policy":
-            return client.get_policy("nobody")
-        case "operation":
-            return client.operation("nobody.1")
-        case _:
-            return client.weight_manifest(policy_id, 99)
-
-
-def refusal(client: RatoonClient, policy_id: str, fault: str) -> RatoonApiError:
-    with pytest.raises(RatoonApiError) as caught:
-        misuse(client, policy_id, fault)
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("fault", "code", "field"),
-    [
-        ("length", "INVALID_ARGUMENT", "groups[0].rollouts[1].sampler_logprobs"),
-        ("token", "INVALID_ARGUMENT", "groups[0].prompt[0]"),
-        ("policy", "POLICY_NOT_FOUND", "policy_id"),
-        ("operation", "OPERATION_NOT_FOUND", None),
-        ("version", "WEIGHTS_NOT_FOUND", None),
-        ("not finite", "INVALID_ARGUMENT", None),
-        ("rate", "INVALID_ARGUMENT", "optim.learning_rate"),
-    ],
-)
-def test_errors_do_not_depend_on_the_wire(
-    clients: dict[str, RatoonClient],
-    policies: dict[str, str],
-    fault: str,
-    code: str,
-    field: str | None,
-):
-    seq = clients["http"].get_policy(policies["http"]).next_seq
-    errors = {name: refusal(clients[name], policies["http"], fault) for name in WIRES}
-    assert {error.code for error in errors.values()} == {code}
-    assert len({error.retryable for error in errors.values()}) == 1
-    assert len({error.field for error in errors.values()}) == 1, errors
-    if field is not None:
-        assert errors["http"].field == field
-    assert clients["http"].get_policy(policies["http"]).next_seq == seq
-
-
-def test_the_server_says_the_same_of_itself_on_every_wire(clients: dict[str, RatoonClient]):
-    infos = [clients[name].server_info() for name in WIRES]
-    assert infos[0] == infos[1] == infos[2]
-    assert {"tiny", "small"} <= set(infos[0].presets)
-    assert all(clients[name].health().is_ok for name in WIRES)
-    lists = [clients[name].list_policies() for name in WIRES]
-    assert lists[0] == lists[1] == lists[2]
-
-
-def test_a_policy_is_removed(clients: dict[str, RatoonClient]):
-    client = clients["http"]
-    client.create_policy("client-short", preset="tiny", sequencing="server").result()
-    session = client.policy("client-short")
-    assert session.update(batch(), loss=Loss("grpo"), optim=OPTIM).result().version == 1
-    client.delete_policy("client-short").result()
-    with pytest.raises(RatoonApiError, match="POLICY_NOT_FOUND"):
-        client.get_policy("client-short")
-
-
 def test_a_custom_loss_has_the_gradient_of_the_same_loss_in_the_service(
     clients: dict[str, RatoonClient],
 ):
@@ -456,9 +384,9 @@ def test_a_custom_loss_has_the_gradient_of_the_same_loss_in_the_service(
         loss = sum(float(g @ p) for g, p in zip(gradients, logprobs, strict=True))
         return loss, gradients
 
+    clients["http"].create_policy("client-custom", preset="tiny", sequencing="server").result()
     for name in ("gateway", "http"):
         client = clients[name]
-        client.create_policy("client-custom", preset="tiny", sequencing="server").result()
         session = client.policy("client-custom")
         loss, handle = session.forward_backward_custom(groups, loss_of=loss_of)
         own = handle.result().report
@@ -469,4 +397,6 @@ def test_a_custom_loss_has_the_gradient_of_the_same_loss_in_the_service(
         assert own_norm == pytest.approx(norm, rel=1e-5)
         assert norm > 0
         assert [own.loss, loss] == pytest.approx([built_in.loss, built_in.loss], rel=1e-5)
-        client.delete_policy("client-custom").result()
+    clients["http"].delete_policy("client-custom").result()
+    with pytest.raises(RatoonApiError, match="POLICY_NOT_FOUND"):
+        clients["http"].get_policy("client-custom")

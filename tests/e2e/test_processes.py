@@ -34,7 +34,7 @@ KEPT = ("ray::Gateway", "ray::Engine", "ray::Worker")
 
 @pytest.fixture(scope="module")
 def policy(tiny_policy: Callable[[str], str]) -> str:
-    return tiny_policy("e2e-processes")
+    return tiny_policy("e2e")
 
 
 def _ours(title: str) -> list[psutil.Process]:
@@ -124,6 +124,7 @@ async def test_the_gateway_drains_on_sigterm_and_comes_back(
     await finished(wires.serve_http, late)
 
 
+@pytest.mark.more
 async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operation(
     service: Service, wires: Wires, policy: str
 ) -> None:

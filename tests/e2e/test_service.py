@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
+import httpx
 import numpy as np
 import pytest
 import xxhash
@@ -351,6 +352,14 @@ async def test_unknown_routes_have_the_one_shape(wires: Wires) -> None:
         response = await wire.client.get("/v1/nothing")
         assert http_error(response).detail.code == "ROUTE_NOT_FOUND"
         assert response.status_code == 404
+
+
+def test_without_keys_a_rebound_name_is_refused(service: Service) -> None:
+    headers = {"Host": "evil.example"}
+    for address in (service.addresses.http, service.addresses.serve_http):
+        url = f"{address}/v1/policies"
+        assert httpx.get(url, headers=headers, trust_env=False, timeout=30).status_code == 403
+        assert httpx.get(url, trust_env=False, timeout=30).status_code == 200
 
 
 async def test_the_gateway_keeps_neither_headers_nor_bodies_that_nobody_reads(

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import ssl
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +20,6 @@ from cryptography import x509
 
 from ratoon.config import is_loopback
 from ratoon.edge.tls import CertificateFiles
-from ratoon.sole_service import free_port
 from ratoon_client import (
     Loss,
     OperationHandle,
@@ -38,10 +33,10 @@ from ratoon_client import (
 )
 from tests.addresses import other_address
 from tests.certificates import Authority, make_authority
+from tests.e2e.own_service import OwnService
 
-RATOON = Path(sys.executable).with_name("ratoon")
-START_S = 600.0
-WIRES = ("https", "grpcs")
+pytestmark = [pytest.mark.e2e, pytest.mark.more]
+WIRE_PORTS, WIRES = ("http", "grpc"), ("https", "grpcs")
 # Bytes that the preset has as tokens, in an order that nothing else has.
 MARKER = [201, 17, 203, 99, 205, 33, 207]
 
@@ -50,10 +45,9 @@ MARKER = [201, 17, 203, 99, 205, 33, 207]
 class Running:
     """`targets` by scheme."""
 
-    process: subprocess.Popen[bytes]
+    own: OwnService
     folder: Path
     targets: dict[str, str]
-    serve_port: int
     servers: Authority
     files: CertificateFiles
     key: str
@@ -92,17 +86,13 @@ class Running:
 
         An actor's name ends with the method that it runs, while it runs one.
         """
-        names = {one.pid: one.name().partition(".")[0] for one in self._processes()}
+        names = {one.pid: one.name().partition(".")[0] for one in self.own.processes()}
         return {at: names[pid] for at, pid in _listeners() if pid in names}
 
     def others_ports(self) -> set[int]:
         """Ports that processes of other programs listen on."""
-        pids = {one.pid for one in self._processes()}
+        pids = {one.pid for one in self.own.processes()}
         return {port for (_, port), pid in _listeners() if pid not in pids}
-
-    def _processes(self) -> list[psutil.Process]:
-        root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]
 
 
 def _listeners() -> list[tuple[tuple[str, int], int | None]]:
@@ -114,35 +104,18 @@ def _listeners() -> list[tuple[tuple[str, int], int | None]]:
     ]
 
 
-def _environment(folder: Path, ports: dict[str, int]) -> dict[str, str]:
-    environment = os.environ | {
-        "HOME": str(folder),
-        "RATOON_DATA_ROOT": str(folder / "data"),
-        "RATOON_MODELS_ROOT": str(folder / "models"),
-        "RATOON_HTTP__PORT": str(ports["https"]),
-        "RATOON_GRPC__PORT": str(ports["grpcs"]),
-        "RATOON_SERVE__HTTP_PORT": str(ports["serve"]),
-        "RATOON_AUTH__REQUIRED": "true",
-        "RATOON_TLS__CERT_FILE": str(folder / "cert.pem"),
-        "RATOON_TLS__KEY_FILE": str(folder / "key.pem"),
-        "RATOON_TLS__CLIENT_CA_FILE": str(folder / "clients.pem"),
-        "RATOON_WORKER__DEVICE": "cpu",
-        "RATOON_WORKER__NUM_THREADS": "1",
-        "RATOON_RAY__OBJECT_STORE_BYTES": str(100 * 2**20),
-        "RATOON_RAY__TEMP_FOLDER": str(folder / "r"),
-        "RATOON_LOG_LEVEL": "DEBUG",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        environment.pop(name, None)
-    return environment
-
-
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("t")
-    ports = {name: free_port() for name in (*WIRES, "serve")}
-    environment = _environment(folder, ports)
+    own = OwnService(
+        folder,
+        AUTH__REQUIRED="true",
+        TLS__CERT_FILE=folder / "cert.pem",
+        TLS__KEY_FILE=folder / "key.pem",
+        TLS__CLIENT_CA_FILE=folder / "clients.pem",
+        RAY__TEMP_FOLDER=folder / "r",
+        LOG_LEVEL="DEBUG",
+    )
     servers, clients = make_authority("servers"), make_authority("clients")
     (folder / "servers.pem").write_bytes(servers.pem)
     (folder / "clients.pem").write_bytes(clients.pem)
@@ -151,43 +124,18 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     )
     servers.issue(files.cert, files.key)
     clients.issue(folder / "client.pem", folder / "client-key.pem", "trainer")
-    made = subprocess.run(
-        [RATOON, "keys", "create", "--scope", "admin"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [RATOON, "serve"], env=environment, stdout=log, stderr=log, cwd=folder
+    key = own.command("keys", "create", "--scope", "admin")
+    with own.running():
+        yield Running(
+            own=own,
+            folder=folder,
+            targets={f"{name}s": f"{name}s://127.0.0.1:{own.ports[name]}" for name in WIRE_PORTS},
+            servers=servers,
+            files=files,
+            key=key,
         )
-        try:
-            _wait(process, folder / "log")
-            yield Running(
-                process=process,
-                folder=folder,
-                targets={name: f"{name}://127.0.0.1:{ports[name]}" for name in WIRES},
-                serve_port=ports["serve"],
-                servers=servers,
-                files=files,
-                key=made.stdout.strip(),
-            )
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(300)
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while "grpc  127" not in log.read_text():
-        assert process.poll() is None, log.read_text()[-4000:]
-        assert time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(0.2)
-
-
-@pytest.mark.e2e
-@pytest.mark.more
 def test_both_wires_verify_both_ends(running: Running) -> None:
     for scheme in WIRES:
         with running.client(scheme) as client:
@@ -224,8 +172,6 @@ def _update(
     )
 
 
-@pytest.mark.e2e
-@pytest.mark.more
 def test_a_certificate_changes_under_waiting_callers(running: Running, updated: str) -> None:
     """Callers of both wires wait through it for one operation; new connections see the new one."""
     with (
@@ -250,8 +196,6 @@ def test_a_certificate_changes_under_waiting_callers(running: Running, updated: 
 REPLICA = "ray::ServeReplica:ratoon:Ingress"
 
 
-@pytest.mark.e2e
-@pytest.mark.more
 def test_every_port_is_of_this_machine_alone(running: Running) -> None:
     """Ray's are remote code execution: its own, Serve's, and those between their processes.
 
@@ -272,8 +216,6 @@ def test_every_port_is_of_this_machine_alone(running: Running) -> None:
             socket.create_connection((other, port), 5, ("0.0.0.0", 0))
 
 
-@pytest.mark.e2e
-@pytest.mark.more
 @pytest.mark.parametrize("presented", ["plain text", "no certificate", "a client's", "its own"])
 def test_nobody_gets_into_a_replicas_own_port(
     running: Running, tmp_path: Path, presented: str
@@ -301,11 +243,9 @@ def test_nobody_gets_into_a_replicas_own_port(
     assert heard == b""
 
 
-@pytest.mark.e2e
-@pytest.mark.more
 def test_serves_own_port_has_tls_and_asks_for_keys(running: Running) -> None:
     context = ssl.create_default_context(cafile=running.folder / "servers.pem")
-    port = running.serve_port
+    port = running.own.ports["serve"]
     with httpx.Client(verify=context, trust_env=False, timeout=30) as client:
         url = f"https://127.0.0.1:{port}/v1/policies"
         assert client.get(url).status_code == 401
@@ -327,8 +267,6 @@ RAY_CALLS = (
 )
 
 
-@pytest.mark.e2e
-@pytest.mark.more
 @pytest.mark.parametrize("token", ["", "0" * 64])
 def test_rays_ports_ask_for_its_token(running: Running, token: str) -> None:
     """Whoever has it may run code; it is in a file that this user alone can read."""
@@ -376,8 +314,6 @@ def _job(port: int, token: str) -> set[str]:
     return {str(answer.status_code)}
 
 
-@pytest.mark.e2e
-@pytest.mark.more
 def test_logs_have_neither_prompts_nor_secrets(running: Running, updated: str) -> None:
     """After an update: ours, Ray's, Serve's, the audit log."""
     folder = running.folder

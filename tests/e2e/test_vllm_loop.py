@@ -84,6 +84,7 @@ def test_vllm_follows_while_it_samples(service: Service, tmp_path: Path) -> None
 
 
 @pytest.mark.e2e
+@pytest.mark.more
 def test_samples_that_are_too_old_are_dropped_and_told(service: Service, tmp_path: Path) -> None:
     flags = ["--versions=3", "--prompts=2", "--responses=4", "--evaluate-every=1", "--held-out=4"]
     with vllm_serving(service, "vllm-strict", tmp_path) as engine:
@@ -98,11 +99,8 @@ def test_samples_that_are_too_old_are_dropped_and_told(service: Service, tmp_pat
 
 
 @pytest.mark.e2e
-@pytest.mark.more
-@pytest.mark.parametrize(
-    "control",
-    [pytest.param(False, id="rewards"), pytest.param(True, id="shuffled", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("control", [False, True], ids=["rewards", "shuffled"])
 def test_it_learns_from_rewards_and_not_from_shuffled_ones(
     service: Service, tmp_path: Path, control: bool
 ) -> None:

@@ -84,6 +84,7 @@ async def test_a_spare_is_one_policys_until_it_ends(ray_cluster: RayCluster) -> 
     assert find_actor(worker_process._SPARE, namespace) is None
 
 
+@pytest.mark.more
 async def test_a_spare_that_hangs_holds_no_policy_up(
     ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import FOLDER_NAME, CrashPoint
 from ratoon.engine.engine import Engine
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import FailedResult
+from ratoon.engine.types import FailedResult, Operation
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
@@ -39,10 +39,9 @@ from ratoon_proto.types import (
     PolicyState,
     Recovery,
     Shard,
-    StepResult,
 )
 from tests.conftest import RayCluster
-from tests.engine.harness import save, update
+from tests.engine.harness import load, save, update
 from tests.engine.ray_engine import SPEC, RayEngine, done, random_batch, submission
 from tests.tiny_models import write_folder
 from tests.until import until
@@ -57,7 +56,7 @@ _SPEC = replace(
     micro_batch_tokens=32,
     keep_versions=9,
 )
-_UPDATES = 4
+_UPDATES = 3
 # Longer than a busy machine makes a process wait.
 _SILENCE_S = 6.0
 # System call of Linux that copies a descriptor of another process.
@@ -83,12 +82,12 @@ def engine(
 
 @pytest.fixture(autouse=True)
 def _ended(engine: RayEngine) -> Iterator[None]:
-    """Only the undisturbed policy outlives a test."""
+    """Only the policies of the module's fixtures outlive a test."""
     yield
 
     async def main(client: EngineClient) -> None:
         for policy in await client.call(Engine.policies):
-            if policy.spec.policy_id != "undisturbed":
+            if policy.spec.policy_id not in ("undisturbed", "harmed"):
                 await done(client, await client.call(Engine.delete_policy, policy.spec.policy_id))
 
     engine.run(main)
@@ -113,57 +112,143 @@ async def _weights(client: EngineClient, name: str) -> tuple[str, Path]:
     return file.digest, path
 
 
-@pytest.fixture(scope="module")
-def undisturbed(engine: RayEngine) -> list[str]:
-    """Digests of the versions of a policy of two ranks to which nothing happens."""
+class Undisturbed:
+    """A policy of two ranks to which nothing happens; update n has batch n."""
 
-    async def main(client: EngineClient) -> list[str]:
-        await _create(client, "undisturbed")
-        digests: list[str] = []
-        for seq in range(1, _UPDATES + 1):
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+
+    async def digest(self, client: EngineClient, number: int) -> str:
+        """Digest of the weights after `number` updates, which are run where they were not yet."""
+        while len(self.digests) < number:
+            seq = len(self.digests) + 1
             await _run(client, "undisturbed", seq, update(0), random_batch(seq, 4))
-            digests.append((await _weights(client, "undisturbed"))[0])
-        return digests
+            self.digests.append((await _weights(client, "undisturbed"))[0])
+        return self.digests[number - 1]
+
+
+class Harmed:
+    """A policy of two ranks that gets the same updates, while its processes are harmed.
+
+    `others`: processes that were there before. `num_updates`: updates that have ended.
+    """
+
+    def __init__(self, undisturbed: Undisturbed, others: set[int]) -> None:
+        self.undisturbed, self.others = undisturbed, others
+        self.num_updates = 0
+
+    async def processes(self) -> set[int]:
+        """Its worker and its rank. Those of a deleted policy may take a moment to end."""
+        await until(lambda: len(_processes() - self.others) == 2)
+        return _processes() - self.others
+
+    async def submit(self, client: EngineClient, command: Command, batch: int) -> Operation:
+        seq = (await client.call(Engine.policy, "harmed")).next_seq
+        rollouts = random_batch(batch, 4) if batch else None
+        return await client.submit(submission(seq, command, rollouts, "harmed"))
+
+    async def begin_update(self, client: EngineClient) -> Operation:
+        return await self.submit(client, update(0), self.num_updates + 1)
+
+    async def end_update(self, client: EngineClient, operation: Operation) -> None:
+        """Wait for it, and compare the weights with those of the undisturbed policy."""
+        await done(client, operation)
+        self.num_updates += 1
+        expected = await self.undisturbed.digest(client, self.num_updates)
+        assert (await _weights(client, "harmed"))[0] == expected
+
+    async def update(self, client: EngineClient) -> None:
+        await self.end_update(client, await self.begin_update(client))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine: RayEngine) -> Undisturbed:
+    engine.run(lambda client: _create(client, "undisturbed"))
+    return Undisturbed()
+
+
+@pytest.fixture(scope="module")
+def harmed(engine: RayEngine, undisturbed: Undisturbed) -> Harmed:
+    others = _processes()
+    engine.run(lambda client: _create(client, "harmed"))
+    return Harmed(undisturbed, others)
+
+
+@pytest.fixture(scope="module")
+def alone(engine: RayEngine) -> dict[str, np.ndarray]:
+    """Weights of a policy of one rank after as many updates."""
+
+    async def main(client: EngineClient) -> dict[str, np.ndarray]:
+        await _create(client, "alone", parallel=ONE_DEVICE)
+        for seq in range(1, _UPDATES + 1):
+            await _run(client, "alone", seq, update(0), random_batch(seq, 4))
+        return load_file((await _weights(client, "alone"))[1])
 
     return engine.run(main)
 
 
-def test_two_ranks_train_as_one(engine: RayEngine, undisturbed: list[str]) -> None:
+def _check_alike(path: Path, theirs: dict[str, np.ndarray]) -> None:
+    ours = load_file(path)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        gap = np.linalg.norm(tensor - theirs[name])
+        assert gap <= 1e-10 * np.linalg.norm(theirs[name]), name
+
+
+def test_two_ranks_train_as_one(
+    engine: RayEngine, undisturbed: Undisturbed, alone: dict[str, np.ndarray]
+) -> None:
     async def main(client: EngineClient) -> None:
-        await _create(client, "alone", parallel=ONE_DEVICE)
-        for seq in range(1, _UPDATES + 1):
-            await _run(client, "alone", seq, update(0), random_batch(seq, 4))
-        alone, two = await _weights(client, "alone"), await _weights(client, "undisturbed")
-        assert two[0] == undisturbed[-1] != alone[0]
-        ours, theirs = load_file(two[1]), load_file(alone[1])
-        assert ours.keys() == theirs.keys()
-        for name, tensor in ours.items():
-            gap = np.linalg.norm(tensor - theirs[name])
-            assert gap <= 1e-10 * np.linalg.norm(theirs[name]), name
+        digest = await undisturbed.digest(client, _UPDATES)
+        newest, path = await _weights(client, "undisturbed")
+        assert newest == digest, "no other test has gone on with it"
+        _check_alike(path, alone)
 
     engine.run(main)
 
 
 @pytest.mark.more
-def test_two_ranks_that_run_micro_batches_together_train_as_one(engine: RayEngine) -> None:
-    """And as others, of which one dies or hangs while the other waits for what it sends."""
-    together = ParallelLayout(num_workers=2, sequence_ranks=2)
-    harms = {"one-rank": "", "together": "", "parted": "2 SIGKILL", "hung": "2 SIGSTOP"}
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(ParallelLayout(num_workers=2, shard=Shard.GRADIENTS), id="gradients"),
+        pytest.param(ParallelLayout(num_workers=2, shard=Shard.WEIGHTS), id="weights"),
+        pytest.param(ParallelLayout(num_workers=2, sequence_ranks=2), id="sequence"),
+    ],
+)
+def test_ranks_that_share_more_train_as_one_and_their_loss_in_the_pass_costs_no_bit(
+    engine: RayEngine, alone: dict[str, np.ndarray], parallel: ParallelLayout
+) -> None:
+    """The other rank waits for what the lost one would have sent, and may be reading its weights.
+
+    The policy trains from one checkpoint three times: whole, then with a rank that dies, then with
+    one that hangs.
+    """
 
     async def main(client: EngineClient) -> None:
-        found: list[tuple[str, Path]] = []
-        for name, harm in harms.items():
-            await _create(client, name, parallel=ONE_DEVICE if name == "one-rank" else together)
-            trap = _trap(engine, CrashPoint.RANK_IN_PASS, harm) if harm else None
-            for seq in (1, 2):
-                await _run(client, name, seq, update(0), random_batch(seq, 4))
-            found.append(await _weights(client, name))
+        await _create(client, "sharing", parallel=parallel)
+        found: list[list[str]] = []
+        await _run(client, "sharing", 1, save("begin"), None)
+        seq = 1
+        for harm in ("", "SIGKILL", "SIGSTOP"):
+            if harm:
+                seq += 1
+                await _run(client, "sharing", seq, load("begin"), None)
+            trap = _trap(engine, CrashPoint.RANK_IN_PASS, f"2 {harm}") if harm else None
+            found.append([])
+            for number in range(1, _UPDATES + 1):
+                seq += 1
+                await _run(client, "sharing", seq, update(0), random_batch(number, 4))
+                found[-1].append((await _weights(client, "sharing"))[0])
             assert trap is None or not trap.exists(), "the rank was lost"
-        assert found[1][0] == found[2][0] == found[3][0]
-        theirs, ours = (load_file(path) for _, path in found[:2])
-        for name, tensor in ours.items():
-            gap = np.linalg.norm(tensor - theirs[name])
-            assert gap <= 1e-10 * np.linalg.norm(theirs[name]), name
+            if not harm:
+                _check_alike((await _weights(client, "sharing"))[1], alone)
+        assert found[0] == found[1] == found[2]
+        policy = await client.call(Engine.policy, "sharing")
+        assert policy.state is PolicyState.READY
+        assert policy.info is not None
+        # Ranks that share a micro-batch are asked for nothing more.
+        assert parallel.shard is None or policy.info.shard == parallel.shard
 
     engine.run(main)
 
@@ -197,12 +282,12 @@ _LOSSES = [
     (CrashPoint.WORKER_IN_APPLY, "SIGSTOP"),
 ]
 # Where others cannot go on.
-_OFTEN = (CrashPoint.RANK_AFTER_STEP, "SIGKILL")
+_ALWAYS = (CrashPoint.RANK_AFTER_STEP, "SIGKILL")
 _SELDOM = (CrashPoint.RANK_BEFORE_CHECKPOINT, "SIGSTOP")
 
 
 def _how_often(loss: tuple[CrashPoint, str]) -> tuple[pytest.MarkDecorator, ...]:
-    if loss == _OFTEN:
+    if loss == _ALWAYS:
         return ()
     return (pytest.mark.slow if loss == _SELDOM else pytest.mark.more,)
 
@@ -212,23 +297,18 @@ def _how_often(loss: tuple[CrashPoint, str]) -> tuple[pytest.MarkDecorator, ...]
     [pytest.param(*loss, marks=_how_often(loss)) for loss in _LOSSES],
 )
 def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
-    engine: RayEngine, undisturbed: list[str], point: CrashPoint, harm: str
+    engine: RayEngine, harmed: Harmed, point: CrashPoint, harm: str
 ) -> None:
-    name = f"{point}-{harm.lower()}"
-
     async def main(client: EngineClient) -> None:
-        others = _processes()
-        await _create(client, name)
-        first = _processes() - others
-        assert len(first) == 2, "its worker and rank"
-        trap = _trap(engine, point, f"2 {harm}")
-        for seq in range(1, _UPDATES + 1):
-            await _run(client, name, seq, update(0), random_batch(seq, 4))
-            assert (await _weights(client, name))[0] == undisturbed[seq - 1]
+        first = await harmed.processes()
+        # In the middle of a pass.
+        trap = _trap(engine, point, f"{1 + (point is CrashPoint.RANK_IN_PASS)} {harm}")
+        await harmed.update(client)
         if point is CrashPoint.RANK_BEFORE_CHECKPOINT:
-            trap.write_text(f"1 {harm}")
-            await _run(client, name, _UPDATES + 1, save("after"), None)
-        assert (await client.call(Engine.policy, name)).state is PolicyState.READY
+            # Unless it was in a checkpoint that the engine took by itself.
+            await done(client, await harmed.submit(client, save(f"after-{harm.lower()}"), 0))
+        await harmed.update(client)
+        assert (await client.call(Engine.policy, "harmed")).state is PolicyState.READY
         assert not trap.exists(), "the process was lost"
         await _gone(first)
 
@@ -236,25 +316,19 @@ def test_a_rank_that_is_lost_costs_no_bit_and_leaves_no_process(
 
 
 @pytest.mark.more
-def test_a_policy_whose_rank_hangs_holds_no_other_up(
-    engine: RayEngine, undisturbed: list[str]
-) -> None:
+def test_a_policy_whose_rank_hangs_holds_no_other_up(engine: RayEngine, harmed: Harmed) -> None:
     """The other runs two updates while the first one's ranks copy and nothing comes."""
 
     async def main(client: EngineClient) -> None:
-        await _create(client, "beside")
-        others = _processes()
-        await _create(client, "hangs")
-        first = _processes() - others
+        first = await harmed.processes()
+        others, undisturbed = _processes() - first, harmed.undisturbed
         _trap(engine, CrashPoint.RANK_BEFORE_COPIES, "1 SIGSTOP")
-        hung = await client.submit(submission(1, update(0), random_batch(1, 4), "hangs"))
+        hung = await harmed.begin_update(client)
         await _stopped(first)
-        for seq in (1, 2):
-            await _run(client, "beside", seq, update(0), random_batch(seq, 4))
-            assert (await _weights(client, "beside"))[0] == undisturbed[seq - 1]
+        for _ in range(2):
+            await undisturbed.digest(client, len(undisturbed.digests) + 1)
         assert not (await client.call(Engine.get_operation, hung.operation_id, 0.0)).state.is_final
-        await done(client, hung)
-        assert (await _weights(client, "hangs"))[0] == undisturbed[0]
+        await harmed.end_update(client, hung)
         await _gone(first)
         assert others <= _processes(), "no process of another policy was replaced"
 
@@ -262,64 +336,23 @@ def test_a_policy_whose_rank_hangs_holds_no_other_up(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(
-    ("harm", "shard"),
-    [
-        ("SIGSTOP", Shard.GRADIENTS),
-        ("SIGKILL", Shard.WEIGHTS),
-        pytest.param("SIGKILL", Shard.GRADIENTS, marks=pytest.mark.slow),
-        pytest.param("SIGSTOP", Shard.WEIGHTS, marks=pytest.mark.slow),
-    ],
-)
-def test_where_more_is_sharded_a_rank_that_is_lost_in_the_pass_costs_no_bit(
-    engine: RayEngine, harm: str, shard: Shard
-) -> None:
-    """The other rank waits for what it would have sent, and may be reading its weights."""
-    layout = ParallelLayout(num_workers=2, shard=shard)
-
-    async def main(client: EngineClient) -> None:
-        lost = f"{shard}-{harm.lower()}"
-        digests: dict[str, list[str]] = {f"{lost}-not": [], lost: []}
-        trap: Path | None = None
-        for name, found in digests.items():
-            await _create(client, name, parallel=layout)
-            if name == lost:
-                trap = _trap(engine, CrashPoint.RANK_IN_PASS, f"2 {harm}")
-            for seq in range(1, _UPDATES + 1):
-                await _run(client, name, seq, update(0), random_batch(seq, 4))
-                found.append((await _weights(client, name))[0])
-            policy = await client.call(Engine.policy, name)
-            assert policy.state is PolicyState.READY
-            assert policy.info is not None
-            assert policy.info.shard == shard
-        assert trap is not None
-        assert not trap.exists(), "the rank was lost"
-        assert digests[lost] == digests[f"{lost}-not"]
-
-    engine.run(main)
-
-
-@pytest.mark.more
 def test_a_slow_rank_is_waited_for_and_one_without_memory_costs_its_operation_alone(
-    engine: RayEngine, undisturbed: list[str]
+    engine: RayEngine, harmed: Harmed
 ) -> None:
     async def main(client: EngineClient) -> None:
-        others = _processes()
-        await _create(client, "slow")
-        first = _processes() - others
+        first = await harmed.processes()
         _trap(engine, CrashPoint.RANK_IN_PASS, "1 SIGSTOP")
-        slow = await client.submit(submission(1, update(0), random_batch(1, 4), "slow"))
+        slow = await harmed.begin_update(client)
         stopped = await _stopped(first)
         await asyncio.sleep(_SILENCE_S * 0.6)
         os.kill(stopped, signal.SIGCONT)
-        await done(client, slow)
+        await harmed.end_update(client, slow)
         _trap(engine, CrashPoint.RANK_IN_PASS, "1 MemoryError")
-        refused = await client.submit(submission(2, update(0), random_batch(9, 4), "slow"))
+        refused = await harmed.submit(client, update(0), 999)
         ended = await client.call(Engine.get_operation, refused.operation_id, 60.0)
         assert isinstance(ended.result, FailedResult)
         assert ended.result.error["code"] == ErrorCode.RESOURCE_EXHAUSTED
-        await _run(client, "slow", 3, update(0), random_batch(2, 4))
-        assert (await _weights(client, "slow"))[0] == undisturbed[1]
+        await harmed.update(client)
         assert first <= _processes(), "nothing was replaced"
 
     engine.run(main)
@@ -327,20 +360,18 @@ def test_a_slow_rank_is_waited_for_and_one_without_memory_costs_its_operation_al
 
 @pytest.mark.more
 def test_a_network_that_is_cut_between_ranks_costs_no_bit(
-    engine: RayEngine, undisturbed: list[str]
+    engine: RayEngine, harmed: Harmed
 ) -> None:
     async def main(client: EngineClient) -> None:
-        others = _processes()
-        await _create(client, "cut")
-        first = _processes() - others
-        _trap(engine, CrashPoint.RANK_BEFORE_COPIES, "2 SIGSTOP")
-        await _run(client, "cut", 1, update(0), random_batch(1, 4))
-        second = await client.submit(submission(2, update(0), random_batch(2, 4), "cut"))
+        first = await harmed.processes()
+        # They have connections to each other once they have stepped.
+        await harmed.update(client)
+        _trap(engine, CrashPoint.RANK_BEFORE_COPIES, "1 SIGSTOP")
+        cut = await harmed.begin_update(client)
         stopped = await _stopped(first)
         assert _cut(stopped, *(first - {stopped})) > 0
         os.kill(stopped, signal.SIGCONT)
-        await done(client, second)
-        assert (await _weights(client, "cut"))[0] == undisturbed[1]
+        await harmed.end_update(client, cut)
         await _gone(first)
 
     engine.run(main)
@@ -423,16 +454,16 @@ def test_more_ranks_than_cores_are_refused_with_both(engine: RayEngine) -> None:
     engine.run(main)
 
 
-def test_a_cancelled_update_of_two_ranks_changes_nothing(engine: RayEngine) -> None:
+def test_a_cancelled_update_of_two_ranks_changes_nothing(engine: RayEngine, harmed: Harmed) -> None:
     async def main(client: EngineClient) -> None:
-        await _create(client, "cancelled")
-        before = await _weights(client, "cancelled")
-        large = await client.submit(submission(1, update(0), random_batch(11, 60), "cancelled"))
+        before = await _weights(client, "harmed")
+        policy = await client.call(Engine.policy, "harmed")
+        operation = submission(policy.next_seq, update(0), random_batch(11, 60), "harmed")
+        large = await client.submit(operation)
         await client.call(Engine.cancel_operation, large.operation_id)
         ended = await client.call(Engine.get_operation, large.operation_id, 60.0)
         assert ended.state is OperationState.CANCELLED
-        assert await _weights(client, "cancelled") == before
-        operation = await client.submit(submission(2, update(0), random_batch(1, 4), "cancelled"))
-        assert isinstance((await done(client, operation)).result, StepResult)
+        assert await _weights(client, "harmed") == before
+        await harmed.update(client)
 
     engine.run(main)

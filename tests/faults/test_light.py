@@ -32,16 +32,23 @@ POINTS = (
 )
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("sequencing", Sequencing)
-def test_kills_lose_and_double_nothing(model_folder: Path, sequencing: Sequencing) -> None:
+@pytest.mark.parametrize(
+    ("sequencing", "is_whole"),
+    [
+        *(pytest.param(each, False, marks=pytest.mark.more) for each in Sequencing),
+        pytest.param(Sequencing.CLIENT, True, marks=pytest.mark.slow),
+    ],
+)
+def test_kills_lose_and_double_nothing(
+    model_folder: Path, sequencing: Sequencing, is_whole: bool
+) -> None:
     """Bit for bit the undisturbed run; and that run in float64 is a plain torch loop's."""
     options = LightOptions(seed=11, model_folder=model_folder, sequencing=sequencing)
     kills = Kills()
     with light_run(options) as run:
         for point in POINTS:
             crash_at(run, kills, point)
-        if sequencing is Sequencing.CLIENT:
+        if is_whole:
             crash_in_windows(run, kills)
             crash_at_imports(run, kills)
         verdict = run.finish()

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,125 +91,33 @@ def test_a_good_run_is_good() -> None:
     )
 
 
-def lose(summary: Summary) -> None:
-    summary.verdict.add(LOST)
+def _set(**fields: object) -> Callable[[Summary], None]:
+    def change(summary: Summary) -> None:
+        for name, value in fields.items():
+            assert hasattr(summary, name)
+            setattr(summary, name, value)
+
+    return change
 
 
-def double(summary: Summary) -> None:
-    summary.add_live(LiveResult(verdict=Verdict(doubled=["call 2 is two operations"])))
+def _less(field: str, key: object) -> Callable[[Summary], None]:
+    """Without one entry of a field that is a set, a list or a dict."""
+
+    def change(summary: Summary) -> None:
+        entries: Any = getattr(summary, field)
+        if isinstance(entries, set):
+            entries.remove(key)
+        else:
+            del entries[key]
+
+    return change
 
 
-def lose_under_load(summary: Summary) -> None:
-    summary.add_load(LoadResult(verdict=LOST))
+def _first_finding(**fields: Verdict) -> Callable[[Summary], None]:
+    def change(summary: Summary) -> None:
+        summary.findings[0] = replace(summary.findings[0], **fields)
 
-
-def kill_too_few(summary: Summary) -> None:
-    summary.kills = 19
-
-
-def kill_too_few_in_windows(summary: Summary) -> None:
-    summary.in_window = 4
-
-
-def miss_a_point(summary: Summary) -> None:
-    summary.points.remove(CrashPoint.WORKER_IN_APPLY)
-
-
-def miss_an_event(summary: Summary) -> None:
-    del summary.back_s["raylet"]
-
-
-def kill_no_receiver(summary: Summary) -> None:
-    del summary.deliveries["receiver"]
-
-
-def serve_half(summary: Summary) -> None:
-    served = DeliveryResult(kills=Counter(), versions=0, operations=0, verdict=LOST)
-    summary.add_deliveries(served)
-
-
-def fail_over_too_seldom(summary: Summary) -> None:
-    summary.failovers -= 1
-
-
-def forget_nothing(summary: Summary) -> None:
-    summary.forgotten = 0
-
-
-def cut_too_few_logs(summary: Summary) -> None:
-    summary.cut_logs -= 1
-
-
-def refuse_no_cut_log(summary: Summary) -> None:
-    summary.refused_starts = 0
-
-
-def skip_an_attack(summary: Summary) -> None:
-    summary.attacks.popitem()
-
-
-def give_way_to_an_attack(summary: Summary) -> None:
-    summary.attacks["floods of frames"] = ["resets: Health took 7.00 s during, 7.00 s after"]
-
-
-def differ(summary: Summary) -> None:
-    summary.fp64_difference = 2 * TOLERANCE
-
-
-def differ_by_nan(summary: Summary) -> None:
-    summary.fp64_difference = float("nan")
-
-
-def tear_nothing(summary: Summary) -> None:
-    summary.torn.clear()
-
-
-def load_a_torn_file(summary: Summary) -> None:
-    summary.torn_faults.append("a body was loaded")
-
-
-def miss_a_build(summary: Summary) -> None:
-    summary.findings[0] = replace(summary.findings[0], broken=Verdict())
-
-
-def lose_in_the_whole_build(summary: Summary) -> None:
-    summary.findings[0] = replace(summary.findings[0], whole=LOST)
-
-
-def skip_a_build(summary: Summary) -> None:
-    del summary.findings[-1]
-
-
-def skip_the_load(summary: Summary) -> None:
-    summary.load = None
-
-
-def be_slow(summary: Summary) -> None:
-    summary.load = LoadResult(p99_s=0.61)
-
-
-def keep_memory(summary: Summary) -> None:
-    summary.load = LoadResult(pss_growth=0.051)
-
-
-def keep_descriptors(summary: Summary) -> None:
-    summary.load = LoadResult(more_descriptors=5.1)
-
-
-def skip_the_hostile(summary: Summary) -> None:
-    summary.hostile = None
-
-
-def crash(summary: Summary) -> None:
-    summary.hostile = replace(HOSTILE, crashes=1)
-
-
-def answer_500(summary: Summary) -> None:
-    summary.hostile = replace(HOSTILE, server_errors=1, findings=("codec 0.1: 500",))
-
-
-def leak(summary: Summary) -> None:
-    summary.hostile = replace(HOSTILE, peak_rss_growth_bytes=MAX_GROWTH_BYTES + 1)
+    return change
 
 
 def break_off(summary: Summary) -> None:
@@ -218,30 +127,44 @@ def break_off(summary: Summary) -> None:
     assert summary.part("kills, service", part) is None
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        *(lose, double, lose_under_load, kill_too_few, kill_too_few_in_windows, miss_a_point),
-        *(
-            kill_no_receiver,
-            serve_half,
-            fail_over_too_seldom,
-            forget_nothing,
-            cut_too_few_logs,
-            refuse_no_cut_log,
-            skip_an_attack,
-            give_way_to_an_attack,
-            miss_an_event,
-            differ,
-            differ_by_nan,
-            tear_nothing,
-            load_a_torn_file,
-            miss_a_build,
-        ),
-        *(lose_in_the_whole_build, skip_a_build, skip_the_load, be_slow, keep_memory),
-        *(keep_descriptors, skip_the_hostile, crash, answer_500, leak, break_off),
-    ],
-)
+NO_DELIVERY = DeliveryResult(kills=Counter(), versions=0, operations=0, verdict=LOST)
+DOUBLED = LiveResult(verdict=Verdict(doubled=["call 2 is two operations"]))
+SPOILED: dict[str, Callable[[Summary], None]] = {
+    "a call is lost": lambda summary: summary.verdict.add(LOST),
+    "a call is doubled": lambda summary: summary.add_live(DOUBLED),
+    "a call is lost under load": lambda summary: summary.add_load(LoadResult(verdict=LOST)),
+    "half a version is served": lambda summary: summary.add_deliveries(NO_DELIVERY),
+    "too few kills": _set(kills=19),
+    "too few kills in windows": _set(in_window=4),
+    "a crash point is missed": _less("points", CrashPoint.WORKER_IN_APPLY),
+    "a process is not killed": _less("back_s", "raylet"),
+    "no receiver is killed": _less("deliveries", "receiver"),
+    "too few failovers": _set(failovers=2 * len(PLACES) - 1),
+    "nothing is forgotten": _set(forgotten=0),
+    "too few logs are cut": _set(cut_logs=2 * len(SHARES) - 1),
+    "no cut log is refused": _set(refused_starts=0),
+    "an attack is left out": _less("attacks", "floods of frames"),
+    "an attack succeeds": lambda summary: summary.attacks.update({"floods of frames": ["7 s"]}),
+    "other weights": _set(fp64_difference=2 * TOLERANCE),
+    "no weights": _set(fp64_difference=float("nan")),
+    "no file is torn": _set(torn=Counter()),
+    "a torn file is loaded": _set(torn_faults=["a body was loaded"]),
+    "a broken build is not found": _first_finding(broken=Verdict()),
+    "the whole build loses": _first_finding(whole=LOST),
+    "a build is left out": _less("findings", -1),
+    "no load": _set(load=None),
+    "slow under load": _set(load=LoadResult(p99_s=0.61)),
+    "memory is kept": _set(load=LoadResult(pss_growth=0.051)),
+    "descriptors are kept": _set(load=LoadResult(more_descriptors=5.1)),
+    "no hostile input": _set(hostile=None),
+    "a crash": _set(hostile=replace(HOSTILE, crashes=1)),
+    "a 500": _set(hostile=replace(HOSTILE, server_errors=1, findings=("codec 0.1: 500",))),
+    "a leak": _set(hostile=replace(HOSTILE, peak_rss_growth_bytes=MAX_GROWTH_BYTES + 1)),
+    "a part breaks off": break_off,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
 def test_each_fault_alone_makes_a_run_bad(spoil: Callable[[Summary], None]) -> None:
     """And says why: one reason, in the result file too."""
     summary = good()

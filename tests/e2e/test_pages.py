@@ -1,0 +1,279 @@
+"""The code of the pages, and an example, run as they stand against the real service."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from examples import hf_loop
+from ratoon.model.presets import EOS_TOKEN
+from ratoon_client import RatoonClient
+from tests.running_service import Service
+
+pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
+README, RECIPES = ROOT / "README.md", ROOT / "docs" / "recipes.md"
+NUM_UPDATES = 40
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+DIGITS = b"0123456789"
+# The second sampler, in the same words. A turn that is cut ends its path; after the other one come
+# the tool's answer, framed by the template of the presets, and two turns.
+CHECKS = """
+assert graded("1+1=?", "2", 0, sglang_samples).rollouts
+context = [*b"\\n", 257, *b"tool\\n4", 258, *b"\\n", 257, *b"assistant\\n"]
+assert between_turns({"role": "tool", "content": "4"}) == context
+rollouts = played("1+1=?", "2", 0).rollouts
+assert [[run.trained for run in each.content] for each in rollouts] == [
+    [True], [True, False, True], [True, False, True]
+]
+assert rollouts[1].content[0].tokens.tolist() == rollouts[2].content[0].tokens.tolist()
+"""
+
+Run = Callable[[str], str]
+
+
+@pytest.fixture
+def run(
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Run:
+    """Runs code of a page, which names the service once, in the test's folder; gives its output."""
+    monkeypatch.chdir(tmp_path)
+
+    def execute(code: str) -> str:
+        assert code.count("grpc://127.0.0.1:8443") == 1
+        address = f"grpc://{service.addresses.grpc}"
+        exec(code.replace("grpc://127.0.0.1:8443", address), {"__name__": "__main__"})  # noqa: S102
+        return capsys.readouterr().out
+
+    return execute
+
+
+def _blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_readme_example_runs(run: Run, tmp_path: Path) -> None:
+    (code,) = _blocks(README)
+    out = run(code)
+    assert re.search(r"^version 2, reward [01](\.\d+)?, loss ", out, re.MULTILINE)
+    assert (tmp_path / "weights" / "version-1" / "config.json").is_file()
+    # What the sampler said of its tokens is what the trainer says of them.
+    gaps = [abs(float(gap)) for gap in re.findall(r"sampler KL (\S+),", out)]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-5
+    # Where all rewards are equal nothing is run, and a figure that was not computed ended the loop
+    # in a TypeError.
+    code, number = re.subn(r"reward=sum\(.*", "reward=1.0,", code)
+    assert number == 1
+    equal = re.findall(r"^version \d, reward 1, .*sampler KL none,", run(code), re.MULTILINE)
+    assert len(equal) == 2
+
+
+@pytest.mark.more
+def test_readme_example_runs_on_a_model_folder(run: Run, service: Service, tmp_path: Path) -> None:
+    """With merges, a vocabulary and a template of its own, which the published folders keep."""
+    assert service.config.models_root is not None
+    _save_model(service.config.models_root / "own")
+    (code,) = _blocks(README)
+    for old, new in (('preset="tiny"', 'model_folder="own"'), ('"first"', '"own"')):
+        assert old in code
+        code = code.replace(old, new)
+    assert "version 2, reward" in run(code)
+    published = tmp_path / "weights" / "latest"
+    tokenizer = AutoTokenizer.from_pretrained(published)
+    assert tokenizer.chat_template == TEMPLATE
+    assert len(tokenizer.encode("two and two")) < len("two and two")
+
+
+def _save_model(folder: Path) -> None:
+    """A small model of random weights, with a tokenizer that is trained here."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["what is two and two? 2+2=4"] * 8, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
+    )
+    fast.save_pretrained(folder)
+    assert isinstance(fast.eos_token_id, int)
+    config = Qwen3Config(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        attention_dropout=0.0,
+        eos_token_id=fast.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.more
+def test_a_transformers_sampler_learns_with_the_newest_weights(
+    service: Service, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    url = f"grpc://{service.addresses.grpc}"
+    sampler, reports = hf_loop.run(
+        url, policy_id="hf-loop", num_updates=NUM_UPDATES, folder=tmp_path
+    )
+    with RatoonClient(url) as client:
+        newest = client.pull_weights("hf-loop", tmp_path / "newest")
+    assert (sampler.version, newest.version) == (NUM_UPDATES, NUM_UPDATES)
+    state = sampler.model.state_dict()
+    files = load_file(newest.folder / "model.safetensors")
+    assert len(files) > 40
+    assert all(torch.equal(state[name], value) for name, value in files.items())
+    # What the sampler said of its tokens is what the trainer says of them.
+    assert all(report.sampler_kl is not None for report in reports)
+    assert max(abs(report.sampler_kl or 0.0) for report in reports) < 1e-4
+    rewards = [report.reward_mean or 0.0 for report in reports]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    # A second run goes on where this one ended, and says so of its samples.
+    _, (again,) = hf_loop.run(url, policy_id="hf-loop", num_updates=1, folder=tmp_path / "again")
+    assert again.staleness_max == 0
+
+
+@pytest.mark.more
+def test_the_page_on_custom_losses_runs(run: Run, service: Service) -> None:
+    """Its loss goes down."""
+    (code,) = _blocks(ROOT / "docs" / "custom-losses.md")
+    losses = [float(text) for text in re.findall(r"loss (\S+)", run(code))]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.01
+    with RatoonClient(service.addresses.grpc) as client:
+        client.delete_policy("preferences").result()
+
+
+@pytest.mark.more
+def test_the_example_of_the_clients_readme_runs(run: Run, service: Service, tmp_path: Path) -> None:
+    (code,) = _blocks(ROOT / "clients" / "python" / "README.md")
+    out = run(code)
+    number = r"-?\d\.\d+(e-\d+)?"
+    assert re.match(rf"version 1, loss {number}\nverified weights in weights/version-1\n", out)
+    assert (tmp_path / "weights" / "latest" / "model.safetensors").is_file()
+    with RatoonClient(service.addresses.grpc) as client:
+        client.delete_policy("copy").result()
+
+
+class Samplers(BaseHTTPRequestHandler):
+    """Answers as vLLM's completions and SGLang's generate do: digits, then an end of turn.
+
+    A request that is not of token ids, or asks for another distribution, has no answer.
+    """
+
+    random = random.Random(0)
+
+    def do_POST(self) -> None:
+        length = int(self.headers["Content-Length"])
+        body: dict[str, Any] = json.loads(self.rfile.read(length))
+        answers = {"/v1/completions": self._vllm, "/generate": self._sglang}
+        data = json.dumps(answers[self.path](body)).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _vllm(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._check(body["prompt"], body)
+        assert body["logprobs"] == 0
+        assert body["return_token_ids"] is True
+        return {
+            "choices": [
+                {
+                    "token_ids": tokens,
+                    "logprobs": {"token_logprobs": logprobs},
+                    "finish_reason": "stop" if tokens[-1] == EOS_TOKEN else "length",
+                }
+                for tokens, logprobs in self._samples(body["n"])
+            ]
+        }
+
+    def _sglang(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        sampling = body["sampling_params"]
+        self._check(body["input_ids"], sampling)
+        assert body["return_logprob"] is True
+        return [
+            {
+                "meta_info": {
+                    "output_token_logprobs": [
+                        [logprob, token, None]
+                        for token, logprob in zip(tokens, logprobs, strict=True)
+                    ],
+                    "finish_reason": {"type": "stop" if tokens[-1] == EOS_TOKEN else "length"},
+                }
+            }
+            for tokens, logprobs in self._samples(sampling["n"])
+        ]
+
+    def _check(self, prompt: list[int], sampling: dict[str, Any]) -> None:
+        assert prompt
+        assert all(isinstance(token, int) for token in prompt)
+        assert (sampling["temperature"], sampling["top_p"]) == (1.0, 1.0)
+        assert sampling["top_k"] <= 0
+
+    def _samples(self, count: int) -> Iterator[tuple[list[int], list[float]]]:
+        for index in range(count):
+            last = EOS_TOKEN if index % 4 else self.random.choice(DIGITS)
+            tokens = [*self.random.choices(DIGITS, k=3), last]
+            yield tokens, [-math.log(260)] * len(tokens)
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Not to the tests' output."""
+
+
+@pytest.fixture
+def sampler() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Samplers)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+
+
+@pytest.mark.more
+def test_every_recipe_runs(run: Run, sampler: str) -> None:
+    blocks = _blocks(RECIPES)
+    assert len(blocks) == RECIPES.read_text(encoding="utf-8").count("```") // 2 >= 7
+    code = "\n".join(blocks)
+    assert code.count("http://127.0.0.1:8100") == 1
+    out = run(code.replace("http://127.0.0.1:8100", sampler) + CHECKS)
+    for recipe in ("grpo", "turns", "asynchronous", "dapo", "gspo", "kl", "lora", "custom"):
+        assert f"{recipe}: " in out, out
