@@ -321,7 +321,7 @@ def test_fewer_tokens_keep_what_more_do_where_they_are_told_to() -> None:
     assert found == [(Kept.PRODUCTS,) * model.sizes.num_layers, plan]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU by g++")
 def test_bits_do_not_depend_on_what_ran_as_more_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_MOST_TOKENS", (13, 61))
