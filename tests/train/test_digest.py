@@ -93,7 +93,7 @@ def test_digest_knows_places_and_names() -> None:
         seen.add(_digest(state))
     seen.add(_digest(replace(state, exp_avg=state.exp_avg_sq, exp_avg_sq=state.exp_avg)))
     assert len(seen) == 4
-    # Of zeros only the names are there.
+    # States of zeros differ by their names alone.
     blank = [{name: torch.zeros(8)} for name in ("a", "b")]
     named = {_digest(replace(state, weights=w, exp_avg=w, exp_avg_sq=w)) for w in blank}
     assert len(named) == 2

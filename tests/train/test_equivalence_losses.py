@@ -121,7 +121,7 @@ CORRECTIONS = {
         _rule(CorrectionMode.MASK, GEOMETRIC, 1.07, 0.93),
     )
 }
-# Of another level than a mask of each.
+# A correction of another level than each mask.
 BESIDE = {
     TOKEN: CORRECTIONS["truncate sequence"],
     SEQUENCE: CORRECTIONS["truncate token"],
@@ -219,7 +219,7 @@ def _rows_of_batches() -> Iterator[tuple[str, Row]]:
     ):
         request = make_request(kind, kl=_kl(), shared_tokens=shared)
         yield f"{kind} {shared} of two letters", (letters, request, tokens)
-    rewards = {"outcome": "reward"}
+    rewards: dict[str, Any] = {"outcome": "reward"}
     for advantage in AdvantageKind:
         if advantage is not AdvantageKind.GIVEN:
             request = LossConfig(kind=GRPO, advantage=advantage)
