@@ -105,10 +105,10 @@ async def test_the_gateway_drains_on_sigterm_and_comes_back(
     """A call under way is answered, by the engine's own word, before the process ends."""
     seq = await next_seq(wires, policy)
     late = await wires.gateway.call("Update", requests.update(seq=seq + 1, policy_id=policy))
-    request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=0.8)
+    request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=3.0)
     edges = (wires.gateway, wires.http)
     polls = [asyncio.create_task(edge.call("GetOperation", request)) for edge in edges]
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(1.0)
     (gateway,) = _ours("ray::Gateway")
     os.kill(gateway.pid, signal.SIGTERM)
     for poll in polls:
