@@ -49,7 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         from tests.two_workers import Durations
 
-        config.pluginmanager.register(Durations(is_written=config.getoption("--write-durations")))
+        config.pluginmanager.register(
+            Durations(is_written=bool(config.getoption("--write-durations")))
+        )
     path = config.getoption("--gpu-report")
     if path is not None:
         from tests.benchmarks.gpu_report import CollectedInWorker, GpuReport

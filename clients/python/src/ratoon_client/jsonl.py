@@ -20,7 +20,8 @@ from typing import Any, cast
 import numpy as np
 
 from ratoon_client.errors import InvalidArgumentError
-from ratoon_client.rollouts import Group, Rollout, Segment, VersionSpan, group, rollout
+from ratoon_client.rollouts import Group, Rollout, Segment, group, rollout
+from ratoon_proto.types import VersionSpan
 
 TRAINED_ROLE = "assistant"
 _GROUP_KEYS = frozenset({"group_id", "prompt", "rollouts"})

@@ -27,7 +27,7 @@ from ratoon.stream.versions import file_path, open_chunk, read_manifest
 from ratoon_proto.types import WeightFile
 
 if TYPE_CHECKING:
-    from ratoon.engine.engine import Engine
+    from ratoon.engine.engine import Engine as Engine  # noqa: PLC0414 - its callers take it from here
 else:
     # The module of the class imports the database, which only the engine's process opens.
     Engine = MethodNames()
