@@ -143,7 +143,8 @@ async def test_a_redeploy_from_a_serve_config_keeps_policies_and_loses_no_operat
     await asyncio.to_thread(
         lambda: serve.run(app.app_builder(args), name=APP_NAME, route_prefix="/")
     )
-    assert {process.pid for name in KEPT for process in _ours(name)} == kept
+    # A worker that is started ahead for the next policy may come meanwhile.
+    assert {process.pid for name in KEPT for process in _ours(name)} >= kept
     assert replicas.isdisjoint(process.pid for process in _ours(REPLICA))
     assert not waiting.done()
     request = requests.update(seq=seq, policy_id=policy)
