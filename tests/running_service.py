@@ -23,7 +23,7 @@ from ratoon.config import (
 )
 
 MIB = 2**20
-GAP_WAIT_S = 1.0
+GAP_WAIT_S = 2.0
 MAX_BODY_BYTES = 4 * MIB
 MAX_MESSAGE_BYTES = 8 * MIB
 

@@ -105,7 +105,7 @@ async def test_the_gateway_drains_on_sigterm_and_comes_back(
     """A call under way is answered, by the engine's own word, before the process ends."""
     seq = await next_seq(wires, policy)
     late = await wires.gateway.call("Update", requests.update(seq=seq + 1, policy_id=policy))
-    request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=3.0)
+    request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=1.6)
     edges = (wires.gateway, wires.http)
     polls = [asyncio.create_task(edge.call("GetOperation", request)) for edge in edges]
     await asyncio.sleep(1.0)
