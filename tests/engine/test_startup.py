@@ -13,7 +13,7 @@ import pytest
 from ratoon.config import CheckpointConfig
 from ratoon.engine.files.paths import PolicyPaths
 from ratoon.engine.journal.records import PolicyHistory
-from ratoon.engine.policy import startup, turns
+from ratoon.engine.policy import recovery, startup, turns
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.types import FailedResult, Operation, version_of
 from ratoon.engine.worker.tasks import (
@@ -395,3 +395,18 @@ async def test_a_worker_that_dies_while_a_policy_starts_is_replaced_at_the_next_
     monkeypatch.undo()
     await machine.controller.start()
     assert machine.controller.state is PolicyState.READY
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"weights_digest": "another"}, {"version": 1}, {"last_seq": 1}]
+)
+async def test_a_worker_is_adopted_at_the_journals_digest_version_and_seq_only(
+    make_machine: MakeMachine, change: dict[str, Any]
+) -> None:
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    await machine.end(await machine.update(1, 1))
+    await machine.end(await machine.update(2, 2))
+    history = machine.journal.store.history("p")
+    status = machine.worker.core.status()
+    assert status.weights_digest
+    assert recovery.agrees(history, replace(status, **change)) == (not change)
