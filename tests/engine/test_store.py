@@ -80,6 +80,17 @@ def test_a_repeated_write_changes_nothing(stores: Stores) -> None:
     assert (policy.version, policy.max_version, policy.next_seq) == (1, 1, 2)
 
 
+@pytest.mark.parametrize("state", [JournalState.CANCELLED, JournalState.FAILED])
+def test_what_was_not_applied_leaves_the_version(stores: Stores, state: JournalState) -> None:
+    """An operation that is cancelled beside a running one knows the version before that one's."""
+    stores.accept(1)
+    stores.accept(2)
+    stores.end(1, 1)
+    stores.end(2, 0, state=state, frees_window=False)
+    policy = stores.store.history("p").policy
+    assert (policy.version, policy.max_version) == (1, 1)
+
+
 def test_a_closed_window_keeps_hashes_and_drops_plans(stores: Stores) -> None:
     stores.applied(1, 0, OperationKind.FORWARD_BACKWARD)
     stores.accept(3)

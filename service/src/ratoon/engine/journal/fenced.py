@@ -183,20 +183,23 @@ class FencedStore:
             operation = _lock_operation(connection, end.operation_id)
             if operation["state"] in _FINAL:
                 return position
+            is_applied = end.state is JournalState.APPLIED
             columns = {
                 "state": end.state,
                 "choices": None if end.choices is None else to_text(end.choices),
                 "result": to_text(end.result),
-                "version": end.version if end.state is JournalState.APPLIED else None,
+                "version": end.version if is_applied else None,
                 "weights_digest": end.weights_digest,
                 "numerics": None if end.numerics is None else end.numerics.digest,
                 "started_at": end.started_at,
                 "finished_at": end.finished_at,
             }
             update_row(connection, OPERATIONS, operation, columns)
+            # A queued operation is cancelled beside one that runs: it may know the version before.
+            version = end.version if is_applied else policy["version"]
             columns = {
-                "version": end.version,
-                "max_version": max(policy["max_version"], end.version),
+                "version": version,
+                "max_version": max(policy["max_version"], version),
                 "position": position + 1,
             }
             update_row(connection, POLICIES, policy, columns)
