@@ -50,7 +50,7 @@ def _assert_terms(batch: RolloutBatch, packed: PackedBatch) -> None:
 @CHECKED
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_every_term_is_predicted_from_what_precedes_it(data: st.DataObject, seed: int) -> None:
-    """Of some sequences, and of some of their tokens; copies are the sequences that have one."""
+    """Columns of some sequences and of some of their tokens; a token's copies are its sequences."""
     batch = data.draw(batches())
     kept = data.draw(kept_masks(batch))
     mask = batch.loss_mask & (np.random.default_rng(seed).random(len(batch.loss_mask)) < 0.7)

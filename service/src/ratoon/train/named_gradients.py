@@ -24,7 +24,7 @@ from ratoon_proto.types import TensorGradNorm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartNorm:
-    """Of a part's gradient sum: Euclidean norms of its blocks, and the largest magnitude."""
+    """Euclidean norms of the blocks of a part's gradient sum, and its largest magnitude."""
 
     parameter: str
     norms: tuple[float, ...]
@@ -32,7 +32,7 @@ class PartNorm:
 
 
 def part_norms(sums: Mapping[str, Tensor]) -> dict[str, PartNorm]:
-    """Of gradient sums by part; waits for the device."""
+    """Return the norms of gradient sums by part; waits for the device."""
     maxima = [torch.linalg.vector_norm(each, math.inf).double() for each in sums.values()]
     largest = torch.stack(maxima).tolist() if maxima else []
     return {
@@ -48,7 +48,7 @@ def part_norms(sums: Mapping[str, Tensor]) -> dict[str, PartNorm]:
 def tensor_norms(
     parts: Iterable[PartNorm], names: Mapping[str, str], divisor: float
 ) -> tuple[TensorGradNorm, ...]:
-    """Of whole tensors after division, from all of their parts in order; named by `names`."""
+    """Return the norms of whole tensors after division, from all of their parts in order."""
     by_parameter: dict[str, list[PartNorm]] = {}
     for part in parts:
         by_parameter.setdefault(part.parameter, []).append(part)
