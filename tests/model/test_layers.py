@@ -297,7 +297,7 @@ def test_fewer_tokens_run_by_the_graph_of_more_where_they_are_told_to(
             raise MemoryError
         hidden_of(model, many)
         assert len(graphs) == 1
-        # A range is compiled from the first: else what a process meets first, and then second, would
+        # A range is compiled at its first size: else what a process meets first and second would
         # decide how all others are summed.
         for packed in (few, pack([[1, 2, 3, 4], [1, 0]])):
             hidden_of(model, packed)
