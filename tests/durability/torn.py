@@ -105,7 +105,9 @@ def tear_all(root: Path, seed: int, limit: int) -> TornCounts:
     by_kind: dict[str, list[tuple[Target, Tear]]] = defaultdict(list)
     for target in targets_of(root):
         size_bytes = (root / target.file).stat().st_size
-        by_kind[target.kind] += [(target, tear) for tear in tears_of(size_bytes, generator)]
+        # An empty file, such as a log that was just written back, has nothing to tear.
+        tears = tears_of(size_bytes, generator) if size_bytes else ()
+        by_kind[target.kind] += [(target, tear) for tear in tears]
     for tears in by_kind.values():
         generator.shuffle(tears)
     counts, faults = Counter[tuple[str, str]](), list[str]()
