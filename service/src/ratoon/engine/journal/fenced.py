@@ -175,7 +175,7 @@ class FencedStore:
     def end(self, token: int, policy_id: str, end: OperationEnd) -> int:
         """Record how an operation ended, with the policy's version, checkpoint and window.
 
-        Returns the policy's position.
+        Only an applied operation sets the version. Returns the policy's position.
         """
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
