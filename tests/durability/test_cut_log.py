@@ -177,6 +177,27 @@ def test_a_cut_at_any_frame_is_noticed_where_anything_is_lost(
     assert outcomes["lost"] > 2 * outcomes["whole"] > 0
 
 
+def test_readers_keep_a_version_whose_publication_alone_is_lost(life: Life, root: Path) -> None:
+    """Red once: the journal had the update, not the publication, and readers got the one before."""
+    for size_bytes in log_ends((life.root / LOG).read_bytes()):
+        cut(life, root, size_bytes, has_files=False)
+        with store_at(root) as store:
+            row = store.policy(POLICY) if store is not None else None
+            if row is not None and row.version == life.version not in row.published:
+                break
+    else:
+        pytest.fail("no cut loses the publication alone")
+    shutil.rmtree(root)
+    cut(life, root, size_bytes)
+
+    async def test() -> None:
+        machine = machine_at(root, life.spec)
+        await refused(life, machine)
+        await leave(machine)
+
+    run(test())
+
+
 @pytest.mark.parametrize("share", [None, 0.7, 0.9])
 def test_a_policy_is_refused_until_somebody_decides(
     life: Life, root: Path, share: float | None

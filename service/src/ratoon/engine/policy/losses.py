@@ -186,9 +186,20 @@ async def find_worker_loss(
 
 
 async def refused(run: PolicyRun, loss: JournalLoss, reason: str = "") -> JournalLostError:
-    """The error to raise. Readers keep what they had: a version is whole by itself."""
+    """The error to raise.
+
+    Readers keep what they had, in the order in which it was made: a version is whole by itself. The
+    journal may have lost that it was published, and not the operation that made it.
+    """
     await asyncio.to_thread(write_loss, run.paths, loss)
-    run.published = (*run.published, *(v for v in loss.versions if v not in run.published))
+    found = await asyncio.to_thread(find_versions, run.paths)
+    newest = max(run.published, default=-1)
+    later = [
+        (made_by.seq if made_by is not None else 0, version)
+        for version, made_by in found.items()
+        if version not in run.published and (version > newest or version in loss.versions)
+    ]
+    run.published = (*run.published, *(version for _, version in sorted(later)))
     run.send([metrics.RECOVERIES.sample(1, "stopped")])
     return JournalLostError(loss.text + reason)
 
