@@ -166,7 +166,7 @@ def _rows(config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
         cells = {gpu: _cell(sizes, allocated, gpu) for gpu in GPUS}
         bold = {gpu for gpu, cell in cells.items() if chosen[gpu] is kind and cell != NOTHING}
         yield f"`{kind}`", [f"**{c}**" if gpu in bold else c for gpu, c in cells.items()]
-    if sizes.is_routed:
+    if sizes.experts.is_routed:
         yield "LoRA of attention", _lora_cells(config, ATTENTION)
     yield "LoRA", _lora_cells(config, ())
 

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.step.run import FULL
-from benchmarks.step.workload import PEAK_FLOPS, QWEN3_8B, QWEN3_30B_A3B, ModelSize, RoutedSize
+from benchmarks.step.workload import (
+    PEAK_FLOPS,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    ModelSize,
+    RoutedSize,
+    sizes_of,
+)
 from harness.environment import ROOT
 from ratoon.config import LimitsConfig
 from ratoon.planner.activation_plan import DecoderSizes
@@ -47,18 +54,7 @@ class Model:
     @property
     def sizes(self) -> DecoderSizes:
         """Sizes that decide the activations' bytes."""
-        size = self.size
-        return DecoderSizes(
-            num_layers=size.num_layers,
-            hidden_size=size.hidden_size,
-            mlp_size=size.intermediate_size,
-            num_heads=size.num_heads,
-            num_kv_heads=size.num_kv_heads,
-            head_dim=size.head_dim,
-            vocab_size=size.vocab_size,
-            element_bytes=2,
-            head_is_trained=True,
-        )
+        return sizes_of(self.size)
 
 
 MODELS = (

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.document import aligned, write_json
-from benchmarks.step.workload import QWEN3_8B, Group, make_batch
+from benchmarks.step.workload import QWEN3_8B, Group, make_batch, sizes_of
 from harness.environment import describe
-from ratoon.planner.activation_plan import DecoderSizes
 from ratoon.planner.costs import CostModel, measure
 from ratoon.planner.device_costs import H200_RATES
 from ratoon.planner.plan import share_as_planned
@@ -158,17 +157,7 @@ def _measure(batch: RolloutBatch, repeats: int) -> dict[str, Any]:
 
 
 def _planner() -> Planner:
-    sizes = DecoderSizes(
-        num_layers=QWEN3_8B.num_layers,
-        hidden_size=QWEN3_8B.hidden_size,
-        mlp_size=QWEN3_8B.intermediate_size,
-        num_heads=QWEN3_8B.num_heads,
-        num_kv_heads=QWEN3_8B.num_kv_heads,
-        head_dim=QWEN3_8B.head_dim,
-        vocab_size=QWEN3_8B.vocab_size,
-        element_bytes=2,
-        head_is_trained=True,
-    )
+    sizes = sizes_of(QWEN3_8B)
     return device_planner(
         None,
         sizes,

@@ -31,8 +31,8 @@ from benchmarks.step.workload import (
     packed_work,
     replicated_batches,
     replicated_work,
+    sizes_of,
 )
-from ratoon.planner.activation_plan import DecoderSizes
 from ratoon.planner.costs import CostModel, Work
 from ratoon.planner.device_costs import DeviceRates, device_costs
 from ratoon.planner.plan import Devices, draft_plan
@@ -102,20 +102,7 @@ def _measure_crossover(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[
 
 def costs_of(size: ModelSize, rates: DeviceRates) -> CostModel:
     """The planner's cost model for these sizes, in seconds."""
-    return device_costs(
-        DecoderSizes(
-            num_layers=size.num_layers,
-            hidden_size=size.hidden_size,
-            mlp_size=size.intermediate_size,
-            num_heads=size.num_heads,
-            num_kv_heads=size.num_kv_heads,
-            head_dim=size.head_dim,
-            vocab_size=size.vocab_size,
-            element_bytes=2,
-            head_is_trained=True,
-        ),
-        rates,
-    )
+    return device_costs(sizes_of(size), rates)
 
 
 def predicted(costs: CostModel, batch: RolloutBatch) -> Row:

@@ -21,7 +21,8 @@ from benchmarks.common.timing import release, require_time
 from benchmarks.step.run import Row, Run, Scale, Section, figures_or_refusal
 from benchmarks.step.updates import open_trainer
 from benchmarks.step.ways import Ways
-from benchmarks.step.workload import CutGroup, make_batch
+from benchmarks.step.workload import CutGroup, ModelSize, flat_sizes, make_batch
+from harness.decoder_sizes import uniform_sizes
 from ratoon.planner.activation_plan import DecoderSizes, Kept, most_tokens
 from ratoon.planner.costs import CostModel, Work
 from ratoon.planner.costs import measure as measure_sizes
@@ -65,13 +66,17 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
         if shape.name not in wanted or run.is_out_of_time:
             continue
         row: Row = {"how": run.scale.ours.how, "model": ways.size.name}
-        row |= figures_or_refusal(partial(_measure_shape, run, trainer, free_bytes, shape))
+        row |= figures_or_refusal(
+            partial(_measure_shape, run, ways.size, trainer, free_bytes, shape)
+        )
         trainer.discard_gradients()
         release(run.device)
         yield shape.name, [row]
 
 
-def _measure_shape(run: Run, trainer: Trainer, free_bytes: int | None, shape: CutGroup) -> Row:
+def _measure_shape(
+    run: Run, size: ModelSize, trainer: Trainer, free_bytes: int | None, shape: CutGroup
+) -> Row:
     require_time(run.stop_at, 0.0)
     batch = make_batch((shape.group,), trainer.model.sizes.vocab_size, run.seed)
     request = LossConfig(
@@ -86,7 +91,7 @@ def _measure_shape(run: Run, trainer: Trainer, free_bytes: int | None, shape: Cu
         samples.append(_run_once(trainer, batch, loss, plan))
     parts = parts_of(batch, plan)
     row: Row = {
-        "sizes": asdict(trainer.model.sizes),
+        "sizes": _flat(size, trainer.model.sizes),
         "parts": parts,
         "packed_tokens": plan.packed_tokens,
         "packed_pairs": sum(part["work"]["pairs"] for part in parts),
@@ -97,6 +102,18 @@ def _measure_shape(run: Run, trainer: Trainer, free_bytes: int | None, shape: Cu
         "samples": samples,
     }
     return {**row, "rates": asdict(run.rates), "predicted_s": predicted_s(row, run.rates)}
+
+
+def _flat(size: ModelSize, sizes: DecoderSizes) -> Row:
+    """Sizes of the loaded model in the form of results."""
+    flat = {
+        **flat_sizes(size),
+        "num_layers": sizes.num_layers,
+        "element_bytes": sizes.element_bytes,
+        "layer_gradient_bytes": sizes.layer_gradient_bytes,
+    }
+    assert uniform_sizes(**flat) == sizes
+    return flat
 
 
 def plan_of(batch: RolloutBatch, shape: CutGroup) -> UpdatePlan:
@@ -142,7 +159,7 @@ def _run_once(trainer: Trainer, batch: RolloutBatch, loss: Loss, plan: UpdatePla
 
 def predicted_s(row: Row, rates: DeviceRates) -> float:
     """Seconds that the planner predicts for a row's work."""
-    costs = device_costs(DecoderSizes(**row["sizes"]), rates)
+    costs = device_costs(uniform_sizes(**row["sizes"]), rates)
     total = 0.0
     for part in row["parts"]:
         work = Work(**part["work"])

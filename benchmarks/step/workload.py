@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from harness.decoder_sizes import uniform_sizes
 from ratoon.model.experts import EXPERTS_NAME
+from ratoon.planner.activation_plan import DecoderSizes
 from ratoon.planner.stage_plan import HeldTokens
 from ratoon.planner.waves import resident_tokens
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
@@ -96,6 +99,29 @@ TINY_ROUTED = RoutedSize(
     intermediate_size=2 * 24, vocab_size=67, ties_embeddings=False, num_experts=8,
     experts_per_token=2,
 )  # fmt: skip
+
+
+def sizes_of(size: ModelSize) -> DecoderSizes:
+    """What the planner reads of a model in bfloat16, all of it trained."""
+    return uniform_sizes(**flat_sizes(size))
+
+
+def flat_sizes(size: ModelSize) -> dict[str, Any]:
+    """Arguments of `uniform_sizes` for `size`, as results have them."""
+    is_routed = isinstance(size, RoutedSize)
+    return {
+        "num_layers": size.num_layers,
+        "hidden_size": size.hidden_size,
+        "mlp_size": size.intermediate_size,
+        "num_heads": size.num_heads,
+        "num_kv_heads": size.num_kv_heads,
+        "head_dim": size.head_dim,
+        "vocab_size": size.vocab_size,
+        "element_bytes": 2,
+        "head_is_trained": True,
+        "num_experts": size.num_experts if is_routed else 1,
+        "experts_per_token": size.experts_per_token if is_routed else 1,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

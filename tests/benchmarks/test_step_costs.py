@@ -29,8 +29,15 @@ from benchmarks.step.main import SECTIONS
 from benchmarks.step.rows import Target, by_case, planned_speedup, targets
 from benchmarks.step.run import FULL, SMALL, Run
 from benchmarks.step.tables import cost_table, crossover_table
-from benchmarks.step.workload import QWEN3_8B, TINY, CutGroup, Group, make_batch
-from ratoon.planner.activation_plan import DecoderSizes
+from benchmarks.step.workload import (
+    QWEN3_8B,
+    TINY,
+    CutGroup,
+    Group,
+    flat_sizes,
+    make_batch,
+)
+from harness.decoder_sizes import uniform_sizes
 from ratoon.planner.costs import Work
 from ratoon.planner.device_costs import H200_RATES, DeviceRates, device_costs
 from ratoon.rollout.packed import Stage
@@ -46,17 +53,8 @@ RATES = DeviceRates(
     link_bytes=math.inf,
     exchange_s=0.0,
 )
-SIZES = DecoderSizes(
-    num_layers=8,
-    hidden_size=4096,
-    mlp_size=12_288,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151_936,
-    element_bytes=2,
-    head_is_trained=True,
-)
+FLAT = {**flat_sizes(QWEN3_8B), "num_layers": 8}
+SIZES = uniform_sizes(**FLAT)
 
 
 def _rows(section: Any, *wanted: str) -> dict[str, list[dict[str, Any]]]:
@@ -76,7 +74,7 @@ def _row(case: str, work: Work, stages: tuple[Stage, ...], rates: DeviceRates) -
         "case": case,
         "how": "cuda",
         "model": "Qwen3-8B, 8 layers",
-        "sizes": asdict(SIZES),
+        "sizes": FLAT,
         "parts": [{"work": asdict(work), "stages": [[s.start, s.stop, s.parent] for s in stages]}],
         "packed_tokens": work.tokens,
         "packed_pairs": work.pairs,
@@ -134,9 +132,9 @@ def test_a_row_predicts_what_the_planner_counts_on() -> None:
     parts = parts_of(batch, plan_of(batch, shape))
     costs = device_costs(SIZES, RATES)
     expected = costs.streamed(Work(**parts[0]["work"]), part.stages)
-    assert predicted_s({"sizes": asdict(SIZES), "parts": parts}, RATES) == pytest.approx(expected)
+    assert predicted_s({"sizes": FLAT, "parts": parts}, RATES) == pytest.approx(expected)
     # Two micro-batches add up.
-    twice = {"sizes": asdict(SIZES), "parts": parts * 2}
+    twice = {"sizes": FLAT, "parts": parts * 2}
     assert predicted_s(twice, RATES) == pytest.approx(2 * expected)
 
 

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 
+from harness.decoder_sizes import uniform_sizes
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.planner.activation_plan import (
     DLOGIT_BYTES,
     LOGIT_BYTES,
-    DecoderSizes,
     Kept,
     fetched_at,
     max_tokens,
@@ -18,33 +18,18 @@ from ratoon.planner.activation_plan import (
 )
 from ratoon_kernels.token_logprobs import fused
 
-QWEN3_8B = DecoderSizes(
-    num_layers=36,
-    hidden_size=4096,
-    mlp_size=12288,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    element_bytes=2,
-    head_is_trained=True,
-)
-QWEN3_30B = DecoderSizes(
-    num_layers=48,
-    hidden_size=2048,
-    mlp_size=8 * 768,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    element_bytes=2,
-    head_is_trained=True,
-    num_experts=128,
-    experts_per_token=8,
-)
-SMALL = dataclasses.replace(
-    QWEN3_8B, num_layers=3, hidden_size=8, mlp_size=24, num_heads=2, num_kv_heads=1, head_dim=4,
-    vocab_size=16,
+FLAT_8B = {
+    "num_layers": 36, "hidden_size": 4096, "mlp_size": 12288, "num_heads": 32, "num_kv_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "element_bytes": 2, "head_is_trained": True,
+}  # fmt: skip
+FLAT_30B = FLAT_8B | {
+    "num_layers": 48, "hidden_size": 2048, "mlp_size": 8 * 768, "num_kv_heads": 4,
+    "num_experts": 128, "experts_per_token": 8,
+}  # fmt: skip
+QWEN3_8B, QWEN3_30B = uniform_sizes(**FLAT_8B), uniform_sizes(**FLAT_30B)
+SMALL = uniform_sizes(
+    num_layers=3, hidden_size=8, mlp_size=24, num_heads=2, num_kv_heads=1, head_dim=4,
+    vocab_size=16, element_bytes=2, head_is_trained=True,
 )  # fmt: skip
 GIB = 2**30
 
@@ -76,9 +61,8 @@ def test_bytes_of_a_routed_token_are_those_of_its_tensors() -> None:
 
 def test_bytes_of_an_adapted_token_are_those_of_its_tensors() -> None:
     """Rank 16: four projections of attention, three of each expert."""
-    adapted = dataclasses.replace(
-        QWEN3_30B, adapter_size=4 * 16, expert_adapter_size=8 * 3 * 16, head_is_trained=False
-    )
+    ranks = {"adapter_size": 4 * 16, "head_is_trained": False}
+    adapted = uniform_sizes(**FLAT_30B | ranks | {"expert_adapter_size": 8 * 3 * 16})
     for kept, more in (
         (Kept.ATTENTION, 0),
         (Kept.NARROW, 2 * 4 * 16),
@@ -88,15 +72,15 @@ def test_bytes_of_an_adapted_token_are_those_of_its_tensors() -> None:
         # Terms of gate and up; two more gradients of the rows of 8 experts.
         terms = 2 * (2 * 8 * 768 + 2 * 8 * 2048)
         assert adapted.working_bytes(kept) == QWEN3_30B.working_bytes(kept) + terms
-    of_attention = dataclasses.replace(adapted, expert_adapter_size=0)
+    of_attention = uniform_sizes(**FLAT_30B | ranks)
     assert of_attention.working_bytes(Kept.NARROW) == QWEN3_30B.working_bytes(Kept.NARROW)
-    dense = dataclasses.replace(QWEN3_8B, adapter_size=7 * 16)
+    dense = uniform_sizes(**FLAT_8B | {"adapter_size": 7 * 16})
     terms = 2 * 2 * 12288
     assert dense.working_bytes(Kept.NARROW) == QWEN3_8B.working_bytes(Kept.NARROW) + terms
 
 
 def test_peak_of_one_layer_by_hand() -> None:
-    sizes = dataclasses.replace(SMALL, num_layers=1, vocab_size=1000)
+    sizes = dataclasses.replace(SMALL, layers=SMALL.layers[:1], vocab_size=1000)
     kept = 2 * (8 + 8 + 8 + 2 * 4 + 8 + 2 * 24) + 4 * 2
     resident = 10 * kept + (3 * 10 + 4) * 8 * 2
     # The backward of the layer: the product, its gradient, those of gate and up; 4 hidden.
@@ -236,14 +220,16 @@ def test_gpus_of_a_host_share_what_it_takes() -> None:
 
 
 def test_a_peak_counts_what_comes_back_while_it_is_due() -> None:
-    sizes = dataclasses.replace(QWEN3_8B, num_layers=12)
+    sizes = dataclasses.replace(QWEN3_8B, layers=QWEN3_8B.layers[:12])
     plan = tuple(Kept.AWAY if index in (0, 3) else Kept.PRODUCTS for index in range(12))
     assert fetched_at(sizes, plan) == 5
     assert fetched_at(sizes, (Kept.HOST, Kept.HOST, Kept.ATTENTION)) == 1
     assert fetched_at(sizes, (Kept.PRODUCTS,) * 12) is None
     # By the layer that they come back at, six others have left.
     tokens = 1000
-    here = peak_bytes(dataclasses.replace(sizes, num_layers=10), (Kept.PRODUCTS,) * 10, tokens, 1)
+    here = peak_bytes(
+        dataclasses.replace(sizes, layers=sizes.layers[:10]), (Kept.PRODUCTS,) * 10, tokens, 1
+    )
     assert peak_bytes(sizes, plan, tokens, 1) == here
 
 

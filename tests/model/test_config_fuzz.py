@@ -20,10 +20,11 @@ import transformers
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.config_fields import FIELD_RULES, ROPE_FIELDS
 from ratoon.model.export import export_weights
+from ratoon.model.families import FAMILIES
 from ratoon.model.folder import ModelFolder
 from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
-from ratoon.model.support import SUPPORTED_ARCHITECTURES, read_config
+from ratoon.model.support import read_config
 from ratoon_proto.types import FullTuning
 from tests.model.builders import hidden_of
 from tests.model.packing import pack
@@ -95,7 +96,9 @@ def changes_of(architecture: str) -> Iterator[dict[str, Any]]:
     declared = [
         f.name for f in dataclasses.fields(getattr(transformers, architecture).config_class)
     ]
-    for name in dict.fromkeys([*declared, *FIELD_RULES, *ROPE_FIELDS, *ELSEWHERE]):
+    for name in dict.fromkeys(
+        [*declared, *FIELD_RULES, *FAMILIES[architecture].rules, *ROPE_FIELDS, *ELSEWHERE]
+    ):
         yield from ({name: value} for value in HOSTILE)
     for kind, entries in ROPES.items():
         rope = {"rope_type": kind, "rope_theta": 10_000.0, **entries}
@@ -132,7 +135,7 @@ def outcome(folder: Path, version: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize(
     "share",
     [

@@ -181,7 +181,9 @@ def test_only_what_is_not_kept_runs_again(kept: Kept) -> None:
     plan = _keep(model, packed, kept)
     counts = _counts(model, packed)
     assert counts["tree_attention"] == once["tree_attention"] == sizes.num_layers
-    wide, kv = f"mm {sizes.mlp_size}", f"mm {sizes.num_kv_heads * sizes.head_dim}"
+    (layer,) = {*sizes.layers}
+    kv = layer.mixer.num_kv_heads * layer.mixer.head_dim
+    wide, kv = f"mm {layer.mlp.width}", f"mm {kv}"
     # Each layer has two of either: gate and up, k and v.
     assert counts[wide] - once[wide] == 2 * sum(layer is not Kept.PRODUCTS for layer in plan)
     assert counts[kv] - once[kv] == 2 * plan.count(Kept.ATTENTION)
@@ -427,7 +429,7 @@ def test_what_a_compiled_layer_keeps_is_what_is_planned(
     with _saved_by_layers(model) as saved:
         hidden_TD = hidden_of(model, packed)
     # Beside where each expert's rows stop, and the number of the router's counts.
-    others = (4 * model.sizes.num_experts + 8) * model.sizes.is_routed
+    others = (4 * model.sizes.experts.num_experts + 8) * model.sizes.experts.is_routed
     assert _own_bytes(saved)[1] - others == len(packed.tokens_T) * model.sizes.kept_bytes(kept)
     hidden_TD.sum().backward()
     assert graphs
@@ -444,7 +446,7 @@ def test_a_dense_layer_beside_experts_keeps_no_more_than_is_planned(
         vars(model)["_plan_activations"] = lambda _, kept=kept: (kept,) * 2
         with _saved_by_layers(model) as saved:
             hidden_of(model, packed).sum().backward()
-        others = 4 * model.sizes.num_experts + 8
+        others = 4 * model.sizes.experts.num_experts + 8
         planned = len(packed.tokens_T) * model.sizes.kept_bytes(kept) + others
         assert planned / 2 < max(_own_bytes(saved)) <= planned
     assert graphs
@@ -488,7 +490,7 @@ def test_models_of_other_sizes_compile_in_one_process(
     for base in bases:
         expected = _gradients(load(base, dtype=ModelDtype.FLOAT32), packed)
         model = load(base, dtype=ModelDtype.FLOAT32, compile_layers=True)
-        scales.add(model.sizes.head_dim**-0.5)
+        scales.add(model.sizes.layers[0].mixer.head_dim ** -0.5)
         _keep(model, packed, Kept.PRODUCTS)
         got = _gradients(model, packed)
         for name, grad in expected.items():

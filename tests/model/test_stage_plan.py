@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.decoder_sizes import uniform_sizes
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.planner.activation_plan import (
     DecoderSizes,
@@ -27,19 +28,13 @@ from tests.rollout.stages import held_tokens
 GIB = 2**30
 NUM_LAYERS = 5
 # The layers' bytes decide, not the head's.
-SMALL = DecoderSizes(
-    num_layers=NUM_LAYERS,
-    hidden_size=8,
-    mlp_size=24,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    vocab_size=16,
-    element_bytes=2,
-    head_is_trained=False,
-)
+FLAT = {
+    "num_layers": NUM_LAYERS, "hidden_size": 8, "mlp_size": 24, "num_heads": 2, "num_kv_heads": 1,
+    "head_dim": 4, "vocab_size": 16, "element_bytes": 2, "head_is_trained": False,
+}  # fmt: skip
+SMALL = uniform_sizes(**FLAT)
 # The backward of a layer takes little, so that what waits does.
-NARROW = dataclasses.replace(SMALL, mlp_size=2)
+NARROW = uniform_sizes(**{**FLAT, "mlp_size": 2})
 HEAD = dataclasses.replace(SMALL, vocab_size=2000, head_is_trained=True)
 CHECKED = settings(max_examples=120, deadline=None)
 

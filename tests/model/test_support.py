@@ -13,10 +13,10 @@ from transformers import MistralConfig
 
 from ratoon.errors import ErrorCode
 from ratoon.model.config_fields import FIELD_RULES, ROPE_FIELDS
+from ratoon.model.families import FAMILIES
 from ratoon.model.folder import ModelFolder
 from ratoon.model.safetensors_files import open_tensors
 from ratoon.model.support import (
-    SUPPORTED_ARCHITECTURES,
     add_undeclared,
     longest_sequence,
     read_config,
@@ -210,11 +210,17 @@ def test_a_sequence_is_as_long_as_the_window_of_any_layer(
     assert longest_sequence(MistralConfig()) == 4096
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_field_of_every_family_has_a_rule(architecture: str) -> None:
     """A field that a new version of transformers declares is looked at before it is served."""
     family = getattr(transformers, architecture).config_class
-    looked_at = {*FIELD_RULES, *ROPE_FIELDS, "attention_dropout", "architectures"}
+    looked_at = {
+        *FIELD_RULES,
+        *FAMILIES[architecture].rules,
+        *ROPE_FIELDS,
+        "attention_dropout",
+        "architectures",
+    }
     left_out = {"transformers_version", "return_dict", "id2label", "label2id", "problem_type"}
     off = {
         "output_hidden_states",

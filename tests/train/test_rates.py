@@ -16,30 +16,28 @@ import pytest
 import torch
 
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
-from ratoon.planner.activation_plan import DecoderSizes
 from ratoon.planner.device_costs import H100_RATES, H200_RATES, KNOWN_RATES, DeviceRates
 from ratoon.stream.files import seal_document
 from ratoon.train import rates
-from ratoon.train.rates import SHAPE, Attention, Shape, kept_rates, measure_rates, rates_of
+from ratoon.train.rates import (
+    SHAPE,
+    Attention,
+    BlockSizes,
+    Shape,
+    kept_rates,
+    measure_rates,
+    rates_of,
+)
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import AdamWConfig, FullTuning
 
 CPU = torch.device("cpu")
 BEST = Attention(backend="", deterministic=True)
-SIZES = DecoderSizes(
-    num_layers=1,
-    hidden_size=64,
-    mlp_size=96,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=100,
-    element_bytes=2,
-    head_is_trained=True,
-)
+SIZES = BlockSizes(hidden_size=64, mlp_size=96, num_heads=4, num_kv_heads=2, head_dim=16)
 TINY = Shape(
     sizes=SIZES,
     least=replace(SIZES, hidden_size=32, num_heads=2, num_kv_heads=1),
+    vocab_size=100,
     tokens=48,
     few_tokens=4,
     rows=20,

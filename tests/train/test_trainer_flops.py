@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from ratoon.model.spec import FolderBase
+from ratoon.planner.layer_kinds import Attention, Layer, Mlp
 from ratoon.train import report as flops
 from ratoon_proto.types import LoraTuning
+from tests.model.test_activation_plan import QWEN3_8B
 from tests.train.trainer_runs import make_batch, make_trainer
 
 # Response lengths of a recorded group of 32 with a prompt of 5,059 tokens.
@@ -26,9 +28,7 @@ _SIZES = flops.Geometry(
     layer_parameters=36 * _PER_LAYER,
     trained_layer_parameters=36 * _PER_LAYER,
     head_is_trained=True,
-    num_layers=36,
-    num_heads=32,
-    head_dim=128,
+    layers=QWEN3_8B.layers,
     hidden_size=4096,
     vocab_size=151936,
 )
@@ -46,13 +46,12 @@ def test_training_flops_give_the_known_hardware_mfu() -> None:
 
 
 def test_flops_by_hand() -> None:
+    mixer = Attention(num_heads=3, num_kv_heads=3, head_dim=4)
     sizes = flops.Geometry(
         layer_parameters=1000,
         trained_layer_parameters=100,
         head_is_trained=False,
-        num_layers=2,
-        num_heads=3,
-        head_dim=4,
+        layers=(Layer(mixer=mixer, mlp=Mlp(size=9)),) * 2,
         hidden_size=5,
         vocab_size=7,
     )
@@ -68,7 +67,8 @@ def test_geometry_is_read_off_the_model(base: FolderBase) -> None:
     per_layer = 16 * 32 * 2 + 16 * 16 * 2 + 3 * 16 * 24 + 2 * 16 + 2 * 8
     full = flops.geometry(make_trainer(base).model)
     assert full.layer_parameters == full.trained_layer_parameters == 2 * per_layer + 16
-    assert (full.num_layers, full.num_heads, full.head_dim) == (2, 4, 8)
+    mixer = Attention(num_heads=4, num_kv_heads=2, head_dim=8)
+    assert [layer.mixer for layer in full.layers] == [mixer, mixer]
     assert (full.hidden_size, full.vocab_size, full.head_is_trained) == (16, 64, True)
     trainer = make_trainer(base, tuning=LoraTuning(rank=2, alpha=4.0))
     lora = flops.geometry(trainer.model)

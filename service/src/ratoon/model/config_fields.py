@@ -16,10 +16,8 @@ from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 # Positions become float32 when they are turned into angles, and are exact up to here.
 MAX_POSITIONS = 2**24
 _MAX_SIZE = 2**20
-_MAX_LAYERS = 1024
-# Bound on the routed experts of all layers together, each of which has its own tensors.
-_MAX_EXPERTS = 2**16
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+MAX_LAYERS = 1024
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +28,18 @@ class Rule:
     holds: Callable[[object], bool]
 
 
-def _integer(low: int, high: int) -> Rule:
+def integer(low: int, high: int) -> Rule:
+    """An integer in [low, high]."""
+
     def holds(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
     return Rule(expected=f"an integer in [{low}, {high}]", holds=holds)
 
 
-def _number(low: float, high: float) -> Rule:
+def number(low: float, high: float) -> Rule:
+    """A finite number in [low, high]."""
+
     def holds(value: object) -> bool:
         # A NaN is in no range.
         return (
@@ -47,14 +49,18 @@ def _number(low: float, high: float) -> Rule:
     return Rule(expected=f"a number in [{low:g}, {high:g}]", holds=holds)
 
 
-def _word(*words: str) -> Rule:
+def word(*words: str) -> Rule:
+    """One of these texts."""
+
     def holds(value: object) -> bool:
         return isinstance(value, str) and value in words
 
     return Rule(expected=f"one of {', '.join(words)}", holds=holds)
 
 
-def _list_of(rule: Rule, most: int) -> Rule:
+def list_of(rule: Rule, most: int) -> Rule:
+    """A list of at most `most` values that the rule holds for."""
+
     def holds(value: object) -> bool:
         if not isinstance(value, list) or len(cast("list[object]", value)) > most:
             return False
@@ -63,78 +69,73 @@ def _list_of(rule: Rule, most: int) -> Rule:
     return Rule(expected=f"a list of at most {most}, each {rule.expected}", holds=holds)
 
 
-def _or(first: Rule, second: Rule) -> Rule:
+def either(first: Rule, second: Rule) -> Rule:
+    """Either of two rules."""
     return Rule(
         expected=f"{first.expected}, or {second.expected}",
         holds=lambda value: first.holds(value) or second.holds(value),
     )
 
 
-def _or_null(rule: Rule) -> Rule:
-    return _or(rule, Rule(expected="null", holds=lambda value: value is None))
+def or_null(rule: Rule) -> Rule:
+    """The rule, or null."""
+    return either(rule, Rule(expected="null", holds=lambda value: value is None))
 
 
-_FLAG = Rule(expected="true or false", holds=lambda value: isinstance(value, bool))
-_SIZE = _integer(1, _MAX_SIZE)
-_HEADS = _integer(1, 4096)
-_TOKEN = _integer(0, MAX_POSITIONS - 1)
+FLAG = Rule(expected="true or false", holds=lambda value: isinstance(value, bool))
+SIZE = integer(1, _MAX_SIZE)
+_HEADS = integer(1, 4096)
+_TOKEN = integer(0, MAX_POSITIONS - 1)
 
 FIELD_RULES: Mapping[str, Rule] = {
-    "vocab_size": _integer(1, MAX_POSITIONS),
-    "hidden_size": _SIZE,
-    "intermediate_size": _SIZE,
-    "num_hidden_layers": _integer(1, _MAX_LAYERS),
+    "vocab_size": integer(1, MAX_POSITIONS),
+    "hidden_size": SIZE,
+    "intermediate_size": SIZE,
+    "num_hidden_layers": integer(1, MAX_LAYERS),
     "num_attention_heads": _HEADS,
-    "num_key_value_heads": _or_null(_HEADS),
-    "head_dim": _or_null(_integer(2, 4096)),
-    "hidden_act": _word(
+    "num_key_value_heads": or_null(_HEADS),
+    "head_dim": or_null(integer(2, 4096)),
+    "hidden_act": word(
         "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"
     ),
-    "max_position_embeddings": _integer(1, MAX_POSITIONS),
-    "initializer_range": _number(0, 1),
+    "max_position_embeddings": integer(1, MAX_POSITIONS),
+    "initializer_range": number(0, 1),
     # The epsilon is added in float32 to a mean of squares, which may be zero.
-    "rms_norm_eps": _number(1e-12, 1),
-    "use_cache": _FLAG,
+    "rms_norm_eps": number(1e-12, 1),
+    "use_cache": FLAG,
     # -1 stands for none in early folders.
-    "pad_token_id": _or_null(_integer(-1, MAX_POSITIONS - 1)),
-    "bos_token_id": _or_null(_TOKEN),
-    "eos_token_id": _or_null(_or(_TOKEN, _list_of(_TOKEN, 1024))),
-    "pretraining_tp": _or_null(_integer(1, 4096)),
-    "tie_word_embeddings": _FLAG,
-    "attention_bias": _FLAG,
-    "mlp_bias": _FLAG,
-    "use_sliding_window": _FLAG,
-    "sliding_window": _or_null(_integer(1, MAX_POSITIONS)),
-    "max_window_layers": _or_null(_integer(0, _MAX_SIZE)),
-    "layer_types": _or_null(_list_of(_word(_FULL, _SLIDING), _MAX_LAYERS)),
-    "num_experts": _integer(2, 4096),
-    "num_experts_per_tok": _integer(1, 4096),
-    "moe_intermediate_size": _SIZE,
-    "decoder_sparse_step": _integer(1, _MAX_SIZE),
-    "mlp_only_layers": _or_null(_list_of(_integer(0, _MAX_LAYERS - 1), _MAX_LAYERS)),
-    "norm_topk_prob": _FLAG,
-    "router_aux_loss_coef": _number(0, 1e6),
-    "dtype": _or_null(_word("float32", "bfloat16", "float16", "float64")),
+    "pad_token_id": or_null(integer(-1, MAX_POSITIONS - 1)),
+    "bos_token_id": or_null(_TOKEN),
+    "eos_token_id": or_null(either(_TOKEN, list_of(_TOKEN, 1024))),
+    "pretraining_tp": or_null(integer(1, 4096)),
+    "tie_word_embeddings": FLAG,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "use_sliding_window": FLAG,
+    "sliding_window": or_null(integer(1, MAX_POSITIONS)),
+    "max_window_layers": or_null(integer(0, _MAX_SIZE)),
+    "layer_types": or_null(list_of(word(FULL, SLIDING), MAX_LAYERS)),
+    "dtype": or_null(word("float32", "bfloat16", "float16", "float64")),
 }
-_FACTOR = _number(1, 2**16)
-_FINITE = _number(-1e300, 1e300)
-_ROTATIONS = _number(1e-3, 1e6)
+_FACTOR = number(1, 2**16)
+_FINITE = number(-1e300, 1e300)
+_ROTATIONS = number(1e-3, 1e6)
 # An entry that transformers does not look at.
 _PLAIN = Rule(
     expected="a finite number, a flag, a text or null, for all layers",
     holds=lambda value: value is None or isinstance(value, str | bool) or _FINITE.holds(value),
 )
 _ROPE_RULES: Mapping[str, Rule] = {
-    "rope_theta": _number(2, 1e12),
-    "partial_rotary_factor": _number(1, 1),
+    "rope_theta": number(2, 1e12),
+    "partial_rotary_factor": number(1, 1),
     "factor": _FACTOR,
-    "original_max_position_embeddings": _integer(1, MAX_POSITIONS),
-    "attention_factor": _or_null(_number(1e-3, 1e3)),
-    "beta_fast": _or_null(_ROTATIONS),
-    "beta_slow": _or_null(_ROTATIONS),
-    "mscale": _or_null(_number(0, 100)),
-    "mscale_all_dim": _or_null(_number(0, 100)),
-    "truncate": _FLAG,
+    "original_max_position_embeddings": integer(1, MAX_POSITIONS),
+    "attention_factor": or_null(number(1e-3, 1e3)),
+    "beta_fast": or_null(_ROTATIONS),
+    "beta_slow": or_null(_ROTATIONS),
+    "mscale": or_null(number(0, 100)),
+    "mscale_all_dim": or_null(number(0, 100)),
+    "truncate": FLAG,
     "low_freq_factor": _ROTATIONS,
     "high_freq_factor": _ROTATIONS,
 }
@@ -153,6 +154,20 @@ _ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_e
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", *_ROPE_OUTSIDE)
 
 
+def partial_rotary(head_dim: int) -> Mapping[str, Rule]:
+    """Rules of `rope_parameters` where only a part of each head is rotated, of whole pairs."""
+
+    def holds(value: object) -> bool:
+        return number(1 / 1024, 1).holds(value) and not _is_odd(head_dim * cast("float", value))
+
+    expected = f"a share of {head_dim} elements that leaves whole pairs"
+    return {"partial_rotary_factor": Rule(expected=expected, holds=holds)}
+
+
+def _is_odd(size: float) -> bool:
+    return int(size) % 2 == 1 or int(size) == 0
+
+
 def unsupported(field: str, got: object, expected: str) -> RatoonError:
     """A model feature that is refused: `config.use_bidirectional_attention: got True, ...`."""
     return RatoonError(
@@ -164,35 +179,20 @@ def unsupported(field: str, got: object, expected: str) -> RatoonError:
     )
 
 
-def check_field(name: str, value: object) -> None:
+def check_field(name: str, value: object, rule: Rule) -> None:
     """Raises INVALID_ARGUMENT for a value that the field `name` cannot have in any model."""
-    rule = FIELD_RULES[name]
     if not rule.holds(value):
         raise invalid(f"config.{name}", shown(value), rule.expected)
 
 
 def check_together(config: Mapping[str, Any]) -> None:
-    """Raises INVALID_ARGUMENT for the first field that contradicts another; each field was checked
-    alone before."""
-    hidden, layers, heads = (
-        cast("int", config[name])
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    )
-    if heads % (config["num_key_value_heads"] or heads):
-        got = config["num_key_value_heads"]
-        raise invalid("config.num_key_value_heads", got, f"a divisor of the {heads} heads")
-    head_dim = cast("int | None", config.get("head_dim"))
-    if hidden % heads and (head_dim is None or config["model_type"] == "llama"):
-        raise invalid("config.num_attention_heads", heads, f"a divisor of hidden_size, {hidden}")
-    if (head_dim or hidden // heads) % 2:
-        got = head_dim or hidden // heads
-        raise invalid("config.head_dim", got, "an even number: pairs are rotated")
+    """Raises INVALID_ARGUMENT for the first field of any family that contradicts another; each
+    field was checked alone before."""
+    layers = cast("int", config["num_hidden_layers"])
     types = cast("list[str] | None", config.get("layer_types"))
     if types is not None and len(types) != layers:
         raise invalid("config.layer_types", f"{len(types)} of them", f"one for each of {layers}")
     _check_tokens(config)
-    if "num_experts" in config:
-        _check_experts(config, layers)
 
 
 def _check_tokens(config: Mapping[str, Any]) -> None:
@@ -204,24 +204,20 @@ def _check_tokens(config: Mapping[str, Any]) -> None:
                 raise invalid(f"config.{name}", token, f"null, or below vocab_size, {vocab_size}")
 
 
-def _check_experts(config: Mapping[str, Any], layers: int) -> None:
-    num_experts = cast("int", config["num_experts"])
-    if num_experts * layers > _MAX_EXPERTS:
-        expected = f"at most {_MAX_EXPERTS} in all layers"
-        raise invalid("config.num_experts", f"{num_experts} in each of {layers}", expected)
-    if config["num_experts_per_tok"] > num_experts:
-        expected = f"at most num_experts, {num_experts}"
-        raise invalid("config.num_experts_per_tok", config["num_experts_per_tok"], expected)
-    for layer in cast("list[int]", config["mlp_only_layers"] or []):
-        if layer >= layers:
-            raise invalid("config.mlp_only_layers", layer, f"below num_hidden_layers, {layers}")
-
-
-def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
+def read_rope(
+    raw: Mapping[str, object],
+    max_positions: int,
+    *,
+    rules: Mapping[str, Rule] | None = None,
+    theta: float = 10_000.0,
+) -> dict[str, Any]:
     """Returns a configuration's rotary embeddings as `rope_parameters`, wherever it states them.
 
-    Raises UNSUPPORTED for a value out of its range, for one that is stated twice and differently,
-    and for a type whose frequencies are not functions of the position alone.
+    `rules`: those of entries for which a family takes values of its own. `theta`: its default.
+
+    Raises UNSUPPORTED for a value out of its range, for
+    one that is stated twice and differently, and for a type whose frequencies are not functions of
+    the position alone.
     """
     rope = _gathered(raw)
     rope_type = rope.setdefault("rope_type", "default")
@@ -229,17 +225,18 @@ def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
         expected = f"one of {', '.join(SUPPORTED_ROPE_TYPES)}"
         raise _no_rope("rope_type", rope_type, expected)
     # Not every reader takes null for the default.
-    rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
+    rope.setdefault("rope_theta", raw.get("rope_theta", theta))
     original = raw.get("original_max_position_embeddings")
     if rope_type in _LENGTHENED:
         # transformers uses the same default.
         rope.setdefault("original_max_position_embeddings", original or max_positions)
         _check_same("original_max_position_embeddings", rope, original)
+    known = {**_ROPE_RULES, **(rules or {})}
     is_implied = rope_type == "yarn" and rope.get("factor", 0) is None
     for name, value in rope.items():
         if name == "factor" and is_implied:
             continue
-        rule = _ROPE_RULES.get(name, _PLAIN)
+        rule = known.get(name, _PLAIN)
         if not rule.holds(value):
             raise _no_rope(name, value, rule.expected)
     for name in _ROPE_NEEDS[rope_type]:
@@ -247,6 +244,33 @@ def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
             raise _no_rope(name, "nothing", f"a number, which {rope_type} needs")
     _check_rope_together(rope, max_positions)
     return rope
+
+
+def read_rope_by_layer(
+    raw: Mapping[str, object], max_positions: int, *, theta: float, local: tuple[str, float]
+) -> dict[str, Any]:
+    """Returns the rotary embeddings of layers with full attention and of those with a window.
+
+    A folder states them by the kind of a layer, or, as earlier ones, those of full attention like
+    any other folder's and the base of the others in a field of its own. `local`: that field, and
+    its default. Raises what `read_rope` raises.
+    """
+    given = raw.get("rope_parameters")
+    if isinstance(given, dict) and given.keys() & {FULL, SLIDING}:
+        by_layer = cast("dict[str, object]", given)
+        if other := by_layer.keys() - {FULL, SLIDING}:
+            raise _no_rope(min(other), by_layer[min(other)], f"only {FULL} and {SLIDING}")
+        stated = {kind: {"rope_parameters": by_layer.get(kind)} for kind in (FULL, SLIDING)}
+    else:
+        stated = {FULL: raw, SLIDING: {}}
+    field, local_theta = local
+    thetas = {FULL: theta, SLIDING: raw.get(field, local_theta)}
+    if not _ROPE_RULES["rope_theta"].holds(thetas[SLIDING]):
+        raise unsupported(f"config.{field}", shown(thetas[SLIDING]), "a base of rotations")
+    return {
+        kind: read_rope(words, max_positions, theta=cast("float", thetas[kind]))
+        for kind, words in stated.items()
+    }
 
 
 def _gathered(raw: Mapping[str, object]) -> dict[str, Any]:

@@ -28,13 +28,13 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.config_words import write_both_words
+from ratoon.model.families import family_of
 from ratoon.model.folder_model import quiet_transformers
 from ratoon.model.loader import TORCH_DTYPES
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.presets import write_tokenizer
 from ratoon.model.safetensors_files import (
     FileContent,
-    part_experts,
     plan_files,
     write_files,
     write_index,
@@ -295,7 +295,9 @@ def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, 
 
     All are the values themselves or, for fused experts, dense views of them.
     """
-    return part_experts(values) if model.adapter is None else _part_adapters(values)
+    if model.adapter is not None:
+        return _part_adapters(values)
+    return family_of(model.config).exported(values)
 
 
 def _part_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,15 +21,14 @@ from ratoon.errors import invalid, shown
 from ratoon.model.attention import ATTENTION_NAME
 from ratoon.model.config_fields import unsupported
 from ratoon.model.experts import EXPERTS_NAME
+from ratoon.model.families import family_of
 from ratoon.model.folder import FIELD, ModelFolder
-from ratoon.model.router import replace_routers
 from ratoon.model.safetensors_files import (
     Stored,
     check_finite,
     check_names_and_shapes,
     on_meta,
     open_tensors,
-    part_experts,
     tensor_field,
 )
 from ratoon.model.support import add_undeclared, read_config
@@ -72,9 +71,9 @@ def load_folder(
     """
     config, said = read_config(folder)
     tensors = _judged_tensors(open_tensors(folder), config)
+    family = family_of(config)
     # A model without experts raises an error if this setting is given.
-    has_experts = getattr(config, "num_experts", 0)
-    settings = {"experts_implementation": EXPERTS_NAME} if has_experts else {}
+    settings = {} if family.experts is None else {"experts_implementation": EXPERTS_NAME}
     try:
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             loaded = _model_class(config).from_pretrained(
@@ -101,7 +100,7 @@ def load_folder(
             raise invalid(FIELD, got, "every weight of the model and no other")
     _check_tie(module)
     _check_buffers(module)
-    replace_routers(module)
+    family.prepare(module)
     add_undeclared(module.config, said)
     return module, said
 
@@ -125,9 +124,10 @@ def _judged_tensors(stored: dict[str, Stored], config: PreTrainedConfig) -> dict
         raise invalid(FIELD, f"no model that can be made ({shown(str(err))})", "one") from err
     if config.tie_word_embeddings and _HEAD not in stored:
         like.pop(_HEAD)
-    expected, found = part_experts(like), dict[str, Tensor]()
+    exported = family_of(config).exported
+    expected, found = exported(like), dict[str, Tensor]()
     for name, shape in shapes.items():
-        for part, like_part in part_experts({name: shape}).items():
+        for part, like_part in exported({name: shape}).items():
             # transformers takes the names of a decoder without its head, too.
             own = f"{_PREFIX}{part}"
             own = own if part not in expected and own in expected else part

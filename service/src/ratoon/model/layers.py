@@ -11,7 +11,7 @@ for all layers, and recomputation is fused into the backward's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from inspect import getsource
@@ -46,14 +46,14 @@ class DecoderLayers:
         self,
         layers: Sequence[nn.Module],
         *,
-        wide_features: int,
+        wide_features: Collection[int],
         adapter_rank: int,
         is_compiled: bool,
         precision: Callable[[], AbstractContextManager[Any]],
         shards: LayerShards | None = None,
         first_shard: int = 0,
     ) -> None:
-        """`wide_features`: outputs of the products that NARROW leaves out, beside those of experts.
+        """`wide_features`: outputs of products that NARROW leaves out, beside those of experts.
         `adapter_rank`: inputs of an adapter's second product, 0 without one. `precision`: a context
         in which a layer must be recomputed. `shards`, if ranks share the weights, has the layers by
         number; the first of these layers is `first_shard`."""
@@ -238,9 +238,10 @@ def _compiled_again() -> Callable[[nn.Module, Tensor, str, Contexts, dict[str, A
     return _compile(_run_again)
 
 
-def _selective(kept: Kept, wide_features: int, adapter_rank: int) -> Contexts:
+def _selective(kept: Kept, wide_features: Collection[int], adapter_rank: int) -> Contexts:
     # The values are passed as text: the compiler guards on text, but would make symbols of numbers.
-    named = str(kept), str(wide_features), str(adapter_rank)
+    wide = ",".join(map(str, sorted(wide_features)))
+    named = str(kept), wide, str(adapter_rank)
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, *named))
     # Without this text torch would not cache graphs with this policy for the next start.
     text = getsource(_policy) + getsource(_always_kept) + " ".join(named)
@@ -268,7 +269,7 @@ def _policy(
     is_grouped = operation is ops.ratoon.grouped_linear.default
     if weight.shape[-1 if is_grouped else -2] == int(adapter_rank):
         return CheckpointPolicy.PREFER_RECOMPUTE
-    if kept == Kept.NARROW and (is_grouped or weight.shape[-1] == int(wide_features)):
+    if kept == Kept.NARROW and (is_grouped or str(weight.shape[-1]) in wide_features.split(",")):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
 

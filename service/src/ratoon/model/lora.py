@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +22,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ratoon.errors import invalid, shown
 from ratoon.model.config_fields import unsupported
 from ratoon.model.experts import grouped_experts, grouped_linear
+from ratoon.model.families import family_of
 from ratoon.model.folder import ModelFolder, file_field
 from ratoon.model.presets import tensor_generator
 from ratoon_proto.types import LoraTuning
@@ -49,7 +50,6 @@ _EARLY_FIELDS = (
 _MAX_CONFIG_BYTES = 2**20
 # Fields of the configuration that decide how its tensors enter the model.
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # Name by which peft finds the experts.
 _EXPERTS = "experts"
@@ -64,7 +64,7 @@ class LoraExperts(nn.Module, BaseTunerLayer):
     """
 
     def __init__(
-        self, base_layer: Qwen3MoeExperts, _adapter: str, *, r: int, lora_alpha: float, **_: Any
+        self, base_layer: nn.Module, _adapter: str, *, r: int, lora_alpha: float, **_: Any
     ) -> None:
         """Signature that peft calls; the factors have the base's dtype and device, and no
         values."""
@@ -135,6 +135,7 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
     if not 1 <= tuning.rank <= smallest:
         expected = f"in [1, {smallest}], the smallest dimension of what is adapted"
         raise invalid("tuning.lora.rank", tuning.rank, expected)
+    experts = family_of(module.config).experts
     if _has_experts(module) and not targets.isdisjoint(_MLP):
         targets = targets - {*_MLP} | {_EXPERTS}
     config = LoraConfig(
@@ -146,7 +147,8 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
         target_modules=sorted(targets),
         init_lora_weights=False,
     )
-    config._register_custom_module({Qwen3MoeExperts: LoraExperts})
+    if experts is not None:
+        config._register_custom_module({experts: LoraExperts})
     with torch.random.fork_rng(devices=[]):
         model = get_peft_model(cast("Any", module), config, autocast_adapter_dtype=False)
     assert isinstance(model, PeftModel)
@@ -196,7 +198,8 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
     linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     of_experts = {*_MLP} if _has_experts(module) else set[str]()
     # Projections of either kind, but not of both.
-    available = (linear ^ of_experts).intersection(_ATTENTION + _MLP)
+    adapted = family_of(module.config).adapted
+    available = (linear ^ of_experts).intersection((*adapted, *_MLP))
     shown_names = ", ".join(sorted(available))
     if not requested and of_experts & linear:
         raise unsupported(
@@ -218,7 +221,7 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
     return {*requested} or available
 
 
-def _smallest_dimension(module: nn.Module, targets: set[str]) -> int:
+def _smallest_dimension(module: PreTrainedModel, targets: set[str]) -> int:
     """Smallest dimension of the linear maps, or experts, with these names."""
     shapes = [
         each.weight.shape
@@ -226,13 +229,18 @@ def _smallest_dimension(module: nn.Module, targets: set[str]) -> int:
         if isinstance(each, nn.Linear) and name.rsplit(".", 1)[-1] in targets
     ]
     if not targets.isdisjoint(_MLP):
-        experts = [each for each in module.modules() if isinstance(each, Qwen3MoeExperts)]
-        shapes += [cast("Tensor", each.down_proj).shape[1:] for each in experts]
+        shapes += [cast("Tensor", each.down_proj).shape[1:] for each in _experts(module)]
     return min(min(shape) for shape in shapes)
 
 
-def _has_experts(module: nn.Module) -> bool:
-    return any(isinstance(each, Qwen3MoeExperts) for each in module.modules())
+def _has_experts(module: PreTrainedModel) -> bool:
+    return any(True for _ in _experts(module))
+
+
+def _experts(module: PreTrainedModel) -> Iterator[nn.Module]:
+    """Routed experts of each layer that has them."""
+    experts = family_of(module.config).experts
+    return (each for each in module.modules() if experts and isinstance(each, experts))
 
 
 @torch.no_grad()

@@ -18,12 +18,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
 from ratoon.model.attention import PathAttention, SequenceAttention, TreeAttention
+from ratoon.model.families import family_of
 from ratoon.model.layers import DecoderLayers
 from ratoon.model.router import RouteCounts, RoutedTokens
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import attention_window, longest_sequence
 from ratoon.planner.activation_plan import DecoderSizes, Kept, fetched_at, max_tokens
+from ratoon.planner.layer_kinds import Layer
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.shards.layer_shards import LayerShards
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
@@ -56,37 +58,24 @@ def _widen(value: Any) -> Any:
 
 
 def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
-    """Sizes of a dense or routed decoder; call it after adapters are attached and weights are
-    frozen."""
-    config = cast("Any", module.config)
+    """Sizes of a decoder; call it after adapters are attached and weights are frozen."""
+    config = module.config
     weight = cast("Any", module.get_output_embeddings()).weight
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_experts = getattr(config, "num_experts", None) or 1
-    experts_per_token = config.num_experts_per_tok if num_experts > 1 else 1
-    mlp_size = config.intermediate_size
-    if num_experts > 1:
-        # Some layers may be dense.
-        routed_size = experts_per_token * config.moe_intermediate_size
-        has_dense = config.decoder_sparse_step > 1 or config.mlp_only_layers
-        mlp_size = max(routed_size, mlp_size) if has_dense else routed_size
-    layer = cast("Any", module).get_decoder().layers[0]
-    factors = [p for name, p in layer.named_parameters() if ".lora_A." in name]
-    adapter_size = sum(p.shape[0] for p in factors if p.ndim == 2)
-    adapter_rows = sum(p.shape[1] for p in factors if p.ndim == 3)
+    kinds = family_of(config).layers(config)
+    layers, known = list[Layer](), dict[tuple[int, int, int], Layer]()
+    for kind, own in zip(kinds, cast("Any", module).get_decoder().layers, strict=True):
+        factors = [p for name, p in own.named_parameters() if ".lora_A." in name]
+        adapter_size = sum(p.shape[0] for p in factors if p.ndim == 2)
+        of_experts = sum(p.shape[1] for p in factors if p.ndim == 3) * kind.mlp.experts_per_token
+        key = id(kind), adapter_size, of_experts
+        adapted = replace(kind, adapter_size=adapter_size, expert_adapter_size=of_experts)
+        layers.append(known.setdefault(key, adapted))
     return DecoderSizes(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        mlp_size=mlp_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
+        layers=tuple(layers),
+        hidden_size=cast("Any", config).hidden_size,
         vocab_size=weight.shape[0],
         element_bytes=weight.element_size(),
         head_is_trained=weight.requires_grad,
-        num_experts=num_experts,
-        experts_per_token=experts_per_token,
-        adapter_size=adapter_size,
-        expert_adapter_size=experts_per_token * adapter_rows,
     )
 
 
@@ -272,8 +261,8 @@ class PolicyModel:
             max_sequence_tokens=longest_sequence(self.config),
             attention_backend=self._attention_backend,
             route_layers=self.routes.num_layers,
-            num_experts=self.sizes.num_experts,
-            experts_per_token=self.sizes.experts_per_token,
+            num_experts=self.sizes.experts.num_experts,
+            experts_per_token=self.sizes.experts.experts_per_token,
             sliding_window=attention_window(self.config) or 0,
         )
 
@@ -302,7 +291,7 @@ class PolicyModel:
         layers = cast("Any", module).get_decoder().layers
         return DecoderLayers(
             layers,
-            wide_features=cast("int", self.config.intermediate_size),
+            wide_features={layer.mlp.dense_size for layer in self.sizes.layers},
             adapter_rank=tuning.rank if isinstance(tuning, LoraTuning) else 0,
             is_compiled=is_compiled,
             precision=self._precision,

@@ -1,4 +1,4 @@
-"""Decides which model folders are served: decoders whose attention is plain causal softmax.
+"""Decides which model folders are served: those of the families in `model.families`.
 
 In: a folder. Out: its checked configuration. Invariant: transformers receives only fields of the
 family, with values that `config_fields` accepts. A field that would change a token's value in a
@@ -22,20 +22,13 @@ from ratoon.model.config_fields import (
     ROPE_FIELDS,
     check_field,
     check_together,
-    read_rope,
     unsupported,
 )
+from ratoon.model.families import FAMILIES, family_of
+from ratoon.model.families.family import Family, declared
 from ratoon.model.folder import FIELD, ModelFolder
+from ratoon.planner.layer_kinds import Attention
 
-# Architectures and their model_type. There is no remote code: the classes are those of
-# transformers.
-SUPPORTED_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 2**20
 
@@ -55,6 +48,8 @@ _FIELDS_OFF = (
     "is_encoder_decoder",
     "logit_softcapping",
     "num_attention_sinks",
+    "num_experts",
+    "num_experts_per_tok",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
@@ -87,10 +82,6 @@ _FIELDS_LEFT_OUT = {
 # Fields that are checked in every family: other readers of a folder use them even if transformers
 # does not declare them.
 _LOOKED_AT_ANYWHERE = ("head_dim", "layer_types", "sliding_window")
-# A dense family lacks these fields, but our code reads them from any configuration.
-_OF_EXPERTS = ("num_experts", "num_experts_per_tok")
-# Families whose layers declare the window one by one; in the others all layers have it.
-_WINDOW_BY_LAYER = ("qwen2", "qwen3")
 
 
 def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object]]:
@@ -101,12 +92,11 @@ def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object
     UNSUPPORTED for features that are not served.
     """
     said = folder.read_object(CONFIG_NAME, _MAX_CONFIG_BYTES)
-    architecture = _architecture(said)
-    family = cast("type[PreTrainedConfig]", getattr(transformers, architecture).config_class)
+    family = _family(said)
     own = _judged(said, family)
-    own["architectures"] = [architecture]
+    own["architectures"] = [family.architecture]
     try:
-        config = family(**own)
+        config = config_class(family)(**own)
     except Exception as err:
         got = f"a config.json that is wrong ({shown(str(err))})"
         raise invalid(FIELD, got, "a valid one") from err
@@ -122,18 +112,22 @@ def add_undeclared(config: PreTrainedConfig, said: Mapping[str, object]) -> None
             setattr(config, name, copy.deepcopy(said[name]))
 
 
+def config_class(family: Family) -> type[PreTrainedConfig]:
+    """Class of the family's configurations in transformers."""
+    return cast("Any", getattr(transformers, family.architecture)).config_class
+
+
 def attention_window(config: PreTrainedConfig) -> int | None:
     """Tokens that a layer with a sliding window attends to; None if no layer has a window.
 
     Up to this number of tokens attention is full. A window that transformers ignores counts too,
     because other readers of the folder may use it.
     """
-    window = cast("int | None", getattr(config, "sliding_window", None))
-    if config.model_type in _WINDOW_BY_LAYER and "sliding_attention" not in (
-        cast("Any", config).layer_types or ()
-    ):
-        return None
-    return window
+    mixers = [layer.mixer for layer in family_of(config).layers(config)]
+    windows = {mixer.window for mixer in mixers if isinstance(mixer, Attention)} - {None}
+    if not windows and "sliding_window" not in declared(type(config)):
+        return cast("int | None", getattr(config, "sliding_window", None))
+    return min(cast("set[int]", windows), default=None)
 
 
 def longest_sequence(config: PreTrainedConfig) -> int:
@@ -152,68 +146,70 @@ def longest_sequence(config: PreTrainedConfig) -> int:
     return min(longest, attention_window(config) or longest)
 
 
-def _architecture(raw: Mapping[str, object]) -> str:
-    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+def _family(raw: Mapping[str, object]) -> Family:
     given = raw.get("architectures")
     named = cast("list[object]", given) if isinstance(given, list) else []
     architecture = named[0] if len(named) == 1 else None
-    if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
-        raise unsupported("config.architectures", shown(given), f"one of {supported}")
-    expected = SUPPORTED_ARCHITECTURES[architecture]
-    if raw.get("model_type") != expected:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise unsupported("config.architectures", shown(given), f"one of {', '.join(FAMILIES)}")
+    family = FAMILIES[architecture]
+    if raw.get("model_type") != family.model_type:
         got = shown(raw.get("model_type"))
-        raise unsupported("config.model_type", got, f"{expected} ({architecture})")
-    return architecture
+        raise unsupported("config.model_type", got, f"{family.model_type} ({architecture})")
+    return family
 
 
-def _judged(raw: Mapping[str, object], family: type[PreTrainedConfig]) -> dict[str, Any]:
+def _judged(raw: Mapping[str, object], family: Family) -> dict[str, Any]:
     """Fields that transformers receives."""
     defaults = {
         field.name: None if field.default is MISSING else field.default
-        for field in dataclasses.fields(family)
+        for field in dataclasses.fields(config_class(family))
     }
     looked_at = _looked_at(_renamed(raw), family, defaults)
     effective = {"model_type": family.model_type, **defaults, **looked_at}
     check_together(effective)
-    rope = read_rope(raw, effective["max_position_embeddings"])
+    family.check(effective)
+    rope = family.read_rope({**effective, **{n: raw[n] for n in ROPE_FIELDS if n in raw}})
     own = {
         name: value
         for name, value in looked_at.items()
-        # Classes that do not declare it read it all the same.
-        if name in defaults or name == "head_dim"
+        # Classes that do not declare them read these all the same.
+        if name in defaults or name in family.rules or name == "head_dim"
     }
     return {**own, "rope_parameters": rope}
 
 
 def _looked_at(
-    raw: Mapping[str, object], family: type[PreTrainedConfig], declared: Collection[str]
+    raw: Mapping[str, object], family: Family, declared: Collection[str]
 ) -> dict[str, Any]:
     """Fields that were checked by their rules."""
     looked_at: dict[str, Any] = {}
     left_out = {*_FIELDS_LEFT_OUT, *ROPE_FIELDS, *vars(GenerationConfig())} - {*declared}
+    rules = {name: rule for name, rule in FIELD_RULES.items() if name in declared}
+    rules |= {name: FIELD_RULES[name] for name in _LOOKED_AT_ANYWHERE} | dict(family.rules)
     for name, value in raw.items():
-        _check_off(name, value, declared)
-        if name in FIELD_RULES and (name in declared or name in _LOOKED_AT_ANYWHERE):
-            check_field(name, value)
+        _check_off(name, value, rules)
+        if name in rules:
+            check_field(name, value, rules[name])
             looked_at[name] = value
-        elif name in left_out or name.startswith("_") or _is_off(name, declared):
+        elif name in left_out or name.startswith("_") or _is_off(name, rules):
             continue
-        elif name not in declared and hasattr(family, name):
+        elif name not in declared and hasattr(config_class(family), name):
             expected = "none: transformers has something else by that name"
             raise unsupported(_field(name), shown(value), expected)
     return looked_at
 
 
-def _is_off(name: str, declared: Collection[str]) -> bool:
-    is_of_experts = name in _OF_EXPERTS and name not in declared
-    return is_of_experts or name in _FIELDS_OFF or any(word in name for word in _DROPOUT_WORDS)
+def _is_off(name: str, rules: Collection[str]) -> bool:
+    is_off = name in _FIELDS_OFF or any(word in name for word in _DROPOUT_WORDS)
+    return is_off and name not in rules
 
 
-def _check_off(name: str, value: object, declared: Collection[str]) -> None:
+def _check_off(name: str, value: object, rules: Collection[str]) -> None:
     """Raises UNSUPPORTED for a field that must be off, and is not."""
     if name == "is_causal" and value is not True:
         raise unsupported(_field(name), shown(value), "true")
-    if value and _is_off(name, declared):
+    if value and _is_off(name, rules):
         is_dropout = any(word in name for word in _DROPOUT_WORDS)
         expected = "0: dropout is not reproducible" if is_dropout else "none"
         raise unsupported(_field(name), shown(value), expected)

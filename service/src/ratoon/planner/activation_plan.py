@@ -13,12 +13,14 @@ each copy overlaps the layers between them.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.planner.layer_kinds import Layer, Mlp
 
 # Bounds on the LM head's float32 logits, and on their gradients, that exist at a time: those of
 # `ratoon_kernels.token_logprobs.fused`, which imports torch.
@@ -32,8 +34,6 @@ _LAYERS_UNDER_WAY = 2
 _OPERATIONS = 653e12
 _LINK_BYTES = 51e9
 _HOST_BYTES = 120e9
-# Bytes per expert of a token, without its weight: the expert's index and the row.
-_ROUTE_BYTES = 2 + 4
 
 
 class Kept(StrEnum):
@@ -68,28 +68,15 @@ _STEPS = (Kept.HOST, Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS)
 class DecoderSizes:
     """Sizes that decide the bytes.
 
-    `mlp_size`: intermediate features that a token passes, over all its experts together.
-    `num_experts`: experts of a layer; 1, with 1 per token, for dense layers. `adapter_size`: sum of
-    the adapter ranks that a token passes in a layer, without those on its experts, which are
-    `expert_adapter_size`.
-
     `num_ranks` ranks run a micro-batch together; bytes are then those of one of a rank's own
     tokens. `num_on_host` ranks of one policy share a host, and copy to it at the same time.
     """
 
-    num_layers: int
+    layers: tuple[Layer, ...]
     hidden_size: int
-    mlp_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     element_bytes: int
     head_is_trained: bool
-    num_experts: int = 1
-    experts_per_token: int = 1
-    adapter_size: int = 0
-    expert_adapter_size: int = 0
     # Bytes of a layer's gradients that stay in the parameters' dtype until the end of the backward;
     # 0 if they are added to existing sums.
     layer_gradient_bytes: int = 0
@@ -102,88 +89,99 @@ class DecoderSizes:
         return replace(self, num_ranks=num_ranks)
 
     @property
-    def key_copies(self) -> int:
-        """Number of ranks that attend to each key head: more than one if there are more ranks than
-        key heads, or if a rank's query heads are not whole groups."""
-        of_key = self.num_heads // self.num_kv_heads
-        return of_key // math.gcd(self.num_heads // self.num_ranks, of_key)
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
 
     @property
-    def exchanged_elements(self) -> int:
-        """Elements that one token exchanges between ranks in one layer: queries, results and their
-        gradients in 2 + 4 exchanges, keys and values in 1 + 2."""
-        keys = 2 * self.num_kv_heads * self.key_copies
-        return (6 * self.num_heads + 3 * keys) * self.head_dim
+    def num_heads(self) -> int:
+        """Heads among which ranks share each layer: a divisor of those that any layer has."""
+        return math.gcd(*(layer.mixer.num_heads for layer in self.layers))
 
-    def kept_bytes(self, kept: Kept) -> int:
-        """Bytes of one token in one layer from forward to backward, on the device or the host."""
-        heads = self.num_heads * self.head_dim
-        elements = self.hidden_size + heads
+    @property
+    def experts(self) -> Mlp:
+        """Routed experts of the model's layers; a dense MLP if it has none."""
+        return next((each.mlp for each in self.layers if each.mlp.is_routed), self.layers[0].mlp)
+
+    def kept_by_layer(self, plan: Sequence[Kept]) -> list[int]:
+        """Bytes of one token in each layer from forward to backward, on the device or the host."""
+        return self._by_layer(self.kept_bytes, plan)
+
+    def kept_bytes(self, kept: Kept, layer: Layer | None = None) -> int:
+        """Bytes of one token in `layer`, the first by default, from forward to backward."""
+        layer = layer or self.layers[0]
+        mixer, mlp = layer.mixer, layer.mlp
+        elements = self.hidden_size + mixer.output_size
         if kept in (Kept.NARROW, Kept.PRODUCTS, Kept.AWAY):
-            elements += heads + 2 * self.num_kv_heads * self.head_dim + self.hidden_size
-            elements += self.router_size + self.adapter_size
+            elements += sum(outputs for _, outputs in mixer.projections(self.hidden_size))
+            elements += mlp.router_size + layer.adapter_size
         if kept in (Kept.PRODUCTS, Kept.AWAY):
-            elements += 2 * self.mlp_size + self.expert_adapter_size
-        routes = self.experts_per_token * (self.element_bytes + _ROUTE_BYTES)
-        other_bytes = 4 * self.num_heads + routes * self.is_routed
+            elements += 2 * mlp.width + layer.expert_adapter_size
+        other_bytes = mixer.wide_bytes + mlp.route_bytes(self.element_bytes)
         return elements * self.element_bytes + other_bytes
 
-    def working_bytes(self, kept: Kept) -> int:
-        """Bytes of one token while the backward of one layer runs.
+    def working_by_layer(self, plan: Sequence[Kept]) -> list[int]:
+        """Bytes of one token while the backward of each layer runs.
 
         They are the MLP's product, its gradient and those of gate and up, and gate and up
         themselves if they are recomputed. With experts they include the rows that go in and the
         gradients of those that come out. Adapters of the MLP add terms to gate and up, and to the
-        gradient of the rows that go in. With several ranks they are at least attention's: the
-        inputs of its backward twice, by tokens and by heads, and gradients in float32.
+        gradient of the rows that go in. They are at least the mixer's.
         """
-        is_adapted = bool(self.expert_adapter_size if self.is_routed else self.adapter_size)
+        return self._by_layer(self.working_bytes, plan)
+
+    def working_bytes(self, kept: Kept, layer: Layer | None = None) -> int:
+        """Bytes of one token while the backward of `layer`, the first by default, runs."""
+        layer = layer or self.layers[0]
+        mlp = layer.mlp
+        is_adapted = bool(layer.expert_adapter_size if mlp.is_routed else layer.adapter_size)
         has_products = kept in (Kept.PRODUCTS, Kept.AWAY)
         wide = (4 if has_products else 6) + 2 * is_adapted
         rows = 2 + 2 * is_adapted
-        elements = wide * self.mlp_size + 4 * self.hidden_size + rows * self.rows_size
-        if self.num_ranks > 1:
-            keys = 2 * self.num_kv_heads * self.key_copies
-            elements = max(elements, (10 * self.num_heads + 6 * keys) * self.head_dim)
-        return elements * self.element_bytes
+        elements = wide * mlp.width + 4 * self.hidden_size + rows * mlp.rows_size(self.hidden_size)
+        return max(elements, layer.mixer.working_elements(self.num_ranks)) * self.element_bytes
 
-    def weights_again(self, kept: Kept) -> int:
-        """Weights of one layer that a token passes twice, because their matmuls are recomputed."""
+    def weights_again(self, plan: Sequence[Kept]) -> int:
+        """Weights that a token passes twice, because their matmuls are recomputed."""
+        return sum(self._by_layer(self._again, plan))
+
+    def _again(self, kept: Kept, layer: Layer) -> int:
         weights = 0
         if kept not in (Kept.PRODUCTS, Kept.AWAY):
-            weights += 2 * self.hidden_size * self.mlp_size
+            weights += 2 * self.hidden_size * layer.mlp.width
         if kept in (Kept.ATTENTION, Kept.HOST):
-            weights += self.attention_weights
+            weights += layer.mixer_weights(self.hidden_size)
         return weights
 
+    def _by_layer(self, of: Callable[[Kept, Layer], int], plan: Sequence[Kept]) -> list[int]:
+        known: dict[tuple[int, Kept], int] = {}
+        found: list[int] = []
+        for layer, kept in zip(self.layers, plan, strict=True):
+            # Layers of a kind are one object: hashing its fields would take longer than the plan.
+            key = id(layer), kept
+            if key not in known:
+                known[key] = of(kept, layer)
+            found.append(known[key])
+        return found
+
     @property
-    def attention_weights(self) -> int:
-        """Weights of one layer's projections to queries, keys and values, and of its output
-        projection."""
-        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+    def weights(self) -> int:
+        """Weights of all layers that a token passes."""
+        return sum(layer.weights(self.hidden_size) for layer in self.layers)
 
     @property
     def away_stride(self) -> int:
-        """Number of layers whose forward takes as long as copying one layer's products to the
-        host."""
-        weights = self.attention_weights + 3 * self.hidden_size * self.mlp_size
-        copy_s = self.kept_bytes(Kept.AWAY) / min(_LINK_BYTES, _HOST_BYTES / self.num_on_host)
+        """Number of layers whose forward takes as long as copying the products of one to the host,
+        if that is the largest and those are the smallest."""
+        copied = max(self.kept_by_layer((Kept.AWAY,) * self.num_layers))
+        copy_s = copied / min(_LINK_BYTES, _HOST_BYTES / self.num_on_host)
+        weights = min(map(self._copied_beside, self.layers))
         return math.ceil(copy_s * _OPERATIONS / (2 * weights))
 
-    @property
-    def is_routed(self) -> bool:
-        """Whether the layers have experts."""
-        return self.num_experts > 1
-
-    @property
-    def router_size(self) -> int:
-        """Router logits of a token; 0 for a dense model."""
-        return self.num_experts * self.is_routed
-
-    @property
-    def rows_size(self) -> int:
-        """Features of a token's rows, one as wide as its hidden state per expert; 0 if dense."""
-        return self.experts_per_token * self.hidden_size * self.is_routed
+    def _copied_beside(self, layer: Layer) -> int:
+        # A router's product is too small to hide a copy.
+        router = self.hidden_size * layer.mlp.router_size
+        return layer.weights(self.hidden_size) - router
 
     @property
     def stay_bytes(self) -> int:
@@ -194,11 +192,15 @@ class DecoderSizes:
         return 4 * self.hidden_size * self.element_bytes
 
     @property
+    def stack_elements(self) -> int:
+        """Keys and values of one token of a streamed prefix, in all layers."""
+        return sum(layer.mixer.stack_elements(self.num_ranks) for layer in self.layers)
+
+    @property
     def stack_bytes(self) -> int:
         """Bytes of one token of a streamed prefix: keys, values, and their gradients in fp32 or
         wider."""
-        pair = 2 * self.num_kv_heads * self.key_copies * self.head_dim
-        return self.num_layers * pair * (self.element_bytes + max(4, self.element_bytes))
+        return self.stack_elements * (self.element_bytes + max(4, self.element_bytes))
 
     def head_bytes(self, rows: int) -> int:
         """Working memory of `token_logprobs` in bytes, beyond its inputs."""
@@ -226,23 +228,22 @@ class DecoderSizes:
 def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: int) -> int:
     """Peak bytes of a forward and backward, beyond weights and other permanent memory."""
     assert len(kept) == sizes.num_layers
-    kinds = {*kept}
-    kept_bytes = {kind: tokens * sizes.kept_bytes(kind) for kind in kinds}
-    on_device = {kind: 0 if kind.is_on_host else kept_bytes[kind] for kind in kinds}
-    working_bytes = {kind: tokens * sizes.working_bytes(kind) for kind in kinds}
+    layer_bytes = sizes.kept_by_layer(kept)
+    on_device = [0 if k.is_on_host else tokens * n for k, n in zip(kept, layer_bytes, strict=True)]
+    working_bytes = sizes.working_by_layer(kept)
     # The last layer's output, its norm, their gradient; the rows that predict.
     resident = (3 * tokens + rows) * sizes.hidden_size * sizes.element_bytes
-    resident += sum(on_device[kind] for kind in kept)
+    resident += sum(on_device)
     peak = resident + sizes.head_bytes(rows)
     resident += sizes.head_gradient_bytes
     # Offloaded layers are fetched before the first of them runs backward.
-    on_host = [kept_bytes[kind] for kind in kept if kind.is_on_host]
+    on_host = [tokens * n for k, n in zip(kept, layer_bytes, strict=True) if k.is_on_host]
     fetched = min(len(on_host), _LAYERS_UNDER_WAY) * max(on_host, default=0)
     comes_at = fetched_at(sizes, kept)
-    for index, kind in reversed([*enumerate(kept)]):
+    for index in reversed(range(len(kept))):
         beside = fetched if comes_at is not None and index <= comes_at else 0
-        peak = max(peak, resident + beside + working_bytes[kind])
-        resident += sizes.layer_gradient_bytes - on_device[kind]
+        peak = max(peak, resident + beside + tokens * working_bytes[index])
+        resident += sizes.layer_gradient_bytes - on_device[index]
     return peak
 
 
@@ -369,14 +370,12 @@ def _with_products_away(
 ) -> tuple[Kept, ...]:
     """`plan`, or the plan with the fewest layers AWAY among those that recompute least."""
     num_layers, stride = sizes.num_layers, sizes.away_stride
-    most = host_bytes // max(1, tokens * sizes.kept_bytes(Kept.AWAY))
+    largest = max(sizes.kept_by_layer((Kept.AWAY,) * num_layers))
+    most = host_bytes // max(1, tokens * largest)
     best, steps = plan, range(num_layers, 3 * num_layers + 1)
 
-    def again(plan: tuple[Kept, ...]) -> int:
-        return sum(map(sizes.weights_again, plan))
-
     for count in range(1, min(most, num_layers // stride) + 1):
-        if not again(best):
+        if not sizes.weights_again(best):
             break
         # The lowest layers go first: they come back last, when the others' room is free.
         away = range(0, count * stride, stride)
@@ -389,14 +388,16 @@ def _with_products_away(
             return peak_bytes(sizes, at(step), tokens, rows) > device_bytes
 
         found = bisect_left(steps, True, key=is_too_much) - 1
-        if found >= 0 and again(at(steps[found])) < again(best):
+        if found >= 0 and sizes.weights_again(at(steps[found])) < sizes.weights_again(best):
             best = at(steps[found])
     return best
 
 
 def _on_host(sizes: DecoderSizes, tokens: int, host_bytes: int) -> int:
-    layer_bytes = max(1, tokens * sizes.kept_bytes(Kept.HOST))
-    return min(sizes.num_layers, host_bytes // layer_bytes)
+    """Number of first layers for which the host has room."""
+    layer_bytes = sizes.kept_by_layer((Kept.HOST,) * sizes.num_layers)
+    ends = [*accumulate(tokens * each for each in layer_bytes)]
+    return bisect_right(ends, host_bytes)
 
 
 def _after_steps(num_layers: int, step: int) -> tuple[Kept, ...]:

@@ -21,6 +21,7 @@ from ratoon.planner.activation_plan import (
     streamed_tokens,
 )
 from ratoon.planner.costs import CostModel, Recompute, TokenLimits
+from ratoon.planner.layer_kinds import Attention, Mixer
 
 # Keys that a token reads in vain for each prefix above its own. Attention's tiles have 128 keys:
 # one is wasted where the prefix ends, and half of one where its own sequence begins.
@@ -34,6 +35,8 @@ _MLP_PASSES = 9
 # Features read or written for rows of experts, as wide as a hidden state: three gathers, which read
 # and write, and two sums.
 _ROW_PASSES = 8
+# Products of a recurrence's forward and backward, in those of its forward.
+_RECURRENT_PASSES = 3.5
 # Steps of held tokens between which the cost of recomputation is interpolated.
 _NUM_STEPS = 32
 # Number of steps from keeping everything to keeping the least.
@@ -102,35 +105,44 @@ def device_costs(
     adapters, whose own weights are left out. If several ranks run a micro-batch together, each of
     them adds gradients of all weights; copies between them are not hidden.
     """
-    num_ranks = sizes.num_ranks
-    layers, heads = sizes.num_layers, sizes.num_heads * sizes.head_dim
-    mlp_weights = 3 * sizes.hidden_size * sizes.mlp_size
-    other_weights = sizes.attention_weights + sizes.hidden_size * sizes.router_size
-    weights = layers * (other_weights + mlp_weights)
-    all_mlp_weights = mlp_weights * sizes.num_experts // sizes.experts_per_token
-    head_weights = sizes.vocab_size * sizes.hidden_size
+    num_ranks, hidden = sizes.num_ranks, sizes.hidden_size
+    layers, mixers = sizes.layers, [layer.mixer for layer in sizes.layers]
+    all_weights = sum(
+        layer.mixer_weights(hidden) + layer.mlp.all_weights(hidden) for layer in layers
+    )
+    head_weights = sizes.vocab_size * hidden
     element = sizes.element_bytes
-    elementwise = _HIDDEN_PASSES * sizes.hidden_size + _MLP_PASSES * sizes.mlp_size
-    elementwise += _ROW_PASSES * sizes.rows_size
+    elementwise = sum(
+        _HIDDEN_PASSES * hidden
+        + _MLP_PASSES * layer.mlp.width
+        + _ROW_PASSES * layer.mlp.rows_size(hidden)
+        for layer in layers
+    )
     # A gradient is written, read, and added to a sum in float32, unless it is the sum itself. The
     # embedding's counts like the head's.
     gradient_bytes = 2 * element + (8 if adds_up else 0)
-    trained = layers * (other_weights + all_mlp_weights) * layers_are_trained
-    trained += 2 * head_weights * sizes.head_is_trained
-    # Elements of a resident token: keys and values, read forward and backward, and their gradients,
-    # which are added to.
-    key_value = 2 * sizes.num_kv_heads * sizes.key_copies * sizes.head_dim
+    trained = all_weights * layers_are_trained + 2 * head_weights * sizes.head_is_trained
     # Bytes that each rank sends: for its share of the tokens, the heads that other ranks have.
-    moved = layers * sizes.exchanged_elements * element * (num_ranks - 1) / num_ranks**2
+    exchanged = sum(mixer.exchanged_elements(num_ranks) for mixer in mixers)
+    moved = exchanged * element * (num_ranks - 1) / num_ranks**2
     exchange_s = _EXCHANGES * rates.exchange_s if num_ranks > 1 else 0.0
+    # A window bounds the pairs of a token, so that they are a cost of the token.
+    windows = [(mixer.pair_elements, _window(mixer)) for mixer in mixers]
+    within = sum(elements * window for elements, window in windows if window is not None)
+    recurrent_flops = _RECURRENT_PASSES * sum(mixer.token_flops for mixer in mixers)
     costs = CostModel(
-        token=(6 if layers_are_trained else 4) * weights / rates.linear_flops
-        + layers * elementwise * element / rates.memory_bytes,
-        pair=PAIR_FLOPS * layers * heads / rates.attention_flops,
+        token=(6 if layers_are_trained else 4) * sizes.weights / rates.linear_flops
+        + elementwise * element / rates.memory_bytes
+        + (PAIR_FLOPS * within + recurrent_flops) / rates.attention_flops,
+        pair=PAIR_FLOPS
+        * sum(elements for elements, window in windows if window is None)
+        / rates.attention_flops,
         row=(6 if sizes.head_is_trained else 4) * head_weights / rates.head_flops,
         call=trained * gradient_bytes / rates.memory_bytes
-        + layers * (rates.layer_call_s + exchange_s),
-        resident=layers * key_value * (2 * element + 8) / rates.memory_bytes,
+        + len(layers) * (rates.layer_call_s + exchange_s),
+        # Keys and values of a resident token are read forward and backward, and their gradients are
+        # added to.
+        resident=sizes.stack_elements * (2 * element + 8) / rates.memory_bytes,
         fork=_FORK_KEYS,
     )
     return costs.over(num_ranks, moved / rates.link_bytes)
@@ -138,7 +150,11 @@ def device_costs(
 
 def recompute_s(sizes: DecoderSizes, rates: DeviceRates, kept: tuple[Kept, ...]) -> float:
     """Seconds per token to recompute what the layers do not keep."""
-    return 2 * sum(map(sizes.weights_again, kept)) / rates.linear_flops
+    return 2 * sizes.weights_again(kept) / rates.linear_flops
+
+
+def _window(mixer: Mixer) -> int | None:
+    return mixer.window if isinstance(mixer, Attention) else None
 
 
 def with_recompute(
@@ -150,13 +166,14 @@ def with_recompute(
     held = sorted({int(least * growth ** (i / _NUM_STEPS)) for i in range(_NUM_STEPS + 1)})
     plans = [largest_plan(sizes, tokens, device_bytes, host_bytes) for tokens in held]
     least_kept = (Kept.ATTENTION,) * sizes.num_layers
+    on_host = (Kept.HOST,) * sizes.num_layers
     # These numbers are for one rank's share.
     num_ranks = sizes.num_ranks
     recompute = Recompute(
         held=tuple(num_ranks * tokens for tokens in held),
         cost=tuple(recompute_s(sizes, rates, plan or least_kept) / num_ranks for plan in plans),
         stack_share=sizes.stack_bytes / max(1, device_bytes) / num_ranks,
-        host_tokens=num_ranks * (host_bytes // (sizes.num_layers * sizes.kept_bytes(Kept.HOST))),
+        host_tokens=num_ranks * (host_bytes // sum(sizes.kept_by_layer(on_host))),
     )
     return replace(costs, recompute=recompute)
 

@@ -118,12 +118,12 @@ def _plan_stage(
     least = least_plan(sizes, held, host_bytes)
     if held.waits:
         return least
-    on_host = waiting_plan(sizes, stream.waiting, host_bytes).count(Kept.HOST)
+    waiting = waiting_plan(sizes, stream.waiting, host_bytes)
     kept = largest_plan(
         sizes,
         held.tokens,
         device_bytes - _beside_bytes(sizes, held, host_bytes),
-        host_bytes - on_host * held.above * sizes.kept_bytes(Kept.HOST),
+        host_bytes - held.above * _bytes_of(sizes, waiting, Kept.HOST),
     )
     return least if kept is None else _with_what_waits(sizes, held, kept, host_bytes)
 
@@ -140,5 +140,11 @@ def _beside_bytes(sizes: DecoderSizes, held: HeldTokens, host_bytes: int) -> int
     if held.stream is None:
         return 0
     kept = waiting_plan(sizes, held.stream.waiting, host_bytes)
-    of_token = sizes.stay_bytes + kept.count(Kept.ATTENTION) * sizes.kept_bytes(Kept.ATTENTION)
+    of_token = sizes.stay_bytes + _bytes_of(sizes, kept, Kept.ATTENTION)
     return held.stream.held * sizes.stack_bytes + held.above * of_token
+
+
+def _bytes_of(sizes: DecoderSizes, plan: tuple[Kept, ...], kind: Kept) -> int:
+    """Bytes of one token in the layers that keep `kind`."""
+    by_layer = zip(plan, sizes.kept_by_layer(plan), strict=True)
+    return sum(num_bytes for kept, num_bytes in by_layer if kept is kind)

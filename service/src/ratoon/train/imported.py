@@ -17,12 +17,13 @@ from torch import Tensor
 
 from ratoon.errors import invalid, shown
 from ratoon.model.export import exported_like, imported_values
+from ratoon.model.families import family_of
+from ratoon.model.families.family import Family
 from ratoon.model.folder import FIELD, ModelFolder, file_field
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import (
     check_finite,
     check_names_and_shapes,
-    part_experts,
     tensor_field,
 )
 from ratoon.stream.files import digest_bytes, digest_stream
@@ -68,7 +69,7 @@ def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> Import
     for name, size in files.items():
         data = folder.read(name, size)
         digests[name] = digest_bytes(data)
-        _add(tensors, name, data)
+        _add(tensors, name, data, family_of(model.config))
     if digest:
         _check_digest(_digest(digests), digest)
     _check(tensors, expected)
@@ -101,7 +102,7 @@ def _digest_of(folder: ModelFolder, name: str) -> str:
         return digest_stream(file)
 
 
-def _add(tensors: dict[str, Tensor], file: str, data: bytes) -> None:
+def _add(tensors: dict[str, Tensor], file: str, data: bytes, family: Family) -> None:
     """Add the tensors of a file's bytes."""
     try:
         found = load(data)
@@ -109,7 +110,7 @@ def _add(tensors: dict[str, Tensor], file: str, data: bytes) -> None:
         got = f"no safetensors file that can be read ({shown(str(err))})"
         raise invalid(file_field(file), got, "one") from err
     for name, tensor in found.items():
-        parts = part_experts({name: tensor})
+        parts = family.exported({name: tensor})
         if twice := parts.keys() & tensors.keys():
             raise invalid(tensor_field(min(twice)), "there twice", "each tensor once")
         tensors.update(parts)

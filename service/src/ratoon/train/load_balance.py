@@ -63,15 +63,15 @@ class LoadBalance:
         self.group = group
         self._forest = forest
         self.device = model.device
-        sizes, num_nodes = model.sizes, len(forest.node_start)
-        shape = (model.routes.num_layers, num_nodes, sizes.num_experts)
+        experts, num_nodes = model.sizes.experts, len(forest.node_start)
+        shape = (model.routes.num_layers, num_nodes, experts.num_experts)
         # Whole numbers, of no more tokens than float32 counts.
         self._choices_LME = torch.zeros(shape, device=self.device)
         stop_M = np.searchsorted(forest.node_start, forest.node_end)
         by_stop_M = np.argsort(stop_M, kind="stable")
         ended_M = np.searchsorted(stop_M[by_stop_M], np.arange(num_nodes), side="right")
         is_held_S = forest.sequence_node >= 0
-        scale_S = sizes.num_experts / sizes.experts_per_token * weight_S[is_held_S]
+        scale_S = experts.num_experts / experts.experts_per_token * weight_S[is_held_S]
         scale_S /= np.square(forest.sequence_length[is_held_S].astype(np.float64))
         ends = forest.sequence_node[is_held_S]
         scale_M = np.bincount(ends, weights=scale_S, minlength=num_nodes)

@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ratoon.log import get_logger
-from ratoon.planner.activation_plan import DecoderSizes
 from ratoon.planner.device_costs import H200_RATES, KNOWN_RATES, PAIR_FLOPS, DeviceRates
 from ratoon.stream.files import (
     DamagedFileError,
@@ -136,14 +135,26 @@ def _measure(spec: TrainerSpec) -> DeviceRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSizes:
+    """Sizes of a decoder layer with attention and a dense MLP."""
+
+    hidden_size: int
+    mlp_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What is run: a layer of `sizes` on `tokens`, its LM head on `rows`, a copy of `copied_bytes`.
 
     `least`, on `few_tokens`: a layer that takes no longer than it takes to launch.
     """
 
-    sizes: DecoderSizes
-    least: DecoderSizes
+    sizes: BlockSizes
+    least: BlockSizes
+    vocab_size: int
     tokens: int
     few_tokens: int
     rows: int
@@ -151,20 +162,11 @@ class Shape:
 
 
 # A layer of Qwen3-8B, by which the known rates were found, and a part of its head.
-_LAYER = DecoderSizes(
-    num_layers=1,
-    hidden_size=4096,
-    mlp_size=12_288,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=32_768,
-    element_bytes=2,
-    head_is_trained=True,
-)
+_LAYER = BlockSizes(hidden_size=4096, mlp_size=12_288, num_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = Shape(
     sizes=_LAYER,
     least=replace(_LAYER, hidden_size=256, mlp_size=512, num_heads=2, num_kv_heads=1),
+    vocab_size=32_768,
     tokens=8192,
     few_tokens=16,
     rows=4096,
@@ -211,7 +213,7 @@ def measure_rates(
     seconds = partial(_median_s, device, clock)
     linear_flops = 6 * shape.tokens * sizes.hidden_size * sizes.mlp_size
     pairs = shape.tokens * (shape.tokens + 1) // 2
-    head_flops = 6 * shape.rows * sizes.vocab_size * sizes.hidden_size
+    head_flops = 6 * shape.rows * shape.vocab_size * sizes.hidden_size
     # One device alone has no link: that is an H200's.
     return replace(
         H200_RATES,
@@ -269,7 +271,7 @@ def _attention(
 
 def _head(device: torch.device, shape: Shape) -> Callable[[], object]:
     """Log-probs of a token of each row, and gradients of their sum."""
-    rows, vocab_size = shape.rows, shape.sizes.vocab_size
+    rows, vocab_size = shape.rows, shape.vocab_size
     hidden_RD = _new(device, rows, shape.sizes.hidden_size)
     lm_head_VD = _new(device, vocab_size, shape.sizes.hidden_size)
     row_R = torch.arange(rows, device=device)

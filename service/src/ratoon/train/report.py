@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RouteSums
+from ratoon.planner.layer_kinds import Attention, Layer
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import trained_lengths
@@ -36,11 +37,22 @@ class Geometry:
     layer_parameters: float
     trained_layer_parameters: float
     head_is_trained: bool
-    num_layers: int
-    num_heads: int
-    head_dim: int
+    layers: tuple[Layer, ...]
     hidden_size: int
     vocab_size: int
+
+    def mixer_flops(self, work: Work) -> tuple[float, float]:
+        """FLOPs of one forward: of attention's pairs, and of recurrences.
+
+        A layer with a window has as many pairs as the window allows for every token, at most all.
+        """
+        of_pairs = recurrent = 0.0
+        for mixer in (layer.mixer for layer in self.layers):
+            window = mixer.window if isinstance(mixer, Attention) else None
+            pairs = work.pairs if window is None else min(work.pairs, work.tokens * window)
+            of_pairs += 4 * mixer.pair_elements * pairs
+            recurrent += mixer.token_flops * work.tokens
+        return of_pairs, recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,27 +68,22 @@ class Work:
 
 def geometry(model: PolicyModel) -> Geometry:
     """Read the sizes off a model; of routed experts the share that one token visits."""
-    config = cast("Any", model.config)
-    active = getattr(config, "num_experts_per_tok", None) or 1
-    experts = getattr(config, "num_experts", None) or 1
+    experts = model.sizes.experts
+    active = experts.experts_per_token / experts.num_experts
     outside = {id(model.module.get_input_embeddings().weight), id(model.lm_head_VD)}
     all_layers = trained_layers = 0.0
     for name, parameter in model.module.named_parameters():
         if id(parameter) in outside:
             continue
-        share = active / experts if ".experts." in name else 1.0
+        share = active if ".experts." in name else 1.0
         all_layers += share * parameter.numel()
         trained_layers += share * parameter.numel() * parameter.requires_grad
     return Geometry(
         layer_parameters=all_layers,
         trained_layer_parameters=trained_layers,
         head_is_trained=model.lm_head_VD.requires_grad,
-        num_layers=int(config.num_hidden_layers),
-        num_heads=int(config.num_attention_heads),
-        head_dim=int(
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        ),
-        hidden_size=int(config.hidden_size),
+        layers=model.sizes.layers,
+        hidden_size=model.sizes.hidden_size,
         vocab_size=int(model.lm_head_VD.shape[0]),
     )
 
@@ -95,21 +102,21 @@ def training_flops(sizes: Geometry, work: Work) -> float:
     """FLOPs of one forward and backward; recomputation is not counted.
 
     A weight costs 2 a token forward, 2 for the gradient of its input and 2 for its own where it is
-    trained; a (query, key) pair 14 a head dimension: two products forward, five backward.
+    trained; a (query, key) pair 14 a head dimension: two products forward, five backward. A
+    recurrence costs its forward three times.
     """
     layers = work.tokens * (4 * sizes.layer_parameters + 2 * sizes.trained_layer_parameters)
     per_head_weight = 6 if sizes.head_is_trained else 4
     head = per_head_weight * sizes.vocab_size * sizes.hidden_size * work.rows
-    attention = 14 * sizes.head_dim * sizes.num_heads * sizes.num_layers * work.pairs
-    return float(layers + head + attention)
+    of_pairs, recurrent = sizes.mixer_flops(work)
+    return float(layers + head + 14 / 4 * of_pairs + 3 * recurrent)
 
 
 def forward_flops(sizes: Geometry, work: Work) -> float:
     """FLOPs of one forward alone."""
     layers = 2 * work.tokens * sizes.layer_parameters
     head = 2 * sizes.vocab_size * sizes.hidden_size * work.rows
-    attention = 4 * sizes.head_dim * sizes.num_heads * sizes.num_layers * work.pairs
-    return float(layers + head + attention)
+    return float(layers + head + sum(sizes.mixer_flops(work)))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

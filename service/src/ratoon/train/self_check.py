@@ -228,8 +228,7 @@ def _exceeded(report: SelfCheckReport, model: PolicyModel) -> list[str]:
     model with experts has one in float64 only.
     """
     dtype = model.spec.dtype
-    has_experts = bool(getattr(model.config, "num_experts", None))
-    if has_experts and dtype is not ModelDtype.FLOAT64:
+    if model.sizes.experts.is_routed and dtype is not ModelDtype.FLOAT64:
         return []
     limits = LIMITS[dtype]
     measured = [
