@@ -2,12 +2,12 @@
 #   PYTHON       the interpreter of the virtual environment (python3)
 #   TORCH_INDEX  where no NVIDIA device is found, torch comes from this package index; with an index of
 #                CPU wheels it comes without the CUDA libraries
-#   WORKERS      processes that run tests (2)
+#   WORKERS      processes that run tests (3: on two cores, as many of them wait for processes, sockets and disks)
 #   ARGS         more arguments for the command that a target runs: make test ARGS='-k codec'
 
 PYTHON ?= python3
 TORCH_INDEX ?=
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 
 BIN := .venv/bin

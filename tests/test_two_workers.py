@@ -17,13 +17,23 @@ from tests.two_workers import (
 _MOST_UNKNOWN = 0.25
 
 
-def test_all_that_share_a_cluster_are_of_one_worker(request: pytest.FixtureRequest) -> None:
-    """Checks the tests that were collected with this one."""
+@pytest.mark.parametrize(
+    ("unit", "fixture"), [("shared service", "service"), ("shared cluster", "ray_cluster")]
+)
+def test_all_that_share_it_are_of_one_worker(
+    request: pytest.FixtureRequest, unit: str, fixture: str
+) -> None:
+    """Checks the tests that were collected with this one. A service brings its cluster along."""
     fixtures = {item.nodeid: getattr(item, "fixturenames", ()) for item in request.session.items}
-    sharing = [nodeid for nodeid, names in fixtures.items() if "ray_cluster" in names]
+    on_cluster = {nodeid: names for nodeid, names in fixtures.items() if "ray_cluster" in names}
+    sharing = [
+        nodeid
+        for nodeid, names in on_cluster.items()
+        if fixture == ("service" if "service" in names else "ray_cluster")
+    ]
     if not sharing:
         pytest.skip("collected without them")
-    assert {unit_of(nodeid) for nodeid in sharing} == {"shared service"}
+    assert {unit_of(nodeid) for nodeid in sharing} == {unit}
 
 
 def test_the_longest_units_begin_first(request: pytest.FixtureRequest) -> None:

@@ -1,9 +1,10 @@
 """How tests are shared out between the workers of `make test` and `make test-more`.
 
-Tests that share the session's Ray cluster are one unit, so that there is one cluster. The rest goes
-by file to whichever worker is free. The units that took longest begin first: `durations.json` has
-the seconds of every test file, and `make test ARGS=--write-durations` (and `make test-more`
-likewise) writes them anew. Within a file tests keep their order.
+Tests that share the session's service are one unit, so that there is one service, and so are the
+tests that share a Ray cluster without it: there are at most two clusters. The rest goes by file to
+whichever worker is free. The units that took longest begin first: `durations.json` has the seconds
+of every test file, and `make test ARGS=--write-durations` (and `make test-more` likewise) writes
+them anew. Within a file tests keep their order.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).parent
 DURATIONS = TESTS / "durations.json"
 OWN_SERVICES = tuple(f"tests/e2e/test_{name}.py" for name in ("access", "demo", "outages", "tls"))
-SHARED_SERVICE = (
-    *("tests/e2e/", "tests/network/", "tests/test_doctor.py"),
+SHARED_SERVICE = ("tests/e2e/", "tests/network/")
+SHARED_CLUSTER = (
+    "tests/test_doctor.py",
     *(
         f"tests/engine/test_{name}.py"
         for name in (
@@ -38,11 +40,13 @@ def unit_of(nodeid: str) -> str:
     """The name of the unit that a test is run in: all of a unit are run by one worker."""
     if nodeid.startswith(SHARED_SERVICE) and not nodeid.startswith(OWN_SERVICES):
         return "shared service"
+    if nodeid.startswith(SHARED_CLUSTER):
+        return "shared cluster"
     return _file_of(nodeid)
 
 
 class TwoWorkers(LoadScopeScheduling):
-    """Work units are files, but for the one of the shared service."""
+    """Work units are files, but for those of the shared service and of the shared cluster."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid)
