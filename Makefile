@@ -2,7 +2,7 @@
 #   PYTHON       the interpreter of the virtual environment (python3)
 #   TORCH_INDEX  where no NVIDIA device is found, torch comes from this package index; with an index of
 #                CPU wheels it comes without the CUDA libraries
-#   WORKERS      processes that run tests (3: on two cores, as many of them wait for processes, sockets and disks)
+#   WORKERS      processes that run tests (3, as tests that wait leave two cores idle)
 #   ARGS         more arguments for the command that a target runs: make test ARGS='-k codec'
 
 PYTHON ?= python3
@@ -31,7 +31,7 @@ help:
 demo: env ## train a tiny policy on this machine through the public client
 	@$(BIN)/ratoon demo $(ARGS)
 
-# How tests are shared out: tests/two_workers.py. A single test is quicker with .venv/bin/pytest itself.
+# How tests are shared out: tests/work_units.py. A single test is quicker with .venv/bin/pytest itself.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder
 NO_GPU = not gpu and not multigpu
 

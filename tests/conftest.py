@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
     from tests.running_service import Service
-    from tests.two_workers import TwoWorkers
+    from tests.work_units import WorkUnits
 
 
 # As in a worker: libraries that are imported ask whether there is a GPU, and who has asked CUDA
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") and "multigpu" not in config.option.markexpr:
         _take_one_gpu(vars(config)["workerinput"]["workerid"])
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        from tests.two_workers import Durations
+        from tests.work_units import Durations
 
         config.pluginmanager.register(
             Durations(is_written=bool(config.getoption("--write-durations")))
@@ -73,7 +73,7 @@ def _take_one_gpu(worker: str) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        from tests.two_workers import longest_first
+        from tests.work_units import longest_first
 
         longest_first(items)
 
@@ -90,10 +90,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoWorkers:
-    from tests.two_workers import TwoWorkers
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WorkUnits:
+    from tests.work_units import WorkUnits
 
-    return TwoWorkers(config, log)
+    return WorkUnits(config, log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,7 +257,8 @@ def test_graphs_of_one_start_are_there_for_the_next(monkeypatch: pytest.MonkeyPa
             with _compiled_anew():
                 counters.clear()
                 model = load(TINY, dtype=ModelDtype.FLOAT32, compile_layers=True)
-                vars(model)["_plan_activations"] = lambda _: (Kept.NARROW,) * 2
+                kept = (Kept.NARROW,) * model.sizes.num_layers
+                vars(model)["_plan_activations"] = lambda _, kept=kept: kept
                 _gradients(model, packed)
                 found.append(Counter(counters["aot_autograd"]))
     assert found[0]["autograd_cache_saved"] == found[0]["total"] > 0
@@ -435,20 +436,25 @@ def test_what_a_compiled_layer_keeps_is_what_is_planned(
     assert graphs
 
 
-@pytest.mark.more
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param(Kept.NARROW, marks=pytest.mark.slow),
+        pytest.param(Kept.PRODUCTS, marks=pytest.mark.more),
+    ],
+)
 def test_a_dense_layer_beside_experts_keeps_no_more_than_is_planned(
-    tmp_path: Path, graphs: list[GraphModule]
+    tmp_path: Path, graphs: list[GraphModule], kept: Kept
 ) -> None:
     folder = write_folder(tmp_path / "base", "qwen3_moe_mixed")
     model = load(folder, dtype=ModelDtype.FLOAT32, compile_layers=True)
     packed = pack(branching_sequences(0))
-    for kept in (Kept.NARROW, Kept.PRODUCTS):
-        vars(model)["_plan_activations"] = lambda _, kept=kept: (kept,) * 2
-        with _saved_by_layers(model) as saved:
-            hidden_of(model, packed).sum().backward()
-        others = 4 * model.sizes.experts.num_experts + 8
-        planned = len(packed.tokens_T) * model.sizes.kept_bytes(kept) + others
-        assert planned / 2 < max(_own_bytes(saved)) <= planned
+    vars(model)["_plan_activations"] = lambda _: (kept,) * 2
+    with _saved_by_layers(model) as saved:
+        hidden_of(model, packed).sum().backward()
+    others = 4 * model.sizes.experts.num_experts + 8
+    planned = len(packed.tokens_T) * model.sizes.kept_bytes(kept) + others
+    assert planned / 2 < max(_own_bytes(saved)) <= planned
     assert graphs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.two_workers import (
+from tests.work_units import (
     all_test_files,
     longest_first,
     mistaken,

@@ -45,7 +45,7 @@ def unit_of(nodeid: str) -> str:
     return _file_of(nodeid)
 
 
-class TwoWorkers(LoadScopeScheduling):
+class WorkUnits(LoadScopeScheduling):
     """Work units are files, but for those of the shared service and of the shared cluster."""
 
     def _split_scope(self, nodeid: str) -> str:
