@@ -132,8 +132,12 @@ def ray_cluster() -> Iterator[RayCluster]:
         _temp_dir=temp_dir,
         namespace="ratoon",
         log_to_driver=False,
-        # As `LocalRay` has it: Ray's default would starve beside other tests.
-        _system_config={"worker_niceness": 0},
+        # As `LocalRay` has it: Ray's defaults would starve beside other tests, and report every call.
+        _system_config={
+            "worker_niceness": 0,
+            "task_events_report_interval_ms": 0,
+            "enable_metrics_collection": False,
+        },
     )
     yield RayCluster(namespace="ratoon", address=ray.get_runtime_context().gcs_address)
     ray.shutdown()
