@@ -132,7 +132,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         _temp_dir=temp_dir,
         namespace="ratoon",
         log_to_driver=False,
-        # As `LocalRay` has it: Ray's defaults would starve beside other tests, and report every call.
+        # As `LocalRay` has it: Ray's defaults would starve beside other tests and report all calls.
         _system_config={
             "worker_niceness": 0,
             "task_events_report_interval_ms": 0,
