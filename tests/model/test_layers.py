@@ -436,13 +436,8 @@ def test_what_a_compiled_layer_keeps_is_what_is_planned(
     assert graphs
 
 
-@pytest.mark.parametrize(
-    "kept",
-    [
-        pytest.param(Kept.NARROW, marks=pytest.mark.slow),
-        pytest.param(Kept.PRODUCTS, marks=pytest.mark.more),
-    ],
-)
+@pytest.mark.more
+@pytest.mark.parametrize("kept", [Kept.PRODUCTS, pytest.param(Kept.NARROW, marks=pytest.mark.slow)])
 def test_a_dense_layer_beside_experts_keeps_no_more_than_is_planned(
     tmp_path: Path, graphs: list[GraphModule], kept: Kept
 ) -> None:
