@@ -108,7 +108,10 @@ async def test_the_gateway_drains_on_sigterm_and_comes_back(
     request = service_pb2.GetOperationRequest(operation_id=late.operation_id, wait_s=1.6)
     edges = (wires.gateway, wires.http)
     polls = [asyncio.create_task(edge.call("GetOperation", request)) for edge in edges]
-    await asyncio.sleep(1.0)
+    # Calls begin in the order in which they arrive, so that the polls have begun with these.
+    for edge in edges:
+        at_once = service_pb2.GetOperationRequest(operation_id=late.operation_id)
+        await edge.call("GetOperation", at_once)
     (gateway,) = _ours("ray::Gateway")
     os.kill(gateway.pid, signal.SIGTERM)
     for poll in polls:
