@@ -182,8 +182,9 @@ def test_only_what_is_not_kept_runs_again(kept: Kept) -> None:
     counts = _counts(model, packed)
     assert counts["tree_attention"] == once["tree_attention"] == sizes.num_layers
     (layer,) = {*sizes.layers}
-    kv = layer.mixer.num_kv_heads * layer.mixer.head_dim
-    wide, kv = f"mm {layer.mlp.width}", f"mm {kv}"
+    config = cast(Any, model.config)
+    kv = f"mm {config.num_key_value_heads * config.head_dim}"
+    wide = f"mm {layer.mlp.width}"
     # Each layer has two of either: gate and up, k and v.
     assert counts[wide] - once[wide] == 2 * sum(layer is not Kept.PRODUCTS for layer in plan)
     assert counts[kv] - once[kv] == 2 * plan.count(Kept.ATTENTION)
@@ -491,7 +492,7 @@ def test_models_of_other_sizes_compile_in_one_process(
     for base in bases:
         expected = _gradients(load(base, dtype=ModelDtype.FLOAT32), packed)
         model = load(base, dtype=ModelDtype.FLOAT32, compile_layers=True)
-        scales.add(model.sizes.layers[0].mixer.head_dim ** -0.5)
+        scales.add(cast(Any, model.config).head_dim ** -0.5)
         _keep(model, packed, Kept.PRODUCTS)
         got = _gradients(model, packed)
         for name, grad in expected.items():
