@@ -154,6 +154,20 @@ _ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_e
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", *_ROPE_OUTSIDE)
 
 
+def partial_rotary(head_dim: int) -> Mapping[str, Rule]:
+    """Rules of `rope_parameters` where only a part of each head is rotated, of whole pairs."""
+
+    def holds(value: object) -> bool:
+        return number(1 / 1024, 1).holds(value) and not _is_odd(head_dim * cast("float", value))
+
+    expected = f"a share of {head_dim} elements that leaves whole pairs"
+    return {"partial_rotary_factor": Rule(expected=expected, holds=holds)}
+
+
+def _is_odd(size: float) -> bool:
+    return int(size) % 2 == 1 or int(size) == 0
+
+
 def unsupported(field: str, got: object, expected: str) -> RatoonError:
     """A model feature that is refused: `config.use_bidirectional_attention: got True, ...`."""
     return RatoonError(
@@ -190,11 +204,20 @@ def _check_tokens(config: Mapping[str, Any]) -> None:
                 raise invalid(f"config.{name}", token, f"null, or below vocab_size, {vocab_size}")
 
 
-def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
+def read_rope(
+    raw: Mapping[str, object],
+    max_positions: int,
+    *,
+    rules: Mapping[str, Rule] | None = None,
+    theta: float = 10_000.0,
+) -> dict[str, Any]:
     """Returns a configuration's rotary embeddings as `rope_parameters`, wherever it states them.
 
-    Raises UNSUPPORTED for a value out of its range, for one that is stated twice and differently,
-    and for a type whose frequencies are not functions of the position alone.
+    `rules`: those of entries for which a family takes values of its own. `theta`: its default.
+
+    Raises UNSUPPORTED for a value out of its range, for
+    one that is stated twice and differently, and for a type whose frequencies are not functions of
+    the position alone.
     """
     rope = _gathered(raw)
     rope_type = rope.setdefault("rope_type", "default")
@@ -202,17 +225,18 @@ def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
         expected = f"one of {', '.join(SUPPORTED_ROPE_TYPES)}"
         raise _no_rope("rope_type", rope_type, expected)
     # Not every reader takes null for the default.
-    rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
+    rope.setdefault("rope_theta", raw.get("rope_theta", theta))
     original = raw.get("original_max_position_embeddings")
     if rope_type in _LENGTHENED:
         # transformers uses the same default.
         rope.setdefault("original_max_position_embeddings", original or max_positions)
         _check_same("original_max_position_embeddings", rope, original)
+    known = {**_ROPE_RULES, **(rules or {})}
     is_implied = rope_type == "yarn" and rope.get("factor", 0) is None
     for name, value in rope.items():
         if name == "factor" and is_implied:
             continue
-        rule = _ROPE_RULES.get(name, _PLAIN)
+        rule = known.get(name, _PLAIN)
         if not rule.holds(value):
             raise _no_rope(name, value, rule.expected)
     for name in _ROPE_NEEDS[rope_type]:
@@ -220,6 +244,33 @@ def read_rope(raw: Mapping[str, object], max_positions: int) -> dict[str, Any]:
             raise _no_rope(name, "nothing", f"a number, which {rope_type} needs")
     _check_rope_together(rope, max_positions)
     return rope
+
+
+def read_rope_by_layer(
+    raw: Mapping[str, object], max_positions: int, *, theta: float, local: tuple[str, float]
+) -> dict[str, Any]:
+    """Returns the rotary embeddings of layers with full attention and of those with a window.
+
+    A folder states them by the kind of a layer, or, as earlier ones, those of full attention like
+    any other folder's and the base of the others in a field of its own. `local`: that field, and
+    its default. Raises what `read_rope` raises.
+    """
+    given = raw.get("rope_parameters")
+    if isinstance(given, dict) and given.keys() & {FULL, SLIDING}:
+        by_layer = cast("dict[str, object]", given)
+        if other := by_layer.keys() - {FULL, SLIDING}:
+            raise _no_rope(min(other), by_layer[min(other)], f"only {FULL} and {SLIDING}")
+        stated = {kind: {"rope_parameters": by_layer.get(kind)} for kind in (FULL, SLIDING)}
+    else:
+        stated = {FULL: raw, SLIDING: {}}
+    field, local_theta = local
+    thetas = {FULL: theta, SLIDING: raw.get(field, local_theta)}
+    if not _ROPE_RULES["rope_theta"].holds(thetas[SLIDING]):
+        raise unsupported(f"config.{field}", shown(thetas[SLIDING]), "a base of rotations")
+    return {
+        kind: read_rope(words, max_positions, theta=cast("float", thetas[kind]))
+        for kind, words in stated.items()
+    }
 
 
 def _gathered(raw: Mapping[str, object]) -> dict[str, Any]:

@@ -50,7 +50,6 @@ _EARLY_FIELDS = (
 _MAX_CONFIG_BYTES = 2**20
 # Fields of the configuration that decide how its tensors enter the model.
 _MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # Name by which peft finds the experts.
 _EXPERTS = "experts"
@@ -199,7 +198,8 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
     linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     of_experts = {*_MLP} if _has_experts(module) else set[str]()
     # Projections of either kind, but not of both.
-    available = (linear ^ of_experts).intersection(_ATTENTION + _MLP)
+    adapted = family_of(module.config).adapted
+    available = (linear ^ of_experts).intersection((*adapted, *_MLP))
     shown_names = ", ".join(sorted(available))
     if not requested and of_experts & linear:
         raise unsupported(

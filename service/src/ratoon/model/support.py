@@ -22,12 +22,12 @@ from ratoon.model.config_fields import (
     ROPE_FIELDS,
     check_field,
     check_together,
-    read_rope,
     unsupported,
 )
 from ratoon.model.families import FAMILIES, family_of
 from ratoon.model.families.family import Family, declared
 from ratoon.model.folder import FIELD, ModelFolder
+from ratoon.planner.layer_kinds import Attention
 
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 2**20
@@ -124,7 +124,7 @@ def attention_window(config: PreTrainedConfig) -> int | None:
     because other readers of the folder may use it.
     """
     mixers = [layer.mixer for layer in family_of(config).layers(config)]
-    windows = {mixer.window for mixer in mixers} - {None}
+    windows = {mixer.window for mixer in mixers if isinstance(mixer, Attention)} - {None}
     if not windows and "sliding_window" not in declared(type(config)):
         return cast("int | None", getattr(config, "sliding_window", None))
     return min(cast("set[int]", windows), default=None)
@@ -169,12 +169,12 @@ def _judged(raw: Mapping[str, object], family: Family) -> dict[str, Any]:
     effective = {"model_type": family.model_type, **defaults, **looked_at}
     check_together(effective)
     family.check(effective)
-    rope = read_rope(raw, effective["max_position_embeddings"])
+    rope = family.read_rope({**effective, **{n: raw[n] for n in ROPE_FIELDS if n in raw}})
     own = {
         name: value
         for name, value in looked_at.items()
         # Classes that do not declare them read these all the same.
-        if name in defaults or name == "head_dim"
+        if name in defaults or name in family.rules or name == "head_dim"
     }
     return {**own, "rope_parameters": rope}
 

@@ -11,7 +11,7 @@ import torch
 
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RouteSums
-from ratoon.planner.layer_kinds import Layer
+from ratoon.planner.layer_kinds import Attention, Layer
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import trained_lengths
@@ -41,10 +41,18 @@ class Geometry:
     hidden_size: int
     vocab_size: int
 
-    @property
-    def pair_elements(self) -> int:
-        """Elements of a query in all layers, which a (query, key) pair multiplies."""
-        return sum(layer.mixer.output_size for layer in self.layers)
+    def mixer_flops(self, work: Work) -> tuple[float, float]:
+        """FLOPs of one forward: of attention's pairs, and of recurrences.
+
+        A layer with a window has as many pairs as the window allows for every token, at most all.
+        """
+        of_pairs = recurrent = 0.0
+        for mixer in (layer.mixer for layer in self.layers):
+            window = mixer.window if isinstance(mixer, Attention) else None
+            pairs = work.pairs if window is None else min(work.pairs, work.tokens * window)
+            of_pairs += 4 * mixer.pair_elements * pairs
+            recurrent += mixer.token_flops * work.tokens
+        return of_pairs, recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +102,21 @@ def training_flops(sizes: Geometry, work: Work) -> float:
     """FLOPs of one forward and backward; recomputation is not counted.
 
     A weight costs 2 a token forward, 2 for the gradient of its input and 2 for its own where it is
-    trained; a (query, key) pair 14 a head dimension: two products forward, five backward.
+    trained; a (query, key) pair 14 a head dimension: two products forward, five backward. A
+    recurrence costs its forward three times.
     """
     layers = work.tokens * (4 * sizes.layer_parameters + 2 * sizes.trained_layer_parameters)
     per_head_weight = 6 if sizes.head_is_trained else 4
     head = per_head_weight * sizes.vocab_size * sizes.hidden_size * work.rows
-    return float(layers + head + 14 * sizes.pair_elements * work.pairs)
+    of_pairs, recurrent = sizes.mixer_flops(work)
+    return float(layers + head + 14 / 4 * of_pairs + 3 * recurrent)
 
 
 def forward_flops(sizes: Geometry, work: Work) -> float:
     """FLOPs of one forward alone."""
     layers = 2 * work.tokens * sizes.layer_parameters
     head = 2 * sizes.vocab_size * sizes.hidden_size * work.rows
-    return float(layers + head + 4 * sizes.pair_elements * work.pairs)
+    return float(layers + head + sum(sizes.mixer_flops(work)))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -24,11 +24,13 @@ def _mistral_layers(config: Any) -> tuple[Layer, ...]:
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
+    models="Llama 2, 3, 3.1, 3.2 (text)",
     layers=lambda config: alike(config, softmax_attention(config)),
     check=_check_llama,
 )
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
+    models="Mistral 7B, Ministral 8B, Mistral Small (text)",
     layers=_mistral_layers,
 )

@@ -16,10 +16,12 @@ def _layers(config: Any) -> tuple[Layer, ...]:
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
+    models="Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen",
     layers=_layers,
 )
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
+    models="Qwen3 0.6B to 32B",
     layers=_layers,
 )

@@ -16,7 +16,7 @@ from ratoon.planner.layer_kinds import Layer, Mlp
 
 # Bound on the routed experts of all layers together, each of which has its own tensors.
 _MAX_EXPERTS = 2**16
-_RULES = {
+RULES = {
     "num_experts": integer(2, 4096),
     "num_experts_per_tok": integer(1, 4096),
     "moe_intermediate_size": SIZE,
@@ -27,17 +27,21 @@ _RULES = {
 }
 
 
-def _check_experts(config: Mapping[str, Any]) -> None:
-    num_experts, layers = config["num_experts"], config["num_hidden_layers"]
+def check_experts(config: Mapping[str, Any], name: str = "num_experts") -> None:
+    """Raises INVALID_ARGUMENT for more experts than there may be.
+
+    `name`: the field that says how many a layer has.
+    """
+    num_experts, layers = config[name], config["num_hidden_layers"]
     if num_experts * layers > _MAX_EXPERTS:
         expected = f"at most {_MAX_EXPERTS} in all layers"
-        raise invalid("config.num_experts", f"{num_experts} in each of {layers}", expected)
+        raise invalid(f"config.{name}", f"{num_experts} in each of {layers}", expected)
     if config["num_experts_per_tok"] > num_experts:
-        expected = f"at most num_experts, {num_experts}"
+        expected = f"at most {name}, {num_experts}"
         raise invalid("config.num_experts_per_tok", config["num_experts_per_tok"], expected)
 
 
-def _check_dense_layers(config: Mapping[str, Any]) -> None:
+def check_dense_layers(config: Mapping[str, Any]) -> None:
     """Raises INVALID_ARGUMENT for a dense layer that the model does not have."""
     for layer in config["mlp_only_layers"] or []:
         if layer >= config["num_hidden_layers"]:
@@ -47,17 +51,18 @@ def _check_dense_layers(config: Mapping[str, Any]) -> None:
 
 def _check(config: Mapping[str, Any]) -> None:
     check_heads(config)
-    _check_experts(config)
-    _check_dense_layers(config)
+    check_experts(config)
+    check_dense_layers(config)
 
 
-def _mlps(config: Any) -> list[Mlp]:
+def mlps(config: Any, shared_size: int = 0) -> list[Mlp]:
     """MLP of each layer."""
     dense = Mlp(size=config.intermediate_size)
     routed = Mlp(
         size=config.moe_intermediate_size,
         num_experts=config.num_experts,
         experts_per_token=config.num_experts_per_tok,
+        shared_size=shared_size,
     )
     step, dense_layers = config.decoder_sparse_step, {*config.mlp_only_layers}
     return [
@@ -68,14 +73,15 @@ def _mlps(config: Any) -> list[Mlp]:
 
 def _layers(config: Any) -> tuple[Layer, ...]:
     mixer = softmax_attention(config, config.sliding_window)
-    return stack([mixer] * config.num_hidden_layers, _mlps(config))
+    return stack([mixer] * config.num_hidden_layers, mlps(config))
 
 
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
     layers=_layers,
-    rules=_RULES,
+    rules=RULES,
     check=_check,
     prepare=replace_routers,
     experts=Qwen3MoeExperts,
