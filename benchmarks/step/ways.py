@@ -31,7 +31,7 @@ from benchmarks.step.subjects import (
     run_step,
 )
 from benchmarks.step.workload import (
-    ModelSize,
+    AnySize,
     SeededBatch,
     mfu,
     packed_batch,
@@ -56,7 +56,7 @@ LOGPROB = "logprob"
 class Ways:
     """Owns one model's module, and a policy around it per backend, of which one is active."""
 
-    def __init__(self, run: Run, size: ModelSize) -> None:
+    def __init__(self, run: Run, size: AnySize) -> None:
         self.run = run
         self.size = size
         self.module = run.module(size)

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from harness.decoder_sizes import uniform_sizes
 from ratoon.model.experts import EXPERTS_NAME
+from ratoon.model.families import family_of
 from ratoon.planner.activation_plan import DecoderSizes
 from ratoon.planner.stage_plan import HeldTokens
 from ratoon.planner.waves import resident_tokens
@@ -25,6 +27,7 @@ from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
+from ratoon.train import report
 from ratoon.train.micro_batches import DeviceBatch, to_device
 from ratoon.train.staged_batch import stream_tokens
 
@@ -75,6 +78,31 @@ class RoutedSize(ModelSize):
         router = self.num_layers * self.hidden_size * self.num_experts
         return super(RoutedSize, self).layer_parameters + router
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilySize:
+    """A decoder of any family that is served, as its configuration states it."""
+
+    name: str
+    config: PreTrainedConfig
+
+    @property
+    def geometry(self) -> report.Geometry:
+        """Sizes by which the service counts work, with all weights trained."""
+        config: Any = self.config
+        layers = family_of(config).layers(config)
+        weights = float(sum(layer.weights(config.hidden_size) for layer in layers))
+        return report.Geometry(
+            layer_parameters=weights,
+            trained_layer_parameters=weights,
+            head_is_trained=True,
+            layers=layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+        )
+
+
+AnySize = ModelSize | FamilySize
 
 QWEN3_8B = ModelSize(
     name="Qwen3-8B", num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -139,15 +167,18 @@ class StepWork:
     pairs: int
 
 
-def step_flops(size: ModelSize, work: StepWork) -> float:
+def step_flops(size: AnySize, work: StepWork) -> float:
     """6 per token and weight, 14 per pair and head dimension; recomputation is not counted."""
+    if isinstance(size, FamilySize):
+        counted = report.Work(tokens=work.tokens, rows=work.rows, pairs=work.pairs)
+        return report.training_flops(size.geometry, counted)
     layers = 6 * size.layer_parameters * work.tokens
     head = 6 * size.vocab_size * size.hidden_size * work.rows
     attention = 14 * size.head_dim * size.num_heads * size.num_layers * work.pairs
     return float(layers + head + attention)
 
 
-def mfu(size: ModelSize, work: StepWork, seconds: float) -> float:
+def mfu(size: AnySize, work: StepWork, seconds: float) -> float:
     """Model FLOPs utilization, of an H200's peak whatever the device."""
     return step_flops(size, work) / seconds / PEAK_FLOPS
 
