@@ -15,8 +15,10 @@ from typing import Any, cast
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -25,8 +27,12 @@ from transformers import (
 
 # It is the padding, too, as in many folders of the hub.
 EOS_TOKEN = 7
-# All have grouped queries; qwen3 and mistral tie the embeddings. And there is qwen3_moe_mixed.
-ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe")
+# All have grouped queries; qwen3, mistral and gemma3 tie the embeddings. The first of the two layers
+# of olmo3 and gemma3 has a window, shorter than most prompts. And there is qwen3_moe_mixed.
+ARCHITECTURES = (
+    *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
+)
+WINDOW = 3
 
 
 def write_folder(
@@ -81,6 +87,16 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return LlamaConfig(**{**common, "num_key_value_heads": 1})
     if architecture == "mistral":
         return MistralConfig(**{**common, "sliding_window": None, "tie_word_embeddings": True})
+    windowed = {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    if architecture == "olmo3":
+        return Olmo3Config(**{**common, **windowed})
+    if architecture == "gemma3":
+        # The root of the hidden size, by which embeddings are scaled, has no end.
+        own = {"hidden_size": 24, "head_dim": 8, "query_pre_attn_scalar": 6}
+        return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,

@@ -5,11 +5,16 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from ratoon.model.families.family import Family
+from ratoon.model.families.gemma3 import GEMMA3
 from ratoon.model.families.llama import LLAMA, MISTRAL
+from ratoon.model.families.olmo3 import OLMO3
 from ratoon.model.families.qwen import QWEN2, QWEN3
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+FAMILIES = {
+    family.architecture: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO3, GEMMA3)
+}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 
 
