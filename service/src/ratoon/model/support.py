@@ -161,10 +161,9 @@ def _family(raw: Mapping[str, object]) -> Family:
 
 def _judged(raw: Mapping[str, object], family: Family) -> dict[str, Any]:
     """Fields that transformers receives."""
-    defaults = {
-        field.name: None if field.default is MISSING else field.default
-        for field in dataclasses.fields(config_class(family))
-    }
+    fields = dataclasses.fields(config_class(family))
+    defaults = {field.name: None if field.default is MISSING else field.default for field in fields}
+    defaults = _renamed(defaults)
     looked_at = _looked_at(_renamed(raw), family, defaults)
     effective = {"model_type": family.model_type, **defaults, **looked_at}
     check_together(effective)

@@ -74,6 +74,7 @@ class Family:
             configuration has a value, and was checked alone.
         prepare: Replaces modules of a loaded model by those that run packed forests.
         experts: Class of the module that holds the routed experts of a layer; None: dense.
+        adapts_experts: Whether an adapter may reach these.
         exported: Parameters by name to the tensors that a released folder has, which are views.
         adapted: Linear maps beside the MLP's that an adapter reaches.
     """
@@ -87,6 +88,7 @@ class Family:
     check: Callable[[Mapping[str, Any]], None] = check_heads
     prepare: Callable[[nn.Module], None] = lambda _module: None
     experts: type[nn.Module] | None = None
+    adapts_experts: bool = True
     exported: Callable[[Tensors], dict[str, Tensor]] = dict
     adapted: Sequence[str] = ATTENTION_MAPS
 
