@@ -19,6 +19,7 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -26,7 +27,17 @@ from transformers import (
 # It is the padding, too, as in many folders of the hub.
 EOS_TOKEN = 7
 # All have grouped queries; qwen3 and mistral tie the embeddings. And there is qwen3_moe_mixed.
-ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe")
+ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "qwen3_5")
+# Key heads of another size than values, and fewer; two heads of keys for four of values.
+_DELTA: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 def write_folder(
@@ -48,10 +59,13 @@ def _files_of(architecture: str, vocab_size: int, num_heads: int, seed: int) -> 
             _config(architecture, vocab_size, num_heads)
         )
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 is_matrix = parameter.ndim > 1
                 noise = torch.randn_like(parameter) * (0.25 if is_matrix else 0.1)
                 parameter.copy_(noise if is_matrix else 1 + noise)
+                if name.endswith(".A_log"):
+                    # With more, no state would last for a fork.
+                    parameter.sub_(3)
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -81,6 +95,8 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return LlamaConfig(**{**common, "num_key_value_heads": 1})
     if architecture == "mistral":
         return MistralConfig(**{**common, "sliding_window": None, "tie_word_embeddings": True})
+    if architecture == "qwen3_5":
+        return Qwen3_5TextConfig(**common | _DELTA)
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,

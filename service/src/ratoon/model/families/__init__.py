@@ -7,9 +7,12 @@ from transformers import PreTrainedConfig
 from ratoon.model.families.family import Family
 from ratoon.model.families.llama import LLAMA, MISTRAL
 from ratoon.model.families.qwen import QWEN2, QWEN3
+from ratoon.model.families.qwen3_5 import QWEN3_5
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+FAMILIES = {
+    family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5)
+}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 
 
