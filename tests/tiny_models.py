@@ -25,6 +25,7 @@ from transformers import (
     Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -35,10 +36,21 @@ EOS_TOKEN = 7
 # of olmo3 and gemma3 has a window, shorter than most prompts. And there is qwen3_moe_mixed.
 ARCHITECTURES = (
     *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
+    "qwen3_5",
 )
 WINDOW = 3
 # Routers with a bias by which they choose alone, and shared experts; gpt_oss has sinks and windows.
 ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+# Key heads of another size than values, and fewer; two heads of keys for four of values.
+_DELTA: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 def write_folder(
@@ -60,10 +72,13 @@ def _files_of(architecture: str, vocab_size: int, num_heads: int, seed: int) -> 
             _config(architecture, vocab_size, num_heads)
         )
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 is_matrix = parameter.ndim > 1
                 noise = torch.randn_like(parameter) * (0.25 if is_matrix else 0.1)
                 parameter.copy_(noise if is_matrix else 1 + noise)
+                if name.endswith(".A_log"):
+                    # With more, no state would last for a fork.
+                    parameter.sub_(3)
             for name, buffer in model.named_buffers():
                 if name.endswith("correction_bias"):
                     buffer.copy_(0.2 * torch.randn_like(buffer))
@@ -108,6 +123,8 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
     if architecture in ROUTED:
         return _routed(architecture, common)
+    if architecture == "qwen3_5":
+        return Qwen3_5TextConfig(**common | _DELTA)
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,

@@ -12,6 +12,7 @@ from ratoon.model.families.gpt_oss import GPT_OSS
 from ratoon.model.families.llama import LLAMA, MISTRAL
 from ratoon.model.families.olmo3 import OLMO3
 from ratoon.model.families.qwen import QWEN2, QWEN3
+from ratoon.model.families.qwen3_5 import QWEN3_5
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES = {
@@ -28,6 +29,7 @@ FAMILIES = {
         GLM4_MOE_LITE,
         DEEPSEEK_V3,
         GPT_OSS,
+        QWEN3_5,
     )
 }
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
