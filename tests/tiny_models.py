@@ -32,8 +32,8 @@ from transformers import (
 
 # It is the padding, too, as in many folders of the hub.
 EOS_TOKEN = 7
-# All have grouped queries; qwen3, mistral and gemma3 tie the embeddings. The first of the two layers
-# of olmo3 and gemma3 has a window, shorter than most prompts. And there is qwen3_moe_mixed.
+# All have grouped queries; qwen3, mistral and gemma3 tie the embeddings. The first of two layers of
+# olmo3 and gemma3 has a window, shorter than most prompts. And there is qwen3_moe_mixed.
 ARCHITECTURES = (
     *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
     "qwen3_5",
