@@ -30,7 +30,7 @@ EOS_TOKEN = 7
 ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "qwen3_5")
 # Key heads of another size than values, and fewer; two heads of keys for four of values.
 _DELTA: dict[str, Any] = {
-    "head_dim": 8,
+    "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 6,
