@@ -16,11 +16,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -29,10 +31,16 @@ from transformers import (
 
 # It is the padding, too, as in many folders of the hub.
 EOS_TOKEN = 7
-# All have grouped queries; qwen3 and mistral tie the embeddings. And there is qwen3_moe_mixed.
-ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe")
-# Routers with a bias by which they choose alone, and shared experts; gpt_oss has sinks and windows.
+# Routers by sigmoids with a correction bias, beside shared experts; gpt_oss has biases and sinks.
 ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+# All but those with latent attention have grouped queries; qwen3, mistral and gemma3 tie the
+# embeddings. The first of the two layers of olmo3, gemma3 and gpt_oss has a window, shorter than
+# most prompts. And there is qwen3_moe_mixed.
+ARCHITECTURES = (
+    *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
+    *ROUTED,
+)
+WINDOW = 3
 
 
 def write_folder(
@@ -92,6 +100,16 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return MistralConfig(**{**common, "sliding_window": None, "tie_word_embeddings": True})
     if architecture in ROUTED:
         return _routed(architecture, common)
+    windowed = {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    if architecture == "olmo3":
+        return Olmo3Config(**{**common, **windowed})
+    if architecture == "gemma3":
+        # The root of the hidden size, by which embeddings are scaled, has no end.
+        own = {"hidden_size": 24, "head_dim": 8, "query_pre_attn_scalar": 6}
+        return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,
@@ -113,7 +131,7 @@ def _routed(architecture: str, common: dict[str, Any]) -> PretrainedConfig:
             "head_dim": 8,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "sliding_window": 3,
+            "sliding_window": WINDOW,
             # Gates and rows of these weights are clamped, too.
             "swiglu_limit": 0.5,
         }

@@ -36,6 +36,15 @@ def check_heads(config: Mapping[str, Any]) -> None:
         raise invalid("config.head_dim", got, "an even number: pairs are rotated")
 
 
+def check_divided_heads(config: Mapping[str, Any]) -> None:
+    """Raises what `check_heads` does, and for a hidden size that heads do not divide: transformers
+    divides it even where `head_dim` is given."""
+    check_heads(config)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if hidden % heads:
+        raise invalid("config.num_attention_heads", heads, f"a divisor of hidden_size, {hidden}")
+
+
 def read_flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary embeddings that are those of all layers. Raises UNSUPPORTED."""
     return read_rope(config, config["max_position_embeddings"])
@@ -117,6 +126,12 @@ def stack(mixers: Sequence[Mixer], mlps: Sequence[Mlp]) -> tuple[Layer, ...]:
 def alike(config: Any, mixer: Mixer) -> tuple[Layer, ...]:
     """Layers that all have this mixer and a dense MLP."""
     return (Layer(mixer=mixer, mlp=Mlp(size=config.intermediate_size)),) * config.num_hidden_layers
+
+
+def dense_by_layer(config: Any) -> tuple[Layer, ...]:
+    """Layers with a dense MLP, of which `layer_types` says which have the sliding window."""
+    mlp = Mlp(size=config.intermediate_size)
+    return stack(windowed_by_layer(config), [mlp] * config.num_hidden_layers)
 
 
 def declared(config_class: type[PreTrainedConfig]) -> set[str]:
