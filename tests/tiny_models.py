@@ -16,9 +16,15 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
     LlamaConfig,
     Mistral3Config,
     MistralConfig,
+    Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -27,8 +33,16 @@ from transformers import (
 
 # It is the padding, too, as in many folders of the hub.
 EOS_TOKEN = 7
-# All have grouped queries; qwen3 and mistral tie the embeddings. And there is qwen3_moe_mixed.
-ARCHITECTURES = ("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe")
+# Routers by sigmoids with a correction bias, beside shared experts; gpt_oss has biases and sinks.
+ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+# All but those with latent attention have grouped queries; qwen3, mistral and gemma3 tie the
+# embeddings. The first of the two layers of olmo3, gemma3 and gpt_oss has a window, shorter than
+# most prompts. And there is qwen3_moe_mixed.
+ARCHITECTURES = (
+    *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
+    *ROUTED,
+)
+WINDOW = 3
 
 # Models with a tower, of which only the decoder is trained.
 WRAPPED = ("mistral3",)
@@ -65,6 +79,9 @@ def _files_of(architecture: str, vocab_size: int, num_heads: int, seed: int) -> 
                 is_matrix = parameter.ndim > 1
                 noise = torch.randn_like(parameter) * (0.25 if is_matrix else 0.1)
                 parameter.copy_(noise if is_matrix else 1 + noise)
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):
+                    buffer.copy_(0.2 * torch.randn_like(buffer))
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -103,6 +120,18 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
             image_token_index=IMAGE_TOKEN,
             tie_word_embeddings=False,
         )
+    if architecture in ROUTED:
+        return _routed(architecture, common)
+    windowed = {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    if architecture == "olmo3":
+        return Olmo3Config(**{**common, **windowed})
+    if architecture == "gemma3":
+        # The root of the hidden size, by which embeddings are scaled, has no end.
+        own = {"hidden_size": 24, "head_dim": 8, "query_pre_attn_scalar": 6}
+        return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,
@@ -115,3 +144,47 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
     # The first of the two layers is dense, and wider than the experts of a token.
     mixed = {"mlp_only_layers": [0], "intermediate_size": 48}
     return Qwen3MoeConfig(**common | experts | (mixed if architecture.endswith("mixed") else {}))
+
+
+def _routed(architecture: str, common: dict[str, Any]) -> PretrainedConfig:
+    """The first layer is dense, but not of gpt_oss."""
+    if architecture == "gpt_oss":
+        own = {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            # Gates and rows of these weights are clamped, too.
+            "swiglu_limit": 0.5,
+        }
+        return GptOssConfig(**common | own)
+    experts: dict[str, Any] = {
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 0,
+    }
+    if architecture == "glm4_moe":
+        return Glm4MoeConfig(**common | experts | {"head_dim": 8, "use_qk_norm": True})
+    latent = {
+        "num_key_value_heads": common["num_attention_heads"],
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    if architecture == "glm4_moe_lite":
+        return Glm4MoeLiteConfig(**common | experts | latent)
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    }
+    # As Moonlight, whose queries have no latent.
+    own = {"n_group": 3, "topk_group": 2, "q_lora_rank": None, "rope_parameters": yarn}
+    return DeepseekV3Config(**common | experts | latent | own | {"first_k_dense_replace": 1})

@@ -61,13 +61,21 @@ def in_float64(model: nn.Module) -> nn.Module:
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
     mean_square = x.square().mean(-1, keepdim=True)
+    if type(module).__name__.startswith("Gemma"):
+        return (1 + module.weight) * x / torch.sqrt(mean_square + module.eps)
     return module.weight * x / torch.sqrt(mean_square + module.variance_epsilon)
 
 
-def _rotary(module: Any, _x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    angles = position_ids[..., None].double() * module.inv_freq.double()
+def _rotary(
+    module: Any, _x: Tensor, position_ids: Tensor, layer_type: str = ""
+) -> tuple[Tensor, Tensor]:
+    of_layer = f"{layer_type}_" if layer_type else ""
+    frequencies, scaling = (
+        getattr(module, f"{of_layer}{name}") for name in ("inv_freq", "attention_scaling")
+    )
+    angles = position_ids[..., None].double() * frequencies.double()
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos() * module.attention_scaling, angles.sin() * module.attention_scaling
+    return angles.cos() * scaling, angles.sin() * scaling
 
 
 def _router(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

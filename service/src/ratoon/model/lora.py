@@ -241,8 +241,9 @@ def _has_experts(module: PreTrainedModel) -> bool:
 
 
 def _experts(module: PreTrainedModel) -> Iterator[nn.Module]:
-    """Routed experts of each layer that has them."""
-    experts = family_of(module.config).experts
+    """Routed experts that an adapter may reach, of each layer that has them."""
+    family = family_of(module.config)
+    experts = family.experts if family.adapts_experts else None
     return (each for each in module.modules() if experts and isinstance(each, experts))
 
 

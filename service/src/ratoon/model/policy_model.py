@@ -23,7 +23,7 @@ from ratoon.model.layers import DecoderLayers
 from ratoon.model.router import RouteCounts, RoutedTokens
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.streamed_attention import AttentionStream
-from ratoon.model.support import attention_window, longest_sequence
+from ratoon.model.support import foreign_window, longest_sequence
 from ratoon.planner.activation_plan import DecoderSizes, Kept, fetched_at, max_tokens
 from ratoon.planner.layer_kinds import Layer
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
@@ -263,7 +263,7 @@ class PolicyModel:
             route_layers=self.routes.num_layers,
             num_experts=self.sizes.experts.num_experts,
             experts_per_token=self.sizes.experts.experts_per_token,
-            sliding_window=attention_window(self.config) or 0,
+            sliding_window=foreign_window(self.config) or 0,
             media_tokens=dict(self.base.media_tokens),
         )
 

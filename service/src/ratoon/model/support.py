@@ -19,7 +19,9 @@ from transformers import GenerationConfig, PreTrainedConfig
 from ratoon.errors import RatoonError, invalid, shown
 from ratoon.model.config_fields import (
     FIELD_RULES,
+    FULL,
     ROPE_FIELDS,
+    SLIDING,
     TOKEN,
     check_field,
     check_together,
@@ -133,7 +135,7 @@ def _config(words: Mapping[str, object], family: Family) -> PreTrainedConfig:
     except Exception as err:
         got = f"a config.json that is wrong ({shown(str(err))})"
         raise invalid(FIELD, got, "a valid one") from err
-    _check_window(config)
+    _check_windows(config, words)
     return config
 
 
@@ -185,21 +187,18 @@ def config_class(family: Family) -> type[PreTrainedConfig]:
     return cast("Any", getattr(transformers, family.architecture)).config_class
 
 
-def attention_window(config: PreTrainedConfig) -> int | None:
-    """Tokens that a layer with a sliding window attends to; None if no layer has a window.
+def foreign_window(config: PreTrainedConfig) -> int | None:
+    """Sliding window that the folder states and transformers ignores; None: there is none.
 
-    Up to this number of tokens attention is full. A window that transformers ignores counts too,
-    because other readers of the folder may use it.
+    Other readers of the folder may use it, and compute the same only up to that many tokens.
     """
-    mixers = [layer.mixer for layer in family_of(config).layers(config)]
-    windows = {mixer.window for mixer in mixers if isinstance(mixer, Attention)} - {None}
-    if not windows and "sliding_window" not in declared(type(config)):
-        return cast("int | None", getattr(config, "sliding_window", None))
-    return min(cast("set[int]", windows), default=None)
+    if "sliding_window" in declared(type(config)):
+        return None
+    return cast("int | None", getattr(config, "sliding_window", None))
 
 
 def longest_sequence(config: PreTrainedConfig) -> int:
-    """Tokens that the model is made for, and for which its attention is full.
+    """Tokens that the model is made for, and for which all readers of the folder compute the same.
 
     A folder extended by YaRN keeps its max_position_embeddings, and samplers use its original
     length times the factor, as here. The other kinds of scaling state their reach in
@@ -207,11 +206,12 @@ def longest_sequence(config: PreTrainedConfig) -> int:
     """
     longest = int(cast("int", config.max_position_embeddings))
     rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
+    rope = rope.get(FULL, rope)
     if rope.get("rope_type") == "yarn":
         # A null factor means max_position_embeddings over the original length.
         reached = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
         longest = max(longest, reached)
-    return min(longest, attention_window(config) or longest)
+    return min(longest, foreign_window(config) or longest)
 
 
 def _architecture(raw: Mapping[str, object]) -> str | None:
@@ -235,10 +235,9 @@ def _family(raw: Mapping[str, object]) -> Family:
 
 def _judged(raw: Mapping[str, object], family: Family) -> dict[str, Any]:
     """Fields that transformers receives."""
-    defaults = {
-        field.name: None if field.default is MISSING else field.default
-        for field in dataclasses.fields(config_class(family))
-    }
+    fields = dataclasses.fields(config_class(family))
+    defaults = {field.name: None if field.default is MISSING else field.default for field in fields}
+    defaults = _renamed(defaults)
     looked_at = _looked_at(_renamed(raw), family, defaults)
     effective = {"model_type": family.model_type, **defaults, **looked_at}
     check_together(effective)
@@ -248,8 +247,13 @@ def _judged(raw: Mapping[str, object], family: Family) -> dict[str, Any]:
         name: value
         for name, value in looked_at.items()
         # Classes that do not declare them read these all the same.
-        if name in defaults or name in family.rules or name == "head_dim"
+        if name in defaults or name in family.rules or (name == "head_dim" and value)
     }
+    # Nothing is padded, and the dtype is the policy's own.
+    if (own.get("pad_token_id") or 0) >= effective["vocab_size"]:
+        own["pad_token_id"] = None
+    if own.get("dtype") == "auto":
+        del own["dtype"]
     return {**own, "rope_parameters": rope}
 
 
@@ -307,8 +311,16 @@ def _renamed(raw: Mapping[str, object]) -> dict[str, object]:
     return renamed
 
 
-def _check_window(config: PreTrainedConfig) -> None:
-    types = cast("list[str]", getattr(config, "layer_types", None) or [])
-    if "sliding_attention" in types and cast("Any", config).sliding_window is None:
-        expected = "a sliding_window, and use_sliding_window, for layers of sliding_attention"
-        raise unsupported("config.layer_types", "sliding_attention", expected)
+def _check_windows(config: PreTrainedConfig, said: Mapping[str, object]) -> None:
+    """Refuses kinds of layers that are not those that transformers makes of the configuration."""
+    types = cast("list[str] | None", said.get("layer_types"))
+    mixers = [layer.mixer for layer in family_of(config).layers(config)]
+    for index, (kind, mixer) in enumerate(zip(types or (), mixers, strict=bool(types))):
+        has_window = isinstance(mixer, Attention) and mixer.window is not None
+        if kind in (FULL, SLIDING) and has_window != (kind == SLIDING):
+            expected = (
+                f"{SLIDING}, as sliding_window says"
+                if has_window
+                else "a sliding_window (and use_sliding_window) for layers that have one"
+            )
+            raise unsupported("config.layer_types", f"{kind} of layer {index}", expected)

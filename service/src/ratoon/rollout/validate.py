@@ -155,7 +155,7 @@ class BatchLimits:
     max_sequences: int
     max_tokens: int
     routes: RouteSizes = DENSE
-    # Tokens that the model's attention goes back to; 0: all.
+    # Window that other readers of the model's folder may have; 0: none.
     sliding_window: int = 0
     # Tokens that stand for images or videos, by their fields in the model's configuration.
     media_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -273,7 +273,7 @@ def _check_lengths(
     if s is not None:
         expected = f"at most {limits.max_sequence_tokens}, which the model takes"
         if limits.sliding_window == limits.max_sequence_tokens:
-            expected += ": its sliding window, beyond which attention is not full"
+            expected += ": its sliding window, beyond which readers of the folder differ"
         got = f"{length_S[s]} tokens, {prompt_length_S[s]} of them prompt"
         raise invalid(fields.sequence(s), got, expected)
 
