@@ -29,8 +29,8 @@ from benchmarks.step import varlen as step_varlen
 from benchmarks.step.workload import ModelSize, RoutedSize, SeededBatch
 from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_attention
 from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
+from ratoon.model.families import family_of
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.router import replace_routers
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.planner.activation_plan import Kept
 from ratoon.planner.stage_plan import ForwardPlan, HeldTokens, least_plan, plan_forward
@@ -85,7 +85,7 @@ def build_module(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
     if config._experts_implementation == EXPERTS_NAME:
-        replace_routers(module)
+        family_of(config).prepare(module)
     return cast("PreTrainedModel", module)
 
 

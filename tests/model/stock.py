@@ -35,9 +35,7 @@ def load_stock(
         model = PeftModel.from_pretrained(
             model, str(adapter), is_trainable=True, autocast_adapter_dtype=False
         )
-    if dtype is torch.float64:
-        _compute_in_float64(model)
-    return model
+    return in_float64(model) if dtype is torch.float64 else model
 
 
 def sequence_outputs(model: nn.Module, sequence: list[int]) -> tuple[Tensor, Tensor]:
@@ -48,7 +46,8 @@ def sequence_outputs(model: nn.Module, sequence: list[int]) -> tuple[Tensor, Ten
     return output.hidden_states[-1][0], logprobs.gather(1, ids[0, 1:, None])[:, 0]
 
 
-def _compute_in_float64(model: nn.Module) -> None:
+def in_float64(model: nn.Module) -> nn.Module:
+    """The model, which then computes in float64 throughout."""
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
@@ -57,17 +56,26 @@ def _compute_in_float64(model: nn.Module) -> None:
             cast(Any, module).forward = partial(_rotary, module)
         elif kind.endswith("TopKRouter"):
             cast(Any, module).forward = partial(_router, module)
+    return model
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
     mean_square = x.square().mean(-1, keepdim=True)
+    if type(module).__name__.startswith("Gemma"):
+        return (1 + module.weight) * x / torch.sqrt(mean_square + module.eps)
     return module.weight * x / torch.sqrt(mean_square + module.variance_epsilon)
 
 
-def _rotary(module: Any, _x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    angles = position_ids[..., None].double() * module.inv_freq.double()
+def _rotary(
+    module: Any, _x: Tensor, position_ids: Tensor, layer_type: str = ""
+) -> tuple[Tensor, Tensor]:
+    of_layer = f"{layer_type}_" if layer_type else ""
+    frequencies, scaling = (
+        getattr(module, f"{of_layer}{name}") for name in ("inv_freq", "attention_scaling")
+    )
+    angles = position_ids[..., None].double() * frequencies.double()
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos() * module.attention_scaling, angles.sin() * module.attention_scaling
+    return angles.cos() * scaling, angles.sin() * scaling
 
 
 def _router(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

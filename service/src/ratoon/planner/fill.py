@@ -68,7 +68,12 @@ class KnownWork:
         if found is None:
             depth = self.sizes.lcp[last + 1 : first + 1].min(keepdims=True)
             rows = self.sizes.rows_within(np.array([first]), depth)
-            found = Work(tokens=int(depth[0]), pairs=num_pairs(depth), rows=int(rows[0]))
+            found = Work(
+                tokens=int(depth[0]),
+                pairs=num_pairs(depth),
+                rows=int(rows[0]),
+                near_pairs=int(self.sizes.near_pairs(depth)[0]),
+            )
             self._shared[last, first] = found
         return found
 
@@ -274,6 +279,7 @@ class Filler:
             tokens=current.work.tokens + added.tokens - shared.tokens,
             pairs=current.work.pairs + added.pairs - shared.pairs,
             rows=current.work.rows + added.rows - shared.rows,
+            near_pairs=current.work.near_pairs + added.near_pairs - shared.near_pairs,
         )
 
     def _close(self, current: _Open) -> list[Filled]:

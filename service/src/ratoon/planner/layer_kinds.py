@@ -7,6 +7,7 @@ of routed experts). This module imports no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -291,3 +292,15 @@ class Layer:
     def mixer_weights(self, hidden_size: int) -> int:
         """Weights of the mixer's linear maps."""
         return sum(inputs * outputs for inputs, outputs in self.mixer.projections(hidden_size))
+
+
+def window_of(mixer: Mixer) -> int | None:
+    """Tokens that a query sees in a layer with a window; None: it sees all, or there is none."""
+    return mixer.window if isinstance(mixer, Attention) else None
+
+
+def window_of_layers(layers: Iterable[Layer]) -> int | None:
+    """The window of all layers that have one, which is one for a model; None: no layer has."""
+    windows = {window_of(layer.mixer) for layer in layers} - {None}
+    assert len(windows) <= 1, "a configuration has one sliding_window"
+    return next(iter(windows), None)
