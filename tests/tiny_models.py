@@ -15,12 +15,14 @@ from typing import Any, cast
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    Mistral3Config,
     MistralConfig,
     Olmo3Config,
     PretrainedConfig,
@@ -42,6 +44,18 @@ ARCHITECTURES = (
 )
 WINDOW = 3
 
+# Models with a tower, of which only the decoder is trained.
+WRAPPED = ("mistral3",)
+IMAGE_TOKEN = 11
+_TOWER: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
 
 def write_folder(
     folder: Path, architecture: str, *, vocab_size: int = 64, num_heads: int = 4, seed: int = 0
@@ -58,9 +72,8 @@ def _files_of(architecture: str, vocab_size: int, num_heads: int, seed: int) -> 
     """Made once a process: most tests want a folder of their own with the same model."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = cast(Any, AutoModelForCausalLM).from_config(
-            _config(architecture, vocab_size, num_heads)
-        )
+        kind = AutoModelForImageTextToText if architecture in WRAPPED else AutoModelForCausalLM
+        model = cast(Any, kind).from_config(_config(architecture, vocab_size, num_heads))
         with torch.no_grad():
             for parameter in model.parameters():
                 is_matrix = parameter.ndim > 1
@@ -110,6 +123,15 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         # The root of the hidden size, by which embeddings are scaled, has no end.
         own = {"hidden_size": 24, "head_dim": 8, "query_pre_attn_scalar": 6}
         return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
+    if architecture == "mistral3":
+        text = common | {"model_type": "mistral", "head_dim": 8, "sliding_window": None}
+        tower = _TOWER | {"model_type": "pixtral", "head_dim": 4}
+        return Mistral3Config(
+            text_config=text,
+            vision_config=tower,
+            image_token_index=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,

@@ -35,9 +35,7 @@ def load_stock(
         model = PeftModel.from_pretrained(
             model, str(adapter), is_trainable=True, autocast_adapter_dtype=False
         )
-    if dtype is torch.float64:
-        _compute_in_float64(model)
-    return model
+    return in_float64(model) if dtype is torch.float64 else model
 
 
 def sequence_outputs(model: nn.Module, sequence: list[int]) -> tuple[Tensor, Tensor]:
@@ -48,7 +46,8 @@ def sequence_outputs(model: nn.Module, sequence: list[int]) -> tuple[Tensor, Ten
     return output.hidden_states[-1][0], logprobs.gather(1, ids[0, 1:, None])[:, 0]
 
 
-def _compute_in_float64(model: nn.Module) -> None:
+def in_float64(model: nn.Module) -> nn.Module:
+    """The model, which then computes in float64 throughout."""
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
@@ -57,6 +56,7 @@ def _compute_in_float64(model: nn.Module) -> None:
             cast(Any, module).forward = partial(_rotary, module)
         elif kind.endswith("TopKRouter"):
             cast(Any, module).forward = partial(_router, module)
+    return model
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:

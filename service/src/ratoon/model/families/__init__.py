@@ -13,6 +13,7 @@ from ratoon.model.families.llama import LLAMA, MISTRAL
 from ratoon.model.families.olmo3 import OLMO3
 from ratoon.model.families.qwen import QWEN2, QWEN3
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
+from ratoon.model.families.wrapped import MISTRAL3
 
 FAMILIES = {
     family.architecture: family
@@ -30,6 +31,8 @@ FAMILIES = {
         GEMMA3,
     )
 }
+# Models of several inputs whose text model is one of a family.
+WRAPPERS = {wrapper.architecture: wrapper for wrapper in (MISTRAL3,)}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 
 
