@@ -15,16 +15,20 @@ from typing import Any, cast
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    Mistral3Config,
     MistralConfig,
     Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -32,24 +36,37 @@ from transformers import (
 
 # It is the padding, too, as in many folders of the hub.
 EOS_TOKEN = 7
-# All have grouped queries; qwen3, mistral and gemma3 tie the embeddings. The first of two layers of
-# olmo3 and gemma3 has a window, shorter than most prompts. And there is qwen3_moe_mixed.
-ARCHITECTURES = (
-    *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
-    "qwen3_5",
-)
-WINDOW = 3
-# Routers with a bias by which they choose alone, and shared experts; gpt_oss has sinks and windows.
-ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
 # Key heads of another size than values, and fewer; two heads of keys for four of values.
 _DELTA: dict[str, Any] = {
-    "head_dim": 8,
+    "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+}
+# Routers by sigmoids with a correction bias, beside shared experts; gpt_oss has biases and sinks.
+ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+# All but those with latent attention have grouped queries; qwen3, mistral and gemma3 tie the
+# embeddings. The first of the two layers of olmo3, gemma3 and gpt_oss has a window, shorter than
+# most prompts. And there is qwen3_moe_mixed.
+ARCHITECTURES = (
+    *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
+    *(*ROUTED, "qwen3_5"),
+)
+WINDOW = 3
+
+# Models with a tower, of which only the decoder is trained.
+WRAPPED = ("mistral3", "gemma3_vl", "qwen3_5_vl")
+IMAGE_TOKEN, VIDEO_TOKEN = 11, 12
+_TOWER: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
 }
 
 
@@ -68,9 +85,8 @@ def _files_of(architecture: str, vocab_size: int, num_heads: int, seed: int) -> 
     """Made once a process: most tests want a folder of their own with the same model."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = cast(Any, AutoModelForCausalLM).from_config(
-            _config(architecture, vocab_size, num_heads)
-        )
+        kind = AutoModelForImageTextToText if architecture in WRAPPED else AutoModelForCausalLM
+        model = cast(Any, kind).from_config(_config(architecture, vocab_size, num_heads))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 is_matrix = parameter.ndim > 1
@@ -111,6 +127,10 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return LlamaConfig(**{**common, "num_key_value_heads": 1})
     if architecture == "mistral":
         return MistralConfig(**{**common, "sliding_window": None, "tie_word_embeddings": True})
+    if architecture in WRAPPED:
+        return _wrapped(architecture, vocab_size, num_heads)
+    if architecture in ROUTED:
+        return _routed(architecture, common)
     windowed = {
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -121,8 +141,6 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         # The root of the hidden size, by which embeddings are scaled, has no end.
         own = {"hidden_size": 24, "head_dim": 8, "query_pre_attn_scalar": 6}
         return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
-    if architecture in ROUTED:
-        return _routed(architecture, common)
     if architecture == "qwen3_5":
         return Qwen3_5TextConfig(**common | _DELTA)
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
@@ -139,6 +157,49 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
     return Qwen3MoeConfig(**common | experts | (mixed if architecture.endswith("mixed") else {}))
 
 
+def _wrapped(architecture: str, vocab_size: int, num_heads: int) -> PretrainedConfig:
+    """The decoder of another architecture and a tower of one layer."""
+    own = {"mistral3": "mistral", "gemma3_vl": "gemma3", "qwen3_5_vl": "qwen3_5"}[architecture]
+    text = _config(own, vocab_size, num_heads)
+    if architecture == "mistral3":
+        text.tie_word_embeddings = False
+        tower = _TOWER | {"model_type": "pixtral", "head_dim": 4}
+        return Mistral3Config(
+            text_config=text,
+            vision_config=tower,
+            image_token_index=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
+    if architecture == "gemma3_vl":
+        tower = _TOWER | {"model_type": "siglip_vision_model"}
+        return Gemma3Config(
+            text_config=text,
+            vision_config=tower,
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE_TOKEN,
+            boi_token_index=IMAGE_TOKEN,
+            eoi_token_index=IMAGE_TOKEN,
+        )
+    tower = {
+        "depth": 1,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+    }
+    return Qwen3_5Config(
+        text_config=text,
+        vision_config=tower,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=13,
+        vision_end_token_id=14,
+        tie_word_embeddings=False,
+    )
+
+
 def _routed(architecture: str, common: dict[str, Any]) -> PretrainedConfig:
     """The first layer is dense, but not of gpt_oss."""
     if architecture == "gpt_oss":
@@ -146,7 +207,7 @@ def _routed(architecture: str, common: dict[str, Any]) -> PretrainedConfig:
             "head_dim": 8,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "sliding_window": 3,
+            "sliding_window": WINDOW,
             # Gates and rows of these weights are clamped, too.
             "swiglu_limit": 0.5,
         }

@@ -62,6 +62,7 @@ def frequencies_by_hand(config: dict[str, Any]) -> tuple[Tensor, float]:
     """Rotary frequencies, and what angles' cosines are multiplied by, of a config.json of
     transformers 4, whose words alone are read."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = int(head_dim * config.get("partial_rotary_factor", 1))
     theta, scaling = config.get("rope_theta", 10_000.0), config.get("rope_scaling") or {}
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     frequency = theta**-exponent

@@ -85,7 +85,7 @@ def or_null(rule: Rule) -> Rule:
 FLAG = Rule(expected="true or false", holds=lambda value: isinstance(value, bool))
 SIZE = integer(1, _MAX_SIZE)
 _HEADS = integer(1, 4096)
-_TOKEN = integer(0, MAX_POSITIONS - 1)
+TOKEN = integer(0, MAX_POSITIONS - 1)
 
 FIELD_RULES: Mapping[str, Rule] = {
     "vocab_size": integer(1, MAX_POSITIONS),
@@ -105,8 +105,8 @@ FIELD_RULES: Mapping[str, Rule] = {
     "use_cache": FLAG,
     # -1 stands for none in early folders.
     "pad_token_id": or_null(integer(-1, MAX_POSITIONS - 1)),
-    "bos_token_id": or_null(_TOKEN),
-    "eos_token_id": or_null(either(_TOKEN, list_of(_TOKEN, 1024))),
+    "bos_token_id": or_null(TOKEN),
+    "eos_token_id": or_null(either(TOKEN, list_of(TOKEN, 1024))),
     "pretraining_tp": or_null(integer(1, 4096)),
     "tie_word_embeddings": FLAG,
     "attention_bias": FLAG,

@@ -33,6 +33,17 @@ def write_both_words(path: Path, said: Mapping[str, Any], config: PreTrainedConf
     path.write_text(json.dumps(public, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def write_wrapper(path: Path, said: Mapping[str, Any]) -> None:
+    """Rewrite the decoder's config.json that transformers saved at `path` as what its wrapper's
+    folder has `said`, with the dtype of the decoder's weights, wherever it is stated."""
+    dtype = json.loads(path.read_text(encoding="utf-8"))["dtype"]
+    words = {"dtype": dtype, **said}
+    for stated in (words, words["text_config"]):
+        stated |= {name: dtype for name in ("dtype", "torch_dtype") if name in stated}
+        stated.pop("_name_or_path", None)
+    path.write_text(json.dumps(words, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def _in_both_words(
     saved: Mapping[str, Any], said: Mapping[str, Any], config: PreTrainedConfig
 ) -> dict[str, Any]:
@@ -50,6 +61,8 @@ def _in_both_words(
         "rope_theta": of_full["rope_theta"],
         "rope_scaling": _earlier_scaling(of_full, said, config),
     }
+    if "partial_rotary_factor" in rope:
+        words["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if "num_local_experts" in saved:
         words["num_experts"] = words["num_local_experts"] = saved["num_local_experts"]
     return words

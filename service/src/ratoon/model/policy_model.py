@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
+from ratoon.model.aside import Base
 from ratoon.model.attention import PathAttention, SequenceAttention, TreeAttention
 from ratoon.model.families import family_of
 from ratoon.model.layers import DecoderLayers
@@ -97,16 +97,16 @@ class PolicyModel:
         deterministic: bool,
         compile_layers: bool,
         shards: LayerShards | None = None,
-        base_files: Mapping[str, bytes] = MappingProxyType({}),
+        base: Base = Base(),  # noqa: B008 - it is frozen
     ) -> None:
         """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing
         with it. `shards` holds the weights of the decoder layers of `module`, then of those of
-        `frozen`. `base_files` are published beside the weights, by name."""
+        `frozen`. `base` is what versions take over from a folder."""
         self.spec = spec
         self.module = module
         self.adapter = adapter
         self.shards = shards
-        self.base_files = base_files
+        self.base = base
         self._frozen = frozen
         self._active = module
         self._is_reference = False
@@ -264,6 +264,7 @@ class PolicyModel:
             num_experts=self.sizes.experts.num_experts,
             experts_per_token=self.sizes.experts.experts_per_token,
             sliding_window=foreign_window(self.config) or 0,
+            media_tokens=dict(self.base.media_tokens),
         )
 
     def _precision(self) -> Float64Math | nullcontext[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ratoon_proto.types import (
@@ -66,3 +67,5 @@ class ModelInfo:
     # Window, in tokens, that other readers of the folder may have and transformers does not; 0:
     # there is none. No sequence is longer.
     sliding_window: int = 0
+    # Tokens that stand for images or videos, which no rollout has, by their fields in config.json.
+    media_tokens: Mapping[str, int] = field(default_factory=dict[str, int])

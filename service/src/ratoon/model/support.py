@@ -16,22 +16,27 @@ from typing import Any, cast
 import transformers
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ratoon.errors import invalid, shown
+from ratoon.errors import RatoonError, invalid, shown
 from ratoon.model.config_fields import (
     FIELD_RULES,
     FULL,
     ROPE_FIELDS,
     SLIDING,
+    TOKEN,
     check_field,
     check_together,
+    or_null,
     unsupported,
 )
-from ratoon.model.families import FAMILIES, family_of
+from ratoon.model.families import FAMILIES, WRAPPERS, family_of
 from ratoon.model.families.family import Family, declared
+from ratoon.model.families.wrapped import Wrapper
 from ratoon.model.folder import FIELD, ModelFolder
 from ratoon.planner.layer_kinds import Attention
 
 CONFIG_NAME = "config.json"
+# What describes the decoder in a wrapper's configuration.
+_TEXT = "text_config"
 _MAX_CONFIG_BYTES = 2**20
 
 # Fields that must be absent, null, false or 0 in every configuration.
@@ -94,21 +99,84 @@ def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object
     UNSUPPORTED for features that are not served.
     """
     said = folder.read_object(CONFIG_NAME, _MAX_CONFIG_BYTES)
-    family = _family(said)
-    own = _judged(said, family)
+    wrapper = wrapper_of(said)
+    if wrapper is None:
+        return _config(said, _family(said)), said
+    _check_wrapper(said, wrapper)
+    try:
+        return _config(text_words(said), wrapper.family), said
+    except RatoonError as err:
+        raise _within_text(err) from err
+
+
+def wrapper_of(said: Mapping[str, object]) -> Wrapper | None:
+    """Wrapper whose folder says this in its config.json; None: a family's own."""
+    return WRAPPERS.get(_architecture(said) or "")
+
+
+def text_words(said: Mapping[str, object]) -> Mapping[str, object]:
+    """What a config.json says of the decoder; it was checked before."""
+    return said if wrapper_of(said) is None else cast("Any", said[_TEXT])
+
+
+def media_tokens(said: Mapping[str, object]) -> dict[str, int]:
+    """Tokens that stand for an image or a video, by the fields of a checked config.json."""
+    wrapper = wrapper_of(said)
+    fields = () if wrapper is None else wrapper.media_tokens
+    given = {name: said.get(name, default) for name, default in fields}
+    return {name: token for name, token in given.items() if isinstance(token, int)}
+
+
+def _config(words: Mapping[str, object], family: Family) -> PreTrainedConfig:
+    own = _judged(words, family)
     own["architectures"] = [family.architecture]
     try:
         config = config_class(family)(**own)
     except Exception as err:
         got = f"a config.json that is wrong ({shown(str(err))})"
         raise invalid(FIELD, got, "a valid one") from err
-    _check_windows(config, said)
-    return config, said
+    _check_windows(config, words)
+    return config
+
+
+def _check_wrapper(said: Mapping[str, object], wrapper: Wrapper) -> None:
+    """Checks what a wrapper's config.json says beside the decoder's words."""
+    if said.get("model_type") != wrapper.model_type:
+        got, expected = (
+            shown(said.get("model_type")),
+            f"{wrapper.model_type} ({wrapper.architecture})",
+        )
+        raise unsupported("config.model_type", got, expected)
+    rules = dict.fromkeys((name for name, _ in wrapper.media_tokens), or_null(TOKEN))
+    for name, value in _renamed(said).items():
+        _check_off(name, value, ())
+        if name in ("dtype", "tie_word_embeddings"):
+            check_field(name, value, or_null(FIELD_RULES[name]))
+        elif name in rules:
+            check_field(name, value, rules[name])
+    for name in (_TEXT, "vision_config"):
+        if not isinstance(said.get(name), dict):
+            raise invalid(_field(name), shown(said.get(name)), "an object")
+    given, expected = text_words(said).get("model_type"), wrapper.family.model_type
+    if given not in (None, expected):
+        field = f"config.{_TEXT}.model_type"
+        raise unsupported(field, shown(given), f"{expected} ({wrapper.architecture})")
+
+
+def _within_text(error: RatoonError) -> RatoonError:
+    """The error, of a field that `text_config` has."""
+    own = "config."
+    if not error.field.startswith(own):
+        return error
+    there = f"{own}{_TEXT}.{error.field.removeprefix(own)}"
+    message = error.message.replace(error.field, there, 1)
+    return RatoonError.from_dict({**error.to_dict(), "field": there, "message": message})
 
 
 def add_undeclared(config: PreTrainedConfig, said: Mapping[str, object]) -> None:
     """Add the fields that are checked in every family to the `config` of a loaded model, with the
     folder's values, if the family does not declare them."""
+    said = text_words(said)
     for name in _LOOKED_AT_ANYWHERE:
         if name in said and not hasattr(config, name):
             setattr(config, name, copy.deepcopy(said[name]))
@@ -146,12 +214,18 @@ def longest_sequence(config: PreTrainedConfig) -> int:
     return min(longest, foreign_window(config) or longest)
 
 
-def _family(raw: Mapping[str, object]) -> Family:
+def _architecture(raw: Mapping[str, object]) -> str | None:
     given = raw.get("architectures")
     named = cast("list[object]", given) if isinstance(given, list) else []
     architecture = named[0] if len(named) == 1 else None
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise unsupported("config.architectures", shown(given), f"one of {', '.join(FAMILIES)}")
+    return architecture if isinstance(architecture, str) else None
+
+
+def _family(raw: Mapping[str, object]) -> Family:
+    architecture = _architecture(raw)
+    if architecture is None or architecture not in FAMILIES:
+        expected = f"one of {', '.join((*FAMILIES, *WRAPPERS))}"
+        raise unsupported("config.architectures", shown(raw.get("architectures")), expected)
     family = FAMILIES[architecture]
     if raw.get("model_type") != family.model_type:
         got = shown(raw.get("model_type"))

@@ -14,6 +14,7 @@ from ratoon.model.families.olmo3 import OLMO3
 from ratoon.model.families.qwen import QWEN2, QWEN3
 from ratoon.model.families.qwen3_5 import QWEN3_5
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
+from ratoon.model.families.wrapped import GEMMA3_VL, MISTRAL3, QWEN3_5_VL
 
 FAMILIES = {
     family.architecture: family
@@ -23,15 +24,17 @@ FAMILIES = {
         QWEN2,
         QWEN3,
         QWEN3_MOE,
-        OLMO3,
-        GEMMA3,
         GLM4_MOE,
         GLM4_MOE_LITE,
         DEEPSEEK_V3,
         GPT_OSS,
+        OLMO3,
+        GEMMA3,
         QWEN3_5,
     )
 }
+# Models of several inputs whose text model is one of a family.
+WRAPPERS = {wrapper.architecture: wrapper for wrapper in (QWEN3_5_VL, GEMMA3_VL, MISTRAL3)}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Moonlight: multi-head latent attention, and experts by sigmoid beside shared ones.
+"""DeepSeek-V3 and Moonlight: multi-head latent attention, and routed experts beside shared ones.
 
 The correction bias by which a router chooses is moved by pre-training's own balancing. It is read,
 and passes into each version as it is.
