@@ -177,9 +177,7 @@ class Switch:
         self._graphs.append((out_TNV, rows))
         return out_TNV.detach(), out_TNV.new_empty(0)
 
-    def backward(
-        self, operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None
-    ) -> Gradients:
+    def backward(self, operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> Gradients:
         """See `GatedDeltaBackend`."""
         own, _ = self._split(operands)
         if self._chosen is None:

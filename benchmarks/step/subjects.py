@@ -57,18 +57,21 @@ _COMPARED = re.compile(
 class Way:
     """A row of a table: a backend of tree attention, over packed or replicated rollouts.
 
-    With `wave` > 0, packed rollouts are streamed, that many responses at a time.
+    With `wave` > 0, packed rollouts are streamed, that many responses at a time. `recurrence` names
+    the library that runs recurrences, level by level; empty: ours does.
     """
 
     backend: str
     is_packed: bool
     wave: int = 0
+    recurrence: str = ""
 
     @property
     def how(self) -> str:
         """The way's name in a result."""
         streamed = f"{STREAMED}{self.wave}" if self.wave else ""
-        return self.backend + ("" if self.is_packed else REPLICATED) + streamed
+        library = f"+{self.recurrence}" if self.recurrence else ""
+        return self.backend + library + ("" if self.is_packed else REPLICATED) + streamed
 
 
 def build_module(

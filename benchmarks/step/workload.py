@@ -21,6 +21,8 @@ from harness.decoder_sizes import uniform_sizes
 from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.families import family_of
 from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.costs import path_pairs
+from ratoon.planner.layer_kinds import window_of_layers
 from ratoon.planner.stage_plan import HeldTokens
 from ratoon.planner.waves import resident_tokens
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
@@ -85,6 +87,11 @@ class FamilySize:
 
     name: str
     config: PreTrainedConfig
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees in layers with a window; None: no layer has one."""
+        return window_of_layers(self.geometry.layers)
 
     @property
     def geometry(self) -> report.Geometry:
@@ -160,17 +167,21 @@ class StepWork:
         tokens: Tokens through the layers.
         rows: Hidden states that reach the LM head.
         pairs: Attended (query, key) pairs of one head of one layer, causal.
+        near_pairs: Those of one with a window; 0 if none has.
     """
 
     tokens: int
     rows: int
     pairs: int
+    near_pairs: int = 0
 
 
 def step_flops(size: AnySize, work: StepWork) -> float:
     """6 per token and weight, 14 per pair and head dimension; recomputation is not counted."""
     if isinstance(size, FamilySize):
-        counted = report.Work(tokens=work.tokens, rows=work.rows, pairs=work.pairs)
+        counted = report.Work(
+            tokens=work.tokens, rows=work.rows, pairs=work.pairs, near_pairs=work.near_pairs
+        )
         return report.training_flops(size.geometry, counted)
     layers = 6 * size.layer_parameters * work.tokens
     head = 6 * size.vocab_size * size.hidden_size * work.rows
@@ -330,21 +341,30 @@ def waves(packed: PackedBatch, num_subtrees: int) -> tuple[Stage, ...]:
     return (prefix, *parts)
 
 
-def packed_work(packed: PackedBatch) -> StepWork:
-    """The work of one packed micro-batch."""
+def packed_work(packed: PackedBatch, window: int | None = None) -> StepWork:
+    """The work of one packed micro-batch, by a model some of whose layers have this window."""
     forest = packed.forest
-    own = forest.node_stop - forest.node_start
-    pairs = own * forest.node_depth + own * (own + 1) // 2
-    return StepWork(tokens=forest.num_tokens, rows=len(packed.row_index), pairs=int(pairs.sum()))
+    end = forest.node_depth + forest.node_stop - forest.node_start
+
+    def pairs(of: int | None) -> int:
+        return int((path_pairs(end, of) - path_pairs(forest.node_depth, of)).sum())
+
+    return StepWork(
+        tokens=forest.num_tokens,
+        rows=len(packed.row_index),
+        pairs=pairs(None),
+        near_pairs=pairs(window) if window else 0,
+    )
 
 
-def replicated_work(batch: RolloutBatch) -> StepWork:
-    """Work of all rollouts, each run separately."""
+def replicated_work(batch: RolloutBatch, window: int | None = None) -> StepWork:
+    """Work of all rollouts, each run separately; `window` as of `packed_work`."""
     length = sequence_lengths(batch)
     return StepWork(
         tokens=int(length.sum()),
         rows=len(batch.loss_mask),
-        pairs=int((length * (length + 1) // 2).sum()),
+        pairs=int(path_pairs(length).sum()),
+        near_pairs=int(path_pairs(length, window).sum()) if window else 0,
     )
 
 
