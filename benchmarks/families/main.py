@@ -110,10 +110,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         stop_at=start + args.budget_s,
         seed=args.seed,
     )
-    has_file = args.out is not None and args.out.is_file() and not args.new
-    payload = (
-        merged(json.loads(args.out.read_text(encoding="utf-8")), run) if has_file else new(run)
-    )
+    payload = new(run)
+    if args.out is not None and args.out.is_file() and not args.new:
+        payload = merged(json.loads(args.out.read_text(encoding="utf-8")), payload, run.seed)
     for section, measure in _measurements(args):
         order = SECTIONS[section].cases(run.scale)
         for case in (case for case in order if case in (args.cases or order)):
@@ -145,9 +144,9 @@ def _measurements(
         "layers": {"num_layers": args.layers, "library": libraries[0] if libraries else FLA},
         "precision": {"num_layers": args.layers},
     }
-    for name in SECTIONS:
+    for name, section in SECTIONS.items():
         if name in args.only:
-            yield name, partial(SECTIONS[name].measure, **options[name])
+            yield name, partial(section.measure, **options[name])
 
 
 def new(run: Run) -> dict[str, Any]:
@@ -161,8 +160,8 @@ def new(run: Run) -> dict[str, Any]:
             "statistic": "median",
             "weights": "random, of the released configurations",
             "transformers": metadata.version("transformers"),
-            "hardware_mfu": "the service's count of a packed forward and backward, over peak_flops; "
-            "recomputation is not counted",
+            "hardware_mfu": "the service's count of a packed forward and backward, without "
+            "recomputation, over peak_flops",
             "fla": "its refusal of Triton below 3.7.1 on Hopper is passed over",
         },
         "runs": [
@@ -177,13 +176,13 @@ def new(run: Run) -> dict[str, Any]:
     }
 
 
-def merged(old: Mapping[str, Any], run: Run) -> dict[str, Any]:
+def merged(old: Mapping[str, Any], payload: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """The old result's payload with a new run added.
 
     Raises:
         SystemExit: The old result is of another commit, other sources, or another machine or seed.
     """
-    payload, now = new(run), describe_gpu(run.seed)
+    now = describe_gpu(seed)
     if differing := [name for name in SAME_ON_MERGE if old.get(name) != now[name]]:
         raise SystemExit(
             f"cannot merge into a result of another {', '.join(differing)}: --new begins anew"
