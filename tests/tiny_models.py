@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DeepseekV3Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -27,12 +28,24 @@ from transformers import (
     Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
 # It is the padding, too, as in many folders of the hub.
 EOS_TOKEN = 7
+# Key heads of another size than values, and fewer; two heads of keys for four of values.
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 # Routers by sigmoids with a correction bias, beside shared experts; gpt_oss has biases and sinks.
 ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
 # All but those with latent attention have grouped queries; qwen3, mistral and gemma3 tie the
@@ -40,13 +53,13 @@ ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
 # most prompts. And there is qwen3_moe_mixed.
 ARCHITECTURES = (
     *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
-    *ROUTED,
+    *(*ROUTED, "qwen3_5"),
 )
 WINDOW = 3
 
 # Models with a tower, of which only the decoder is trained.
-WRAPPED = ("mistral3",)
-IMAGE_TOKEN = 11
+WRAPPED = ("mistral3", "gemma3_vl", "qwen3_5_vl")
+IMAGE_TOKEN, VIDEO_TOKEN = 11, 12
 _TOWER: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 12,
@@ -75,10 +88,13 @@ def _files_of(architecture: str, vocab_size: int, num_heads: int, seed: int) -> 
         kind = AutoModelForImageTextToText if architecture in WRAPPED else AutoModelForCausalLM
         model = cast(Any, kind).from_config(_config(architecture, vocab_size, num_heads))
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 is_matrix = parameter.ndim > 1
                 noise = torch.randn_like(parameter) * (0.25 if is_matrix else 0.1)
                 parameter.copy_(noise if is_matrix else 1 + noise)
+                if name.endswith(".A_log"):
+                    # With more, no state would last for a fork.
+                    parameter.sub_(3)
             for name, buffer in model.named_buffers():
                 if name.endswith("correction_bias"):
                     buffer.copy_(0.2 * torch.randn_like(buffer))
@@ -111,6 +127,8 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return LlamaConfig(**{**common, "num_key_value_heads": 1})
     if architecture == "mistral":
         return MistralConfig(**{**common, "sliding_window": None, "tie_word_embeddings": True})
+    if architecture in WRAPPED:
+        return _wrapped(architecture, vocab_size, num_heads)
     if architecture in ROUTED:
         return _routed(architecture, common)
     windowed = {
@@ -123,15 +141,8 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         # The root of the hidden size, by which embeddings are scaled, has no end.
         own = {"hidden_size": 24, "head_dim": 8, "query_pre_attn_scalar": 6}
         return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
-    if architecture == "mistral3":
-        text = common | {"model_type": "mistral", "head_dim": 8, "sliding_window": None}
-        tower = _TOWER | {"model_type": "pixtral", "head_dim": 4}
-        return Mistral3Config(
-            text_config=text,
-            vision_config=tower,
-            image_token_index=IMAGE_TOKEN,
-            tie_word_embeddings=False,
-        )
+    if architecture == "qwen3_5":
+        return Qwen3_5TextConfig(**common | _DELTA)
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,
@@ -144,6 +155,49 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
     # The first of the two layers is dense, and wider than the experts of a token.
     mixed = {"mlp_only_layers": [0], "intermediate_size": 48}
     return Qwen3MoeConfig(**common | experts | (mixed if architecture.endswith("mixed") else {}))
+
+
+def _wrapped(architecture: str, vocab_size: int, num_heads: int) -> PretrainedConfig:
+    """The decoder of another architecture and a tower of one layer."""
+    own = {"mistral3": "mistral", "gemma3_vl": "gemma3", "qwen3_5_vl": "qwen3_5"}[architecture]
+    text = _config(own, vocab_size, num_heads)
+    if architecture == "mistral3":
+        text.tie_word_embeddings = False
+        tower = _TOWER | {"model_type": "pixtral", "head_dim": 4}
+        return Mistral3Config(
+            text_config=text,
+            vision_config=tower,
+            image_token_index=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
+    if architecture == "gemma3_vl":
+        tower = _TOWER | {"model_type": "siglip_vision_model"}
+        return Gemma3Config(
+            text_config=text,
+            vision_config=tower,
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE_TOKEN,
+            boi_token_index=IMAGE_TOKEN,
+            eoi_token_index=IMAGE_TOKEN,
+        )
+    tower = {
+        "depth": 1,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+    }
+    return Qwen3_5Config(
+        text_config=text,
+        vision_config=tower,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=13,
+        vision_end_token_id=14,
+        tie_word_embeddings=False,
+    )
 
 
 def _routed(architecture: str, common: dict[str, Any]) -> PretrainedConfig:

@@ -300,7 +300,7 @@ def test_a_tensor_of_the_decoder_is_named_as_the_folder_names_it(folder: Path) -
         ({"model_type": "llama"}, {}, "config.model_type"),
         ({"auto_map": {"AutoModel": "m.M"}}, {}, "config.auto_map"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "config.quantization_config"),
-        ({"dtype": "auto"}, {}, "config.dtype"),
+        ({"dtype": "x"}, {}, "config.dtype"),
         ({"tie_word_embeddings": "x"}, {}, "config.tie_word_embeddings"),
         ({}, {"model_type": "llama"}, "config.text_config.model_type"),
         ({}, {"hidden_size": "16"}, "config.text_config.hidden_size"),

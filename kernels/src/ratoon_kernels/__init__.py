@@ -1,9 +1,20 @@
-"""Tree attention and token log-probs as torch custom ops, for packed prefix forests.
+"""Tree attention, gated DeltaNet and token log-probs as torch custom ops, for packed forests.
 
 What a backend cannot serve is an error with its reason, never another result.
 """
 
 from ratoon_kernels.errors import BackendUnavailableError, KernelArgumentError
+from ratoon_kernels.gated_delta.convolution import (
+    causal_convolution,
+    causal_convolution_partial_backward,
+    causal_convolution_partial_forward,
+)
+from ratoon_kernels.gated_delta.op import (
+    gated_delta_partial_backward,
+    gated_delta_partial_forward,
+    gated_delta_rule,
+)
+from ratoon_kernels.gated_delta.operands import Handover
 from ratoon_kernels.layout import TreeLayout, build_layout
 from ratoon_kernels.registry import BackendStatus, list_backends, max_tokens, select_backend
 from ratoon_kernels.tiles import Span
@@ -20,10 +31,17 @@ __all__ = [
     "BackendStatus",
     "BackendUnavailableError",
     "DifferentiatedLogprobs",
+    "Handover",
     "KernelArgumentError",
     "Span",
     "TreeLayout",
     "build_layout",
+    "causal_convolution",
+    "causal_convolution_partial_backward",
+    "causal_convolution_partial_forward",
+    "gated_delta_partial_backward",
+    "gated_delta_partial_forward",
+    "gated_delta_rule",
     "list_backends",
     "max_tokens",
     "merge_partials",

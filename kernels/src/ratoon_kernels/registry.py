@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels.errors import BackendUnavailableError
+from ratoon_kernels.gated_delta import convolution_reference
+from ratoon_kernels.gated_delta import operands as gated_delta
+from ratoon_kernels.gated_delta import reference as gated_delta_reference
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.tiles import Span
 from ratoon_kernels.token_logprobs import fused
@@ -26,6 +29,8 @@ from ratoon_kernels.tree_attention import operands as attention
 
 TREE_ATTENTION: Final = "tree_attention"
 TOKEN_LOGPROBS: Final = "token_logprobs"
+GATED_DELTA: Final = "gated_delta"
+CAUSAL_CONVOLUTION: Final = "causal_convolution"
 
 _logger = logging.getLogger(__name__)
 
@@ -125,14 +130,68 @@ class TokenLogprobsBackend(Backend, Protocol):
         ...
 
 
+class GatedDeltaBackend(Backend, Protocol):
+    """A backend module of this op."""
+
+    def plan(self, layout: TreeLayout, /) -> list[Tensor]:
+        """Returns the tensors of a layout that it reads.
+
+        torch.compile traces it: it only picks what the layout holds already.
+        """
+        ...
+
+    def forward(self, operands: gated_delta.Operands, /) -> tuple[Tensor, Tensor]:
+        """Returns out_TNV (dtype of q) and end_ENDV of the handed nodes (accumulation dtype)."""
+        ...
+
+    def backward(
+        self, operands: gated_delta.Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None, /
+    ) -> gated_delta.Gradients:
+        """Returns all gradients; `dend_ENDV` None: no node is handed on."""
+        ...
+
+
+class CausalConvolutionBackend(Backend, Protocol):
+    """A backend module of this op; `head_dim` of a call is its number of taps."""
+
+    def plan(self, layout: TreeLayout, /) -> list[Tensor]:
+        """Returns the tensors of a layout that it reads; see `GatedDeltaBackend.plan`."""
+        ...
+
+    def forward(self, operands: gated_delta.ConvolutionOperands, /) -> tuple[Tensor, Tensor]:
+        """Returns out_TC and last_ERC of the handed nodes, both in the dtype of x."""
+        ...
+
+    def backward(
+        self,
+        operands: gated_delta.ConvolutionOperands,
+        dout_TC: Tensor,
+        dlast_ERC: Tensor | None,
+        /,
+    ) -> gated_delta.ConvolutionGradients:
+        """Returns all gradients; `dlast_ERC` None: no node is handed on."""
+        ...
+
+
 TREE_ATTENTION_BACKENDS: Final[Mapping[str, TreeAttentionBackend]] = MappingProxyType(
     {"cuda": cuda, "flash": flash, "flex": flex, "reference": reference}
 )
 TOKEN_LOGPROBS_BACKENDS: Final[Mapping[str, TokenLogprobsBackend]] = MappingProxyType(
     {"fused": fused, "reference": logprobs_reference}
 )
+GATED_DELTA_BACKENDS: Final[Mapping[str, GatedDeltaBackend]] = MappingProxyType(
+    {"reference": gated_delta_reference}
+)
+CAUSAL_CONVOLUTION_BACKENDS: Final[Mapping[str, CausalConvolutionBackend]] = MappingProxyType(
+    {"reference": convolution_reference}
+)
 _BACKENDS: Final[Mapping[str, Mapping[str, Backend]]] = MappingProxyType(
-    {TREE_ATTENTION: TREE_ATTENTION_BACKENDS, TOKEN_LOGPROBS: TOKEN_LOGPROBS_BACKENDS}
+    {
+        TREE_ATTENTION: TREE_ATTENTION_BACKENDS,
+        TOKEN_LOGPROBS: TOKEN_LOGPROBS_BACKENDS,
+        GATED_DELTA: GATED_DELTA_BACKENDS,
+        CAUSAL_CONVOLUTION: CAUSAL_CONVOLUTION_BACKENDS,
+    }
 )
 # Tokens at a time, queries or keys, of the backends that do not serve any number.
 _MAX_TOKENS: Final[Mapping[str, int]] = MappingProxyType(
@@ -181,11 +240,12 @@ def select_backend(
     The first choice of each backend is logged once per process.
 
     Args:
-        op: "tree_attention" or "token_logprobs".
+        op: "tree_attention", "token_logprobs", "gated_delta" or "causal_convolution".
         requested: A backend's name, or None for the best one.
         device: Device of the call's tensors.
         dtype: Dtype of the call's tensors.
-        head_dim: Their innermost size (the hidden size for token_logprobs).
+        head_dim: Their innermost size: the hidden size for token_logprobs, a key's for gated_delta,
+            the number of taps for causal_convolution.
         value_dim: Head size of the values where it is another one (tree_attention).
         window: Tokens of its path that a query sees, or None for all (tree_attention).
         deterministic: Require a backend whose forward and backward repeat their bits.

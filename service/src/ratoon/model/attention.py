@@ -16,18 +16,20 @@ up over the ranks as those of any other parameter do.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
-from weakref import WeakValueDictionary
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from ratoon.model.delta_parts import DeltaPart, Place
+from ratoon.model.linear_attention import PathMixing, mix_whole
+from ratoon.model.numbered import find, numbered
 from ratoon.planner.stage_plan import HeldTokens
 from ratoon.shards.sequence_group import SequenceGroup
 from ratoon_kernels import (
+    Span,
     TreeLayout,
     sink_gradient,
     tree_attention,
@@ -35,25 +37,10 @@ from ratoon_kernels import (
 )
 from ratoon_kernels.precision import accumulation_dtype
 
-_LIVE: Final[WeakValueDictionary[int, object]] = WeakValueDictionary()
-_NUMBERS: Final = itertools.count()
 ATTENTION_NAME = "ratoon_tree"
 
 
-def numbered(owner: object) -> Tensor:
-    """Returns a number for `owner`: int64 [1] on the CPU, so that compiled code does not depend on
-    it."""
-    number = next(_NUMBERS)
-    _LIVE[number] = owner
-    return torch.tensor([number])
-
-
-def find(number_1: Tensor) -> object:
-    """Returns the owner of a number, which must still live."""
-    return _LIVE[int(number_1)]
-
-
-class LayerAttention(Protocol):
+class LayerAttention(PathMixing, Protocol):
     """Lets the tokens of one forward attend to their paths."""
 
     def attend(
@@ -132,6 +119,14 @@ class TreeAttention:
         )
         return out_TNV
 
+    def mix(
+        self, module: nn.Module, x_TC: Tensor, weight_CW: Tensor, g_TN: Tensor, beta_TN: Tensor
+    ) -> Tensor:
+        """See `PathMixing.mix`."""
+        return mix_whole(
+            module, x_TC, weight_CW, g_TN, beta_TN, self.layout, deterministic=self.deterministic
+        )
+
     @property
     def per_token(self) -> tuple[Tensor]:
         """See `PathAttention.per_token`."""
@@ -191,6 +186,9 @@ class SequenceAttention:
         self._whole = whole
         self._group = group
         self._number_1 = numbered(self)
+        everything, is_same = Span(0, whole.layout.num_tokens), whole.deterministic
+        place = Place(whole.layout, everything, (), group, deterministic=is_same)
+        self._mixing = DeltaPart(place, ())
 
     @property
     def held(self) -> HeldTokens:
@@ -228,6 +226,12 @@ class SequenceAttention:
         """See `LayerAttention.attend`."""
         out_tNV, _lse_tN = _forward(q_tNH, k_tKH, v_tKV, sink_N, self._number_1, scale, window)
         return out_tNV
+
+    def mix(
+        self, module: nn.Module, x_tC: Tensor, weight_CW: Tensor, g_tN: Tensor, beta_tN: Tensor
+    ) -> Tensor:
+        """See `PathMixing.mix`."""
+        return self._mixing.mix(module, x_tC, weight_CW, g_tN, beta_tN)
 
     def forward(
         self,

@@ -27,7 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ratoon.model.attention import find, numbered, sink_part
+from ratoon.model.attention import sink_part
+from ratoon.model.delta_parts import DeltaPart, Place
+from ratoon.model.numbered import find, numbered
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon_kernels import (
@@ -173,6 +175,10 @@ class StageAttention:
             group=stream.group,
         )
         assert self._place.own.stop <= stream.tokens.held, "stages fit together"
+        spans = [each.span for each in ancestors]
+        self._nodes = Place(
+            stream.layout, span, spans, stream.group, deterministic=stream.deterministic
+        )
         self._ancestors = ancestors
         self._layers: dict[int, LayerStage] = {}
 
@@ -203,7 +209,8 @@ class StageAttention:
         """See `PathAttention.at_layer`."""
         if index not in self._layers:
             above = tuple(ancestor.at_layer(index) for ancestor in self._ancestors)
-            self._layers[index] = LayerStage(self._place, self.stream.path(index), above)
+            delta = DeltaPart(self._nodes, [each.delta for each in above])
+            self._layers[index] = LayerStage(self._place, self.stream.path(index), above, delta)
         return self._layers[index]
 
     def attend(
@@ -220,6 +227,13 @@ class StageAttention:
         """See `LayerAttention.attend`."""
         layer = self.at_layer(cast("int", module.layer_idx))
         return layer.attend(module, q_QNH, k_QKH, v_QKV, scale, window=window, sink_N=sink_N)
+
+    def mix(
+        self, module: nn.Module, x_QC: Tensor, weight_CW: Tensor, g_QN: Tensor, beta_QN: Tensor
+    ) -> Tensor:
+        """See `PathMixing.mix`."""
+        layer = self.at_layer(cast("int", module.layer_idx))
+        return layer.mix(module, x_QC, weight_CW, g_QN, beta_QN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +263,15 @@ class LayerStage:
     differentiated.
     """
 
-    def __init__(self, place: _Place, path: PathStacks, ancestors: tuple[LayerStage, ...]) -> None:
+    def __init__(
+        self,
+        place: _Place,
+        path: PathStacks,
+        ancestors: tuple[LayerStage, ...],
+        delta: DeltaPart,
+    ) -> None:
         self.number_1 = numbered(self)
+        self.delta = delta
         self._place = place
         self._path = path
         self._ancestors = ancestors
@@ -270,6 +291,12 @@ class LayerStage:
         """See `LayerAttention.attend`."""
         out_QNV, _lse_NQ = _forward(q_QNH, k_QKH, v_QKV, sink_N, self.number_1, scale, window)
         return out_QNV
+
+    def mix(
+        self, module: nn.Module, x_QC: Tensor, weight_CW: Tensor, g_QN: Tensor, beta_QN: Tensor
+    ) -> Tensor:
+        """See `PathMixing.mix`."""
+        return self.delta.mix(module, x_QC, weight_CW, g_QN, beta_QN)
 
     def forward(
         self,

@@ -12,8 +12,9 @@ from ratoon.model.families.gpt_oss import GPT_OSS
 from ratoon.model.families.llama import LLAMA, MISTRAL
 from ratoon.model.families.olmo3 import OLMO3
 from ratoon.model.families.qwen import QWEN2, QWEN3
+from ratoon.model.families.qwen3_5 import QWEN3_5
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
-from ratoon.model.families.wrapped import MISTRAL3
+from ratoon.model.families.wrapped import GEMMA3_VL, MISTRAL3, QWEN3_5_VL
 
 FAMILIES = {
     family.architecture: family
@@ -29,10 +30,11 @@ FAMILIES = {
         GPT_OSS,
         OLMO3,
         GEMMA3,
+        QWEN3_5,
     )
 }
 # Models of several inputs whose text model is one of a family.
-WRAPPERS = {wrapper.architecture: wrapper for wrapper in (MISTRAL3,)}
+WRAPPERS = {wrapper.architecture: wrapper for wrapper in (QWEN3_5_VL, GEMMA3_VL, MISTRAL3)}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 
 

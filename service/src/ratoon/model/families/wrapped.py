@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from ratoon.errors import invalid
 from ratoon.model.families.family import Family
+from ratoon.model.families.gemma3 import GEMMA3
 from ratoon.model.families.llama import MISTRAL
+from ratoon.model.families.qwen3_5 import QWEN3_5
 from ratoon.model.folder import FIELD
 
 # Beginnings of names of the decoder's tensors and of its head's in folders, and of their own. The
@@ -97,11 +99,28 @@ def _replaced(name: str, *beginnings: tuple[str, str]) -> str | None:
     return None
 
 
+_TOWERS = ("vision_tower.", "model.vision_tower.")
+QWEN3_5_VL = Wrapper(
+    architecture="Qwen3_5ForConditionalGeneration",
+    model_type="qwen3_5",
+    models="Qwen3.5, Qwen3.6 (dense)",
+    family=QWEN3_5,
+    towers=("model.visual.",),
+    media_tokens=(("image_token_id", 248056), ("video_token_id", 248057)),
+)
+GEMMA3_VL = Wrapper(
+    architecture="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    models="Gemma 3 4B, 12B, 27B",
+    family=GEMMA3,
+    towers=_TOWERS,
+    media_tokens=(("image_token_index", 262144),),
+)
 MISTRAL3 = Wrapper(
     architecture="Mistral3ForConditionalGeneration",
     model_type="mistral3",
     models="Mistral Small 3.1, 3.2",
     family=MISTRAL,
-    towers=("vision_tower.", "model.vision_tower."),
+    towers=_TOWERS,
     media_tokens=(("image_token_index", 10),),
 )
