@@ -56,12 +56,14 @@ _SHARED: dict[str, Any] = {
 }
 # Routers by sigmoids with a correction bias, beside shared experts; gpt_oss has biases and sinks.
 ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+# Routers by softmax, beside a shared expert but in the first.
+WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next")
 # All but those with latent attention have grouped queries; qwen3, mistral and gemma3 tie the
 # embeddings. The first of the two layers of olmo3, gemma3 and gpt_oss has a window, shorter than
 # most prompts. And there is qwen3_moe_mixed.
 ARCHITECTURES = (
     *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
-    *(*ROUTED, "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *(*ROUTED, "qwen3_5", *WITH_EXPERTS[1:]),
 )
 WINDOW = 3
 
