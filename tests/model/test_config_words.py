@@ -108,7 +108,7 @@ def test_version_is_the_model_in_both_words(
     number of experts."""
     model = load(folder_of(tmp_path, architecture, words, scaling), dtype=ModelDtype.FLOAT32)
     version = publish(model, tmp_path / "version")
-    assert (stock_logprobs(version) - own_logprobs(model)).abs().max() <= 1e-5
+    assert (stock_logprobs(version) - own_logprobs(model)).abs().max() <= 3e-5
     config = read_config(version)
     frequency, attention_factor = frequencies_by_hand(config)
     rotary = cast(Any, model.module).get_decoder().rotary_emb
