@@ -34,7 +34,7 @@ def unsupported_reason(
     return None if is_served else "for 16-bit tensors on CUDA GPUs, not deterministic"
 
 
-def plan(layout: TreeLayout) -> list[Tensor]:
+def plan(layout: TreeLayout, _window: int | None = None) -> list[Tensor]:
     """The host node table, in which each node is a sequence."""
     return [layout.node_table_M4]
 

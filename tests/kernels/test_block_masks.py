@@ -138,6 +138,7 @@ def _operands(forest: Forest, queries: Span, keys: Span) -> Operands:
         end_T=forest.layout().end_T,
         plan=[forest.layout().node_table_M4],
         scale=1.0,
+        window=None,
         queries=queries,
         keys=keys,
         is_deterministic=False,

@@ -161,7 +161,7 @@ def test_listed_tiles_are_those_of_the_mask() -> None:
     problem, tokens = _problem(forest.num_tokens), Span(0, forest.num_tokens)
     operands = Operands(
         q_QNH=problem.q_TNH, k_SKH=problem.k_TKH, v_SKH=problem.v_TKH,
-        end_T=forest.layout().end_T, plan=[forest.layout().node_table_M4], scale=1.0,
+        end_T=forest.layout().end_T, plan=[forest.layout().node_table_M4], scale=1.0, window=None,
         queries=tokens, keys=tokens, is_deterministic=False,
     )  # fmt: skip
     size = flex.bucket_of(forest.num_tokens)

@@ -30,22 +30,33 @@ def unavailable_reason() -> str | None:
 
 
 def unsupported_reason(
-    device: torch.device, dtype: torch.dtype, head_dim: int, _is_deterministic: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    _is_deterministic: bool,
+    value_dim: int | None = None,
+    window: int | None = None,
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if dtype not in DTYPES:
         return f"dtype {dtype}, it has bf16 and fp16"
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}, it has {' and '.join(str(size) for size in HEAD_DIMS)}"
+    if value_dim not in (None, head_dim):
+        return f"values of head size {value_dim} beside {head_dim}, it has one size for both"
+    if window is not None:
+        return "it has no windows"
     return availability.unsupported_reason(device)
 
 
-def plan(layout: TreeLayout) -> list[Tensor]:
+def plan(layout: TreeLayout, _window: int | None = None) -> list[Tensor]:
     """Returns what it reads of a layout beside `end_T`: the packed schedule and its header."""
     return [layout.schedule_table, layout.schedule_header]
 
 
-def partial_plan(layout: TreeLayout, queries: Span, keys: Span) -> list[Tensor]:
+def partial_plan(
+    layout: TreeLayout, queries: Span, keys: Span, _window: int | None = None
+) -> list[Tensor]:
     """Returns the packed schedule of these ranges and its header, kept by the layout."""
     tensors = layout.partial_schedule(queries, keys)
     return [tensors.table, tensors.header]

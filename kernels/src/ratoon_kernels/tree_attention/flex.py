@@ -54,7 +54,12 @@ def unavailable_reason() -> str | None:
 
 
 def unsupported_reason(
-    device: torch.device, dtype: torch.dtype, head_dim: int, _is_deterministic: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    _is_deterministic: bool,
+    value_dim: int | None = None,
+    window: int | None = None,
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if device.type != "cuda":
@@ -63,13 +68,17 @@ def unsupported_reason(
         return f"no support for dtype {dtype}, only for bfloat16 and float16"
     if head_dim not in _HEAD_DIMS:
         return f"no support for head_dim {head_dim}, only for 64 and 128"
+    if value_dim not in (None, head_dim):
+        return f"values of head size {value_dim} beside {head_dim}"
+    if window is not None:
+        return "no windows"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         return f"no support for sm_{capability[0]}{capability[1]}, only from sm_80 on"
     return None
 
 
-def plan(layout: TreeLayout) -> list[Tensor]:
+def plan(layout: TreeLayout, _window: int | None = None) -> list[Tensor]:
     """Returns what it reads of a layout beside `end_T`: the host node table.
 
     Raises:
@@ -78,7 +87,9 @@ def plan(layout: TreeLayout) -> list[Tensor]:
     return plan_tensors("flex", layout, layout.num_tokens)
 
 
-def partial_plan(layout: TreeLayout, queries: Span, keys: Span) -> list[Tensor]:
+def partial_plan(
+    layout: TreeLayout, queries: Span, keys: Span, _window: int | None = None
+) -> list[Tensor]:
     """Returns the same; the limit is that of the ranges at hand."""
     return plan_tensors("flex", layout, len(queries), len(keys))
 
