@@ -29,9 +29,12 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 # It is the padding, too, as in many folders of the hub.
@@ -46,19 +49,27 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_SHARED: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 12,
+}
 # Routers by sigmoids with a correction bias, beside shared experts; gpt_oss has biases and sinks.
 ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+# Routers by softmax, beside a shared expert but in the first.
+WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next")
 # All but those with latent attention have grouped queries; qwen3, mistral and gemma3 tie the
 # embeddings. The first of the two layers of olmo3, gemma3 and gpt_oss has a window, shorter than
 # most prompts. And there is qwen3_moe_mixed.
 ARCHITECTURES = (
     *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
-    *(*ROUTED, "qwen3_5"),
+    *(*ROUTED, "qwen3_5", *WITH_EXPERTS[1:]),
 )
 WINDOW = 3
 
 # Models with a tower, of which only the decoder is trained.
-WRAPPED = ("mistral3", "gemma3_vl", "qwen3_5_vl")
+WRAPPED = ("mistral3", "gemma3_vl", "qwen3_5_vl", "qwen3_5_moe_vl")
 IMAGE_TOKEN, VIDEO_TOKEN = 11, 12
 _TOWER: dict[str, Any] = {
     "hidden_size": 8,
@@ -143,6 +154,12 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
     if architecture == "qwen3_5":
         return Qwen3_5TextConfig(**common | _DELTA)
+    if architecture == "qwen3_5_moe":
+        return Qwen3_5MoeTextConfig(**common | _DELTA | _SHARED)
+    if architecture == "qwen3_next":
+        # The other way round, and its layer of full attention has a dense MLP.
+        types = {"layer_types": ["full_attention", "linear_attention"], "mlp_only_layers": [0]}
+        return Qwen3NextConfig(**common | _DELTA | _SHARED | types)
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,
@@ -159,7 +176,7 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
 
 def _wrapped(architecture: str, vocab_size: int, num_heads: int) -> PretrainedConfig:
     """The decoder of another architecture and a tower of one layer."""
-    own = {"mistral3": "mistral", "gemma3_vl": "gemma3", "qwen3_5_vl": "qwen3_5"}[architecture]
+    own = "mistral" if architecture == "mistral3" else architecture.removesuffix("_vl")
     text = _config(own, vocab_size, num_heads)
     if architecture == "mistral3":
         text.tie_word_embeddings = False
@@ -189,7 +206,8 @@ def _wrapped(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCo
         "patch_size": 4,
         "num_position_embeddings": 16,
     }
-    return Qwen3_5Config(
+    kind = Qwen3_5Config if architecture == "qwen3_5_vl" else Qwen3_5MoeConfig
+    return kind(
         text_config=text,
         vision_config=tower,
         image_token_id=IMAGE_TOKEN,
