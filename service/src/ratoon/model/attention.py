@@ -133,9 +133,9 @@ class TreeAttention:
         return out_TNV
 
     @property
-    def per_token(self) -> tuple[Tensor]:
-        """See `PathAttention.per_token`."""
-        return (self.layout.end_T,)
+    def per_token(self) -> tuple[Tensor, Tensor]:
+        """See `PathAttention.per_token`; of depths, a layer with a window."""
+        return self.layout.end_T, self.layout.position_T
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
