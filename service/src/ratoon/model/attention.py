@@ -101,11 +101,15 @@ class PathAttention(LayerAttention, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeAttention:
-    """Attention of a whole packed forest at once; `backend` is a name of the kernels' registry."""
+    """Attention of a whole packed forest at once; `backend` is a name of the kernels' registry.
+
+    `windows`: those of the layers that are compiled.
+    """
 
     layout: TreeLayout
     backend: str
     deterministic: bool
+    windows: tuple[int, ...] = ()
 
     def attend(
         self,
@@ -139,8 +143,11 @@ class TreeAttention:
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """See `PathAttention.tables`; a backend reads one of them."""
-        return (self.layout.node_table_M4, self.layout.schedule_table)
+        """See `PathAttention.tables`; a backend reads one of them in each layer."""
+        # Only this backend reads schedules, which the layout builds where it lacks one.
+        windows = self.windows if self.backend == "cuda" else ()
+        windowed = [self.layout.windowed_schedule(window).table for window in windows]
+        return (self.layout.node_table_M4, self.layout.schedule_table, *windowed)
 
     @property
     def held(self) -> HeldTokens:
