@@ -30,6 +30,7 @@ _WARPS: Final = 4
 _STATE_VALUES: Final = 32
 _STATE_STAGES: Final = 2
 _GRADIENT_VALUES: Final = 64
+_GRADIENT_STAGES: Final = 1
 
 
 def unavailable_reason() -> str | None:
@@ -122,7 +123,7 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             return grads
         dright_TNV = v_TNV.new_empty(v_TNV.shape)
         rows = (num_tokens, num_heads)
-        dbeta_value_TN, dtotal_TN, dlast_TN = (call.wide(rows) for _ in range(3))
+        dbeta_value_TN, dtotal_TN, dbehind_TN, dlast_TN = (call.wide(rows) for _ in range(4))
         dkept_CPN = call.wide((tables.num_chunks, 2, num_heads))
         kernel: Any = chunk_kernels.solve_dupdates
         kernel[(tables.num_chunks * 2 * num_heads,)](
@@ -159,6 +160,7 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             grads.dk_TKD,
             grads.dbeta_TN,
             dtotal_TN,
+            dbehind_TN,
             dlast_TN,
             dkept_CPN,
             tables.start_C,
@@ -171,11 +173,13 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             dout_TNV.stride(1),
             **sizes,
             BLOCK=min(_GRADIENT_VALUES, value_dim),
+            STAGES=_GRADIENT_STAGES,
             num_warps=_WARPS,
         )
         kernel = chunk_kernels.sum_decays
         kernel[(tables.num_chunks,)](
             dtotal_TN,
+            dbehind_TN,
             dlast_TN,
             dkept_CPN,
             grads.dg_TN,
