@@ -23,7 +23,7 @@ from ratoon_kernels.gated_delta.reference import NORM_EPSILON
 from ratoon_kernels.layout import TreeLayout
 
 SIZES: Final = (32, 64, 128)
-_MIN_CAPABILITY_MAJOR: Final = 8
+MIN_CAPABILITY_MAJOR: Final = 8
 _NORM_ROWS: Final = 32
 _WARPS: Final = 4
 # Values of a task of the recurrence: with 32 it has products of 32 rows, as all kernels here.
@@ -53,8 +53,8 @@ def unsupported_reason(
     if key_dim not in SIZES:
         return f"keys of {key_dim}, expected one of {SIZES}"
     major, minor = torch.cuda.get_device_capability(device)
-    if major < _MIN_CAPABILITY_MAJOR:
-        return f"compute capability {major}.{minor}, needs {_MIN_CAPABILITY_MAJOR}.0 or more"
+    if major < MIN_CAPABILITY_MAJOR:
+        return f"compute capability {major}.{minor}, needs {MIN_CAPABILITY_MAJOR}.0 or more"
     return None
 
 
