@@ -64,6 +64,8 @@ _TINY = {
     "vocab_size": 67, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "sliding_window": 6, "pad_token_id": 0,
 }  # fmt: skip
+PRECISE = "packed over replicated"
+CUT = "micro_batch_sequences"
 # Responses of the recorded group in `precision`, whose float32 attention is slow.
 PRECISE_RESPONSES = 4
 
@@ -153,7 +155,7 @@ def measure_precision(
             return
         case = CASES[name]
         size = size_of(run, case, num_layers or case.precise_layers)
-        row: Row = {"how": "packed over replicated", "model": size.name}
+        row: Row = {"how": PRECISE, "model": size.name}
         try:
             row |= _distances(run, size)
         except Exception as error:  # noqa: BLE001  the next family may be served
