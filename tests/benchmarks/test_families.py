@@ -106,7 +106,7 @@ def _one_by_one(
 ) -> tuple[Tensor, Tensor | None]:
     """A library's call, token by token."""
     q, k, v, g, beta = (x[0] for x in rows)
-    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
     outs, ends = list[Tensor](), list[Tensor]()
     bounds = offsets.tolist()
