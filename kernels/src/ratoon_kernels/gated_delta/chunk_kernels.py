@@ -91,7 +91,7 @@ def inverse_norms(
 
 
 @triton.jit
-def solve_chunks(
+def solve_chunks(  # noqa: PLR0915
     k_TKD,
     v_TNV,
     g_TN,
