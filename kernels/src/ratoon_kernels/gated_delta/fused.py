@@ -33,6 +33,7 @@ _STATE_VALUES: Final = 32
 _OPTIONS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
     {
         "inverse_norms": {"num_warps": 4},
+        "invert_triangles": {"num_warps": 1},
         "solve_chunks": {"num_warps": 4},
         "run_states": {"num_warps": 4, "STAGES": 2},
         "write_outputs": {"num_warps": 4},
@@ -330,13 +331,32 @@ def _run_states(call: _Call) -> _States:
     )
     if not num_tokens:
         return states
-    kernel: Any = chunk_kernels.solve_chunks
+    diagonal_TNH = call.wide((num_tokens, num_heads, CHUNK_TOKENS // 2))
+    kernel: Any = chunk_kernels.invert_triangles
+    kernel[(tables.num_chunks * 2 * num_heads,)](
+        operands.k_TKD,
+        operands.g_TN,
+        operands.beta_TN,
+        call.inverse_k_TK,
+        diagonal_TNH,
+        tables.start_C,
+        tables.length_C,
+        *call.k_strides,
+        operands.g_TN.stride(0),
+        operands.beta_TN.stride(0),
+        K=sizes["K"],
+        N=num_heads,
+        D=key_dim,
+        **_OPTIONS["invert_triangles"],
+    )
+    kernel = chunk_kernels.solve_chunks
     kernel[(tables.num_chunks * num_heads,)](
         operands.k_TKD,
         operands.v_TNV,
         operands.g_TN,
         operands.beta_TN,
         call.inverse_k_TK,
+        diagonal_TNH,
         states.total_TN,
         states.solved_TNL,
         states.seen_TND,
