@@ -22,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRout
 from ratoon.model.attention import numbered
 from ratoon.model.route_rules import RouteRule, Scores, by_chosen, by_sigmoid, by_softmax
 from ratoon.model.router import CORRECTION, RouteCount, Router, route
-from tests.oracle.hf import _DoublePrecision
+from tests.oracle.hf import DoublePrecision
 
 T, D, E = 96, 6, 12
 SIGMOID = {"n_routed_experts": E, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
@@ -123,7 +123,7 @@ def test_routes_and_gradients_are_those_of_transformers(kind: Kind, has_ties: bo
     found: list[list[Tensor]] = []
     for router in (theirs, ours):
         x_TD = _inputs(has_ties=has_ties).requires_grad_()
-        with _DoublePrecision(), _TiesToTheLower():
+        with DoublePrecision(), _TiesToTheLower():
             logits_TE, weight_TC, expert_TC = router(x_TD)
         weight_TE = torch.zeros_like(logits_TE).scatter(1, expert_TC.long(), weight_TC)
         grads = torch.autograd.grad((weight_TE * dweight_TE).sum(), [x_TD, *router.parameters()])

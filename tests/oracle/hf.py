@@ -61,7 +61,7 @@ def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:
         return empty, empty
     ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
     is_double = next(model.parameters()).dtype is torch.float64
-    with _DoublePrecision() if is_double else nullcontext(), _forced(model, path):
+    with DoublePrecision() if is_double else nullcontext(), _forced(model, path):
         logits = model(input_ids=ids, use_cache=False).logits[0]
     first = max(num_prompt - 1, 0)
     rows = logits[first : num_prompt + num_response - 1].to(torch.float64) / path.temperature
@@ -78,7 +78,7 @@ def router_logits(model: nn.Module, path: Path) -> list[Tensor]:
     """Router logits of each layer with experts over all tokens of the path, [T, E] each."""
     ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
     is_double = next(model.parameters()).dtype is torch.float64
-    with _DoublePrecision() if is_double else nullcontext(), _forced(model, path):
+    with DoublePrecision() if is_double else nullcontext(), _forced(model, path):
         out = model(input_ids=ids, use_cache=False, output_router_logits=True)
     return [logits_TE for logits_TE in out.router_logits if logits_TE is not None]
 
@@ -117,7 +117,7 @@ def all_logprobs(model: nn.Module, paths: list[Path]) -> list[tuple[Tensor, Tens
         return [logprobs(model, path) for path in paths]
 
 
-class _DoublePrecision(TorchFunctionMode):
+class DoublePrecision(TorchFunctionMode):
     """Whoever asks for float32 gets float64."""
 
     def __torch_function__(

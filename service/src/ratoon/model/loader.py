@@ -16,14 +16,16 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.aside import Base
 from ratoon.model.attention import register_tree_attention
 from ratoon.model.experts import register_grouped_experts
+from ratoon.model.families import family_of
 from ratoon.model.folder import ModelFolder
 from ratoon.model.folder_model import load_folder
 from ratoon.model.policy_model import PolicyModel, names_by_layer
 from ratoon.model.presets import build_preset
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
+from ratoon.planner.layer_kinds import Attention
 from ratoon.shards.layer_shards import RING, LayerShards
 from ratoon.shards.parts import Part, parts_of, shared_out
-from ratoon_kernels import BackendUnavailableError, select_backend
+from ratoon_kernels import BackendUnavailableError, list_backends, select_backend
 from ratoon_proto.types import LoraTuning
 
 if TYPE_CHECKING:
@@ -203,21 +205,32 @@ def _select_backend(
     *,
     deterministic: bool,
 ) -> str:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    try:
-        return select_backend(
-            "tree_attention",
-            requested or None,
-            device,
-            dtype,
-            head_dim,
-            deterministic=deterministic,
-        )
-    except BackendUnavailableError as err:
-        raise RatoonError(
-            ErrorCode.UNSUPPORTED,
-            f"attention_backend: {err}",
-            field="attention_backend",
-            got=requested,
-            expected="a backend that is available here",
-        ) from err
+    """The best backend that serves the attention of all layers."""
+    mixers = {layer.mixer: None for layer in family_of(config).layers(config)}
+    of_attention = [status.name for status in list_backends() if status.op == "tree_attention"]
+    refusals: dict[str, None] = {}
+    for name in [requested] if requested else of_attention:
+        try:
+            for mixer in mixers:
+                if isinstance(mixer, Attention):
+                    select_backend(
+                        "tree_attention",
+                        name,
+                        device,
+                        dtype,
+                        mixer.head_dim,
+                        value_dim=mixer.value_size,
+                        window=mixer.window,
+                        deterministic=deterministic,
+                    )
+        except BackendUnavailableError as err:
+            refusals[str(err)] = None
+        else:
+            return name
+    raise RatoonError(
+        ErrorCode.UNSUPPORTED,
+        f"attention_backend: {'; '.join(refusals)}",
+        field="attention_backend",
+        got=requested,
+        expected="a backend that is available here",
+    )
