@@ -11,7 +11,8 @@ import torch
 
 from ratoon_kernels.jit import KernelSpec, Param
 
-HEAD_DIMS: Final = (64, 128)
+# Sizes of queries and keys, and of values and outputs, that there are kernels for.
+HEAD_DIMS: Final = ((64, 64), (128, 128), (256, 256), (192, 128))
 DTYPES: Final = (torch.bfloat16, torch.float16)
 
 # Shared memory that a block of these kernels may use: all of an SM's, less the driver's part.
@@ -38,18 +39,29 @@ _PARAMS: Final = {
 
 
 def kernel_spec(
-    name: str, head_dim: int, dtype: torch.dtype, *, is_partial: bool, with_dq: bool = True
+    name: str,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    *,
+    is_partial: bool,
+    with_dq: bool = True,
 ) -> KernelSpec:
     """Returns one variant of a kernel.
 
     Args:
         name: Its entry without the prefix "tree_attention_".
-        head_dim: 64 or 128.
+        head_dim: Size of queries and keys.
+        value_dim: Size of values and outputs; the two are one of `HEAD_DIMS`.
         dtype: bf16 or fp16.
         is_partial: Results in fp32, dK and dV added to buffers.
         with_dq: Whether "backward" computes dQ; the others ignore it.
     """
-    defines = {"HEAD_DIM": head_dim, "IS_FP16": int(dtype == torch.float16)}
+    defines = {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "IS_FP16": int(dtype == torch.float16),
+    }
     if name != "backward_prepare":
         defines["PARTIAL"] = int(is_partial)
     if name == "backward":
@@ -66,8 +78,8 @@ def kernel_spec(
 def _all_specs() -> tuple[KernelSpec, ...]:
     variants = product(_PARAMS, HEAD_DIMS, DTYPES, (False, True), (True, False))
     specs = {
-        kernel_spec(name, head_dim, dtype, is_partial=is_partial, with_dq=with_dq): None
-        for name, head_dim, dtype, is_partial, with_dq in variants
+        kernel_spec(name, *sizes, dtype, is_partial=is_partial, with_dq=with_dq): None
+        for name, sizes, dtype, is_partial, with_dq in variants
     }
     return tuple(specs)
 
