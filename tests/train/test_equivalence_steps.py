@@ -87,14 +87,18 @@ def _three_steps(pair: Pair, request: LossConfig = GRPO, *, micro_batch_tokens: 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
-    """GQA everywhere, tied embeddings (qwen3, mistral), biases (qwen2), experts (qwen3_moe)."""
+    """GQA everywhere, tied embeddings (qwen3, mistral, gemma3), biases (qwen2), experts
+    (qwen3_moe), windows (olmo3, gemma3)."""
     _three_steps(_pair(tmp_path, architecture))
 
 
 @pytest.mark.parametrize(
     ("architecture", "tuning"),
-    [("qwen3", LORA), ("llama", LORA), ("qwen3_moe", LORA), ("qwen3_moe", LORA_ATTENTION)],
-    ids=["qwen3", "llama", "qwen3_moe", "qwen3_moe_attention"],
+    [
+        *((name, LORA) for name in ("qwen3", "llama", "gemma3", "qwen3_moe")),
+        ("qwen3_moe", LORA_ATTENTION),
+    ],
+    ids=["qwen3", "llama", "gemma3", "qwen3_moe", "qwen3_moe_attention"],
 )
 def test_three_steps_of_lora(tmp_path: Path, architecture: str, tuning: LoraTuning) -> None:
     """The frozen reference is the adapter off."""
