@@ -29,16 +29,18 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 # It is the padding, too, as in many folders of the hub.
 EOS_TOKEN = 7
 # Key heads of another size than values, and fewer; two heads of keys for four of values.
 _DELTA: dict[str, Any] = {
-    "head_dim": 8,
+    "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 6,
@@ -46,14 +48,22 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_SHARED: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 12,
+}
 # Routers by sigmoids with a correction bias, beside shared experts; gpt_oss has biases and sinks.
 ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+# Routers by softmax, beside a shared expert but in the first.
+WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next")
 # All but those with latent attention have grouped queries; qwen3, mistral and gemma3 tie the
 # embeddings. The first of the two layers of olmo3, gemma3 and gpt_oss has a window, shorter than
 # most prompts. And there is qwen3_moe_mixed.
 ARCHITECTURES = (
     *("qwen3", "qwen3_untied", "qwen2", "llama", "mistral", "qwen3_moe", "olmo3", "gemma3"),
-    *(*ROUTED, "qwen3_5"),
+    *(*ROUTED, "qwen3_5", *WITH_EXPERTS[1:]),
 )
 WINDOW = 3
 
@@ -143,6 +153,12 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
     if architecture == "qwen3_5":
         return Qwen3_5TextConfig(**common | _DELTA)
+    if architecture == "qwen3_5_moe":
+        return Qwen3_5MoeTextConfig(**common | _DELTA | _SHARED)
+    if architecture == "qwen3_next":
+        # The other way round, and its layer of full attention has a dense MLP.
+        types = {"layer_types": ["full_attention", "linear_attention"], "mlp_only_layers": [0]}
+        return Qwen3NextConfig(**common | _DELTA | _SHARED | types)
     assert architecture in ("qwen3_moe", "qwen3_moe_mixed")
     experts: dict[str, Any] = {
         "head_dim": 8,

@@ -90,6 +90,9 @@ FOLDERS = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Olmo3ForCausalLM": "olmo3",
     "Gemma3ForCausalLM": "gemma3",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 
 

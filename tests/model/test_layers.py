@@ -74,7 +74,7 @@ def _gradients(model: PolicyModel, packed: Packed) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("tuning", "dtype"), [*((FULL, dtype) for dtype in DTYPES), (LORA, ModelDtype.FLOAT32)]
 )
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_5"])
 def test_what_is_kept_changes_no_bit(
     tmp_path: Path, model_type: str, tuning: FullTuning | LoraTuning, dtype: ModelDtype
 ) -> None:

@@ -25,7 +25,7 @@ from tests.model.builders import (
     load,
 )
 from tests.model.packing import pack
-from tests.tiny_models import ARCHITECTURES, ROUTED, write_folder
+from tests.tiny_models import ARCHITECTURES, ROUTED, WITH_EXPERTS, write_folder
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_experts_run_as_ours_in_every_architecture_that_has_them(
     """Architectures without experts refuse to be told how to run them."""
     module = load(write_folder(tmp_path / "base", architecture)).module
     is_ours = module.config._experts_implementation == EXPERTS_NAME
-    assert is_ours == (architecture in ("qwen3_moe", *ROUTED))
+    assert is_ours == (architecture in (*WITH_EXPERTS, *ROUTED))
 
 
 def test_fused_experts_load_as_those_of_one_tensor_each(tmp_path: Path) -> None:

@@ -95,10 +95,10 @@ def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "tuning"),
     [
-        *((name, LORA) for name in ("qwen3", "llama", "gemma3", "qwen3_moe")),
+        *((name, LORA) for name in ("qwen3", "llama", "gemma3", "qwen3_moe", "qwen3_5")),
         ("qwen3_moe", LORA_ATTENTION),
     ],
-    ids=["qwen3", "llama", "gemma3", "qwen3_moe", "qwen3_moe_attention"],
+    ids=["qwen3", "llama", "gemma3", "qwen3_moe", "qwen3_5", "qwen3_moe_attention"],
 )
 def test_three_steps_of_lora(tmp_path: Path, architecture: str, tuning: LoraTuning) -> None:
     """The frozen reference is the adapter off."""

@@ -130,6 +130,7 @@ def test_terms_of_a_reference_an_entropy_and_a_whole_sequence(base: FolderBase) 
         ("llama", 4, 4, Shard.STATES),
         ("qwen3_untied", 6, 2, Shard.STATES),
         pytest.param("gemma3", 4, 2, Shard.STATES, marks=pytest.mark.more),
+        ("qwen3_5", 4, 4, Shard.STATES),
         pytest.param("qwen3_moe_mixed", 4, 2, Shard.WEIGHTS, marks=pytest.mark.more),
     ],
 )

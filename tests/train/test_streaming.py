@@ -156,13 +156,15 @@ def test_forests_of_two_letters_are_exact(pair: Pair, seed: int) -> None:
     _check(pair, batch, GRPO, budget=5)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3_moe", "olmo3", "gemma3"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", "llama", "qwen3_moe", "olmo3", "gemma3", "qwen3_5", "qwen3_next"]
+)
 def test_architectures_are_exact(tmp_path: Path, architecture: str) -> None:
     pair = make_pair(write_folder(tmp_path / "base", architecture), scratch=tmp_path / "adapter")
     _check(pair, random_batch_near(pair, 3), GRPO, budget=14)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "qwen3_5"])
 def test_lora_is_exact(tmp_path: Path, architecture: str) -> None:
     pair = make_pair(
         write_folder(tmp_path / "base", architecture),

@@ -61,6 +61,8 @@ def _in_both_words(
         "rope_theta": of_full["rope_theta"],
         "rope_scaling": _earlier_scaling(of_full, said, config),
     }
+    if "partial_rotary_factor" in rope:
+        words["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if "num_local_experts" in saved:
         words["num_experts"] = words["num_local_experts"] = saved["num_local_experts"]
     return words

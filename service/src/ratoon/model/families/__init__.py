@@ -14,6 +14,7 @@ from ratoon.model.families.olmo3 import OLMO3
 from ratoon.model.families.qwen import QWEN2, QWEN3
 from ratoon.model.families.qwen3_5 import QWEN3_5
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
+from ratoon.model.families.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT
 from ratoon.model.families.wrapped import GEMMA3_VL, MISTRAL3, QWEN3_5_VL
 
 FAMILIES = {
@@ -31,6 +32,8 @@ FAMILIES = {
         OLMO3,
         GEMMA3,
         QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_NEXT,
     )
 }
 # Models of several inputs whose text model is one of a family.
