@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ratoon_kernels.errors import BackendUnavailableError
 from ratoon_kernels.gated_delta import convolution_reference
+from ratoon_kernels.gated_delta import fused as gated_delta_fused
 from ratoon_kernels.gated_delta import operands as gated_delta
 from ratoon_kernels.gated_delta import reference as gated_delta_reference
 from ratoon_kernels.layout import TreeLayout
@@ -180,7 +181,7 @@ TOKEN_LOGPROBS_BACKENDS: Final[Mapping[str, TokenLogprobsBackend]] = MappingProx
     {"fused": fused, "reference": logprobs_reference}
 )
 GATED_DELTA_BACKENDS: Final[Mapping[str, GatedDeltaBackend]] = MappingProxyType(
-    {"reference": gated_delta_reference}
+    {"fused": gated_delta_fused, "reference": gated_delta_reference}
 )
 CAUSAL_CONVOLUTION_BACKENDS: Final[Mapping[str, CausalConvolutionBackend]] = MappingProxyType(
     {"reference": convolution_reference}

@@ -70,8 +70,15 @@ def _invert(lower_HH):
 
 @triton.jit
 def inverse_norms(
-    x_TKD, inverse_TK, num_rows, token_stride, head_stride, epsilon, K: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr
+    x_TKD,
+    inverse_TK,
+    num_rows,
+    token_stride,
+    head_stride,
+    epsilon,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """1 / |row| of every head of every token."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -85,9 +92,27 @@ def inverse_norms(
 
 @triton.jit
 def solve_chunks(
-    k_TKD, v_TNV, g_TN, beta_TN, inverse_TK, total_TN, solved_TNL, seen_TND, update_TNV,
-    start_C, length_C, k_stride, k_head_stride, v_stride, v_head_stride, g_stride, beta_stride,
-    K: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr
+    k_TKD,
+    v_TNV,
+    g_TN,
+    beta_TN,
+    inverse_TK,
+    total_TN,
+    solved_TNL,
+    seen_TND,
+    update_TNV,
+    start_C,
+    length_C,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    g_stride,
+    beta_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
 ):
     """Sums of log-decays, (1 + lower)^-1, and its products with keys and with values."""
     chunk = tl.program_id(0) // N
@@ -172,9 +197,25 @@ def _half_of(start_C, length_C, N: tl.constexpr):
 
 @triton.jit
 def write_outputs(
-    q_TKD, k_TKD, inverse_q_TK, inverse_k_TK, total_TN, update_TNV, state_CNVD, out_TNV,
-    start_C, length_C, scale, q_stride, q_head_stride, k_stride, k_head_stride,
-    K: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr
+    q_TKD,
+    k_TKD,
+    inverse_q_TK,
+    inverse_k_TK,
+    total_TN,
+    update_TNV,
+    state_CNVD,
+    out_TNV,
+    start_C,
+    length_C,
+    scale,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
 ):
     """Outputs of half a chunk, from the state before the chunk and from its updates."""
     chunk, start, length, first, head = _half_of(start_C, length_C, N)
@@ -209,10 +250,26 @@ def write_outputs(
 
 @triton.jit
 def begin_dupdates(
-    q_TKD, k_TKD, inverse_q_TK, inverse_k_TK, total_TN, dout_TNV, dupdate_TNV,
-    start_C, length_C, scale, q_stride, q_head_stride, k_stride, k_head_stride,
-    dout_stride, dout_head_stride,
-    K: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr
+    q_TKD,
+    k_TKD,
+    inverse_q_TK,
+    inverse_k_TK,
+    total_TN,
+    dout_TNV,
+    dupdate_TNV,
+    start_C,
+    length_C,
+    scale,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    dout_stride,
+    dout_head_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
 ):
     """What the gradient of the updates takes from outputs of its own chunk."""
     _chunk, start, length, first, head = _half_of(start_C, length_C, N)
@@ -244,9 +301,20 @@ def begin_dupdates(
 
 @triton.jit
 def solve_dupdates(
-    v_TNV, beta_TN, solved_TNL, dupdate_TNV, dright_TNV, dv_TNV, dbeta_TN,
-    start_C, length_C, v_stride, v_head_stride, beta_stride,
-    N: tl.constexpr, V: tl.constexpr
+    v_TNV,
+    beta_TN,
+    solved_TNL,
+    dupdate_TNV,
+    dright_TNV,
+    dv_TNV,
+    dbeta_TN,
+    start_C,
+    length_C,
+    v_stride,
+    v_head_stride,
+    beta_stride,
+    N: tl.constexpr,
+    V: tl.constexpr,
 ):
     """Gradients of the right sides, of values, and of what strengths take from values."""
     _chunk, start, length, first, head = _half_of(start_C, length_C, N)
@@ -259,9 +327,7 @@ def solve_dupdates(
     token_H = start + row_H
     token_L = start + row_L
     column_V = tl.arange(0, V)
-    solved_HL = _tile_transposed(
-        solved_TNL + head * _CHUNK, token_L, N * _CHUNK, row_H, is_L
-    )
+    solved_HL = _tile_transposed(solved_TNL + head * _CHUNK, token_L, N * _CHUNK, row_H, is_L)
     dupdate_LV = _tile(dupdate_TNV + head * V, token_L, N * V, column_V, is_L)
     dright_HV = tl.dot(solved_HL, dupdate_LV)
     beta_H = tl.load(beta_TN + token_H * beta_stride + head, mask=is_H, other=0.0).to(tl.float32)
@@ -276,8 +342,15 @@ def solve_dupdates(
 
 @triton.jit
 def sum_decays(
-    dtotal_TN, dlast_TN, dkept_CPN, dg_TN, start_C, length_C,
-    N: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr
+    dtotal_TN,
+    dlast_TN,
+    dkept_CPN,
+    dg_TN,
+    start_C,
+    length_C,
+    N: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Gradients of log-decays from those of their sums, one chunk and all heads a program."""
     chunk = tl.program_id(0).to(tl.int64)

@@ -15,8 +15,19 @@ _CHUNK = tl.constexpr(64)
 
 @triton.jit
 def _products_with_states(
-    dout_TV, dright_TV, update_TV, state_VD, dstate_VD, token_H, is_H, dout_stride, row_stride,
-    first_is_0, D: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+    dout_TV,
+    dright_TV,
+    update_TV,
+    state_VD,
+    dstate_VD,
+    token_H,
+    is_H,
+    dout_stride,
+    row_stride,
+    first_is_0,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Rows of three gradients times states, and this half's share of state times gradient."""
     column_D = tl.arange(0, D)
@@ -47,11 +58,39 @@ def _unnormalised(dnormal_HD, x_HD, inverse_H):
 
 @triton.jit
 def write_gradients(
-    q_TKD, k_TKD, beta_TN, inverse_q_TK, inverse_k_TK, total_TN, dout_TNV, update_TNV,
-    dright_TNV, state_CNVD, dstate_CNVD, dbeta_value_TN, dq_TKD, dk_TKD, dbeta_TN, dtotal_TN,
-    dlast_TN, dkept_CPN, start_C, length_C, scale, q_stride, q_head_stride, k_stride,
-    k_head_stride, beta_stride, dout_stride, dout_head_stride,
-    K: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+    q_TKD,
+    k_TKD,
+    beta_TN,
+    inverse_q_TK,
+    inverse_k_TK,
+    total_TN,
+    dout_TNV,
+    update_TNV,
+    dright_TNV,
+    state_CNVD,
+    dstate_CNVD,
+    dbeta_value_TN,
+    dq_TKD,
+    dk_TKD,
+    dbeta_TN,
+    dtotal_TN,
+    dlast_TN,
+    dkept_CPN,
+    start_C,
+    length_C,
+    scale,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    beta_stride,
+    dout_stride,
+    dout_head_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     key_head = tl.program_id(0) % K
     chunk = tl.program_id(0) // K // 2
@@ -91,8 +130,19 @@ def write_gradients(
         update_TV = update_TNV + head * V
         states = (chunk.to(tl.int64) * N + head) * V * D
         read_HD, right_HD, end_HD, kept = _products_with_states(
-            dout_TV, dright_TV, update_TV, state_CNVD + states, dstate_CNVD + states, token_H,
-            is_H, dout_stride, N * V, first == 0, D, V, BLOCK,
+            dout_TV,
+            dright_TV,
+            update_TV,
+            state_CNVD + states,
+            dstate_CNVD + states,
+            token_H,
+            is_H,
+            dout_stride,
+            N * V,
+            first == 0,
+            D,
+            V,
+            BLOCK,
         )
         part = (chunk.to(tl.int64) * 2 + first // _HALF) * N + head
         tl.store(dkept_CPN + part, kept * tl.exp(end))
@@ -133,14 +183,14 @@ def write_gradients(
         dtotal_H = by_query_H + beta_H * by_mixed_H - by_end_H - by_behind_H
         tl.store(dtotal_TN + token_H * N + head, dtotal_H, mask=is_H)
         tl.store(dlast_TN + token_H * N + head, by_end_H, mask=is_H)
-        dbeta_H = by_mixed_H + tl.load(
-            dbeta_value_TN + token_H * N + head, mask=is_H, other=0.0
-        )
+        dbeta_H = by_mixed_H + tl.load(dbeta_value_TN + token_H * N + head, mask=is_H, other=0.0)
         tl.store(dbeta_TN + token_H * N + head, dbeta_H.to(dtype), mask=is_H)
         dq_HD += dq_part_HD
         dk_HD += mixed_HD * beta_H[:, None] + at_end_HD + behind_HD
 
-    dq_HD = _unnormalised(dq_HD * scale, _tile(q_TD, token_H, q_stride, column_D, is_H), inverse_q_H)
+    dq_HD = _unnormalised(
+        dq_HD * scale, _tile(q_TD, token_H, q_stride, column_D, is_H), inverse_q_H
+    )
     dk_HD = _unnormalised(dk_HD, _tile(k_TD, token_H, k_stride, column_D, is_H), inverse_k_H)
     offset = (token_H * K + key_head)[:, None] * D + column_D[None, :]
     tl.store(dq_TKD + offset, dq_HD.to(dtype), mask=is_H[:, None])

@@ -40,11 +40,32 @@ def _state_offsets(row, head, value_B, N: tl.constexpr, D: tl.constexpr, V: tl.c
 
 @triton.jit
 def run_states(
-    k_TKD, inverse_TK, total_TN, seen_TND, update_TNV, first_SNDV, end_SNDV, handed_ENDV,
-    state_CNVD, flags, order_M, start_M, stop_M, chunk_M, parent_M, slot_M, first_M, handed_M,
-    k_stride, k_head_stride,
-    K: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr
+    k_TKD,
+    inverse_TK,
+    total_TN,
+    seen_TND,
+    update_TNV,
+    first_SNDV,
+    end_SNDV,
+    handed_ENDV,
+    state_CNVD,
+    flags,
+    order_M,
+    start_M,
+    stop_M,
+    chunk_M,
+    parent_M,
+    slot_M,
+    first_M,
+    handed_M,
+    k_stride,
+    k_head_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Writes the state before each chunk, and its updates in place of those without a state."""
     blocks = V // BLOCK
@@ -104,12 +125,39 @@ def run_states(
 
 @triton.jit
 def run_dstates(
-    q_TKD, k_TKD, inverse_q_TK, inverse_k_TK, total_TN, seen_TND, dout_TNV, dupdate_TNV,
-    dend_ENDV, dfirst_SNDV, dstate_CNVD, flags, order_M, start_M, stop_M, chunk_M, slot_M,
-    handed_M, child_M, children, scale, q_stride, q_head_stride, k_stride, k_head_stride,
-    dout_stride, dout_head_stride,
-    K: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr
+    q_TKD,
+    k_TKD,
+    inverse_q_TK,
+    inverse_k_TK,
+    total_TN,
+    seen_TND,
+    dout_TNV,
+    dupdate_TNV,
+    dend_ENDV,
+    dfirst_SNDV,
+    dstate_CNVD,
+    flags,
+    order_M,
+    start_M,
+    stop_M,
+    chunk_M,
+    slot_M,
+    handed_M,
+    child_M,
+    children,
+    scale,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    dout_stride,
+    dout_head_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Writes the gradient of the state behind each chunk, and completes those of updates."""
     blocks = V // BLOCK
