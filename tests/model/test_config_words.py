@@ -62,6 +62,7 @@ def frequencies_by_hand(config: dict[str, Any]) -> tuple[Tensor, float]:
     """Rotary frequencies, and what angles' cosines are multiplied by, of a config.json of
     transformers 4, whose words alone are read."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = config.get("qk_rope_head_dim", head_dim)
     head_dim = int(head_dim * config.get("partial_rotary_factor", 1))
     theta, scaling = config.get("rope_theta", 10_000.0), config.get("rope_scaling") or {}
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
@@ -123,7 +124,7 @@ def test_version_is_the_model_in_both_words(
         assert torch.allclose(found, frequency, rtol=1e-6, atol=0)
         assert getattr(rotary, f"{prefix}attention_scaling") == pytest.approx(attention_factor)
     assert config["torch_dtype"] == config["dtype"] == "float32"
-    if "moe" in architecture:
+    if architecture.startswith("qwen3_moe") or architecture == "gpt_oss":
         assert config["num_experts"] == config["num_local_experts"] == 4
 
 
