@@ -27,7 +27,6 @@ from ratoon.train.imported import read_weights
 from ratoon_proto.types import WeightKind
 from tests.model.builders import LORA_ATTENTION, error_of, hidden_of, load, randomize
 from tests.model.packing import branching_sequences, pack
-from tests.model.stock import in_float64, sequence_outputs
 from tests.tiny_models import IMAGE_TOKEN, WRAPPED, write_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -91,37 +90,6 @@ def edited(folder: Path, changes: dict[str, Any], text: dict[str, Any] | None = 
 @pytest.fixture(params=WRAPPED)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_folder(tmp_path / "base", request.param)
-
-
-def test_the_decoder_is_that_of_the_whole_model(folder: Path) -> None:
-    """Log-probs and gradients of packed rollouts against each alone, float64."""
-    model = load(folder)
-    sequences = branching_sequences(0, vocab_size=IMAGE_TOKEN)
-    packed = pack(sequences)
-    hidden_TD = hidden_of(model, packed)
-    stock = in_float64(whole(folder, torch.float64))
-    # A sequence has no padding: all of its tokens have gradients.
-    cast(Any, stock).get_input_embeddings().padding_idx = None
-    generator = torch.Generator().manual_seed(0)
-    for sequence, path in zip(sequences, packed.paths, strict=True):
-        logits_PV = hidden_TD[path[:-1]] @ model.lm_head_VD.T
-        targets = torch.tensor(sequence[1:])[:, None]
-        own_P = torch.log_softmax(logits_PV, dim=-1).gather(1, targets)[:, 0]
-        _, their_P = sequence_outputs(stock, sequence)
-        assert (own_P - their_P).norm() <= 1e-10 * their_P.norm()
-        weight_P = torch.randn(len(own_P), generator=generator, dtype=torch.float64)
-        (own_P @ weight_P).backward(retain_graph=True)
-        (their_P @ weight_P).backward()
-    theirs = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
-    own = {
-        name.replace("model.", "model.language_model.", 1): parameter.grad
-        for name, parameter in model.named_trainable().items()
-    }
-    assert own.keys() == theirs.keys()
-    for name, gradient in own.items():
-        assert gradient is not None
-        assert theirs[name].norm() > 0, name
-        assert (gradient - theirs[name]).norm() <= 1e-10 * theirs[name].norm(), name
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
