@@ -89,6 +89,7 @@ class Call:
         spec = kernel_spec(
             name,
             self.q_QNH.shape[2],
+            self.v_SKH.shape[2],
             self.q_QNH.dtype,
             is_partial=self.is_partial,
             with_dq=with_dq,

@@ -21,6 +21,12 @@ NUM_THREADS: Final = 384
 SMALL_THREADS: Final = 256
 # Rows of a query tile that one warpgroup writes.
 STORE_ROWS: Final = 64
+# Rows of keys and values in one buffer of a kernel, by the size of queries and keys: a tile, or half
+# of one where no whole one fits. They are the sizes in csrc/.
+FORWARD_KEYS: Final = {64: 128, 128: 128, 192: 128, 256: 64}
+BACKWARD_KEYS: Final = {64: 128, 128: 128, 192: 64, 256: 64}
+# Dimensions of dQ that a block of "backward_finish_queries" converts.
+FINISH_DIMS: Final = {64: 64, 128: 128, 192: 64, 256: 64}
 
 _MAP, _POINTER = Param.TENSOR_MAP, Param.POINTER
 _INT, _LONG, _FLOAT = Param.INT32, Param.INT64, Param.FLOAT32

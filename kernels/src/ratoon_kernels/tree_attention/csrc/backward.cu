@@ -21,10 +21,10 @@
 // Sweeps pieces until there are none, and stores what each leaves.
 template <typename Sweeper, typename Store>
 DEVICE void consume(Shared& shared, Sweeper& consumer, Store store) {
-  for (uint32_t parity = 0;; parity ^= 1) {
-    barrier_wait(shared_address(&shared.k_full), parity);
+  for (;; consumer.n ^= PIECE_PARITY) {
+    barrier_wait(shared_address(&shared.k_full), consumer.n / PIECE_PARITY);
     if (__any_sync(0xffffffffu, shared.kv_head == NO_MORE)) break;
-    barrier_wait(shared_address(&shared.v_full), parity);
+    barrier_wait(shared_address(&shared.v_full), consumer.n / PIECE_PARITY);
     consumer.sweep();
     const Target target(shared);
     release(shared_address(&shared.kv_empty));
@@ -55,7 +55,7 @@ DEVICE void consume(Shared& shared, const Problem& problem, uint32_t group) {
   });
 #if WITH_DQ
   barrier_wait(shared_address(&shared.dq_empty[group]), (consumer.n + 1) % 2);
-  if (thread_in_group() == 0) shared.num_steps[group] = consumer.n;
+  if (thread_in_group() == 0) shared.num_steps[group] = consumer.n % PIECE_PARITY;
   barrier_arrive(shared_address(&shared.dq_full[group]));
 #endif
 }

@@ -36,6 +36,8 @@ constexpr int NO_MORE = -1;
 // The steps of a CTA are counted through all of its pieces; step n uses stage n % 2 of every ring.
 // What the consumers and the adding warps read of a step stays longer than its tiles.
 constexpr int NUM_NOTES = 8;
+// A consumer has no register to spare for the parity of its pieces: it is the step's highest bit.
+constexpr uint32_t PIECE_PARITY = 1u << 31;
 
 // What there is to know of a step.
 struct Note {
