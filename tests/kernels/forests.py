@@ -38,8 +38,8 @@ class Forest:
             device=device,
         )
 
-    def mask(self) -> npt.NDArray[np.bool_]:
-        """bool [T, T]: row q attends column k."""
+    def mask(self, window: int | None = None) -> npt.NDArray[np.bool_]:
+        """bool [T, T]: row q attends column k, one of the last `window` tokens of its path."""
         num_nodes = len(self.parent)
         is_on_path = np.zeros((num_nodes, num_nodes), np.bool_)
         for node, parent in enumerate(self.parent):
@@ -48,7 +48,11 @@ class Forest:
             is_on_path[node, node] = True
         node_of_token = np.repeat(np.arange(num_nodes), self.stop - self.start)
         token = np.arange(self.num_tokens)
-        return is_on_path[node_of_token][:, node_of_token] & (token[None, :] <= token[:, None])
+        mask = is_on_path[node_of_token][:, node_of_token] & (token[None, :] <= token[:, None])
+        if window is not None:
+            depth = mask.sum(axis=1)
+            mask &= depth[:, None] - depth[None, :] < window
+        return mask
 
 
 def forest_from(parents: list[int], lengths: list[int]) -> Forest:
