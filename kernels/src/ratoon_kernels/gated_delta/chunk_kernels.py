@@ -120,14 +120,24 @@ def solve_chunks(
     key_head = head // (N // K)
     start = tl.load(start_C + chunk).to(tl.int64)
     length = tl.load(length_C + chunk)
+    # From here on rows count from the chunk's first.
+    k_TKD += start * k_stride
+    v_TNV += start * v_stride
+    g_TN += start * g_stride
+    beta_TN += start * beta_stride
+    inverse_TK += start * K
+    total_TN += start * N
+    solved_TNL += start * (N * _CHUNK)
+    seen_TND += start * (N * D)
+    update_TNV += start * (N * V)
     dtype = k_TKD.dtype.element_ty
     row_H = tl.arange(0, _HALF)
     column_D = tl.arange(0, D)
     column_V = tl.arange(0, V)
     is_0 = row_H < length
     is_1 = row_H + _HALF < length
-    token_0 = start + row_H
-    token_1 = token_0 + _HALF
+    token_0 = row_H
+    token_1 = row_H + _HALF
     k_TD = k_TKD + key_head * k_head_stride
     k0_HD = _tile(k_TD, token_0, k_stride, column_D, is_0)
     k1_HD = _tile(k_TD, token_1, k_stride, column_D, is_1)
@@ -221,30 +231,36 @@ def write_outputs(
     chunk, start, length, first, head = _half_of(start_C, length_C, N)
     if first >= length:
         return
+    # From here on rows count from the chunk's first.
+    q_TKD += start * q_stride
+    k_TKD += start * k_stride
+    inverse_q_TK += start * K
+    inverse_k_TK += start * K
+    total_TN += start * N
+    update_TNV += start * (N * V)
+    out_TNV += start * (N * V)
     key_head = head // (N // K)
     row_H = first + tl.arange(0, _HALF)
     row_L = tl.arange(0, _CHUNK)
     is_H = row_H < length
     is_L = row_L < length
-    token_H = start + row_H
-    token_L = start + row_L
     column_D = tl.arange(0, D)
     column_V = tl.arange(0, V)
-    total_H = tl.load(total_TN + token_H * N + head, mask=is_H, other=0.0)
-    total_L = tl.load(total_TN + token_L * N + head, mask=is_L, other=0.0)
-    factor_H = scale * tl.load(inverse_q_TK + token_H * K + key_head, mask=is_H, other=0.0)
-    factor_L = tl.load(inverse_k_TK + token_L * K + key_head, mask=is_L, other=0.0)
-    q_HD = _tile(q_TKD + key_head * q_head_stride, token_H, q_stride, column_D, is_H)
-    k_DL = _tile_transposed(k_TKD + key_head * k_head_stride, token_L, k_stride, column_D, is_L)
+    total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
+    total_L = tl.load(total_TN + row_L * N + head, mask=is_L, other=0.0)
+    factor_H = scale * tl.load(inverse_q_TK + row_H * K + key_head, mask=is_H, other=0.0)
+    factor_L = tl.load(inverse_k_TK + row_L * K + key_head, mask=is_L, other=0.0)
+    q_HD = _tile(q_TKD + key_head * q_head_stride, row_H, q_stride, column_D, is_H)
+    k_DL = _tile_transposed(k_TKD + key_head * k_head_stride, row_L, k_stride, column_D, is_L)
     is_seen = (row_H[:, None] >= row_L[None, :]) & is_H[:, None]
     score_HL = tl.dot(q_HD, k_DL) * factor_H[:, None] * factor_L[None, :]
     score_HL = score_HL * _decays(total_H, total_L, is_seen)
     state_VD = state_CNVD + (chunk.to(tl.int64) * N + head) * V * D
     state_DV = tl.load(state_VD + column_V[None, :] * D + column_D[:, None])
     out_HV = tl.dot(q_HD, state_DV) * (factor_H * tl.exp(total_H))[:, None]
-    update_LV = _tile(update_TNV + head * V, token_L, N * V, column_V, is_L)
+    update_LV = _tile(update_TNV + head * V, row_L, N * V, column_V, is_L)
     out_HV = tl.dot(score_HL.to(update_LV.dtype), update_LV, out_HV)
-    out = out_TNV + (token_H * N + head)[:, None] * V + column_V[None, :]
+    out = out_TNV + (row_H * N + head)[:, None] * V + column_V[None, :]
     tl.store(out, out_HV.to(out_TNV.dtype.element_ty), mask=is_H[:, None])
 
 
@@ -275,27 +291,33 @@ def begin_dupdates(
     _chunk, start, length, first, head = _half_of(start_C, length_C, N)
     if first >= length:
         return
+    # From here on rows count from the chunk's first.
+    q_TKD += start * q_stride
+    k_TKD += start * k_stride
+    inverse_q_TK += start * K
+    inverse_k_TK += start * K
+    total_TN += start * N
+    dout_TNV += start * dout_stride
+    dupdate_TNV += start * (N * V)
     key_head = head // (N // K)
     row_H = first + tl.arange(0, _HALF)
     row_L = tl.arange(0, _CHUNK)
     is_H = row_H < length
     is_L = row_L < length
-    token_H = start + row_H
-    token_L = start + row_L
     column_D = tl.arange(0, D)
     column_V = tl.arange(0, V)
-    total_H = tl.load(total_TN + token_H * N + head, mask=is_H, other=0.0)
-    total_L = tl.load(total_TN + token_L * N + head, mask=is_L, other=0.0)
-    factor_H = tl.load(inverse_k_TK + token_H * K + key_head, mask=is_H, other=0.0)
-    factor_L = scale * tl.load(inverse_q_TK + token_L * K + key_head, mask=is_L, other=0.0)
-    k_HD = _tile(k_TKD + key_head * k_head_stride, token_H, k_stride, column_D, is_H)
-    q_DL = _tile_transposed(q_TKD + key_head * q_head_stride, token_L, q_stride, column_D, is_L)
+    total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
+    total_L = tl.load(total_TN + row_L * N + head, mask=is_L, other=0.0)
+    factor_H = tl.load(inverse_k_TK + row_H * K + key_head, mask=is_H, other=0.0)
+    factor_L = scale * tl.load(inverse_q_TK + row_L * K + key_head, mask=is_L, other=0.0)
+    k_HD = _tile(k_TKD + key_head * k_head_stride, row_H, k_stride, column_D, is_H)
+    q_DL = _tile_transposed(q_TKD + key_head * q_head_stride, row_L, q_stride, column_D, is_L)
     is_seen = (row_H[:, None] <= row_L[None, :]) & is_L[None, :]
     score_HL = tl.dot(k_HD, q_DL) * factor_H[:, None] * factor_L[None, :]
     score_HL = score_HL * _decays(-total_H, -total_L, is_seen)
-    dout_LV = _tile(dout_TNV + head * dout_head_stride, token_L, dout_stride, column_V, is_L)
+    dout_LV = _tile(dout_TNV + head * dout_head_stride, row_L, dout_stride, column_V, is_L)
     dupdate_HV = tl.dot(score_HL.to(dout_LV.dtype), dout_LV)
-    dupdate = dupdate_TNV + (token_H * N + head)[:, None] * V + column_V[None, :]
+    dupdate = dupdate_TNV + (row_H * N + head)[:, None] * V + column_V[None, :]
     tl.store(dupdate, dupdate_HV.to(dupdate_TNV.dtype.element_ty), mask=is_H[:, None])
 
 
@@ -320,29 +342,36 @@ def solve_dupdates(
     _chunk, start, length, first, head = _half_of(start_C, length_C, N)
     if first >= length:
         return
+    # From here on rows count from the chunk's first.
+    v_TNV += start * v_stride
+    beta_TN += start * beta_stride
+    solved_TNL += start * (N * _CHUNK)
+    dupdate_TNV += start * (N * V)
+    dright_TNV += start * (N * V)
+    dv_TNV += start * (N * V)
+    dbeta_TN += start * N
     row_H = first + tl.arange(0, _HALF)
     row_L = tl.arange(0, _CHUNK)
     is_H = row_H < length
     is_L = row_L < length
-    token_H = start + row_H
-    token_L = start + row_L
     column_V = tl.arange(0, V)
-    solved_HL = _tile_transposed(solved_TNL + head * _CHUNK, token_L, N * _CHUNK, row_H, is_L)
-    dupdate_LV = _tile(dupdate_TNV + head * V, token_L, N * V, column_V, is_L)
+    solved_HL = _tile_transposed(solved_TNL + head * _CHUNK, row_L, N * _CHUNK, row_H, is_L)
+    dupdate_LV = _tile(dupdate_TNV + head * V, row_L, N * V, column_V, is_L)
     dright_HV = tl.dot(solved_HL, dupdate_LV)
-    beta_H = tl.load(beta_TN + token_H * beta_stride + head, mask=is_H, other=0.0).to(tl.float32)
-    offset = (token_H * N + head)[:, None] * V + column_V[None, :]
+    beta_H = tl.load(beta_TN + row_H * beta_stride + head, mask=is_H, other=0.0).to(tl.float32)
+    offset = (row_H * N + head)[:, None] * V + column_V[None, :]
     dtype = dv_TNV.dtype.element_ty
     tl.store(dright_TNV + offset, dright_HV.to(dtype), mask=is_H[:, None])
     tl.store(dv_TNV + offset, (dright_HV * beta_H[:, None]).to(dtype), mask=is_H[:, None])
-    v_HV = _tile(v_TNV + head * v_head_stride, token_H, v_stride, column_V, is_H)
+    v_HV = _tile(v_TNV + head * v_head_stride, row_H, v_stride, column_V, is_H)
     dbeta_H = tl.sum(dright_HV * v_HV.to(tl.float32), axis=1)
-    tl.store(dbeta_TN + token_H * N + head, dbeta_H, mask=is_H)
+    tl.store(dbeta_TN + row_H * N + head, dbeta_H, mask=is_H)
 
 
 @triton.jit
 def sum_decays(
     dtotal_TN,
+    dbehind_TN,
     dlast_TN,
     dkept_CPN,
     dg_TN,
@@ -356,12 +385,18 @@ def sum_decays(
     chunk = tl.program_id(0).to(tl.int64)
     start = tl.load(start_C + chunk).to(tl.int64)
     length = tl.load(length_C + chunk)
+    # From here on rows count from the chunk's first.
+    dtotal_TN += start * N
+    dbehind_TN += start * N
+    dlast_TN += start * N
+    dg_TN += start * N
     row_L = tl.arange(0, _CHUNK)
     head = tl.arange(0, HEADS)
     is_head = head < N
     mask = (row_L < length)[:, None] & is_head[None, :]
-    offset = (start + row_L)[:, None] * N + head[None, :]
+    offset = row_L[:, None] * N + head[None, :]
     dtotal_LN = tl.load(dtotal_TN + offset, mask=mask, other=0.0)
+    dtotal_LN -= tl.load(dbehind_TN + offset, mask=mask, other=0.0)
     last_N = tl.sum(tl.load(dlast_TN + offset, mask=mask, other=0.0), axis=0)
     for part in tl.static_range(PARTS):
         kept = dkept_CPN + (chunk * PARTS + part) * N + head

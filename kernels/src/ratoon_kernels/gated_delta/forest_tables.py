@@ -7,6 +7,7 @@ and nodes that become ready at one time stand together.
 
 import functools
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from ratoon_kernels.gated_delta.operands import Handover
 
-CHUNK_TOKENS = 64
-_ALIGNED = 4
+CHUNK_TOKENS: Final = 64
+_ALIGNED: Final = 4
 # A step of training goes over few forests at a time, once per layer and direction.
-_NUM_KEPT = 16
+NUM_KEPT: Final = 16
 
 _Int64 = npt.NDArray[np.int64]
 
@@ -82,7 +83,7 @@ def forest_tables(
     return _build(node_table_M4.contiguous().numpy().tobytes(), first, handed, device)
 
 
-@functools.lru_cache(maxsize=_NUM_KEPT)
+@functools.lru_cache(maxsize=NUM_KEPT)
 def _build(table: bytes, first: bytes, handed: bytes, device: torch.device) -> ForestTables:
     start, stop, _, parent = np.frombuffer(table, np.int64).reshape(-1, 4).T
     num_nodes = len(start)
@@ -119,7 +120,7 @@ def _build(table: bytes, first: bytes, handed: bytes, device: torch.device) -> F
         "child_M1": np.concatenate(([0], np.cumsum(num_children))),
         "children": by_parent[np.count_nonzero(parent < 0) :],
     }
-    tensors = _upload(sections, device)
+    tensors = upload(sections, device)
     return ForestTables(
         **tensors,
         num_nodes=num_nodes,
@@ -159,7 +160,8 @@ def _begins(row: _Int64, slot: _Int64, device: torch.device) -> list[tuple[Tenso
     return entries
 
 
-def _upload(sections: dict[str, _Int64], device: torch.device) -> dict[str, Tensor]:
+def upload(sections: dict[str, _Int64], device: torch.device) -> dict[str, Tensor]:
+    """Returns int32 sections of one tensor on the device, each at a multiple of 16 bytes."""
     sizes = [-(-len(section) // _ALIGNED) * _ALIGNED for section in sections.values()]
     buffer = np.zeros(sum(sizes) + _ALIGNED, np.int32)
     offsets = np.cumsum([0, *sizes]).tolist()

@@ -23,13 +23,14 @@ from ratoon_kernels.gated_delta.reference import NORM_EPSILON
 from ratoon_kernels.layout import TreeLayout
 
 SIZES: Final = (32, 64, 128)
-_MIN_CAPABILITY_MAJOR: Final = 8
+MIN_CAPABILITY_MAJOR: Final = 8
 _NORM_ROWS: Final = 32
 _WARPS: Final = 4
 # Values of a task of the recurrence: with 32 it has products of 32 rows, as all kernels here.
 _STATE_VALUES: Final = 32
 _STATE_STAGES: Final = 2
 _GRADIENT_VALUES: Final = 64
+_GRADIENT_STAGES: Final = 1
 
 
 def unavailable_reason() -> str | None:
@@ -52,8 +53,8 @@ def unsupported_reason(
     if key_dim not in SIZES:
         return f"keys of {key_dim}, expected one of {SIZES}"
     major, minor = torch.cuda.get_device_capability(device)
-    if major < _MIN_CAPABILITY_MAJOR:
-        return f"compute capability {major}.{minor}, needs {_MIN_CAPABILITY_MAJOR}.0 or more"
+    if major < MIN_CAPABILITY_MAJOR:
+        return f"compute capability {major}.{minor}, needs {MIN_CAPABILITY_MAJOR}.0 or more"
     return None
 
 
@@ -122,7 +123,7 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             return grads
         dright_TNV = v_TNV.new_empty(v_TNV.shape)
         rows = (num_tokens, num_heads)
-        dbeta_value_TN, dtotal_TN, dlast_TN = (call.wide(rows) for _ in range(3))
+        dbeta_value_TN, dtotal_TN, dbehind_TN, dlast_TN = (call.wide(rows) for _ in range(4))
         dkept_CPN = call.wide((tables.num_chunks, 2, num_heads))
         kernel: Any = chunk_kernels.solve_dupdates
         kernel[(tables.num_chunks * 2 * num_heads,)](
@@ -159,6 +160,7 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             grads.dk_TKD,
             grads.dbeta_TN,
             dtotal_TN,
+            dbehind_TN,
             dlast_TN,
             dkept_CPN,
             tables.start_C,
@@ -171,11 +173,13 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             dout_TNV.stride(1),
             **sizes,
             BLOCK=min(_GRADIENT_VALUES, value_dim),
+            STAGES=_GRADIENT_STAGES,
             num_warps=_WARPS,
         )
         kernel = chunk_kernels.sum_decays
         kernel[(tables.num_chunks,)](
             dtotal_TN,
+            dbehind_TN,
             dlast_TN,
             dkept_CPN,
             grads.dg_TN,

@@ -97,21 +97,25 @@ def run_states(
         token = start + step * _CHUNK
         length = tl.minimum(stop - token, _CHUNK)
         is_L = row_L < length
-        token_L = token.to(tl.int64) + row_L
+        token = token.to(tl.int64)
         chunk = (first_chunk + step).to(tl.int64)
         place = (chunk * N + head) * V * D
         state = state_CNVD + place + value_B[:, None] * D + column_D[None, :]
         narrow_BD = state_BD.to(dtype)
         tl.store(state, narrow_BD)
-        seen_DL = _tile_transposed(seen_TND + head * D, token_L, N * D, column_D, is_L)
-        k_LD = _tile(k_TD, token_L, k_stride, column_D, is_L)
-        update = update_TNV + head * V + token_L[None, :] * (N * V) + value_B[:, None]
+        seen_DL = _tile_transposed(
+            seen_TND + token * (N * D) + head * D, row_L, N * D, column_D, is_L
+        )
+        k_LD = _tile(k_TD + token * k_stride, row_L, k_stride, column_D, is_L)
+        update = (
+            update_TNV + token * (N * V) + head * V + row_L[None, :] * (N * V) + value_B[:, None]
+        )
         update_BL = tl.load(update, mask=is_L[None, :], other=0.0).to(tl.float32)
         update_BL -= tl.dot(narrow_BD, seen_DL)
         tl.store(update, update_BL.to(dtype), mask=is_L[None, :])
-        total_L = tl.load(total_TN + token_L * N + head, mask=is_L, other=0.0)
-        end = tl.load(total_TN + (token.to(tl.int64) + length - 1) * N + head)
-        rest_L = tl.load(inverse_TK + token_L * K + key_head, mask=is_L, other=0.0)
+        total_L = tl.load(total_TN + token * N + row_L * N + head, mask=is_L, other=0.0)
+        end = tl.load(total_TN + (token + length - 1) * N + head)
+        rest_L = tl.load(inverse_TK + token * K + row_L * K + key_head, mask=is_L, other=0.0)
         rest_L *= tl.exp(end - total_L)
         state_BD = tl.dot((update_BL * rest_L[None, :]).to(dtype), k_LD, state_BD * tl.exp(end))
     if handed_ENDV is not None:
@@ -181,8 +185,8 @@ def run_dstates(
         row = tl.load(handed_M + node)
         if row >= 0:
             dstate_BD = tl.load(dend_ENDV + _state_offsets(row, head, value_B, N, D, V))
-    for place in range(tl.load(child_M + node), tl.load(child_M + node + 1)):
-        child = tl.load(children + place)
+    for entry in range(tl.load(child_M + node), tl.load(child_M + node + 1)):
+        child = tl.load(children + entry)
         _wait(flags + 1 + child * (N * blocks) + task)
         child_slot = tl.load(slot_M + child)
         dstate_BD += tl.load(dfirst_SNDV + _state_offsets(child_slot, head, value_B, N, D, V))
@@ -192,25 +196,33 @@ def run_dstates(
         token = start + index * _CHUNK
         length = tl.minimum(stop - token, _CHUNK)
         is_L = row_L < length
-        token_L = token.to(tl.int64) + row_L
+        token = token.to(tl.int64)
         chunk = (first_chunk + index).to(tl.int64)
         place = (chunk * N + head) * V * D
         dstate = dstate_CNVD + place + value_B[:, None] * D + column_D[None, :]
         narrow_BD = dstate_BD.to(dtype)
         tl.store(dstate, narrow_BD)
-        k_DL = _tile_transposed(k_TD, token_L, k_stride, column_D, is_L)
-        q_LD = _tile(q_TD, token_L, q_stride, column_D, is_L)
-        seen_LD = _tile(seen_TND + head * D, token_L, N * D, column_D, is_L)
+        k_DL = _tile_transposed(k_TD + token * k_stride, row_L, k_stride, column_D, is_L)
+        q_LD = _tile(q_TD + token * q_stride, row_L, q_stride, column_D, is_L)
+        seen_LD = _tile(seen_TND + token * (N * D) + head * D, row_L, N * D, column_D, is_L)
         dout_BL = _tile_transposed(
-            dout_TNV + head * dout_head_stride, token_L, dout_stride, value_B, is_L
+            dout_TNV + token * dout_stride + head * dout_head_stride,
+            row_L,
+            dout_stride,
+            value_B,
+            is_L,
         )
-        total_L = tl.load(total_TN + token_L * N + head, mask=is_L, other=0.0)
-        end = tl.load(total_TN + (token.to(tl.int64) + length - 1) * N + head)
-        rest_L = tl.load(inverse_k_TK + token_L * K + key_head, mask=is_L, other=0.0)
+        total_L = tl.load(total_TN + token * N + row_L * N + head, mask=is_L, other=0.0)
+        end = tl.load(total_TN + (token + length - 1) * N + head)
+        rest_L = tl.load(inverse_k_TK + token * K + row_L * K + key_head, mask=is_L, other=0.0)
         rest_L *= tl.exp(end - total_L)
-        read_L = scale * tl.load(inverse_q_TK + token_L * K + key_head, mask=is_L, other=0.0)
+        read_L = scale * tl.load(
+            inverse_q_TK + token * K + row_L * K + key_head, mask=is_L, other=0.0
+        )
         read_L *= tl.exp(total_L)
-        dupdate = dupdate_TNV + head * V + token_L[None, :] * (N * V) + value_B[:, None]
+        dupdate = (
+            dupdate_TNV + token * (N * V) + head * V + row_L[None, :] * (N * V) + value_B[:, None]
+        )
         dupdate_BL = tl.load(dupdate, mask=is_L[None, :], other=0.0).to(tl.float32)
         dupdate_BL += tl.dot(narrow_BD, k_DL) * rest_L[None, :]
         narrow_BL = dupdate_BL.to(dtype)
