@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ratoon.errors import invalid, shown
+from ratoon.log import get_logger
 from ratoon.model.aside import Aside, Base
 from ratoon.model.attention import ATTENTION_NAME
 from ratoon.model.config_fields import unsupported
@@ -27,6 +28,7 @@ from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.families import family_of
 from ratoon.model.families.wrapped import Names
 from ratoon.model.folder import FIELD, ModelFolder
+from ratoon.model.mxfp4 import Unpacked, unpack
 from ratoon.model.safetensors_files import (
     Stored,
     check_finite,
@@ -45,6 +47,7 @@ from ratoon.model.support import (
     wrapper_of,
 )
 
+_LOG = get_logger("folders")
 # Files that are published beside the weights, if the folder has them.
 _PUBLISHED_FILES = (
     "added_tokens.json",
@@ -88,7 +91,11 @@ def load_folder(
     not the model's, of another shape, or not finite.
     """
     config, said = read_config(folder)
-    stored = open_tensors(folder)
+    stored = unpack(open_tensors(folder))
+    if any(isinstance(each, Unpacked) for each in stored.values()):
+        _LOG.warning(
+            "experts in MXFP4 are read as bfloat16, and published so", folder=str(folder.path)
+        )
     names = Names()
     if wrapper := wrapper_of(said):
         wrapper.check_tower(stored)
