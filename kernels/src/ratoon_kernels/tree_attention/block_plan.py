@@ -2,8 +2,8 @@
 
 Every attended pair lies in one listed tile pair, and a tile pair that is listed as full needs no
 mask; the mask itself is never evaluated. Rows are counted from the first query and the first key at
-hand, as in `tiles.py`: query row q attends key row k if and only if `k - delta <= q < end[k]`, and, under a window,
-`start[q] <= k`; see `windows.py`.
+hand, as in `tiles.py`: query row q attends key row k if and only if `k - delta <= q < end[k]`, and,
+under a window, `start[q] <= k` as in `windows.py`.
 
 A plan is a function of its key alone, the node table's values among it, so one that is kept for the
 next layer, or for the backward, is what would be built again. The lists differ by backend, head_dim

@@ -45,6 +45,7 @@ struct Problem {
   const ForwardItem* items;
   const int2* runs;
   const int* end;
+  const int* start;  // WINDOW only
   int* counter;
   const float* stats;  // [num_heads, num_stats_tiles, 2 * QUERY_STEP]
   float* dq;           // [num_queries, num_heads, HEAD_DIM], PARTIAL only
@@ -107,6 +108,9 @@ struct Consumer {
   Ring<V_STAGES> v_ring;
   float dq[HEAD_DIM / 2];
   float minus_lse[2], minus_delta[2];  // of this thread's two rows
+#if WINDOW
+  int start[2];
+#endif
 
   DEVICE void load_stats(int first_row, int head) {
 #pragma unroll
@@ -153,7 +157,12 @@ DEVICE void Consumer::add_keys(int row) {
   begin(ds, minus_delta);
   barrier_wait(shared_address(&shared.k_full[s]), k_ring.parity);
   const int first_key = shared.k_mask[s];
-  if (first_key != NO_MASK) mask_logits(p, shared.end[s], first_key - problem.key_shift, row);
+  if (first_key != NO_MASK) {
+    mask_logits(p, shared.end[s], first_key - problem.key_shift, row);
+#if WINDOW
+    mask_before(p, start, first_key);
+#endif
+  }
   hold(p);
   hold(ds);
   mma_fence();
@@ -200,6 +209,9 @@ DEVICE void consume(Shared& shared, const Problem& problem, const TensorMap* dq_
     const int num_steps = shared.item.num_key_tiles * STEPS_PER_TILE;
     const int first_row = query_tile * TILE;
     consumer.load_stats(first_row + row, head);
+#if WINDOW
+    load_starts(consumer.start, problem.start, first_row + row);
+#endif
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) consumer.dq[i] = 0.0f;
 #pragma unroll 1

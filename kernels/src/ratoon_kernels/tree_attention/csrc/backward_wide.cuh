@@ -108,7 +108,7 @@ DEVICE void Consumer<ROLE>::begin_p(float (&p)[QUERY_STEP / 2]) {
   barrier_wait(shared_address(&shared.q_full[STAGE]), n / NUM_STAGES % 2);
   load_stats(p, shared.stats[STAGE][0]);
   const Note& note = shared.notes[n % NUM_NOTES];
-  if (!note.is_full) mask_keys(p, shared, problem.key_shift, 0, note.first_row);
+  if (!note.is_full) mask_keys(p, shared, problem.key_shift, 0, note.first_row, STAGE);
   hold(p);
   mma_fence();
   issue_logits<HEAD_DIM>(p, shared.k, shared.q[STAGE]);

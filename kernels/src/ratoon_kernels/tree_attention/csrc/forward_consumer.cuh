@@ -79,6 +79,9 @@ struct Consumer {
   Softmax rows;
   float factor[2];
   float slack;  // MAX_SLACK in raw logits
+#if WINDOW
+  int start[2];  // of this thread's two rows
+#endif
 
   // S = Q K^T of the K buffer at hand.
   DEVICE void issue_qk() {
@@ -118,6 +121,9 @@ struct Consumer {
     const int first_key = shared.k_mask[k_ring.stage];
     if (first_key != NO_MASK) {
       mask_logits(s, shared.end[k_ring.stage], first_key - problem.key_shift, tile_row);
+#if WINDOW
+      mask_before(s, start, first_key);
+#endif
     }
     release(shared_address(&shared.k_empty[k_ring.stage]));
     k_ring.next();

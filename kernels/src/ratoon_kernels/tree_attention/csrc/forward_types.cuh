@@ -37,6 +37,7 @@ struct Problem {
   const ForwardItem* items;
   const int2* runs;
   const int* end;
+  const int* start;  // WINDOW only
   int* counter;
   float* out;  // [num_queries, num_heads, VALUE_DIM], PARTIAL only
   float* lse;  // [num_heads, num_queries]

@@ -12,6 +12,11 @@
 #error "HEAD_DIM and VALUE_DIM are 64 and 64, 128 and 128, 192 and 128, or 256 and 256"
 #endif
 
+// Whether a query sees no keys before `start` of its row (windows.py).
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+
 constexpr int SHARED_BYTES = 227 * 1024;  // of a block, as cuda_specs.py asks for
 constexpr int ROW_BYTES = 128;
 constexpr int TILE = 128;         // queries of a forward tile, keys of every tile
