@@ -334,7 +334,7 @@ def _good() -> dict[str, Any]:
         ({"window": lambda _: 0}, "window", "at least 1"),
         ({"sink_N": lambda _: torch.zeros(2)}, "sink_N", "shape"),
         ({"sink_N": lambda _: torch.zeros(4, dtype=torch.int64)}, "sink_N", "int64"),
-        ({"sink_N": lambda x: torch.zeros(4, device="meta")}, "sink_N", "on meta"),
+        ({"sink_N": lambda _: torch.zeros(4, device="meta")}, "sink_N", "on meta"),
         ({"layout": lambda x: replace(x, end_T=x.end_T.to("meta"))}, "layout", "on meta"),
         ({"q_TNH": lambda x: x.mT.contiguous().mT}, "q_TNH", "innermost stride"),
         (

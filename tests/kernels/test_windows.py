@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -31,18 +30,9 @@ from tests.kernels.parts import random_cuts, run_in_parts
 HEADS, KV_HEADS = 4, 2
 
 
-def windowed_mask(forest: Forest, window: int | None) -> npt.NDArray[np.bool_]:
-    """bool [T, T]; depths are counted along the parents, not read from the layout."""
-    mask = forest.mask()
-    depth_T = mask.sum(axis=1) - 1
-    if window is not None:
-        mask &= depth_T[:, None] - depth_T[None, :] < window
-    return mask
-
-
 def dense(forest: Forest, problem: Problem, window: int | None, sink_N: Tensor | None) -> Results:
     """Results of a dense softmax in fp64, the sink a column of its own, by torch's derivatives."""
-    mask_TT = torch.from_numpy(windowed_mask(forest, window))
+    mask_TT = torch.from_numpy(forest.mask(window))
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         group = q.shape[1] // k.shape[1]

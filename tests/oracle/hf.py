@@ -8,6 +8,7 @@ rounding would differ between one long backward and many short ones.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path as FilePath
@@ -16,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.oracle.merged_lora import has_experts, merge
@@ -25,7 +26,8 @@ from tests.oracle.paths import Path
 
 def load(folder: FilePath, *, dtype: torch.dtype, attention: str = "eager") -> nn.Module:
     """The folder's model in `dtype` with stock attention (`eager` or `sdpa`)."""
-    auto = cast(Any, AutoModelForCausalLM)
+    has_tower = "text_config" in json.loads((folder / "config.json").read_text())
+    auto = cast(Any, AutoModelForImageTextToText if has_tower else AutoModelForCausalLM)
     model = auto.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
     )

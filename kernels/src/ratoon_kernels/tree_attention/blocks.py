@@ -73,8 +73,12 @@ def cut_into_blocks(
         window: Tokens of its path that a query sees, or None.
     """
     nodes: list[list[int]] = node_table_M4.tolist()
-    depths = [] if window is None else _first_depths(nodes)
-    longest = max((d + stop - start for d, (start, stop, *_) in zip(depths, nodes)), default=0)
+    depths: list[int] = []
+    longest = 0
+    if window is not None:
+        depths = _first_depths(nodes)
+        ends = (d + node[1] - node[0] for d, node in zip(depths, nodes, strict=True))
+        longest = max(ends, default=0)
     both = Span(max(queries.start, keys.start), min(queries.stop, keys.stop))
     blocks: list[Block] = []
     node = 0

@@ -33,7 +33,7 @@ def unsupported_reason(
 
 
 def plan(layout: TreeLayout, window: int | None = None) -> list[Tensor]:
-    """Returns what it reads of a layout beside `end_T`: the host node table, depths for a window."""
+    """Returns what it reads of a layout beside `end_T`: the host node table, and depths."""
     table = [layout.node_table_M4]
     return table if window is None else [*table, layout.position_T]
 

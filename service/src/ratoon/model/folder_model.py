@@ -20,13 +20,16 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ratoon.errors import invalid, shown
+from ratoon.log import get_logger
 from ratoon.model.aside import Aside, Base
 from ratoon.model.attention import ATTENTION_NAME
 from ratoon.model.config_fields import unsupported
 from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.families import family_of
+from ratoon.model.families.family import Family
 from ratoon.model.families.wrapped import Names
 from ratoon.model.folder import FIELD, ModelFolder
+from ratoon.model.mxfp4 import Unpacked, unpack
 from ratoon.model.safetensors_files import (
     Stored,
     check_finite,
@@ -45,6 +48,7 @@ from ratoon.model.support import (
     wrapper_of,
 )
 
+_LOG = get_logger("folders")
 # Files that are published beside the weights, if the folder has them.
 _PUBLISHED_FILES = (
     "added_tokens.json",
@@ -88,7 +92,11 @@ def load_folder(
     not the model's, of another shape, or not finite.
     """
     config, said = read_config(folder)
-    stored = open_tensors(folder)
+    stored = unpack(open_tensors(folder))
+    if any(isinstance(each, Unpacked) for each in stored.values()):
+        _LOG.warning(
+            "experts in MXFP4 are read as bfloat16, and published so", folder=str(folder.path)
+        )
     names = Names()
     if wrapper := wrapper_of(said):
         wrapper.check_tower(stored)
@@ -107,6 +115,15 @@ def load_folder(
     aside = {name for name in aside if not name.endswith(_COMPUTED)}
     files = {**published_files(folder), CONFIG_NAME: json.dumps(said).encode()}
     return module, replace(base, files=files, aside=Aside.read(folder, aside))
+
+
+def implementations(family: Family) -> dict[str, str]:
+    """Settings of transformers under which a model computes packed forests."""
+    settings = {"attn_implementation": ATTENTION_NAME}
+    # A model without experts raises an error if this one is given.
+    return (
+        settings if family.experts is None else {**settings, "experts_implementation": EXPERTS_NAME}
+    )
 
 
 def _own_tensors(
@@ -143,8 +160,6 @@ def _loaded(
 ) -> PreTrainedModel:
     """Model of `config` with these tensors, whose names and shapes were checked."""
     family = family_of(config)
-    # A model without experts raises an error if this setting is given.
-    settings = {} if family.experts is None else {"experts_implementation": EXPERTS_NAME}
     try:
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             loaded = _model_class(config).from_pretrained(
@@ -152,8 +167,7 @@ def _loaded(
                 config=config,
                 state_dict=tensors,
                 dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                **settings,
+                **implementations(family),
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,

@@ -38,6 +38,8 @@ CONFIG_NAME = "config.json"
 # What describes the decoder in a wrapper's configuration.
 _TEXT = "text_config"
 _MAX_CONFIG_BYTES = 2**20
+# How a folder stores tensors that versions have in the model's own dtype.
+_STORAGE = "quantization_config"
 
 # Fields that must be absent, null, false or 0 in every configuration.
 _FIELDS_OFF = (
@@ -92,7 +94,8 @@ _LOOKED_AT_ANYWHERE = ("head_dim", "layer_types", "sliding_window")
 
 
 def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object]]:
-    """Returns the configuration of a model folder, and everything in its config.json.
+    """Returns the configuration of a model folder, and everything in its config.json that is true
+    of versions, too.
 
     Only the second has fields that the family lacks, for the published files. Raises
     INVALID_ARGUMENT if config.json cannot be read or a field has an impossible value, and
@@ -101,7 +104,8 @@ def read_config(folder: ModelFolder) -> tuple[PreTrainedConfig, dict[str, object
     said = folder.read_object(CONFIG_NAME, _MAX_CONFIG_BYTES)
     wrapper = wrapper_of(said)
     if wrapper is None:
-        return _config(said, _family(said)), said
+        config = _config(said, _family(said))
+        return config, {name: value for name, value in said.items() if name != _STORAGE}
     _check_wrapper(said, wrapper)
     try:
         return _config(text_words(said), wrapper.family), said
@@ -243,6 +247,7 @@ def _judged(raw: Mapping[str, object], family: Family) -> dict[str, Any]:
     check_together(effective)
     family.check(effective)
     rope = family.read_rope({**effective, **{n: raw[n] for n in ROPE_FIELDS if n in raw}})
+    looked_at.pop(_STORAGE, None)
     own = {
         name: value
         for name, value in looked_at.items()

@@ -115,6 +115,7 @@ class DecoderSizes:
         if kept in (Kept.NARROW, Kept.PRODUCTS, Kept.AWAY):
             elements += sum(outputs for _, outputs in mixer.projections(self.hidden_size))
             elements += mlp.router_size + layer.adapter_size
+            elements += self.hidden_size * layer.has_post_norms
         if kept in (Kept.PRODUCTS, Kept.AWAY):
             elements += 2 * mlp.width + layer.expert_adapter_size
         other_bytes = mixer.wide_bytes + mlp.route_bytes(self.element_bytes)
@@ -151,6 +152,7 @@ class DecoderSizes:
             weights += 2 * self.hidden_size * layer.mlp.width
         if kept in (Kept.ATTENTION, Kept.HOST):
             weights += layer.mixer_weights(self.hidden_size)
+            weights += self.hidden_size * layer.mlp.width * layer.has_post_norms
         return weights
 
     def _by_layer(self, of: Callable[[Kept, Layer], int], plan: Sequence[Kept]) -> list[int]:

@@ -290,13 +290,15 @@ class Layer:
     """A decoder layer.
 
     `adapter_size`: sum of the adapter ranks that a token passes in it, without those on its
-    experts, which are `expert_adapter_size`.
+    experts, which are `expert_adapter_size`. `has_post_norms`: outputs of the mixer and of the MLP
+    are normed before they are added, so that the backward needs the MLP's.
     """
 
     mixer: Mixer
     mlp: Mlp
     adapter_size: int = 0
     expert_adapter_size: int = 0
+    has_post_norms: bool = False
 
     def weights(self, hidden_size: int) -> int:
         """Weights that a token passes."""
