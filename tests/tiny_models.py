@@ -29,6 +29,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -68,7 +69,7 @@ ARCHITECTURES = (
 WINDOW = 3
 
 # Models with a tower, of which only the decoder is trained.
-WRAPPED = ("mistral3", "gemma3_vl", "qwen3_5_vl")
+WRAPPED = ("mistral3", "gemma3_vl", "qwen3_5_vl", "qwen3_5_moe_vl")
 IMAGE_TOKEN, VIDEO_TOKEN = 11, 12
 _TOWER: dict[str, Any] = {
     "hidden_size": 8,
@@ -149,7 +150,7 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return Olmo3Config(**{**common, **windowed})
     if architecture == "gemma3":
         # The root of the hidden size, by which embeddings are scaled, has no end.
-        own = {"hidden_size": 24, "head_dim": 8, "query_pre_attn_scalar": 6}
+        own = {"hidden_size": 20, "head_dim": 8, "query_pre_attn_scalar": 6}
         return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
     if architecture == "qwen3_5":
         return Qwen3_5TextConfig(**common | _DELTA)
@@ -175,7 +176,7 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
 
 def _wrapped(architecture: str, vocab_size: int, num_heads: int) -> PretrainedConfig:
     """The decoder of another architecture and a tower of one layer."""
-    own = {"mistral3": "mistral", "gemma3_vl": "gemma3", "qwen3_5_vl": "qwen3_5"}[architecture]
+    own = "mistral" if architecture == "mistral3" else architecture.removesuffix("_vl")
     text = _config(own, vocab_size, num_heads)
     if architecture == "mistral3":
         text.tie_word_embeddings = False
@@ -205,7 +206,8 @@ def _wrapped(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCo
         "patch_size": 4,
         "num_position_embeddings": 16,
     }
-    return Qwen3_5Config(
+    kind = Qwen3_5Config if architecture == "qwen3_5_vl" else Qwen3_5MoeConfig
+    return kind(
         text_config=text,
         vision_config=tower,
         image_token_id=IMAGE_TOKEN,

@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ratoon.model.export import export_weights, exported_values
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import WEIGHTS_NAME, FileContent, write_files
-from ratoon.model.spec import ModelDtype, PresetBase
+from ratoon.model.spec import PRESET_NAMES, ModelDtype, PresetBase
 from ratoon.stream.files import digest_file
 from tests.model.builders import (
     FULL,
@@ -77,7 +77,7 @@ def test_full_export_loads_bit_for_bit(
     assert_same_bits(reload(tmp_path / "out"), model.module)
 
 
-@pytest.mark.parametrize("name", ["tiny", "small"])
+@pytest.mark.parametrize("name", PRESET_NAMES)
 def test_preset_export_loads_bit_for_bit_with_its_tokenizer(tmp_path: Path, name: str) -> None:
     model = load(PresetBase(name=name), dtype=ModelDtype.FLOAT32)
     names = export(model, tmp_path / "out")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from ratoon.errors import ErrorCode
-from ratoon.model.export import export_weights
+from ratoon.model.export import export_weights, exported_like
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from ratoon.stream.versions import prune_versions, publish_version
@@ -50,8 +50,11 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def shard(folder: Path, **tensors: Tensor) -> None:
-    """Two files that each have some of the decoder and of the tower, and further tensors."""
-    found = load_file(folder / WEIGHTS) | tensors
+    """Two files that each have some of the decoder and of the tower, and further tensors.
+
+    Experts are one tensor a layer there, as in released folders.
+    """
+    found = fused(load_file(folder / WEIGHTS)) | tensors
     names = sorted(found)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, part in parts.items():
@@ -59,6 +62,19 @@ def shard(folder: Path, **tensors: Tensor) -> None:
     (folder / WEIGHTS).unlink()
     weight_map = {name: file for file, part in parts.items() for name in part}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {name: each for name, each in tensors.items() if ".experts." not in name}
+    for layer in {n.split(".experts.")[0] for n in tensors if ".experts." in n}:
+        num_experts = sum(n.startswith(f"{layer}.experts.") for n in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors[f"{layer}.experts.{e}.{map_}.weight"] for e in range(num_experts)])
+            for map_ in ("gate_proj", "up_proj", "down_proj")
+        )
+        found[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        found[f"{layer}.experts.down_proj"] = down
+    return found
 
 
 def publish(model: PolicyModel, root: Path, version: int) -> Path:
@@ -112,7 +128,7 @@ def test_a_version_is_the_folder_with_another_decoder(
     after = tensors_of(version)
     assert after.keys() == before.keys()
     changed = {name for name, each in after.items() if not same_bytes(each, before[name])}
-    assert len(changed) == len(model.named_trainable())
+    assert len(changed) == len(exported_like(model))
     read, trained = whole(version), dict(model.module.named_parameters())
     for name, parameter in read.named_parameters():
         own = trained.get(name.replace("model.language_model.", "model.", 1))
@@ -252,7 +268,7 @@ def test_a_folder_without_its_tower_is_refused(folder: Path) -> None:
 
 def test_a_tensor_of_the_decoder_is_named_as_the_folder_names_it(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
-    (name,) = [name for name in tensors if name.endswith("layers.1.mlp.down_proj.weight")]
+    (name,) = [name for name in tensors if name.endswith("layers.1.input_layernorm.weight")]
     save_file({n: v for n, v in tensors.items() if n != name}, folder / WEIGHTS, {"format": "pt"})
     assert error_of(lambda: load(folder)).field == f"model_folder[{name!r}]"
     save_file(tensors | {name: tensors[name].int()}, folder / WEIGHTS, {"format": "pt"})

@@ -26,6 +26,7 @@ from ratoon.model.attention import ATTENTION_NAME
 from ratoon.model.config_fields import unsupported
 from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.families import family_of
+from ratoon.model.families.family import Family
 from ratoon.model.families.wrapped import Names
 from ratoon.model.folder import FIELD, ModelFolder
 from ratoon.model.mxfp4 import Unpacked, unpack
@@ -116,6 +117,15 @@ def load_folder(
     return module, replace(base, files=files, aside=Aside.read(folder, aside))
 
 
+def implementations(family: Family) -> dict[str, str]:
+    """Settings of transformers under which a model computes packed forests."""
+    settings = {"attn_implementation": ATTENTION_NAME}
+    # A model without experts raises an error if this one is given.
+    return (
+        settings if family.experts is None else {**settings, "experts_implementation": EXPERTS_NAME}
+    )
+
+
 def _own_tensors(
     stored: Mapping[str, Stored],
     names: Names,
@@ -150,8 +160,6 @@ def _loaded(
 ) -> PreTrainedModel:
     """Model of `config` with these tensors, whose names and shapes were checked."""
     family = family_of(config)
-    # A model without experts raises an error if this setting is given.
-    settings = {} if family.experts is None else {"experts_implementation": EXPERTS_NAME}
     try:
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             loaded = _model_class(config).from_pretrained(
@@ -159,8 +167,7 @@ def _loaded(
                 config=config,
                 state_dict=tensors,
                 dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                **settings,
+                **implementations(family),
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,

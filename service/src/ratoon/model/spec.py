@@ -11,7 +11,7 @@ from ratoon_proto.types import (
     LoraTuning,
 )
 
-PRESET_NAMES = ("tiny", "small")
+PRESET_NAMES = ("tiny", "small", "tiny-qwen3.5", "tiny-gpt-oss")
 
 
 class ModelDtype(StrEnum):

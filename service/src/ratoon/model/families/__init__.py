@@ -15,7 +15,7 @@ from ratoon.model.families.qwen import QWEN2, QWEN3
 from ratoon.model.families.qwen3_5 import QWEN3_5
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
 from ratoon.model.families.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT
-from ratoon.model.families.wrapped import GEMMA3_VL, MISTRAL3, QWEN3_5_VL
+from ratoon.model.families.wrapped import GEMMA3_VL, MISTRAL3, QWEN3_5_MOE_VL, QWEN3_5_VL
 
 FAMILIES = {
     family.architecture: family
@@ -37,7 +37,9 @@ FAMILIES = {
     )
 }
 # Models of several inputs whose text model is one of a family.
-WRAPPERS = {wrapper.architecture: wrapper for wrapper in (QWEN3_5_VL, GEMMA3_VL, MISTRAL3)}
+WRAPPERS = {
+    wrapper.architecture: wrapper for wrapper in (QWEN3_5_VL, QWEN3_5_MOE_VL, GEMMA3_VL, MISTRAL3)
+}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 
 

@@ -14,6 +14,7 @@ from ratoon.model.families.family import Family
 from ratoon.model.families.gemma3 import GEMMA3
 from ratoon.model.families.llama import MISTRAL
 from ratoon.model.families.qwen3_5 import QWEN3_5
+from ratoon.model.families.qwen3_next import QWEN3_5_MOE
 from ratoon.model.folder import FIELD
 
 # Beginnings of names of the decoder's tensors and of its head's in folders, and of their own. The
@@ -100,13 +101,23 @@ def _replaced(name: str, *beginnings: tuple[str, str]) -> str | None:
 
 
 _TOWERS = ("vision_tower.", "model.vision_tower.")
+_QWEN_TOWERS = ("model.visual.",)
+_QWEN_TOKENS = (("image_token_id", 248056), ("video_token_id", 248057))
 QWEN3_5_VL = Wrapper(
     architecture="Qwen3_5ForConditionalGeneration",
     model_type="qwen3_5",
-    models="Qwen3.5, Qwen3.6 (dense)",
+    models="Qwen3.5 0.8B to 27B, Qwen3.6 27B",
     family=QWEN3_5,
-    towers=("model.visual.",),
-    media_tokens=(("image_token_id", 248056), ("video_token_id", 248057)),
+    towers=_QWEN_TOWERS,
+    media_tokens=_QWEN_TOKENS,
+)
+QWEN3_5_MOE_VL = Wrapper(
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    model_type="qwen3_5_moe",
+    models="Qwen3.5-35B-A3B, Qwen3.5-122B-A10B, Qwen3.5-397B-A17B, Qwen3.6-35B-A3B",
+    family=QWEN3_5_MOE,
+    towers=_QWEN_TOWERS,
+    media_tokens=_QWEN_TOKENS,
 )
 GEMMA3_VL = Wrapper(
     architecture="Gemma3ForConditionalGeneration",
