@@ -3,7 +3,7 @@
 Nothing here reads `end` to decide who attends whom, and nothing imports the ops under test.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,17 +29,18 @@ class Forest:
     def num_tokens(self) -> int:
         return int(self.stop[-1]) if len(self.stop) else 0
 
-    def layout(self, device: str = "cpu") -> TreeLayout:
+    def layout(self, device: str = "cpu", windows: Collection[int] = ()) -> TreeLayout:
         return build_layout(
             node_start=self.start,
             node_stop=self.stop,
             node_end=self.end,
             node_parent=self.parent.astype(np.int32),
             device=device,
+            windows=windows,
         )
 
-    def mask(self) -> npt.NDArray[np.bool_]:
-        """bool [T, T]: row q attends column k."""
+    def mask(self, window: int | None = None) -> npt.NDArray[np.bool_]:
+        """bool [T, T]: row q attends column k, one of the last `window` tokens of its path."""
         num_nodes = len(self.parent)
         is_on_path = np.zeros((num_nodes, num_nodes), np.bool_)
         for node, parent in enumerate(self.parent):
@@ -48,7 +49,11 @@ class Forest:
             is_on_path[node, node] = True
         node_of_token = np.repeat(np.arange(num_nodes), self.stop - self.start)
         token = np.arange(self.num_tokens)
-        return is_on_path[node_of_token][:, node_of_token] & (token[None, :] <= token[:, None])
+        mask = is_on_path[node_of_token][:, node_of_token] & (token[None, :] <= token[:, None])
+        if window is not None:
+            depth = mask.sum(axis=1)
+            mask &= depth[:, None] - depth[None, :] < window
+        return mask
 
 
 def forest_from(parents: list[int], lengths: list[int]) -> Forest:

@@ -17,8 +17,10 @@ import torch
 from ratoon_kernels import (
     TreeLayout,
     merge_partials,
+    sink_gradient,
     tree_attention_partial_backward,
     tree_attention_partial_forward,
+    with_sink,
 )
 from tests.kernels.forests import Problem, Results
 
@@ -37,20 +39,25 @@ def run_in_parts(
     query_cuts: Cuts,
     key_cuts: Cuts,
     *,
+    window: int | None = None,
+    sink_N: torch.Tensor | None = None,
     backend: str | None = None,
     deterministic: bool = False,
     memory: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Results:
-    """Output, log-sum-exp and gradients of the output, in fp32 at least.
+    """Output, log-sum-exp and gradients of the output, that of the sinks too, in fp32 at least.
 
     Each call runs inside of a new `memory`."""
     q, k, v, scale = problem.q_TNH, problem.k_TKH, problem.v_TKH, problem.scale
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     generator = torch.Generator(q.device).manual_seed(0)
-    before = torch.randn((2, *k.shape), generator=generator, device=q.device, dtype=dtype)
-    dk_acc, dv_acc = before.clone().unbind()
+    before = [
+        torch.randn(x.shape, generator=generator, device=q.device, dtype=dtype) for x in (k, v)
+    ]
+    dk_acc, dv_acc = (x.clone() for x in before)
+    dsink_N = torch.zeros(q.shape[1], device=q.device, dtype=dtype)
     outs, lses, dqs = [], [], []
-    how = {"backend": backend, "deterministic": deterministic}
+    how = {"window": window, "backend": backend, "deterministic": deterministic}
     for q0, q1 in query_cuts:
         with memory():
             parts = [
@@ -64,7 +71,10 @@ def run_in_parts(
             ]
         assert all(part.dtype == dtype for both in parts for part in both)
         out, lse = functools.reduce(lambda one, other: merge_partials(*one, *other), parts)
-        dq = torch.zeros_like(out)
+        if sink_N is not None:
+            out, lse = with_sink(out, lse, sink_N)
+            dsink_N += sink_gradient(problem.dout_TNH[q0:q1], out, lse, sink_N)
+        dq = torch.zeros_like(q[q0:q1], dtype=dtype)
         for k0, k1 in key_cuts:
             with memory():
                 dq += tree_attention_partial_backward(
@@ -85,4 +95,4 @@ def run_in_parts(
         "dq": torch.cat(dqs),
         "dk": dk_acc - before[0],
         "dv": dv_acc - before[1],
-    }
+    } | ({} if sink_N is None else {"dsink": dsink_N})

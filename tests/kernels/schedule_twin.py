@@ -28,6 +28,13 @@ class Twin:
         q = np.arange(header.num_queries)[:, None]
         k = np.arange(len(end))[None, :]
         self.is_attended = (k - header.delta <= q) & (q < end)
+        self.is_windowed = header.start.count > 0
+        if self.is_windowed:
+            start = self.rows(header.start, 1)[:, 0]
+            for rows in (tile, back):
+                num_tiles = -(-header.num_queries // rows)
+                assert len(start) >= num_tiles * rows, "tiles are copied whole"
+            self.is_attended &= k >= start[: header.num_queries, None]
 
     def rows(self, section: Section, width: int) -> IntArray:
         assert section.offset % 4 == 0, "kernels read vectors of 16 bytes"
@@ -107,7 +114,9 @@ class Twin:
         assert first_row < self.header.num_queries
         attended = self.is_attended[rows, columns]
         assert attended.shape[1] == self.tile
-        assert is_full or not attended.all(), "a tile pair that is full needs no mask"
+        assert not self.is_windowed or attended.any(), "a tile pair out of reach is left out"
+        # Of a range of query tiles under a window only the first full ones are told.
+        assert is_full or not attended.all() or self.is_windowed, "a full tile pair needs no mask"
         counts[rows, columns] += True if is_full else attended
 
 

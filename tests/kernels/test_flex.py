@@ -6,6 +6,7 @@ through autograd; which tiles the kernels visit is compared with the mask, tile 
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,6 +125,20 @@ def test_parts_add_up_to_the_dense_oracle() -> None:
 
 
 @pytest.mark.usefixtures("shared_kernels")
+def test_a_window_and_values_of_another_size_equal_the_dense_oracle() -> None:
+    forest = NAMED["two_trees"]
+    problem, layout = _problem(forest.num_tokens), forest.layout()
+    wide = random_problem(
+        forest.num_tokens, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, seed=1
+    )
+    problem = replace(problem, v_TKH=wide.v_TKH, dout_TNH=wide.dout_TNH)
+    for window in (9, 70):
+        attention = functools.partial(_attention(layout, problem.scale), window=window)
+        expected = dense_oracle(forest.mask(window), problem)
+        assert_close(run(attention, problem), expected, 1e-5, str(window))
+
+
+@pytest.mark.usefixtures("shared_kernels")
 def test_a_plan_made_in_inference_mode_serves_a_backward() -> None:
     forest = NAMED["star"]
     problem = _problem(forest.num_tokens)
@@ -161,7 +176,7 @@ def test_listed_tiles_are_those_of_the_mask() -> None:
     problem, tokens = _problem(forest.num_tokens), Span(0, forest.num_tokens)
     operands = Operands(
         q_QNH=problem.q_TNH, k_SKH=problem.k_TKH, v_SKH=problem.v_TKH,
-        end_T=forest.layout().end_T, plan=[forest.layout().node_table_M4], scale=1.0,
+        end_T=forest.layout().end_T, plan=[forest.layout().node_table_M4], scale=1.0, window=None,
         queries=tokens, keys=tokens, is_deterministic=False,
     )  # fmt: skip
     size = flex.bucket_of(forest.num_tokens)

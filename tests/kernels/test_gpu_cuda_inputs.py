@@ -250,7 +250,7 @@ def test_extreme_gradients_of_the_log_sum_exp(size: float) -> None:
 def _good() -> dict[str, Any]:
     problem = make_problem(NAMED["star"].num_tokens, torch.bfloat16, 64)
     return {
-        "q_TNH": problem.q_TNH, "k_TKH": problem.k_TKH, "v_TKH": problem.v_TKH,
+        "q_TNH": problem.q_TNH, "k_TKH": problem.k_TKH, "v_TKV": problem.v_TKH,
         "layout": NAMED["star"].layout(DEVICE), "scale": 0.5, "backend": BACKEND,
     }  # fmt: skip
 
@@ -260,24 +260,24 @@ def _good() -> dict[str, Any]:
     [
         ({"q_TNH": lambda x: x[0]}, "q_TNH", "shape"),
         ({"k_TKH": lambda x: x[:, :0]}, "k_TKH", "shape"),
-        ({"v_TKH": lambda x: x[:, :1]}, "v_TKH", "shape"),
+        ({"v_TKV": lambda x: x[:, :1]}, "v_TKV", "shape"),
         ({"k_TKH": lambda x: x.half()}, "k_TKH", "dtype torch.float16, expected torch.bfloat16"),
         ({"q_TNH": lambda x: x.int()}, "q_TNH", "dtype torch.int32"),
-        ({"v_TKH": lambda x: x.cpu()}, "v_TKH", "on cpu, expected cuda:0"),
+        ({"v_TKV": lambda x: x.cpu()}, "v_TKV", "on cpu, expected cuda:0"),
         ({"q_TNH": lambda x: x.cpu()}, "k_TKH", "on cuda:0, expected cpu"),
         ({"layout": lambda _: NAMED["star"].layout("cpu")}, "layout", "on cpu, expected cuda:0"),
         ({"q_TNH": lambda x: x.mT.contiguous().mT}, "q_TNH", "innermost stride 4, expected 1"),
         (
-            {"k_TKH": lambda x: x[:, [0, 1, 1]], "v_TKH": lambda x: x[:, [0, 1, 1]]},
+            {"k_TKH": lambda x: x[:, [0, 1, 1]], "v_TKV": lambda x: x[:, [0, 1, 1]]},
             "k_TKH",
             "3 kv heads, which do not divide the 4 heads",
         ),
         (
-            {"k_TKH": lambda x: x[..., :32], "v_TKH": lambda x: x[..., :32]},
+            {"k_TKH": lambda x: x[..., :32], "v_TKV": lambda x: x[..., :32]},
             "k_TKH",
             "head_dim 32, expected 64",
         ),
-        ({"k_TKH": lambda x: x[1:], "v_TKH": lambda x: x[1:]}, "k_TKH", "183 tokens"),
+        ({"k_TKH": lambda x: x[1:], "v_TKV": lambda x: x[1:]}, "k_TKH", "183 tokens"),
         ({"layout": lambda _: NAMED["comb"].layout(DEVICE)}, "layout", "of 176 tokens"),
         ({"scale": lambda _: math.inf}, "scale", "finite"),
     ],

@@ -144,7 +144,7 @@ def test_a_plan_that_picks_the_schedule_is_traced(monkeypatch: pytest.MonkeyPatc
     """One graph for all forests, whose op is given each forest's own work lists."""
     given: list[torch.Tensor] = []
 
-    def plan(layout: TreeLayout) -> list[torch.Tensor]:
+    def plan(layout: TreeLayout, _window: int | None) -> list[torch.Tensor]:
         return [layout.node_table_M4, layout.schedule_table, layout.schedule_header]
 
     def forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:

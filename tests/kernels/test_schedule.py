@@ -30,10 +30,13 @@ class Case:
     keys: Span
     tile: int
     back: int
+    window: int | None = None
 
     def schedule(self) -> Schedule:
+        layout = self.forest.layout()
+        window = None if self.window is None else layout.window(self.window)
         return build_schedule(
-            self.forest.layout().end_T.numpy(), self.queries, self.keys,
+            layout.end_T.numpy(), self.queries, self.keys, window,
             tile_size=self.tile, backward_query_tile=self.back,
         )  # fmt: skip
 
@@ -42,7 +45,7 @@ class Case:
         twin = Twin(table, header, tile=self.tile, back=self.back)
         padding = -len(self.keys) % self.tile
         rows, columns = slice(self.queries.start, self.queries.stop), slice(*_ends(self.keys))
-        expected = np.pad(self.forest.mask()[rows, columns], ((0, 0), (0, padding)))
+        expected = np.pad(self.forest.mask(self.window)[rows, columns], ((0, 0), (0, padding)))
         np.testing.assert_array_equal(twin.forward(), expected)
         for level in header.levels:
             np.testing.assert_array_equal(twin.backward(level), expected)
@@ -103,7 +106,8 @@ def _check(case: Case) -> Schedule:
     assert ScheduleHeader.from_tensor(header.to_tensor()) == header
     case.check_pairs(table, header)
     _check_order(schedule)
-    _check_splits(schedule, case.back)
+    if case.window is None:
+        _check_splits(schedule, case.back)
     return schedule
 
 
@@ -163,6 +167,66 @@ def test_every_attended_pair_is_computed_once_on_the_kernels_own_grid(name: str)
     for _ in range(6):
         queries, keys = random_spans(rng, case.forest.num_tokens)
         _check(replace(case, queries=queries, keys=keys))
+
+
+@pytest.mark.parametrize(
+    ("seed", "count", "max_nodes", "max_length"),
+    [
+        *((0, 60, 6, 5), (1, 50, 16, 6), (2, 20, 60, 2), (3, 20, 8, 24)),
+        pytest.param(1, 1500, 16, 6, marks=pytest.mark.more),
+        pytest.param(3, 500, 8, 24, marks=pytest.mark.more),
+    ],
+)
+def test_every_pair_within_a_window_is_computed_once_on_random_forests(
+    seed: int, count: int, max_nodes: int, max_length: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    num_cut = num_branched = 0
+    for forest in random_forests(seed, count, max_nodes, max_length):
+        tile, back = (int(x) for x in rng.integers(1, 9, 2))
+        longest = int(forest.mask().sum(axis=1).max())
+        case = replace(_whole(forest, tile, back), window=int(rng.integers(1, longest + 2)))
+        schedule = _check(case)
+        assert (len(schedule.start) > 0) == (case.window < longest)
+        num_cut += len(schedule.start) > 0
+        num_branched += schedule.sweep.num_slots > 0
+        queries, keys = random_spans(rng, forest.num_tokens)
+        _check(replace(case, queries=queries, keys=keys))
+    assert num_cut > count // 2
+    assert num_branched > 0
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 350])
+@pytest.mark.parametrize("name", REAL_SIZES)
+def test_every_pair_within_a_window_is_computed_once_on_the_kernels_own_grid(
+    name: str, window: int
+) -> None:
+    rng = np.random.default_rng(1)
+    case = replace(_whole(REAL_SIZES[name], TILE_SIZE, BACKWARD_QUERY_TILE), window=window)
+    _check(case)
+    for _ in range(2):
+        queries, keys = random_spans(rng, case.forest.num_tokens)
+        _check(replace(case, queries=queries, keys=keys))
+
+
+def test_a_window_of_128_over_16k_is_little_work() -> None:
+    """Tile pairs, which are what takes time: of a sequence, and of responses to a prompt."""
+    for forest in (forest_from([-1], [16384]), star(8192, 8, 1024)):
+        tokens = Span(0, forest.num_tokens)
+        layout = forest.layout()
+        end_T = layout.end_T.numpy()
+        full, cut = (
+            build_schedule(end_T, tokens, tokens, window) for window in (None, layout.window(128))
+        )
+        assert cut.sweep.num_slots <= 2
+        assert 15 * _num_pairs(cut)[0] < _num_pairs(full)[0]
+        assert 15 * _num_pairs(cut)[1] < _num_pairs(full)[1]
+
+
+def _num_pairs(schedule: Schedule) -> tuple[int, int]:
+    """Tile pairs of the forward and of the backward with dQ."""
+    pieces = schedule.sweep.pieces
+    return int(schedule.forward_items[:, 3].sum()), int((pieces[:, 2] - pieces[:, 1]).sum())
 
 
 def test_fewer_kv_heads_are_cut_finer() -> None:

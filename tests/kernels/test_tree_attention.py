@@ -244,27 +244,31 @@ def test_nothing_of_tokens_squared_is_made() -> None:
     )
     operands = Operands(
         q_QNH=problem.q_TNH, k_SKH=problem.k_TKH, v_SKH=problem.v_TKH, end_T=layout.end_T,
-        plan=reference.plan(layout), scale=1.0, queries=tokens, keys=tokens, is_deterministic=True,
+        plan=reference.plan(layout), scale=1.0, window=None, queries=tokens, keys=tokens,
+        is_deterministic=True,
     )  # fmt: skip
     with LargestTensor() as largest:
         reference.forward(operands)
     assert largest.num_elements <= 2 * forest.num_tokens * 2 * 8
 
 
-def test_the_op_passes_opcheck() -> None:
+@pytest.mark.parametrize(("window", "has_sink"), [(None, False), (9, True)])
+def test_the_op_passes_opcheck(window: int | None, has_sink: bool) -> None:
     forest = NAMED["two_trees"]
     layout = forest.layout()
     problem = random_problem(
         forest.num_tokens, heads=4, kv_heads=2, head_dim=8, dtype=torch.float32, seed=0
     )
     q, k, v = (x.requires_grad_() for x in (problem.q_TNH, problem.k_TKH, problem.v_TKH))
-    plan = reference.plan(layout)
-    args: Any = (q, k, v, layout.end_T, plan, 0.5, "reference", True)
+    plan = reference.plan(layout, window)
+    sink = torch.randn(4, requires_grad=True) if has_sink else None
+    settings = (0.5, window, "reference", True)
+    args: Any = (q, k, v, layout.end_T, plan, sink, *settings)
     torch.library.opcheck(torch.ops.ratoon.tree_attention.default, args)
     out, lse = tree_attention(q, k, v, layout, 0.5)
     saved = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, problem.dlse_NT):
-        args = (problem.dout_TNH, dlse, *saved, layout.end_T, plan, 0.5, "reference", True)
+        args = (problem.dout_TNH, dlse, *saved, layout.end_T, plan, *settings)
         torch.library.opcheck(torch.ops.ratoon.tree_attention_backward.default, args)
 
 
@@ -313,8 +317,8 @@ def _good() -> dict[str, Any]:
         layout.num_tokens, heads=4, kv_heads=2, head_dim=8, dtype=torch.float32, seed=0
     )
     return {
-        "q_TNH": problem.q_TNH, "k_TKH": problem.k_TKH, "v_TKH": problem.v_TKH,
-        "layout": layout, "scale": 0.5,
+        "q_TNH": problem.q_TNH, "k_TKH": problem.k_TKH, "v_TKV": problem.v_TKH,
+        "layout": layout, "scale": 0.5, "window": None, "sink_N": None,
     }  # fmt: skip
 
 
@@ -323,23 +327,27 @@ def _good() -> dict[str, Any]:
     [
         ({"q_TNH": lambda x: x[0]}, "q_TNH", "shape"),
         ({"k_TKH": lambda x: x[:, :0]}, "k_TKH", "shape"),
-        ({"v_TKH": lambda x: x[:, :1]}, "v_TKH", "shape"),
+        ({"v_TKV": lambda x: x[:, :1]}, "v_TKV", "shape"),
         ({"k_TKH": lambda x: x.double()}, "k_TKH", "dtype torch.float64"),
         ({"q_TNH": lambda x: x.int()}, "q_TNH", "dtype torch.int32"),
-        ({"v_TKH": lambda x: x.to("meta")}, "v_TKH", "on meta"),
+        ({"v_TKV": lambda x: x.to("meta")}, "v_TKV", "on meta"),
+        ({"window": lambda _: 0}, "window", "at least 1"),
+        ({"sink_N": lambda _: torch.zeros(2)}, "sink_N", "shape"),
+        ({"sink_N": lambda _: torch.zeros(4, dtype=torch.int64)}, "sink_N", "int64"),
+        ({"sink_N": lambda _: torch.zeros(4, device="meta")}, "sink_N", "on meta"),
         ({"layout": lambda x: replace(x, end_T=x.end_T.to("meta"))}, "layout", "on meta"),
         ({"q_TNH": lambda x: x.mT.contiguous().mT}, "q_TNH", "innermost stride"),
         (
-            {"k_TKH": lambda x: x[:, [0, 1, 1]], "v_TKH": lambda x: x[:, [0, 1, 1]]},
+            {"k_TKH": lambda x: x[:, [0, 1, 1]], "v_TKV": lambda x: x[:, [0, 1, 1]]},
             "k_TKH",
             "3 kv heads, which do not divide the 4 heads",
         ),
         (
-            {"k_TKH": lambda x: x[..., :4], "v_TKH": lambda x: x[..., :4]},
+            {"k_TKH": lambda x: x[..., :4], "v_TKV": lambda x: x[..., :4]},
             "k_TKH",
             "head_dim 4, expected 8",
         ),
-        ({"k_TKH": lambda x: x[1:], "v_TKH": lambda x: x[1:]}, "k_TKH", "183 tokens"),
+        ({"k_TKH": lambda x: x[1:], "v_TKV": lambda x: x[1:]}, "k_TKH", "183 tokens"),
         ({"layout": lambda _: NAMED["comb"].layout()}, "layout", "of 176 tokens, expected 184"),
         ({"scale": lambda _: math.nan}, "scale", "finite"),
     ],

@@ -46,14 +46,16 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 def say(folder: Path, words: str, scaling: str) -> Path:
     """Rewrite the folder's config.json in these words; returns the folder."""
     config = read_config(folder)
-    config.pop("rope_parameters")
+    is_by_kind = "full_attention" in config.pop("rope_parameters")
     dtype, num_experts = config.pop("dtype"), config.pop("num_local_experts", None)
     rope = SCALINGS[scaling]
     if words in ("old", "both"):
         config |= {"rope_theta": THETA, "rope_scaling": rope or None, "torch_dtype": dtype}
         config |= {} if num_experts is None else {"num_experts": num_experts}
     if words in ("new", "both"):
-        config |= {"rope_parameters": {"rope_theta": THETA} | (rope or {"rope_type": "default"})}
+        of_full = {"rope_theta": THETA} | (rope or {"rope_type": "default"})
+        by_kind = {"full_attention": of_full, "sliding_attention": {"rope_theta": THETA}}
+        config |= {"rope_parameters": by_kind if is_by_kind else of_full}
         config |= {"dtype": dtype}
         config |= {} if num_experts is None else {"num_local_experts": num_experts}
     write_config(folder, config)

@@ -1,29 +1,35 @@
 """The other side of the model's tests: a stock Hugging Face model, one unpadded forward a sequence.
 
 In: a model folder (and an adapter folder), sequences. Out: hidden states, log-probs, gradients.
-Invariant: nothing of ours is imported here. A float64 model is float64 throughout: the modules that
-compute in float32 whatever the dtype (norms, rotary angles, router) are replaced by their formulas.
+Invariant: nothing of ours is imported here. A float64 model is float64 throughout: modules that ask
+for float32 whatever the dtype (norms, rotary angles, router) get float64.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.oracle.hf import DoublePrecision
 from tests.oracle.merged_lora import has_experts, merge
 
 
 def load_stock(
     folder: Path, *, dtype: torch.dtype, adapter: Path | None = None, attention: str = "sdpa"
 ) -> nn.Module:
-    """The folder's model with torch's own attention, and with a trainable adapter if given."""
-    model = cast(Any, AutoModelForCausalLM).from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+    """The folder's model with torch's own attention, and with a trainable adapter if given; with
+    transformers' attention where torch has none, for sinks."""
+    auto: Any = AutoModelForCausalLM
+    has_sinks = AutoConfig.from_pretrained(folder).model_type == "gpt_oss"
+    model = auto.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="eager" if has_sinks else attention,
+        experts_implementation="eager",
     )
     # A sequence has no padding: all of its tokens have gradients.
     model.get_input_embeddings().padding_idx = None
@@ -35,9 +41,7 @@ def load_stock(
         model = PeftModel.from_pretrained(
             model, str(adapter), is_trainable=True, autocast_adapter_dtype=False
         )
-    if dtype is torch.float64:
-        _compute_in_float64(model)
-    return model
+    return in_float64(model) if dtype is torch.float64 else model
 
 
 def sequence_outputs(model: nn.Module, sequence: list[int]) -> tuple[Tensor, Tensor]:
@@ -48,31 +52,13 @@ def sequence_outputs(model: nn.Module, sequence: list[int]) -> tuple[Tensor, Ten
     return output.hidden_states[-1][0], logprobs.gather(1, ids[0, 1:, None])[:, 0]
 
 
-def _compute_in_float64(model: nn.Module) -> None:
-    for module in model.modules():
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
-            cast(Any, module).forward = partial(_rms_norm, module)
-        elif kind.endswith("RotaryEmbedding"):
-            cast(Any, module).forward = partial(_rotary, module)
-        elif kind.endswith("TopKRouter"):
-            cast(Any, module).forward = partial(_router, module)
+def in_float64(model: nn.Module) -> nn.Module:
+    """The model, which then computes in float64 throughout."""
+    forward = model.forward
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with DoublePrecision():
+            return forward(*args, **kwargs)
 
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    mean_square = x.square().mean(-1, keepdim=True)
-    return module.weight * x / torch.sqrt(mean_square + module.variance_epsilon)
-
-
-def _rotary(module: Any, _x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    angles = position_ids[..., None].double() * module.inv_freq.double()
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos() * module.attention_scaling, angles.sin() * module.attention_scaling
-
-
-def _router(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = x.reshape(-1, x.shape[-1]) @ module.weight.T
-    scores, experts = torch.softmax(logits, dim=-1).topk(module.top_k, dim=-1)
-    if module.norm_topk_prob:
-        scores = scores / scores.sum(-1, keepdim=True)
-    return logits, scores, experts
+    cast(Any, model).forward = run
+    return model.double()

@@ -25,6 +25,7 @@ from ratoon.model.experts import (
     to_rows,
     to_tokens,
 )
+from ratoon.model.route_rules import RouteRule, by_softmax
 from ratoon.model.router import RouteCount, Router, route
 from ratoon.model.spec import ModelDtype
 from tests.model.builders import hidden_of, load, randomize
@@ -228,7 +229,7 @@ def test_routes_are_those_of_transformers(
     logits_TE, weight_TC, expert_TC = theirs(x_TD)
     has_ties_T = logits_TE.sort(-1).values.diff(dim=-1).eq(0).any(-1)
     assert has_ties_T.sum() < 8
-    got = Router(theirs)(x_TD)
+    got = Router(theirs, by_softmax(theirs))(x_TD)
     assert torch.equal(got[0], logits_TE)
     assert torch.equal(got[1], weight_TC)
     assert torch.equal(got[2][~has_ties_T].long(), expert_TC[~has_ties_T])
@@ -239,8 +240,8 @@ def test_routes_are_those_of_transformers(
 def test_gradients_of_routes_are_those_of_the_formula(top_k: int, is_normalized: bool) -> None:
     generator = torch.Generator().manual_seed(6)
     logits_TE = torch.randn(20, 8, generator=generator, dtype=torch.float64).requires_grad_()
-    count = RouteCount()
-    weight_TC, expert_TC = route(logits_TE, numbered(count), top_k, is_normalized)
+    count = RouteCount(RouteRule(top_k=top_k, is_normalized=is_normalized))
+    weight_TC, expert_TC = route(logits_TE, None, numbered(count), top_k)
     probs_TE = logits_TE.exp() / logits_TE.exp().sum(-1, keepdim=True)
     expected_TC = torch.stack([probs_TE[t, e] for t, e in enumerate(expert_TC.long())])
     if is_normalized:
@@ -259,17 +260,18 @@ def test_gradients_of_routes_are_those_of_the_formula(top_k: int, is_normalized:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_ties_go_to_the_lower_expert(dtype: torch.dtype) -> None:
     """Two of three tied experts get the two places; if all are equal, the first ones do."""
-    count = RouteCount()
+    count = RouteCount(RouteRule(top_k=3, is_normalized=True))
     logits_TE = torch.tensor([[0, 2, 1, 2, 2, 3], [1, 1, 1, 1, 1, 1], [3, 0, 3, 0, 3, 0]])
     for _ in range(3):
-        _weight_TC, expert_TC = route(logits_TE.to(dtype), numbered(count), 3, is_normalized=True)
+        _weight_TC, expert_TC = route(logits_TE.to(dtype), None, numbered(count), 3)
         assert expert_TC.tolist() == [[5, 1, 3], [0, 1, 2], [0, 2, 4]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_routes_are_counted_as_often_as_rollouts_have_the_token(dtype: torch.dtype) -> None:
     """Added up over forwards, exactly; not where nobody says how often."""
-    router = Router(_router(3, is_normalized=True, dtype=dtype))
+    theirs = _router(3, is_normalized=True, dtype=dtype)
+    router = Router(theirs, by_softmax(theirs))
     load_E, tokens, entropy = torch.zeros(8, dtype=torch.int64), 0, 0.0
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
@@ -299,11 +301,11 @@ def test_routes_are_counted_as_often_as_rollouts_have_the_token(dtype: torch.dty
 def test_operations_are_what_torch_expects_of_them(dtype: torch.dtype) -> None:
     """Schema, fake results, autograd registration, and all of it under a compiler."""
     check: Any = torch.library.opcheck
-    case, count = CASES["no_rows_first_and_last"], RouteCount()
+    case, count = CASES["no_rows_first_and_last"], RouteCount(RouteRule(top_k=2))
     place_TC, stop_E = sort_by_expert(case.expert_TC, case.num_experts)
     leaves = _leaves(case, dtype)
     logits_TE = torch.randn(7, 5, dtype=dtype, requires_grad=True)
-    check(route, (logits_TE, numbered(count), 2, True))
+    check(route, (logits_TE, torch.rand(5), numbered(count), 2))
     x_SD = torch.randn(14, D, dtype=dtype, requires_grad=True)
     check(grouped_linear, (x_SD, leaves["gate_up"], stop_E))
     # As the gradient of the rows is computed.

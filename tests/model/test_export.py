@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from ratoon.model.export import export_weights, exported_values
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import WEIGHTS_NAME, FileContent, write_files
-from ratoon.model.spec import ModelDtype, PresetBase
+from ratoon.model.spec import PRESET_NAMES, ModelDtype, PresetBase
 from ratoon.stream.files import digest_file
 from tests.model.builders import (
     FULL,
@@ -47,8 +47,15 @@ def reload(folder: Path) -> nn.Module:
     )
 
 
+def biases_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
+
+
 def assert_same_bits(got: nn.Module, expected: nn.Module) -> None:
-    values, others = dict(got.named_parameters()), dict(expected.named_parameters())
+    """Of parameters, and of what routers choose by."""
+    values, others = (
+        {**dict(model.named_parameters()), **biases_of(model)} for model in (got, expected)
+    )
     assert values.keys() == others.keys()
     for name, value in values.items():
         assert value.dtype is others[name].dtype
@@ -63,12 +70,14 @@ def test_full_export_loads_bit_for_bit(
     model = load(write_folder(tmp_path / "base", architecture), dtype=dtype)
     randomize(model, seed=3)
     names = export(model, tmp_path / "out")
-    assert {"config.json", "generation_config.json", "model.safetensors"} <= set(names)
+    has_aside = model.base.aside is not None
+    weights = "model.safetensors.index.json" if has_aside else "model.safetensors"
+    assert {"config.json", "generation_config.json", weights} <= set(names)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype.value
     assert_same_bits(reload(tmp_path / "out"), model.module)
 
 
-@pytest.mark.parametrize("name", ["tiny", "small"])
+@pytest.mark.parametrize("name", PRESET_NAMES)
 def test_preset_export_loads_bit_for_bit_with_its_tokenizer(tmp_path: Path, name: str) -> None:
     model = load(PresetBase(name=name), dtype=ModelDtype.FLOAT32)
     names = export(model, tmp_path / "out")

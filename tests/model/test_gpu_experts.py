@@ -23,8 +23,10 @@ from ratoon.model.experts import (
     to_rows,
     to_tokens,
 )
+from ratoon.model.families.qwen3_moe import QWEN3_MOE
 from ratoon.model.lora import LoraExperts
-from ratoon.model.router import RouteCount, Router, replace_routers, route
+from ratoon.model.route_rules import RouteRule
+from ratoon.model.router import RouteCount, Router, route
 
 pytestmark = pytest.mark.gpu
 
@@ -117,7 +119,7 @@ def _block(rank: int) -> Any:
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(generator=generator).mul_(parameter.shape[-1] ** -0.5)
-    replace_routers(block)
+    QWEN3_MOE.prepare(block)
     if rank:
         block.requires_grad_(requires_grad=False)
         block.experts = _adapted(torch.bfloat16, rank)
@@ -229,9 +231,9 @@ def test_routes_are_those_of_the_cpu() -> None:
     sums: list[Tensor] = []
     for device in (DEVICE, torch.device("cpu")):
         leaf_TE = logits_TE.detach().to(device, copy=True).requires_grad_()
-        count = RouteCount()
+        count = RouteCount(RouteRule(top_k=8, is_normalized=True))
         count.copies_T = copies_T.int().to(device)
-        weight_TC, expert_TC = route(leaf_TE, numbered(count), 8, is_normalized=True)
+        weight_TC, expert_TC = route(leaf_TE, None, numbered(count), 8)
         assert count.sums_F is not None
         sums.append(count.sums_F.cpu())
         weight_TC.backward(dweight_TC.to(device))

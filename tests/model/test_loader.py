@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ratoon.errors import ErrorCode
 from ratoon.model.experts import EXPERTS_NAME
-from ratoon.model.spec import ModelDtype, PresetBase
+from ratoon.model.spec import PRESET_NAMES, ModelDtype, PresetBase
 from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.builders import (
     FULL,
@@ -25,11 +25,17 @@ from tests.model.builders import (
     load,
 )
 from tests.model.packing import pack
-from tests.tiny_models import ARCHITECTURES, write_folder
+from tests.tiny_models import ARCHITECTURES, ROUTED, WITH_EXPERTS, write_folder
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high"), [("tiny", 0.8e6, 1.2e6), ("small", 10e6, 15e6)], ids=["tiny", "small"]
+    ("name", "low", "high"),
+    [
+        ("tiny", 0.8e6, 1.2e6),
+        ("small", 10e6, 15e6),
+        ("tiny-qwen3.5", 0.8e6, 1.2e6),
+        ("tiny-gpt-oss", 1.5e6, 2e6),
+    ],
 )
 def test_preset_has_the_size_it_is_known_by(name: str, low: float, high: float) -> None:
     info = load(PresetBase(name=name), dtype=ModelDtype.FLOAT32).info()
@@ -39,13 +45,22 @@ def test_preset_has_the_size_it_is_known_by(name: str, low: float, high: float) 
     assert info.max_sequence_tokens >= 8192
 
 
-@pytest.mark.parametrize("tuning", [FULL, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
-def test_same_seed_gives_the_same_bits(tuning: FullTuning | LoraTuning, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("preset", "tuning", "seed"),
+    [
+        *(("tiny", tuning, seed) for tuning in (FULL, LORA) for seed in (0, 7, 2**64 - 1)),
+        ("tiny-qwen3.5", FULL, 7),
+        ("tiny-gpt-oss", FULL, 7),
+    ],
+)
+def test_same_seed_gives_the_same_bits(
+    preset: str, tuning: FullTuning | LoraTuning, seed: int
+) -> None:
+    base = PresetBase(name=preset)
     torch.manual_seed(1)
-    first = load(TINY, dtype=ModelDtype.FLOAT32, seed=seed, tuning=tuning).module.state_dict()
+    first = load(base, dtype=ModelDtype.FLOAT32, seed=seed, tuning=tuning).module.state_dict()
     torch.manual_seed(2)
-    second = load(TINY, dtype=ModelDtype.FLOAT32, seed=seed, tuning=tuning).module.state_dict()
+    second = load(base, dtype=ModelDtype.FLOAT32, seed=seed, tuning=tuning).module.state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -96,7 +111,7 @@ def test_first_logits_are_nearly_uniform() -> None:
 def test_unknown_preset_is_named() -> None:
     error = error_of(lambda: load(PresetBase(name="huge")))
     assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, "preset")
-    assert (error.got, error.expected) == ("'huge'", "tiny, small")
+    assert (error.got, error.expected) == ("'huge'", ", ".join(PRESET_NAMES))
 
 
 def test_unavailable_attention_backend_is_refused_with_its_reason() -> None:
@@ -206,7 +221,7 @@ def test_experts_run_as_ours_in_every_architecture_that_has_them(
     """Architectures without experts refuse to be told how to run them."""
     module = load(write_folder(tmp_path / "base", architecture)).module
     is_ours = module.config._experts_implementation == EXPERTS_NAME
-    assert is_ours == (architecture == "qwen3_moe")
+    assert is_ours == (architecture in (*WITH_EXPERTS, *ROUTED))
 
 
 def test_fused_experts_load_as_those_of_one_tensor_each(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_packed_run_equals_each_sequence_alone(
     [
         ("qwen3", LORA),
         ("llama", LORA),
+        ("olmo3", LORA),
         ("qwen3_moe", LORA),
         ("qwen3_moe", LORA_ATTENTION),
         ("qwen3_moe", LORA_EXPERTS),

@@ -1,4 +1,7 @@
-"""A model with a sliding window is served up to the window, within which its attention is full."""
+"""A layer with a sliding window sees that much of its path, however the path lies in a forest.
+
+The families whose every folder has windows are in `test_policy_model`; here others have them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ratoon.model.export import export_weights
 from tests.model.builders import hidden_of, load
@@ -17,8 +19,8 @@ from tests.model.stock import load_stock, sequence_outputs
 from tests.model.test_policy_model import assert_equal_run, relative
 from tests.tiny_models import write_folder
 
-# The longest of the sequences.
-WINDOW = 20
+# Sequences have up to 20 tokens, and prefixes 4 to 8.
+WINDOW = 5
 WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": {},
     # In the second of the two layers.
@@ -32,45 +34,46 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 def windowed(tmp_path: Path, architecture: str, window: int) -> Path:
-    folder = write_folder(tmp_path / "base", architecture)
+    folder = write_folder(tmp_path / f"window-{window}", architecture)
     path = folder / "config.json"
     changes = WINDOWS[architecture] | {"sliding_window": window}
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
 
 
-# transformers' own implementations of the window; the softmax of the second is float32's.
-TOLERANCES = {"sdpa": 1e-10, "eager": 1e-6}
-
-
-def stock_of(folder: Path, attention: str) -> nn.Module:
-    return load_stock(folder, dtype=torch.float64, attention=attention)
-
-
-@pytest.mark.parametrize("attention", TOLERANCES)
-@pytest.mark.parametrize("architecture", WINDOWS)
-def test_a_run_up_to_the_window_is_that_of_the_window(
-    tmp_path: Path, architecture: str, attention: str
+@pytest.mark.parametrize(
+    ("architecture", "window", "attention"),
+    [
+        *((architecture, WINDOW, "sdpa") for architecture in WINDOWS),
+        # Each token alone; and the longest sequence, less one token.
+        *(("mistral", window, "sdpa") for window in (1, 19)),
+        # The softmax of transformers' other implementation is float32's.
+        ("qwen3", WINDOW, "eager"),
+    ],
+)
+def test_packed_run_with_windows_equals_each_sequence_alone(
+    tmp_path: Path, architecture: str, window: int, attention: str
 ) -> None:
-    folder = windowed(tmp_path, architecture, WINDOW)
+    folder = windowed(tmp_path, architecture, window)
     model = load(folder)
-    assert model.info().max_sequence_tokens == model.info().sliding_window == WINDOW
-    sequences = [*branching_sequences(0), [(7 * n + 3) % 60 for n in range(WINDOW)]]
-    assert max(map(len, sequences)) == WINDOW
-    stock = stock_of(folder, attention)
-    assert_equal_run(model, stock, sequences, tolerance=TOLERANCES[attention])
+    assert model.info().max_sequence_tokens == 32_768
+    sequences = [*branching_sequences(0), [(7 * n + 3) % 60 for n in range(20)]]
+    stock = load_stock(folder, dtype=torch.float64, attention=attention)
+    tolerance = 1e-10 if attention == "sdpa" else 1e-6
+    assert_equal_run(model, stock, sequences, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("attention", TOLERANCES)
+@pytest.mark.parametrize("other", [WINDOW - 1, WINDOW + 1])
 @pytest.mark.parametrize("architecture", WINDOWS)
-def test_one_token_more_is_another_model(tmp_path: Path, architecture: str, attention: str) -> None:
-    """The limit is the window itself, and the stock model has one."""
-    folder = windowed(tmp_path, architecture, WINDOW)
-    sequence = [(7 * n + 3) % 60 for n in range(WINDOW + 1)]
-    hidden, _ = sequence_outputs(stock_of(folder, attention), sequence)
-    own = hidden_of(load(folder), pack([sequence]))
-    assert relative(own[:WINDOW], hidden[:WINDOW]) <= TOLERANCES[attention]
-    assert relative(own[WINDOW:], hidden[WINDOW:]) > 1e-4
+def test_another_window_is_another_model(tmp_path: Path, architecture: str, other: int) -> None:
+    """Control: one token more or less is seen, from the first sequence that is longer on."""
+    sequence = [(7 * n + 3) % 60 for n in range(WINDOW + 2)]
+    stock = load_stock(windowed(tmp_path, architecture, WINDOW), dtype=torch.float64)
+    hidden, _ = sequence_outputs(stock, sequence)
+    own = hidden_of(load(windowed(tmp_path, architecture, other)), pack([sequence]))
+    alike = min(WINDOW, other)
+    assert relative(own[:alike], hidden[:alike]) <= 1e-10
+    assert relative(own[alike:], hidden[alike:]) > 1e-4
 
 
 @pytest.mark.parametrize("architecture", WINDOWS)
@@ -79,9 +82,12 @@ def test_a_version_says_what_the_folder_says_of_the_window(
 ) -> None:
     folder = windowed(tmp_path, architecture, WINDOW)
     (tmp_path / "version").mkdir()
-    export_weights(load(folder), tmp_path / "version")
+    model = load(folder)
+    export_weights(model, tmp_path / "version")
     published = json.loads((tmp_path / "version/config.json").read_text())
     assert published["sliding_window"] == WINDOW
     for name, value in WINDOWS[architecture].items():
         assert value is None or published[name] == value
-    assert load(tmp_path / "version").info().max_sequence_tokens == WINDOW
+    packed = pack(branching_sequences(0))
+    again = hidden_of(load(tmp_path / "version"), packed)
+    assert relative(again, hidden_of(model, packed)) <= 1e-12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,13 +57,38 @@ def test_a_path_is_a_forest_of_its_own(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Inputs:
-    """q, k, v and the gradient of the output, in packed order."""
+class Form:
+    """What a layer's attention may have beside queries, keys and values of one size."""
+
+    window: int | None = None
+    has_sink: bool = False
+    value_dim: int = HEAD_DIM
+
+
+PLAIN = Form()
+# The longest path has 15 tokens, and nodes have 2 to 7: windows end within any of them.
+FORMS = (
+    *(Form(window=window) for window in (2, 5, 9, 30)),
+    Form(has_sink=True),
+    Form(value_dim=6),
+    Form(window=5, has_sink=True, value_dim=12),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """q, k, v and the gradient of the output, in packed order; a sink of each head."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
+    sink: Tensor
+    form: Form
+
+    def options(self, sink: Tensor) -> dict[str, Any]:
+        """Arguments of attention, with `sink` where there is one."""
+        return {"window": self.form.window, "sink_N": sink if self.form.has_sink else None}
 
 
 def make_layout() -> TreeLayout:
@@ -79,21 +104,29 @@ def _stream(most: StreamTokens = MOST) -> AttentionStream:
     )
 
 
-def _inputs(dtype: torch.dtype, seed: int = 0) -> _Inputs:
+def make_inputs(dtype: torch.dtype, seed: int = 0, form: Form = PLAIN) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(num_heads: int) -> Tensor:
-        x = torch.randn(NODES[-1][1], num_heads, HEAD_DIM, generator=generator)
+    def draw(num_heads: int, head_dim: int) -> Tensor:
+        x = torch.randn(NODES[-1][1], num_heads, head_dim, generator=generator)
         return x.to(dtype)
 
-    return _Inputs(q=draw(HEADS), k=draw(KV_HEADS), v=draw(KV_HEADS), dout=draw(HEADS))
+    return Inputs(
+        q=draw(HEADS, HEAD_DIM),
+        k=draw(KV_HEADS, HEAD_DIM),
+        v=draw(KV_HEADS, form.value_dim),
+        dout=draw(HEADS, form.value_dim),
+        sink=draw(HEADS, 1)[0, :, 0],
+        form=form,
+    )
 
 
-def _whole(inputs: _Inputs) -> list[Tensor]:
-    """Output, dQ, dK and dV."""
-    q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out, _ = tree_attention(q, k, v, make_layout(), SCALE)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.dout)]
+def whole(inputs: Inputs) -> list[Tensor]:
+    """Output, dQ, dK and dV, and the sink's gradient if there is one."""
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.sink)]
+    out, _ = tree_attention(*leaves[:3], make_layout(), SCALE, **inputs.options(leaves[3]))
+    leaves = leaves[: 3 + inputs.form.has_sink]
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)]
 
 
 class _Layer(nn.Module):
@@ -102,25 +135,28 @@ class _Layer(nn.Module):
         self.layer_idx = index
 
 
-def _attend(stage: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return stage.attend(module, q, k, v, SCALE)
+def _attend(
+    stage: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor:
+    return stage.attend(module, q, k, v, SCALE, **options)
 
 
-def _staged(
-    inputs: _Inputs, attend: Any = _attend, module: nn.Module | None = None
-) -> list[Tensor]:
+def _staged(inputs: Inputs, attend: Any = _attend, module: nn.Module | None = None) -> list[Tensor]:
     """Results stage by stage, each backward as soon as nothing below it is to come."""
     module = _Layer(0) if module is None else module
     stream = _stream()
-    results = [torch.full_like(x, torch.nan) for x in (inputs.q, inputs.q, inputs.k, inputs.v)]
+    results = [torch.full_like(x, torch.nan) for x in (inputs.dout, inputs.q, inputs.k, inputs.v)]
+    dsink = torch.zeros_like(inputs.sink)
     opened: list[tuple[int, StageAttention, Tensor, list[Tensor]]] = []
 
     def close() -> None:
         index, _stage, out, leaves = opened.pop()
         rows = slice(*STAGES[index][:2])
         grads = torch.autograd.grad(out, leaves, inputs.dout[rows])
-        for result, value in zip(results, (out.detach(), *grads), strict=True):
+        for result, value in zip(results, (out.detach(), *grads[:3]), strict=True):
             result[rows] = value
+        for grad in grads[3:]:
+            dsink.add_(grad)
 
     for index, (start, stop, parent) in enumerate(STAGES):
         while opened and opened[-1][0] != parent:
@@ -128,17 +164,26 @@ def _staged(
         above = tuple(each[1] for each in opened)
         stage = stream.stage(Span(start, stop), above, is_kept=index < 2)
         leaves = [x[start:stop].clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-        opened.append((index, stage, attend(stage, module, *leaves), leaves))
+        sink = inputs.sink.clone().requires_grad_()
+        out = attend(stage, module, *leaves, **inputs.options(sink))
+        opened.append((index, stage, out, [*leaves, sink][: 3 + inputs.form.has_sink]))
     while opened:
         close()
-    return results
+    return [*results, dsink][: 4 + inputs.form.has_sink]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 def test_stages_equal_the_whole_forest(dtype: torch.dtype, tolerance: float) -> None:
-    inputs = _inputs(dtype)
-    for got, expected in zip(_staged(inputs), _whole(inputs), strict=True):
+    inputs = make_inputs(dtype)
+    for got, expected in zip(_staged(inputs), whole(inputs), strict=True):
         assert relative_error(got, expected) <= tolerance
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_stages_of_any_form_equal_the_whole_forest(form: Form) -> None:
+    inputs = make_inputs(torch.float64, form=form)
+    for got, expected in zip(_staged(inputs), whole(inputs), strict=True):
+        assert relative_error(got, expected) <= 1e-14
 
 
 def test_sixteen_bits_lose_no_more_than_at_once() -> None:
@@ -146,9 +191,11 @@ def test_sixteen_bits_lose_no_more_than_at_once() -> None:
     more; results come in the dtype of the inputs."""
     ratios: list[float] = []
     for seed in range(5):
-        inputs = _inputs(torch.bfloat16, seed)
-        wide = _Inputs(**{name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout")})
-        staged, packed, truth = _staged(inputs), _whole(inputs), _flat(_whole(wide))
+        inputs = make_inputs(torch.bfloat16, seed)
+        wide = replace(
+            inputs, **{name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout")}
+        )
+        staged, packed, truth = _staged(inputs), whole(inputs), _flat(whole(wide))
         assert all(value.dtype is torch.bfloat16 for value in staged)
         errors = [relative_error(_flat(values), truth) for values in (staged, packed)]
         ratios.append(errors[0] / errors[1])
@@ -160,18 +207,18 @@ def _flat(values: list[Tensor]) -> Tensor:
 
 
 def test_a_layer_that_is_run_again_adds_its_gradients_once() -> None:
-    inputs = _inputs(torch.float64)
+    inputs = make_inputs(torch.float64)
 
-    def again(*args: Any) -> Tensor:
-        return checkpoint(_attend, *args, use_reentrant=False)
+    def again(*args: Any, **options: Any) -> Tensor:
+        return checkpoint(_attend, *args, use_reentrant=False, **options)
 
-    for got, expected in zip(_staged(inputs, again), _whole(inputs), strict=True):
+    for got, expected in zip(_staged(inputs, again), whole(inputs), strict=True):
         assert relative_error(got, expected) <= 1e-14
 
 
 def test_layers_hold_keys_of_their_own() -> None:
     """Two layers of one stage, forwarded one after the other, do not see each other's keys."""
-    first, second = _inputs(torch.float64), _inputs(torch.float64, seed=1)
+    first, second = make_inputs(torch.float64), make_inputs(torch.float64, seed=1)
     stream = _stream(StreamTokens(held=24, waiting=7))
     prefix = stream.stage(Span(0, 7), (), is_kept=True)
     wave = stream.stage(Span(7, 24), (prefix,), is_kept=False)
@@ -179,25 +226,28 @@ def test_layers_hold_keys_of_their_own() -> None:
         prefix.attend(layer, inputs.q[:7], inputs.k[:7], inputs.v[:7], SCALE)
     for inputs, layer in ((second, _Layer(1)), (first, _Layer(0))):
         out = wave.attend(layer, inputs.q[7:], inputs.k[7:], inputs.v[7:], SCALE)
-        assert relative_error(out, _whole(inputs)[0][7:]) <= 1e-14
+        assert relative_error(out, whole(inputs)[0][7:]) <= 1e-14
 
 
-def test_one_compiled_graph_serves_all_layers_and_stages() -> None:
+@pytest.mark.parametrize("form", [PLAIN, FORMS[-1]], ids=str)
+def test_one_compiled_graph_serves_all_layers_and_stages(form: Form) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)
-    def compiled(stage: LayerStage, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def compiled(
+        stage: LayerStage, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> Tensor:
         # A literal, as a layer's scaling is: of a global number a symbol would be made first.
-        return stage.attend(module, q * 1.0, k * 1.0, v * 1.0, 0.5)
+        return stage.attend(module, q * 1.0, k * 1.0, v * 1.0, 0.5, **options)
 
-    def attend(stage: StageAttention, module: _Layer, *args: Tensor) -> Tensor:
-        return compiled(stage.at_layer(module.layer_idx), module, *args)
+    def attend(stage: StageAttention, module: _Layer, *args: Tensor, **options: Any) -> Tensor:
+        return compiled(stage.at_layer(module.layer_idx), module, *args, **options)
 
     for index in range(3):
-        inputs = _inputs(torch.float64, seed=index)
+        inputs = make_inputs(torch.float64, seed=index, form=form)
         got = _staged(inputs, attend, _Layer(index))
-        for value, expected in zip(got, _whole(inputs), strict=True):
+        for value, expected in zip(got, whole(inputs), strict=True):
             assert relative_error(value, expected) <= 1e-14
     assert counter.frame_count == 1
 

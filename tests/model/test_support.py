@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import transformers
-from transformers import MistralConfig
 
 from ratoon.errors import ErrorCode
 from ratoon.model.config_fields import FIELD_RULES, ROPE_FIELDS
-from ratoon.model.families import FAMILIES
+from ratoon.model.families import FAMILIES, family_of
 from ratoon.model.folder import ModelFolder
 from ratoon.model.safetensors_files import open_tensors
 from ratoon.model.support import (
@@ -21,10 +20,15 @@ from ratoon.model.support import (
     longest_sequence,
     read_config,
 )
-from tests.model.builders import error_of
+from ratoon.planner.layer_kinds import window_of
+from tests.model.builders import error_of, hidden_of, load
+from tests.model.packing import pack
+from tests.model.test_policy_model import relative
 from tests.tiny_models import ARCHITECTURES, write_folder
 
 ROPE = {"rope_theta": 10_000.0}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+FULL_SLIDING = ["full_attention", "sliding_attention"]
 LONG = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2, "original_max_position_embeddings": 16}
 
 
@@ -44,7 +48,7 @@ def config_of(folder: Path) -> Any:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
     config = config_of(write_folder(tmp_path / "base", architecture))
-    assert config.hidden_size == 16
+    assert config.num_hidden_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -109,6 +113,23 @@ def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
             "None",
         ),
         ("qwen3", {"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor", "0.5"),
+        # transformers has the window in all layers, or in none, whatever the kinds are.
+        ("mistral", {"sliding_window": 8, "layer_types": FULL_SLIDING}, "layer_types", "full"),
+        ("llama", {"sliding_window": 8, "layer_types": FULL_SLIDING}, "layer_types", "sliding"),
+        ("qwen2", {"sliding_window": 8, "layer_types": FULL_SLIDING}, "layer_types", "sliding"),
+        ("olmo3", {"sliding_window": None}, "layer_types", "sliding"),
+        # Readers differ in which layers have a base that is not said by their kind.
+        ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "rope_parameters.rope_theta", "1"),
+        ("olmo3", {"rope_parameters": ROPE}, "rope_parameters", "rope_theta"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention.rope_type",
+            "linear",
+        ),
+        ("gemma3", {"rope_local_base_freq": 5.0}, "rope_parameters.rope_theta", "5.0"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping", "30.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention", "True"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:20],
 )
@@ -126,19 +147,28 @@ def test_unsupported_configuration_is_refused_by_field(
     ("architecture", "changes"),
     [
         ("qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
-        ("llama", {"attention_bias": True}),
+        ("llama", {"attention_bias": False}),
         ("llama", {"attention_dropout": 0}),
         ("qwen3_moe", {"router_aux_loss_coef": 0.01}),
         ("llama", {"attn_logit_softcapping": None}),
         ("llama", {"pad_token_id": -1}),
         ("llama", {"pad_token_id": 63}),
+        ("llama", {"pad_token_id": 64, "bos_token_id": 64, "eos_token_id": [64, 2]}),
+        ("gemma3", {"pad_token_id": 10**6}),
+        ("qwen3", {"dtype": "auto"}),
+        ("qwen2", {"dtype": None, "torch_dtype": "auto"}),
+        ("qwen2", {"head_dim": None}),
+        ("mistral", {"layer_types": ["full_attention"] * 2}),
         ("llama", {"partial_rotary_factor": 1.0}),
     ],
 )
 def test_what_changes_nothing_is_accepted(
     tmp_path: Path, architecture: str, changes: dict[str, Any]
 ) -> None:
-    assert config_of(edited(tmp_path, architecture, changes)).hidden_size == 16
+    folder = edited(tmp_path, architecture, changes)
+    packed = pack([[5, 63, 0, 5, 7, 1, 2, 60]])
+    plain = load(write_folder(tmp_path / "plain", architecture))
+    assert relative(hidden_of(load(folder), packed), hidden_of(plain, packed)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
@@ -152,44 +182,28 @@ def test_pickled_weights_are_refused_without_being_opened(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "longest"),
+    ("architecture", "changes", "windows", "longest"),
     [
-        ("mistral", {"sliding_window": 4096}, 4096),
-        ("mistral", {"sliding_window": 10**6}, 32_768),
-        ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, 8),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, 8),
-        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 8}, 32_768),
+        ("mistral", {"sliding_window": 4096}, [4096, 4096], 32_768),
+        ("mistral", {"sliding_window": 10**6}, [10**6] * 2, 32_768),
+        ("mistral", {"sliding_window": 8, "layer_types": FULL_SLIDING[1:] * 2}, [8, 8], 32_768),
+        ("qwen3_moe", QWEN_WINDOW, [8, 8], 32_768),
+        ("qwen3_moe", QWEN_WINDOW | {"use_sliding_window": False}, [None, None], 32_768),
         (
             "qwen2",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": None,
-                "max_window_layers": 1,
-            },
-            8,
-        ),
-        (
-            "qwen2",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": None,
-                "max_window_layers": 2,
-            },
+            QWEN_WINDOW | {"layer_types": None, "max_window_layers": 1},
+            [None, 8],
             32_768,
         ),
         (
-            "qwen3",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": ["full_attention", "sliding_attention"],
-            },
-            8,
+            "qwen2",
+            QWEN_WINDOW | {"layer_types": None, "max_window_layers": 2},
+            [None, None],
+            32_768,
         ),
+        ("qwen3", QWEN_WINDOW | {"layer_types": FULL_SLIDING}, [None, 8], 32_768),
         # transformers has no window there, other readers may.
-        ("llama", {"sliding_window": 8}, 8),
+        ("llama", {"sliding_window": 8}, [None, None], 8),
         (
             "mistral",
             {
@@ -197,17 +211,60 @@ def test_pickled_weights_are_refused_without_being_opened(tmp_path: Path, name: 
                 "rope_parameters": None,
                 "rope_scaling": {"type": "yarn", "factor": 2.0},
             },
-            60_000,
+            [60_000] * 2,
+            65_536,
+        ),
+        # As Olmo 3 is published, in the words of transformers 4; every fourth layer is full.
+        (
+            "olmo3",
+            {
+                "layer_types": None,
+                "num_hidden_layers": 4,
+                "rope_parameters": None,
+                "rope_theta": 500_000,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                    "attention_factor": 1.2079441541679836,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                },
+            },
+            [3, 3, 3, None],
+            65_536,
+        ),
+        # As Gemma 3 is published, in the words of transformers 4.
+        (
+            "gemma3",
+            {
+                "layer_types": None,
+                "sliding_window_pattern": 2,
+                "sliding_window": 512,
+                "rope_parameters": None,
+                "rope_local_base_freq": 10_000,
+                "rope_theta": 1_000_000,
+                "rope_scaling": None,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "query_pre_attn_scalar": 256,
+            },
+            [512, None],
+            32_768,
         ),
     ],
 )
-def test_a_sequence_is_as_long_as_the_window_of_any_layer(
-    tmp_path: Path, architecture: str, changes: dict[str, Any], longest: int
+def test_windows_are_those_of_transformers_and_limit_no_sequence(
+    tmp_path: Path,
+    architecture: str,
+    changes: dict[str, Any],
+    windows: list[int | None],
+    longest: int,
 ) -> None:
-    """A published Mistral, whose window is 4096, was refused."""
+    """A published Mistral, whose window is 4096, was refused, and then trained up to its window."""
     config = config_of(edited(tmp_path, architecture, changes))
-    assert longest_sequence(config) == longest
-    assert longest_sequence(MistralConfig()) == 4096
+    found = [window_of(layer.mixer) for layer in family_of(config).layers(config)]
+    assert (found, longest_sequence(config)) == (windows, longest)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -223,6 +280,9 @@ def test_every_field_of_every_family_has_a_rule(architecture: str) -> None:
     }
     left_out = {"transformers_version", "return_dict", "id2label", "label2id", "problem_type"}
     off = {
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
         "output_hidden_states",
         "chunk_size_feed_forward",
         "is_encoder_decoder",

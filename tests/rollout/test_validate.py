@@ -249,6 +249,21 @@ def test_a_token_outside_of_the_vocabulary_is_named(token: int) -> None:
     assert error.got == str(token)
 
 
+def test_a_token_that_stands_for_an_image_is_named_with_its_field() -> None:
+    """A rollout with images would be trained as if they were one embedding."""
+    text = limits(vocab_size=100, media_tokens={"image_token_id": 50, "video_token_id": 51})
+    fine = rollout([5, 6])
+    validate_groups([group([1], [fine])], text)
+    for bad, field, name in (
+        (group([1, 50], [fine]), "groups[0].prompt[1]", "image_token_id"),
+        (group([1], [fine, rollout([5, 51])]), "groups[0].rollouts[1].response[1]", "video_token"),
+    ):
+        with pytest.raises(RatoonError) as caught:
+            validate_groups([bad], text)
+        assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_ARGUMENT, field)
+        assert name in caught.value.got
+
+
 def test_a_token_beyond_int64_is_named() -> None:
     huge = _with_tokens([(np.array([3, 2**64 - 1], np.uint64), True)])
     error = _refused([group([1], [rollout([5]), huge])])

@@ -56,6 +56,11 @@ LORA = LoraTuning(rank=3, alpha=6.0)
 LORA_ATTENTION = LoraTuning(
     rank=3, alpha=6.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")
 )
+LORA_LATENT = LoraTuning(
+    rank=3,
+    alpha=6.0,
+    target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+)
 FROZEN_K3 = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
 GRPO = LossConfig(kind=LossKind.GRPO, kl=FROZEN_K3, entropy_coefficient=0.01)
 # Clipping and weight decay change from step to step.
@@ -87,14 +92,18 @@ def _three_steps(pair: Pair, request: LossConfig = GRPO, *, micro_batch_tokens: 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
-    """GQA everywhere, tied embeddings (qwen3, mistral), biases (qwen2), experts (qwen3_moe)."""
+    """GQA everywhere, tied embeddings (qwen3, mistral, gemma3), biases (qwen2), experts
+    (qwen3_moe), windows (olmo3, gemma3)."""
     _three_steps(_pair(tmp_path, architecture))
 
 
 @pytest.mark.parametrize(
     ("architecture", "tuning"),
-    [("qwen3", LORA), ("llama", LORA), ("qwen3_moe", LORA), ("qwen3_moe", LORA_ATTENTION)],
-    ids=["qwen3", "llama", "qwen3_moe", "qwen3_moe_attention"],
+    [
+        *((name, LORA) for name in ("qwen3", "llama", "gemma3", "qwen3_moe", "qwen3_5", "gpt_oss")),
+        *((name, LORA_ATTENTION) for name in ("qwen3_moe", "glm4_moe")),
+        *((name, LORA_LATENT) for name in ("glm4_moe_lite",)),
+    ],
 )
 def test_three_steps_of_lora(tmp_path: Path, architecture: str, tuning: LoraTuning) -> None:
     """The frozen reference is the adapter off."""

@@ -37,7 +37,7 @@ from ratoon_proto.types import (
     StepReport,
 )
 from tests.plans import journaled, make_plan
-from tests.tiny_models import write_folder
+from tests.tiny_models import ROUTED, write_folder
 from tests.train.equivalence_runs import EAGER
 from tests.train.rank_runs import PipePeer, ranked, together, weights_of
 from tests.train.trainer_runs import (
@@ -129,13 +129,19 @@ def test_terms_of_a_reference_an_entropy_and_a_whole_sequence(base: FolderBase) 
         ("qwen3_moe", 4, 2, Shard.STATES),
         ("llama", 4, 4, Shard.STATES),
         ("qwen3_untied", 6, 2, Shard.STATES),
+        ("qwen3_5", 4, 4, Shard.STATES),
+        ("deepseek_v3", 4, 2, Shard.STATES),
+        ("gpt_oss", 4, 2, Shard.STATES),
+        *(pytest.param(name, 4, 2, Shard.WEIGHTS, marks=pytest.mark.more) for name in ROUTED),
+        pytest.param("gemma3", 4, 2, Shard.STATES, marks=pytest.mark.more),
         pytest.param("qwen3_moe_mixed", 4, 2, Shard.WEIGHTS, marks=pytest.mark.more),
     ],
 )
 def test_models_of_other_heads_and_with_experts(
     tmp_path: Path, architecture: str, num_heads: int, size: int, shard: Shard
 ) -> None:
-    """`llama` has one key head, and with six query heads a rank has one and a half groups."""
+    """`llama` has one key head, with six query heads a rank has one and a half groups, and `gemma3`
+    has windows."""
     base = FolderBase(folder=str(write_folder(tmp_path, architecture, num_heads=num_heads)))
     alone = make_trainer(base)
     with ranked(alone.spec, size, 100, shard) as (many, _):

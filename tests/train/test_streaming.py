@@ -39,7 +39,7 @@ from tests.equivalence import assert_close, paths_of
 from tests.oracle import hf
 from tests.plans import make_plan
 from tests.rollout.stages import num_ancestors
-from tests.tiny_models import write_folder
+from tests.tiny_models import ROUTED, write_folder
 from tests.train.equivalence_runs import (
     EAGER,
     WHOLE,
@@ -156,13 +156,16 @@ def test_forests_of_two_letters_are_exact(pair: Pair, seed: int) -> None:
     _check(pair, batch, GRPO, budget=5)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen2", "llama", "qwen3_moe", "olmo3", "gemma3", "qwen3_5", "qwen3_next", *ROUTED],
+)
 def test_architectures_are_exact(tmp_path: Path, architecture: str) -> None:
     pair = make_pair(write_folder(tmp_path / "base", architecture), scratch=tmp_path / "adapter")
     _check(pair, random_batch_near(pair, 3), GRPO, budget=14)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "qwen3_5"])
 def test_lora_is_exact(tmp_path: Path, architecture: str) -> None:
     pair = make_pair(
         write_folder(tmp_path / "base", architecture),

@@ -20,8 +20,8 @@ from ratoon_kernels.registry import BackendStatus, list_backends, max_tokens, se
 from ratoon_kernels.tiles import Span
 from ratoon_kernels.token_logprobs.op import token_logprobs, token_logprobs_forward_backward
 from ratoon_kernels.token_logprobs.operands import DifferentiatedLogprobs
+from ratoon_kernels.tree_attention.merging import merge_partials, sink_gradient, with_sink
 from ratoon_kernels.tree_attention.op import (
-    merge_partials,
     tree_attention,
     tree_attention_partial_backward,
     tree_attention_partial_forward,
@@ -46,9 +46,11 @@ __all__ = [
     "max_tokens",
     "merge_partials",
     "select_backend",
+    "sink_gradient",
     "token_logprobs",
     "token_logprobs_forward_backward",
     "tree_attention",
     "tree_attention_partial_backward",
     "tree_attention_partial_forward",
+    "with_sink",
 ]

@@ -4,6 +4,7 @@ Query q attends key k if and only if `k <= q < end_T[k]`, where `end_T[k]` is on
 of the node that holds k.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.schedule import TILE_SIZE, Schedule, build_schedule
 from ratoon_kernels.tiles import Int64Array, Span
+from ratoon_kernels.windows import Window, build_window
 
 _MAX_TOKENS: Final = 2**31 - TILE_SIZE
 
@@ -45,6 +47,9 @@ class TreeLayout:
         schedule: Work lists of all queries against all keys, on the host.
         schedule_table: int32 on the device; the same, packed.
         schedule_header: int64 on the CPU; where the table's sections lie.
+
+    Under a window the work lists are others: those of the sizes that `build_layout` was given are
+    held from the start, as a traced call needs them; others are built when they are asked for.
     """
 
     end_T: Tensor
@@ -53,7 +58,13 @@ class TreeLayout:
     schedule: Schedule
     schedule_table: Tensor
     schedule_header: Tensor
-    _partial_schedules: dict[tuple[Span, Span], ScheduleTensors] = field(
+    _partial_schedules: dict[tuple[Span, Span, int | None], ScheduleTensors] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    _windows: dict[int, Window | None] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    _windowed_schedules: dict[int, ScheduleTensors] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
 
@@ -67,24 +78,57 @@ class TreeLayout:
         """Device of `end_T` and `position_T`."""
         return self.end_T.device
 
-    def partial_schedule(self, queries: Span, keys: Span) -> ScheduleTensors:
+    def windowed_schedule(self, window: int) -> ScheduleTensors:
+        """Returns the packed work lists of the whole forest under a window of that many tokens.
+
+        Raises:
+            KernelArgumentError: It is not held, and torch.compile traces the call.
+        """
+        held = self._windowed_schedules.get(window)
+        if held is None:
+            if torch.compiler.is_compiling():
+                reason = f"not built for windows of {window}, which a traced call needs"
+                raise KernelArgumentError("layout", reason)
+            whole = Span(0, self.num_tokens)
+            held = self._build_schedule(whole, whole, window)
+            self._windowed_schedules[window] = held
+        return held
+
+    def partial_schedule(
+        self, queries: Span, keys: Span, window: int | None = None
+    ) -> ScheduleTensors:
         """Returns the packed work lists of a range of queries against a range of keys.
 
         Built and uploaded at the first call for these ranges, then kept: every layer asks again.
         """
         whole = Span(0, self.num_tokens)
         if (queries, keys) == (whole, whole):
+            if window is not None:
+                return self.windowed_schedule(window)
             return ScheduleTensors(self.schedule_table, self.schedule_header)
-        held = self._partial_schedules.get((queries, keys))
+        held = self._partial_schedules.get((queries, keys, window))
         if held is None:
-            # The padded `end` of the whole form is `end_T` with zeros behind it.
-            end_T = self.schedule.end[: self.num_tokens]
-            table, header = build_schedule(end_T, queries, keys).pack()
-            buffer = _host_buffer(len(table), self.device)
-            buffer.numpy()[:] = table
-            held = ScheduleTensors(_upload(buffer, self.device), header.to_tensor())
-            self._partial_schedules[queries, keys] = held
+            held = self._build_schedule(queries, keys, window)
+            self._partial_schedules[queries, keys, window] = held
         return held
+
+    def window(self, size: int) -> Window | None:
+        """Returns what tokens see of the last `size` tokens of their paths; None where all."""
+        if size not in self._windows:
+            self._windows[size] = build_window(self.node_table_M4.numpy(), size)
+        return self._windows[size]
+
+    def _build_schedule(self, queries: Span, keys: Span, window: int | None) -> ScheduleTensors:
+        cut = None if window is None else self.window(window)
+        whole = Span(0, self.num_tokens)
+        if cut is None and (queries, keys) == (whole, whole):
+            return ScheduleTensors(self.schedule_table, self.schedule_header)
+        # The padded `end` of the whole form is `end_T` with zeros behind it.
+        end_T = self.schedule.end[: self.num_tokens]
+        table, header = build_schedule(end_T, queries, keys, cut).pack()
+        buffer = _host_buffer(len(table), self.device)
+        buffer.numpy()[:] = table
+        return ScheduleTensors(_upload(buffer, self.device), header.to_tensor())
 
 
 def build_layout(
@@ -94,6 +138,7 @@ def build_layout(
     node_end: npt.NDArray[Any],
     node_parent: npt.NDArray[Any],
     device: torch.device | str,
+    windows: Collection[int] = (),
 ) -> TreeLayout:
     """Builds the layout of a forest from its nodes in packed depth-first order.
 
@@ -105,6 +150,8 @@ def build_layout(
         node_end: Integers of shape [M].
         node_parent: Integers of shape [M]; -1 for a root.
         device: Where the model's activations will be.
+        windows: Sizes of the windows that calls will ask for, in tokens; only for a GPU there is
+            anything to hold.
 
     Raises:
         KernelArgumentError: The arrays are not the depth-first packing of a forest; it names the
@@ -128,7 +175,7 @@ def build_layout(
     # The table is a multiple of 16 bytes, so int64 behind it is aligned.
     buffer[len(table) :].view(torch.int64).numpy()[:] = position
     uploaded = _upload(buffer, torch.device(device))
-    return TreeLayout(
+    layout = TreeLayout(
         end_T=uploaded[header.end.offset :][:num_tokens],
         position_T=uploaded[len(table) :].view(torch.int64),
         node_table_M4=torch.from_numpy(np.stack((start, stop, end, parent), axis=1)),
@@ -136,6 +183,10 @@ def build_layout(
         schedule_table=uploaded[: len(table)],
         schedule_header=header.to_tensor(),
     )
+    if layout.device.type == "cuda":
+        for window in windows:
+            layout.windowed_schedule(window)
+    return layout
 
 
 def _host_buffer(num_ints: int, device: torch.device) -> Tensor:

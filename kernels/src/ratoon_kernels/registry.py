@@ -7,7 +7,7 @@ the backend needs, so that `unavailable_reason` can report that it is missing.
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -56,29 +56,47 @@ class Backend(Protocol):
 class TreeAttentionBackend(Backend, Protocol):
     """A backend module of this op."""
 
-    def plan(self, layout: TreeLayout, /) -> list[Tensor]:
+    def unsupported_reason(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        is_deterministic: bool,
+        value_dim: int | None = None,
+        window: int | None = None,
+        /,
+    ) -> str | None:
+        """Returns why the backend does not serve such a call, or None.
+
+        Values have the head size of queries and keys where `value_dim` is None.
+        """
+        ...
+
+    def plan(self, layout: TreeLayout, window: int | None = None, /) -> list[Tensor]:
         """Returns the tensors of a layout that the whole form reads beside `end_T`.
 
         torch.compile traces it: it only picks what the layout holds already.
         """
         ...
 
-    def partial_plan(self, layout: TreeLayout, queries: Span, keys: Span, /) -> list[Tensor]:
+    def partial_plan(
+        self, layout: TreeLayout, queries: Span, keys: Span, window: int | None = None, /
+    ) -> list[Tensor]:
         """Returns those of the partial form; never traced, so it may build them."""
         ...
 
     def forward(self, operands: attention.Operands, /) -> tuple[Tensor, Tensor]:
-        """Returns out_TNH (dtype of q) and lse_NT of the whole forest, contiguous."""
+        """Returns out_TNV (dtype of q) and lse_NT of the whole forest, contiguous."""
         ...
 
     def backward(
         self, operands: attention.Operands, upstream: attention.Upstream, /
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq_TNH, dk_TKH and dv_TKH of the whole forest, contiguous."""
+        """Returns dq_TNH, dk_TKH and dv_TKV of the whole forest, contiguous."""
         ...
 
     def partial_forward(self, operands: attention.Operands, /) -> tuple[Tensor, Tensor]:
-        """Returns out_QNH and lse_NQ over the keys at hand, in the accumulation dtype."""
+        """Returns out_QNV and lse_NQ over the keys at hand, in the accumulation dtype."""
         ...
 
     def partial_backward(
@@ -214,6 +232,8 @@ def select_backend(
     dtype: torch.dtype,
     head_dim: int,
     *,
+    value_dim: int | None = None,
+    window: int | None = None,
     deterministic: bool = False,
 ) -> str:
     """Returns the backend for a call: the one asked for, else the best that can serve it.
@@ -227,6 +247,8 @@ def select_backend(
         dtype: Dtype of the call's tensors.
         head_dim: Their innermost size: the hidden size for token_logprobs, a key's for gated_delta,
             the number of taps for causal_convolution.
+        value_dim: Head size of the values where it is another one (tree_attention).
+        window: Tokens of its path that a query sees, or None for all (tree_attention).
         deterministic: Require a backend whose forward and backward repeat their bits.
 
     Raises:
@@ -236,11 +258,15 @@ def select_backend(
     if requested is not None and requested not in backends:
         reason = f"there is none of that name, only {list(backends)}"
         raise BackendUnavailableError(op, requested, reason)
+    # Ops without such forms have backends that are not asked about them.
+    value_dim = None if value_dim == head_dim else value_dim
+    form = () if value_dim is None and window is None else (value_dim, window)
     refusals: list[str] = []
     for name in backends if requested is None else [requested]:
         backend = backends[name]
-        reason = backend.unavailable_reason() or backend.unsupported_reason(
-            device, dtype, head_dim, deterministic
+        why_not: Callable[..., str | None] = backend.unsupported_reason
+        reason = backend.unavailable_reason() or why_not(
+            device, dtype, head_dim, deterministic, *form
         )
         if reason is None:
             _log_choice(op, name)

@@ -28,23 +28,26 @@ _GATED_FEATURES = 256
 _GATING_WARPS = 4
 
 
-def choose_experts(probs_TE: Tensor, top_k: int) -> Tensor:
-    """expert_TC, int64: the first ones of a stable sort by falling probability, which is
-    float32."""
-    num_tokens, num_experts = probs_TE.shape
-    expert_TC = probs_TE.new_empty((num_tokens, top_k), dtype=torch.int64)
+def choose_experts(merit_TE: Tensor, top_k: int) -> Tensor:
+    """expert_TC, int64: the first ones of a stable sort by falling merit, which is float32.
+
+    Merits may be -inf; experts of a token always differ.
+    """
+    num_tokens, num_experts = merit_TE.shape
+    expert_TC = merit_TE.new_empty((num_tokens, top_k), dtype=torch.int64)
     block = triton.next_power_of_2(num_experts)
     rows = max(1, _ROUTED_TILE // block)
     kernel: Any = _choose_experts
-    with torch.cuda.device_of(probs_TE):
+    with torch.cuda.device_of(merit_TE):
         kernel[(triton.cdiv(num_tokens, rows),)](
-            probs_TE.contiguous(),
+            merit_TE.contiguous(),
             expert_TC,
             num_tokens,
             EXPERTS=num_experts,
             TOP_K=top_k,
             ROWS=rows,
             BLOCK=block,
+            LOWEST=torch.finfo(torch.float32).min,
             num_warps=4,
         )
     return expert_TC
@@ -52,25 +55,27 @@ def choose_experts(probs_TE: Tensor, top_k: int) -> Tensor:
 
 @triton.jit
 def _choose_experts(
-    probs,
+    merits,
     experts,
     num_tokens,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_token = token < num_tokens
     expert = tl.arange(0, BLOCK)
     is_there = is_token[:, None] & (expert < EXPERTS)[None, :]
-    left = tl.load(probs + token[:, None] * EXPERTS + expert[None, :], mask=is_there, other=-2.0)
-    # NaN sorts first, as in torch.
-    left = tl.where(left == left, left, float("inf"))
+    left = tl.load(merits + token[:, None] * EXPERTS + expert[None, :], mask=is_there, other=0.0)
+    # NaN sorts first, as in torch. Only what is chosen, or not there, is below all others.
+    left = tl.where(left == left, tl.maximum(left, LOWEST), float("inf"))
+    left = tl.where(is_there, left, float("-inf"))
     for index in range(TOP_K):
         _, chosen = tl.max(left, axis=1, return_indices=True)
         tl.store(experts + token * TOP_K + index, chosen.to(tl.int64), mask=is_token)
-        left = tl.where(expert[None, :] == chosen[:, None], -1.0, left)
+        left = tl.where(expert[None, :] == chosen[:, None], float("-inf"), left)
 
 
 def spread_rows(x_TD: Tensor, place_TC: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ is key-stationary: a piece is a key tile with a part of the query tiles that it 
 longest first, so that blocks that take the next item when they are done end at about one time; but
 the backward with dQ goes through the queries window by window, so that dQ stays in the cache. Where
 a prompt's key tiles sweep more than that, they are cut into pieces, whose dK and dV are added up.
+A window leaves a key tile the query tiles within reach, of each branch some: pieces as well.
 """
 
 import bisect
@@ -29,6 +30,7 @@ from ratoon_kernels.tiles import (
     reduce_key_tiles,
     sweep_query_tiles,
 )
+from ratoon_kernels.windows import Window, pair_tiles, sweeps_of_pairs, table_of_pairs
 
 TILE_SIZE: Final = 128
 # Rows of a query tile of the backward: 64 x 128 is bound by shared memory, 80 x 128 is balanced.
@@ -89,6 +91,7 @@ class ScheduleHeader:
         end: Rows of 1 int32.
         runs: Rows of 2 int32.
         forward_items: Rows of 4 int32.
+        start: Rows of 1 int32; none without a window.
         sweep: The backward with dQ.
         levels: The deterministic backward, for each of `SPLIT_KV_HEADS`.
     """
@@ -101,6 +104,7 @@ class ScheduleHeader:
     end: Section
     runs: Section
     forward_items: Section
+    start: Section
     sweep: WorkSections
     levels: tuple[WorkSections, ...]
 
@@ -110,12 +114,12 @@ class ScheduleHeader:
         return self.levels[next(fits)]
 
     def to_tensor(self) -> Tensor:
-        """Returns int64 [16 + 5 per level] on the CPU."""
+        """Returns int64 [18 + 5 per level] on the CPU."""
         numbers = [
             *(self.num_queries, self.num_keys, self.delta),
             *(self.num_query_tiles, self.num_key_tiles),
         ]
-        for section in (self.end, self.runs, self.forward_items):
+        for section in (self.end, self.runs, self.forward_items, self.start):
             numbers += [section.offset, section.count]
         for level in (self.sweep, *self.levels):
             for section in (level.pieces, level.split_tiles):
@@ -130,7 +134,7 @@ class ScheduleHeader:
         num_queries, num_keys, delta, num_query_tiles, num_key_tiles = (
             next(numbers) for _ in range(5)
         )
-        end, runs, forward_items = (Section(next(numbers), next(numbers)) for _ in range(3))
+        end, runs, forward_items, start = (Section(next(numbers), next(numbers)) for _ in range(4))
         sweep, *levels = (
             WorkSections(
                 pieces=Section(next(numbers), next(numbers)),
@@ -148,6 +152,7 @@ class ScheduleHeader:
             end=end,
             runs=runs,
             forward_items=forward_items,
+            start=start,
             sweep=sweep,
             levels=tuple(levels),
         )
@@ -172,7 +177,7 @@ class WorkList:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all split key tiles, never more than there are key tiles."""
+        """Slots of all split key tiles: without a window never more than there are key tiles."""
         return int(self.split_tiles[:, 2].sum())
 
 
@@ -190,6 +195,8 @@ class Schedule:
         runs: int32 [number of runs, 2]; first key tile, 2 * number of key tiles + is_full.
         forward_items: int32 [number of query tiles, 4]; query tile, runs [start, stop), number of
             key tiles, which may be 0.
+        start: int32; the first key row that each query row attends, clipped to [0, S], with zeros
+            behind that make whole tiles of either grid of queries. Empty without a window.
         sweep: The backward with dQ.
         levels: The deterministic backward, cut for each number of kv heads in `SPLIT_KV_HEADS`.
     """
@@ -201,6 +208,7 @@ class Schedule:
     tiles: TileTable
     runs: Int32Array
     forward_items: Int32Array
+    start: Int32Array
     sweep: WorkList
     levels: tuple[WorkList, ...]
 
@@ -229,6 +237,7 @@ class Schedule:
             end=place(self.end[:, None]),
             runs=place(self.runs),
             forward_items=place(self.forward_items),
+            start=place(self.start[:, None]),
             sweep=place_list(self.sweep),
             levels=tuple(map(place_list, self.levels)),
         )
@@ -239,6 +248,7 @@ def build_schedule(
     end_T: Int32Array,
     queries: Span,
     keys: Span,
+    window: Window | None = None,
     *,
     tile_size: int = TILE_SIZE,
     backward_query_tile: int = BACKWARD_QUERY_TILE,
@@ -249,6 +259,7 @@ def build_schedule(
         end_T: int32 of shape [T]; one past the last packed query that attends each key.
         queries: Packed range of the queries.
         keys: Packed range of the keys.
+        window: What cuts the keys of each query, if anything does.
         tile_size: Rows of the forward's tiles and of the backward's key tiles.
         backward_query_tile: Rows of the backward's query tiles.
     """
@@ -259,10 +270,21 @@ def build_schedule(
     np.clip(own, 0, num_queries, out=own)
     delta = queries.start - keys.start
     key_tiles = reduce_key_tiles(end, size=tile_size, num_queries=num_queries, delta=delta)
-    tiles = build_tile_table(key_tiles)
+    if window is None:
+        tiles = build_tile_table(key_tiles)
+        sweeps = sweep_query_tiles(key_tiles, backward_query_tile)
+        start = np.zeros(0, np.int32)
+    else:
+        grids = (tile_size, backward_query_tile)
+        pairs, backward_pairs = (pair_tiles(window, queries, keys, key_tiles, n) for n in grids)
+        tiles = table_of_pairs(pairs, tile_size, num_queries)
+        sweeps = sweeps_of_pairs(backward_pairs)
+        start = np.zeros(max(-(-num_queries // n) * n for n in grids), np.int32)
+        first_key = window.start_T[queries.start : queries.stop] - keys.start
+        start[:num_queries] = np.clip(first_key, 0, num_keys)
     num_run_tiles = tiles.run_stop - tiles.run_start
-    sweeps = sweep_query_tiles(key_tiles, backward_query_tile)
     runs = np.stack((tiles.run_start, 2 * num_run_tiles + tiles.run_is_full), axis=1)
+    num_key_tiles = len(key_tiles.min_end_B)
     return Schedule(
         num_queries=num_queries,
         num_keys=num_keys,
@@ -271,8 +293,9 @@ def build_schedule(
         tiles=tiles,
         runs=runs.astype(np.int32),
         forward_items=_forward_items(tiles, num_run_tiles),
-        sweep=_sweep_list(sweeps),
-        levels=_split_levels(sweeps),
+        start=start,
+        sweep=_sweep_list(sweeps, num_key_tiles),
+        levels=_split_levels(sweeps, num_key_tiles),
     )
 
 
@@ -284,48 +307,52 @@ def _forward_items(tiles: TileTable, num_run_tiles: Int64Array) -> Int32Array:
     return items[_longest_first(num_tiles)].astype(np.int32)
 
 
-def _sweep_list(sweeps: Sweeps) -> WorkList:
+def _sweep_list(sweeps: Sweeps, num_key_tiles: int) -> WorkList:
     start, length = sweeps.start_B, sweeps.stop_B - sweeps.start_B
     size = min(_MAX_WINDOW, max(_MIN_WINDOW, int(length.sum()) // _WINDOW_PART))
     # A sweep that is little longer than a window is not worth a slot.
-    is_split = length > size + size // 2
+    is_cut = length > size + size // 2
     first_window = start // size
-    last_window = np.where(is_split, (sweeps.stop_B - 1) // size, first_window)
+    last_window = np.where(is_cut, (sweeps.stop_B - 1) // size, first_window)
     num_pieces = np.where(length > 0, last_window - first_window + 1, 0)
-    key = np.repeat(np.arange(len(length)), num_pieces)
+    row = np.repeat(np.arange(len(length)), num_pieces)
     first_piece = np.cumsum(num_pieces) - num_pieces
-    window = first_window[key] + np.arange(len(key)) - first_piece[key]
-    order = np.lexsort((key, window))
-    key, window = key[order], window[order]
+    window = first_window[row] + np.arange(len(row)) - first_piece[row]
+    order = np.lexsort((row, window))
+    row, window = row[order], window[order]
     stop = np.where(
-        is_split[key], np.minimum(sweeps.stop_B[key], (window + 1) * size), sweeps.stop_B[key]
+        is_cut[row], np.minimum(sweeps.stop_B[row], (window + 1) * size), sweeps.stop_B[row]
     )
+    is_split = _pieces_of_keys(sweeps, num_pieces, num_key_tiles) > 1
     first_slot = np.cumsum(is_split) - 1
-    slot = np.where(is_split, first_slot, -1)[key]
-    pieces = _pieces(sweeps, key, np.maximum(start[key], window * size), stop, slot)
+    slot = np.where(is_split, first_slot, -1)[sweeps.key_B[row]]
+    pieces = _pieces(sweeps, row, np.maximum(start[row], window * size), stop, slot)
     pieces[:, 6] = _longest_first(pieces[:, 2] - pieces[:, 1])
     return WorkList(pieces=pieces, split_tiles=_split_tiles(is_split, first_slot, is_split))
 
 
-def _split_levels(sweeps: Sweeps) -> tuple[WorkList, ...]:
+def _split_levels(sweeps: Sweeps, num_key_tiles: int) -> tuple[WorkList, ...]:
     length = sweeps.stop_B - sweeps.start_B
     total = int(length.sum())
     caps = [
-        _raise_cap(length, max(_MIN_PIECE, -(-heads * total // _PIECES_IN_FLIGHT)))
+        _raise_cap(sweeps, num_key_tiles, max(_MIN_PIECE, -(-heads * total // _PIECES_IN_FLIGHT)))
         for heads in SPLIT_KV_HEADS
     ]
-    by_cap = {cap: _cut(sweeps, length, cap) for cap in set(caps)}
+    by_cap = {cap: _cut(sweeps, num_key_tiles, cap) for cap in set(caps)}
     return tuple(by_cap[cap] for cap in caps)
 
 
-def _raise_cap(length: Int64Array, cap: int) -> int:
+def _raise_cap(sweeps: Sweeps, num_key_tiles: int, cap: int) -> int:
     """Returns the least cap, from the given one on, whose slots are no more than the key tiles.
 
-    So the slots' memory is bounded by that of dK and dV in fp32.
+    So the slots' memory is bounded by that of dK and dV in fp32. Under a window no cap may do that;
+    then none cuts a range.
     """
+    length = sweeps.stop_B - sweeps.start_B
 
     def slots_fit(cap: int) -> bool:
-        return int(_num_pieces(length, cap)[length > cap].sum()) <= len(length)
+        of_keys = _pieces_of_keys(sweeps, _num_pieces(length, cap), num_key_tiles)
+        return int(of_keys[of_keys > 1].sum()) <= num_key_tiles
 
     longest = int(length.max(initial=0))
     return cap + bisect.bisect_left(range(cap, max(cap, longest)), True, key=slots_fit)
@@ -335,18 +362,26 @@ def _num_pieces(length: Int64Array, cap: int) -> Int64Array:
     return -(-length // cap)
 
 
-def _cut(sweeps: Sweeps, length: Int64Array, cap: int) -> WorkList:
+def _pieces_of_keys(sweeps: Sweeps, num_pieces: Int64Array, num_key_tiles: int) -> Int64Array:
+    # bincount sums in fp64, which is exact below 2**53.
+    return np.bincount(sweeps.key_B, num_pieces, minlength=num_key_tiles).astype(np.int64)
+
+
+def _cut(sweeps: Sweeps, num_key_tiles: int, cap: int) -> WorkList:
+    length = sweeps.stop_B - sweeps.start_B
     num_pieces = _num_pieces(length, cap)
-    is_split = num_pieces > 1
-    key = np.repeat(np.arange(len(length)), num_pieces)
-    first_piece = np.cumsum(num_pieces) - num_pieces
-    index = np.arange(len(key)) - first_piece[key]
-    num_slots = np.where(is_split, num_pieces, 0)
+    of_keys = _pieces_of_keys(sweeps, num_pieces, num_key_tiles)
+    is_split = of_keys > 1
+    row = np.repeat(np.arange(len(length)), num_pieces)
+    key = sweeps.key_B[row]
+    index = np.arange(len(row)) - (np.cumsum(num_pieces) - num_pieces)[row]
+    num_slots = np.where(is_split, of_keys, 0)
     first_slot = np.cumsum(num_slots) - num_slots
-    start = sweeps.start_B[key] + index * length[key] // num_pieces[key]
-    stop = sweeps.start_B[key] + (index + 1) * length[key] // num_pieces[key]
-    slot = np.where(is_split[key], first_slot[key] + index, -1)
-    pieces = _pieces(sweeps, key, start, stop, slot)
+    start = sweeps.start_B[row] + index * length[row] // num_pieces[row]
+    stop = sweeps.start_B[row] + (index + 1) * length[row] // num_pieces[row]
+    in_key = np.arange(len(row)) - (np.cumsum(of_keys) - of_keys)[key]
+    slot = np.where(is_split[key], first_slot[key] + in_key, -1)
+    pieces = _pieces(sweeps, row, start, stop, slot)
     return WorkList(
         pieces=pieces[_longest_first(pieces[:, 2] - pieces[:, 1])],
         split_tiles=_split_tiles(is_split, first_slot, num_slots),
@@ -354,11 +389,11 @@ def _cut(sweeps: Sweeps, length: Int64Array, cap: int) -> WorkList:
 
 
 def _pieces(
-    sweeps: Sweeps, key: Int64Array, start: Int64Array, stop: Int64Array, slot: Int64Array
+    sweeps: Sweeps, row: Int64Array, start: Int64Array, stop: Int64Array, slot: Int64Array
 ) -> Int32Array:
-    pieces = np.zeros((len(key), 8), np.int32)
-    full = (sweeps.full_start_B[key], sweeps.full_stop_B[key])
-    pieces[:, :6] = np.stack((key, start, stop, slot, *full), axis=1)
+    pieces = np.zeros((len(row), 8), np.int32)
+    full = (sweeps.full_start_B[row], sweeps.full_stop_B[row])
+    pieces[:, :6] = np.stack((sweeps.key_B[row], start, stop, slot, *full), axis=1)
     return pieces
 
 

@@ -57,18 +57,21 @@ class KeyTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweeps:
-    """The query tiles that hold work with each of B key tiles.
+    """The query tiles that hold work with key tiles, as B ranges: one of each key tile, or, under
+    a window, as many as a key tile needs.
 
-    Key tile j is not skipped by the query tiles [start_B[j], stop_B[j]), and full to those of
-    [full_start_B[j], full_stop_B[j]), which lie within. An empty interval has equal ends.
+    Key tile key_B[j] is not skipped by the query tiles [start_B[j], stop_B[j]), and full to those
+    of [full_start_B[j], full_stop_B[j]), which lie within. An empty range has equal ends.
 
     Attributes:
+        key_B: int64 [B], not falling.
         start_B: int64 [B].
         stop_B: int64 [B].
         full_start_B: int64 [B].
         full_stop_B: int64 [B].
     """
 
+    key_B: Int64Array
     start_B: Int64Array
     stop_B: Int64Array
     full_start_B: Int64Array
@@ -138,6 +141,7 @@ def sweep_query_tiles(keys: KeyTiles, query_tile_size: int) -> Sweeps:
         keys.min_end_B == num_queries, -(-num_queries // size), keys.min_end_B // size
     )
     return Sweeps(
+        key_B=np.arange(len(start)),
         start_B=start,
         stop_B=stop,
         full_start_B=full_start,
@@ -155,8 +159,8 @@ def build_tile_table(keys: KeyTiles) -> TileTable:
     # One sorted list of numbers holds all runs: query tile, then first key tile, then fullness.
     starts = _full_run_bounds(key, full_start, full_stop, neighbour=-1)
     partial = (
-        _expand(key, sweeps.start_B, full_start),
-        _expand(key, full_stop, sweeps.stop_B),
+        expand_ranges(key, sweeps.start_B, full_start),
+        expand_ranges(key, full_stop, sweeps.stop_B),
     )
     runs = np.concatenate([query * num_key_tiles + first for query, first in (*starts, *partial)])
     num_full = sum(len(query) for query, _ in starts)
@@ -196,14 +200,16 @@ def _full_run_bounds(
     else:
         other_start[:-1], other_stop[:-1] = full_start[1:], full_stop[1:]
     return (
-        _expand(key, full_start, np.minimum(full_stop, other_start)),
-        _expand(key, np.maximum(full_start, other_stop), full_stop),
+        expand_ranges(key, full_start, np.minimum(full_stop, other_start)),
+        expand_ranges(key, np.maximum(full_start, other_stop), full_stop),
     )
 
 
-def _expand(key: Int64Array, first: Int64Array, stop: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Lists (query tile, key tile) for each key tile and each query tile of [first, stop)."""
+def expand_ranges(
+    value: Int64Array, first: Int64Array, stop: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Lists (number, value) for each value and each number of its [first, stop)."""
     count = np.maximum(stop - first, 0)
     offset = np.cumsum(count) - count
-    query = np.arange(int(count.sum())) - np.repeat(offset - first, count)
-    return query, np.repeat(key, count)
+    number = np.arange(int(count.sum())) - np.repeat(offset - first, count)
+    return number, np.repeat(value, count)

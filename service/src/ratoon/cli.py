@@ -27,6 +27,7 @@ from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.config import KeyLimits, RatoonConfig, load_config
 from ratoon.errors import RatoonError
 from ratoon.garbage import frozen_imports
+from ratoon.model.spec import PRESET_NAMES
 from ratoon_proto.build import describe_build
 
 cli = typer.Typer(
@@ -181,6 +182,9 @@ def recover(
 
 @cli.command()
 def demo(
+    preset: Annotated[
+        str, typer.Option(help=f"Built-in random model: {', '.join(PRESET_NAMES)}.")
+    ] = PRESET_NAMES[0],
     seed: Annotated[
         int, typer.Option(help="Seed of the policy, the prompts and the sampler.", min=0)
     ] = 0,
@@ -190,12 +194,16 @@ def demo(
     ] = False,
 ) -> None:
     """Start the service here and watch a tiny policy learn; exit 1 if it does not."""
+    if preset not in PRESET_NAMES:
+        raise typer.BadParameter(f"{preset!r} is none of {', '.join(PRESET_NAMES)}")
     # The demo reads the environment too, so bad variables are refused as in the other commands.
     _read_config(None)
     from ratoon.demo.run import run_demo
 
     raise typer.Exit(
-        0 if run_demo(seed=seed, shuffle_rewards=shuffle_rewards, console=console) else 1
+        0
+        if run_demo(preset=preset, seed=seed, shuffle_rewards=shuffle_rewards, console=console)
+        else 1
     )
 
 

@@ -15,6 +15,8 @@ from ratoon_kernels.jit import head_slab_map, head_tile_map, memset_zero
 from ratoon_kernels.schedule import BACKWARD_QUERY_TILE, TILE_SIZE, WorkSections
 from ratoon_kernels.tree_attention.cuda_launch import Call, aligned
 from ratoon_kernels.tree_attention.cuda_specs import (
+    BACKWARD_KEYS,
+    FINISH_DIMS,
     NUM_THREADS,
     SHARED_BYTES,
     SMALL_THREADS,
@@ -52,7 +54,7 @@ def launch(call: Call, upstream: Upstream, dk_SKH: Tensor, dv_SKH: Tensor) -> Te
         _launch_queries(call, dout_QNH, stats, counters, dq_QNH)
     else:
         call.kernel("backward_finish_queries").launch(
-            grid=(num_query_tiles, num_heads, 1),
+            grid=(num_query_tiles, num_heads, head_dim // FINISH_DIMS[head_dim]),
             block=SMALL_THREADS,
             shared_bytes=0,
             stream=call.stream,
@@ -108,15 +110,17 @@ def _add_up_keys(
     num_keys, num_kv_heads, head_dim = call.k_SKH.shape
     with_dq = dq_acc is not None
     level = call.header.sweep if with_dq else call.header.level(num_kv_heads)
-    num_items = level.pieces.count * num_kv_heads
+    key_rows = BACKWARD_KEYS[head_dim]
+    num_items = level.pieces.count * (TILE_SIZE // key_rows) * num_kv_heads
     if num_items == 0:
         return
     dk, dv = _pairs(dk_SKH), _pairs(dv_SKH)
-    slots = call.empty(num_kv_heads, level.num_slots, 2, TILE_SIZE, head_dim)
+    slot_values = TILE_SIZE * (head_dim + call.v_SKH.shape[2])
+    slots = call.empty(num_kv_heads, level.num_slots, slot_values)
     if with_dq:
         memset_zero(slots, call.stream)
     q_map, dout_map = (head_tile_map(x, BACKWARD_QUERY_TILE) for x in (call.q_QNH, dout_QNH))
-    k_map, v_map = (head_tile_map(x, TILE_SIZE) for x in (call.k_SKH, call.v_SKH))
+    k_map, v_map = (head_tile_map(x, key_rows) for x in (call.k_SKH, call.v_SKH))
     call.kernel("backward", with_dq=with_dq).launch(
         grid=call.grid(num_items),
         block=NUM_THREADS,
@@ -124,7 +128,8 @@ def _add_up_keys(
         stream=call.stream,
         args=(
             *(q_map, k_map, v_map, dout_map),
-            *(call.section(level.pieces), call.section(call.header.end), counters),
+            *(call.section(level.pieces), call.section(call.header.end)),
+            *(call.section(call.header.start), counters),
             *(stats, 0 if dq_acc is None else dq_acc, slots, dk, dv),
             *(dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
             *(level.pieces.count, level.num_slots, num_kv_heads, call.heads_per_kv_head),
@@ -168,10 +173,10 @@ def _add_up_slots(call: Call, level: WorkSections, slots: Tensor, dk: Tensor, dv
 def _launch_queries(
     call: Call, dout_QNH: Tensor, stats: Tensor, counters: Tensor, dq_QNH: Tensor
 ) -> None:
-    num_queries, num_heads, _ = call.q_QNH.shape
+    num_queries, num_heads, head_dim = call.q_QNH.shape
     header = call.header
-    maps = (head_tile_map(x, TILE_SIZE) for x in (call.q_QNH, call.k_SKH, call.v_SKH, dout_QNH))
-    q_map, k_map, v_map, dout_map = maps
+    q_map, dout_map = (head_tile_map(x, TILE_SIZE) for x in (call.q_QNH, dout_QNH))
+    k_map, v_map = (head_tile_map(x, BACKWARD_KEYS[head_dim]) for x in (call.k_SKH, call.v_SKH))
     dq_map = q_map if call.is_partial else head_slab_map(dq_QNH, STORE_ROWS)
     num_items = header.forward_items.count * num_heads
     call.kernel("backward_queries").launch(
@@ -182,7 +187,7 @@ def _launch_queries(
         args=(
             *(q_map, k_map, v_map, dout_map, dq_map),
             *(call.section(header.forward_items), call.section(header.runs)),
-            *(call.section(header.end), counters[1:], stats, dq_QNH),
+            *(call.section(header.end), call.section(header.start), counters[1:], stats, dq_QNH),
             *(num_items, num_heads, call.heads_per_kv_head, num_queries),
             *(stats.shape[1], header.delta, call.scale, call.scale_log2),
         ),

@@ -89,8 +89,10 @@ class Call:
         spec = kernel_spec(
             name,
             self.q_QNH.shape[2],
+            self.v_SKH.shape[2],
             self.q_QNH.dtype,
             is_partial=self.is_partial,
+            is_windowed=self.header.start.count > 0,
             with_dq=with_dq,
         )
         return load(spec, self.device.index)

@@ -44,7 +44,12 @@ def unavailable_reason() -> str | None:
 
 
 def unsupported_reason(
-    device: torch.device, dtype: torch.dtype, head_dim: int, is_deterministic: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    is_deterministic: bool,
+    value_dim: int | None = None,
+    window: int | None = None,
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if device.type != "cuda":
@@ -54,6 +59,10 @@ def unsupported_reason(
     if is_deterministic:
         # The forward is, but a call that learns it in the backward has lost the forward.
         return "its block-sparse backward adds up dQ in no fixed order"
+    if value_dim not in (None, head_dim):
+        return f"values of head size {value_dim} beside {head_dim}, it has one size for both"
+    if window is not None:
+        return "its masks know no depths, so no windows"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, head_dim) in _QUERY_TILES:
         return None
@@ -62,7 +71,7 @@ def unsupported_reason(
     return f"no support for head_dim {head_dim}, only for 64 and 128"
 
 
-def plan(layout: TreeLayout) -> list[Tensor]:
+def plan(layout: TreeLayout, _window: int | None = None) -> list[Tensor]:
     """Returns what it reads of a layout beside `end_T`: the host node table.
 
     Raises:
@@ -71,7 +80,9 @@ def plan(layout: TreeLayout) -> list[Tensor]:
     return plan_tensors("flash", layout, layout.num_tokens)
 
 
-def partial_plan(layout: TreeLayout, queries: Span, keys: Span) -> list[Tensor]:
+def partial_plan(
+    layout: TreeLayout, queries: Span, keys: Span, _window: int | None = None
+) -> list[Tensor]:
     """Returns the same; the limit is that of the ranges at hand."""
     return plan_tensors("flash", layout, len(queries), len(keys))
 

@@ -1,7 +1,8 @@
 """Inputs of a tree attention backend: checked tensors and the packed ranges that they cover.
 
 Row i of `q_QNH` is the packed token `queries.start + i`, row j of `k_SKH` and `v_SKH` is
-`keys.start + j`, while `end_T` always covers the whole forest. The checks read shapes, strides and
+`keys.start + j`, while `end_T` always covers the whole forest. Values, and so outputs, may have
+another head size than queries and keys. The checks read shapes, strides and
 dtypes only, so that torch.compile traces them as guards.
 """
 
@@ -31,6 +32,7 @@ class Operands:
         end_T: int32; one past the last query that attends each key of the forest.
         plan: The tensors that the backend's `plan` gave, or its `partial_plan` for a part.
         scale: Factor of q k^T before the softmax.
+        window: Tokens of its path that a query sees, itself the last of them; None: all.
         queries: Packed range of the queries.
         keys: Packed range of the keys and values.
         is_deterministic: Same bits on every call are required, not only likely.
@@ -42,6 +44,7 @@ class Operands:
     end_T: Tensor
     plan: Sequence[Tensor]
     scale: float
+    window: int | None
     queries: Span
     keys: Span
     is_deterministic: bool
@@ -50,6 +53,12 @@ class Operands:
     def accumulation_dtype(self) -> torch.dtype:
         """Dtype of sums and log-sum-exps."""
         return accumulation_dtype(self.q_QNH.dtype)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        """Queries, query heads and head size of the values."""
+        num_queries, num_heads, _ = self.q_QNH.shape
+        return num_queries, num_heads, self.v_SKH.shape[-1]
 
     def narrow(self, queries: Span, keys: Span) -> "Operands":
         """Returns the same forest with a part of the queries and of the keys."""
@@ -61,6 +70,7 @@ class Operands:
             end_T=self.end_T,
             plan=self.plan,
             scale=self.scale,
+            window=self.window,
             queries=queries,
             keys=keys,
             is_deterministic=self.is_deterministic,
@@ -93,16 +103,20 @@ class Upstream:
         )
 
 
-def check_operands(tensors: dict[str, Tensor], layout: TreeLayout, scale: float) -> None:
+def check_operands(
+    tensors: dict[str, Tensor], layout: TreeLayout, scale: float, window: int | None
+) -> None:
     """Checks all that holds of the whole form and of the partial one.
 
     Args:
         tensors: Queries, keys and values in this order, by the caller's parameter names.
         layout: Layout of the forest.
         scale: Factor of q k^T before the softmax.
+        window: Tokens of its path that a query sees, or None.
 
     Raises:
-        KernelArgumentError: On ranks, shapes, dtypes, devices, strides, head ratio or scale.
+        KernelArgumentError: On ranks, shapes, dtypes, devices, strides, head ratio, scale or
+            window.
     """
     (q_name, q), (k_name, k), (v_name, v) = tensors.items()
     for name, tensor in tensors.items():
@@ -114,8 +128,8 @@ def check_operands(tensors: dict[str, Tensor], layout: TreeLayout, scale: float)
             raise KernelArgumentError(name, f"dtype {tensor.dtype}, expected one of {expected}")
         check_like(name, tensor, q_name, dtype=q.dtype, device=q.device)
         check_inner_stride(name, tensor)
-    if v.shape != k.shape:
-        got = f"shape {tuple(v.shape)}, expected {tuple(k.shape)} as {k_name}"
+    if v.shape[:2] != k.shape[:2]:
+        got = f"shape {tuple(v.shape)}, expected {tuple(k.shape[:2])} as {k_name} in front"
         raise KernelArgumentError(v_name, got)
     if k.shape[2] != q.shape[2]:
         got = f"head_dim {k.shape[2]}, expected {q.shape[2]} as {q_name}"
@@ -128,6 +142,24 @@ def check_operands(tensors: dict[str, Tensor], layout: TreeLayout, scale: float)
         raise KernelArgumentError("layout", got)
     if not math.isfinite(scale):
         raise KernelArgumentError("scale", f"{scale}, expected a finite number")
+    if window is not None and window < 1:
+        raise KernelArgumentError("window", f"{window}, expected at least 1 token, or None")
+
+
+def check_sink(sink_N: Tensor, q: Tensor, q_name: str) -> None:
+    """Checks that a sink is one floating-point logit for each query head.
+
+    Raises:
+        KernelArgumentError: Naming `sink_N`.
+    """
+    if sink_N.shape != (q.shape[1],):
+        got = f"shape {tuple(sink_N.shape)}, expected ({q.shape[1]},): the heads of {q_name}"
+        raise KernelArgumentError("sink_N", got)
+    if sink_N.dtype not in ACCUMULATION_DTYPES:
+        expected = ", ".join(str(dtype) for dtype in ACCUMULATION_DTYPES)
+        raise KernelArgumentError("sink_N", f"dtype {sink_N.dtype}, expected one of {expected}")
+    if sink_N.device != q.device:
+        raise KernelArgumentError("sink_N", f"on {sink_N.device}, expected {q.device} as {q_name}")
 
 
 def check_whole(q_TNH: Tensor, k_TKH: Tensor, layout: TreeLayout) -> None:

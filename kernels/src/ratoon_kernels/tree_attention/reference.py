@@ -11,7 +11,7 @@ from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.precision import ACCUMULATION_DTYPES
 from ratoon_kernels.tiles import Span
 from ratoon_kernels.tree_attention import block_flash, blocks
-from ratoon_kernels.tree_attention.blocks import cut_into_blocks
+from ratoon_kernels.tree_attention.blocks import Block, cut_into_blocks
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 
@@ -21,61 +21,69 @@ def unavailable_reason() -> str | None:
 
 
 def unsupported_reason(
-    _device: torch.device, dtype: torch.dtype, _head_dim: int, _is_deterministic: bool
+    _device: torch.device,
+    dtype: torch.dtype,
+    _head_dim: int,
+    _is_deterministic: bool,
+    _value_dim: int | None = None,
+    _window: int | None = None,
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
     return None if dtype in ACCUMULATION_DTYPES else f"no support for dtype {dtype}"
 
 
-def plan(layout: TreeLayout) -> list[Tensor]:
-    """Returns what it reads of a layout beside `end_T`: the host node table."""
-    return [layout.node_table_M4]
+def plan(layout: TreeLayout, window: int | None = None) -> list[Tensor]:
+    """Returns what it reads of a layout beside `end_T`: the host node table, and depths."""
+    table = [layout.node_table_M4]
+    return table if window is None else [*table, layout.position_T]
 
 
-def partial_plan(layout: TreeLayout, _queries: Span, _keys: Span) -> list[Tensor]:
+def partial_plan(
+    layout: TreeLayout, _queries: Span, _keys: Span, window: int | None = None
+) -> list[Tensor]:
     """Returns the same for any part of the forest."""
-    return plan(layout)
+    return plan(layout, window)
 
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor]:
-    """Returns out_TNH (dtype of q) and lse_NT (accumulation dtype) of the whole forest."""
-    out_TNH, lse_NT = partial_forward(operands)
-    return out_TNH.to(operands.q_QNH.dtype), lse_NT
+    """Returns out_TNV (dtype of q) and lse_NT (accumulation dtype) of the whole forest."""
+    out_TNV, lse_NT = partial_forward(operands)
+    return out_TNV.to(operands.q_QNH.dtype), lse_NT
 
 
 def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq_TNH, dk_TKH and dv_TKH of the whole forest, in the dtype of q."""
+    """Returns dq_TNH, dk_TKH and dv_TKV of the whole forest, in the dtype of q."""
     dtype = operands.q_QNH.dtype
-    dk_acc_TKH, dv_acc_TKH = (
+    dk_acc_TKH, dv_acc_TKV = (
         torch.zeros(x.shape, dtype=operands.accumulation_dtype, device=x.device)
         for x in (operands.k_SKH, operands.v_SKH)
     )
-    dq_acc_TNH = partial_backward(operands, upstream, dk_acc_TKH, dv_acc_TKH)
-    return dq_acc_TNH.to(dtype), dk_acc_TKH.to(dtype), dv_acc_TKH.to(dtype)
+    dq_acc_TNH = partial_backward(operands, upstream, dk_acc_TKH, dv_acc_TKV)
+    return dq_acc_TNH.to(dtype), dk_acc_TKH.to(dtype), dv_acc_TKV.to(dtype)
 
 
 def partial_forward(operands: Operands) -> tuple[Tensor, Tensor]:
-    """Returns out_QNH and lse_NQ over the keys at hand, both in the accumulation dtype.
+    """Returns out_QNV and lse_NQ over the keys at hand, both in the accumulation dtype.
 
     A query that attends none of them has output 0 and log-sum-exp -inf.
     """
-    q_QNH, dtype, device = operands.q_QNH, operands.accumulation_dtype, operands.q_QNH.device
-    num_queries, num_heads, _ = q_QNH.shape
+    dtype, device = operands.accumulation_dtype, operands.q_QNH.device
+    num_queries, num_heads, _ = operands.out_shape
     kernel = _block_kernel(operands)
-    out_QNH = torch.zeros(q_QNH.shape, dtype=dtype, device=device)
+    out_QNV = torch.zeros(operands.out_shape, dtype=dtype, device=device)
     lse_NQ = torch.full((num_heads, num_queries), -torch.inf, dtype=dtype, device=device)
     written_stop = operands.queries.start
-    for block in cut_into_blocks(operands.plan[0], operands.queries, operands.keys):
+    for block in _blocks_of(operands):
         part = operands.narrow(block.queries, block.keys)
         rows = block.queries.rows_from(operands.queries.start)
-        more_QNH, more_lse_NQ = kernel.block_forward(part, block.mask)
+        more_QNV, more_lse_NQ = kernel.block_forward(part, block.mask)
         # Blocks come in packed order: queries past all earlier blocks have no output yet.
         if block.queries.start >= written_stop:
-            out_QNH[rows], lse_NQ[:, rows] = more_QNH, more_lse_NQ
+            out_QNV[rows], lse_NQ[:, rows] = more_QNV, more_lse_NQ
         else:
-            _merge_into(out_QNH[rows], lse_NQ[:, rows], more_QNH, more_lse_NQ)
+            _merge_into(out_QNV[rows], lse_NQ[:, rows], more_QNV, more_lse_NQ)
         written_stop = max(written_stop, block.queries.stop)
-    return out_QNH, lse_NQ
+    return out_QNV, lse_NQ
 
 
 def partial_backward(
@@ -85,7 +93,7 @@ def partial_backward(
     q_QNH = operands.q_QNH
     kernel = _block_kernel(operands)
     dq_acc_QNH = torch.zeros(q_QNH.shape, dtype=operands.accumulation_dtype, device=q_QNH.device)
-    for block in cut_into_blocks(operands.plan[0], operands.queries, operands.keys):
+    for block in _blocks_of(operands):
         part = operands.narrow(block.queries, block.keys)
         rows = block.queries.rows_from(operands.queries.start)
         key_rows = block.keys.rows_from(operands.keys.start)
@@ -96,15 +104,19 @@ def partial_backward(
     return dq_acc_QNH
 
 
+def _blocks_of(operands: Operands) -> list[Block]:
+    return cut_into_blocks(operands.plan[0], operands.queries, operands.keys, operands.window)
+
+
 def _block_kernel(operands: Operands):
     # The CPU's operator takes the maximum before it scales: NaN for a scale of 0 or less.
     is_flash = operands.q_QNH.device.type == "cpu" and operands.scale > 0
     return block_flash if is_flash else blocks
 
 
-def _merge_into(out_QNH: Tensor, lse_NQ: Tensor, more_QNH: Tensor, more_lse_NQ: Tensor) -> None:
+def _merge_into(out_QNV: Tensor, lse_NQ: Tensor, more_QNV: Tensor, more_lse_NQ: Tensor) -> None:
     """Merges a block into what earlier blocks gave the same queries, whose weights are not zero."""
     merged_NQ = torch.logaddexp(lse_NQ, more_lse_NQ)
-    out_QNH.mul_((lse_NQ - merged_NQ).exp_().T[..., None])
-    out_QNH.addcmul_(more_QNH, (more_lse_NQ - merged_NQ).exp_().T[..., None])
+    out_QNV.mul_((lse_NQ - merged_NQ).exp_().T[..., None])
+    out_QNV.addcmul_(more_QNV, (more_lse_NQ - merged_NQ).exp_().T[..., None])
     lse_NQ.copy_(merged_NQ)

@@ -184,6 +184,7 @@ def _batch(groups: Groups, policy: Policy, limits: LimitsConfig) -> RolloutBatch
             experts_per_token=info.experts_per_token,
         ),
         sliding_window=info.sliding_window,
+        media_tokens=info.media_tokens,
     )
     return validate_groups(raw_groups(groups, max_tokens=limits.max_tokens), bounds)
 

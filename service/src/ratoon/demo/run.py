@@ -48,8 +48,9 @@ _ROUND_COLUMNS: Mapping[str, Callable[[Round], str]] = {
 }
 
 
-def run_demo(*, seed: int, shuffle_rewards: bool, console: Console) -> bool:
-    """Run the whole demo; True if it passes. Raises what the client raises."""
+def run_demo(*, preset: str, seed: int, shuffle_rewards: bool, console: Console) -> bool:
+    """Run the whole demo on a policy of a preset; True if it passes. Raises what the client
+    raises."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ratoon-demo-") as folder:
         root = Path(folder)
@@ -64,7 +65,7 @@ def run_demo(*, seed: int, shuffle_rewards: bool, console: Console) -> bool:
         with app.running(config) as addresses:
             console.print(f"grpc {addresses.grpc}   http {addresses.http}")
             with RatoonClient(addresses.grpc) as client:
-                client.create_policy(POLICY_ID, preset="tiny", seed=seed).result()
+                client.create_policy(POLICY_ID, preset=preset, seed=seed).result()
                 loop = Loop(
                     client=client,
                     folder=root / "weights",

@@ -58,9 +58,7 @@ class Sampler:
         """
         if self._model is None:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            self._model = AutoModelForCausalLM.from_config(
-                config, attn_implementation="sdpa"
-            ).eval()
+            self._model = AutoModelForCausalLM.from_config(config).eval()
         state: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             state.update(load_file(file))
@@ -82,7 +80,8 @@ class Sampler:
         prompt_ids = torch.cat([self._preamble.expand(len(query_ids), -1), query_ids], dim=1)
         cache = DynamicCache(config=model.config)
         model(input_ids=self._preamble, past_key_values=cache, use_cache=True)
-        cache.batch_repeat_interleave(len(query_ids))
+        # Not every kind of layer repeats its state otherwise.
+        cache.reorder_cache(torch.zeros(len(query_ids), dtype=torch.int64))
         self._num_draws += 1
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed * 1_000_003 + self._num_draws)

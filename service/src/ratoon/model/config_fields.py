@@ -85,7 +85,7 @@ def or_null(rule: Rule) -> Rule:
 FLAG = Rule(expected="true or false", holds=lambda value: isinstance(value, bool))
 SIZE = integer(1, _MAX_SIZE)
 _HEADS = integer(1, 4096)
-_TOKEN = integer(0, MAX_POSITIONS - 1)
+TOKEN = integer(0, MAX_POSITIONS - 1)
 
 FIELD_RULES: Mapping[str, Rule] = {
     "vocab_size": integer(1, MAX_POSITIONS),
@@ -105,8 +105,8 @@ FIELD_RULES: Mapping[str, Rule] = {
     "use_cache": FLAG,
     # -1 stands for none in early folders.
     "pad_token_id": or_null(integer(-1, MAX_POSITIONS - 1)),
-    "bos_token_id": or_null(_TOKEN),
-    "eos_token_id": or_null(either(_TOKEN, list_of(_TOKEN, 1024))),
+    "bos_token_id": or_null(TOKEN),
+    "eos_token_id": or_null(either(TOKEN, list_of(TOKEN, 1024))),
     "pretraining_tp": or_null(integer(1, 4096)),
     "tie_word_embeddings": FLAG,
     "attention_bias": FLAG,
@@ -115,7 +115,7 @@ FIELD_RULES: Mapping[str, Rule] = {
     "sliding_window": or_null(integer(1, MAX_POSITIONS)),
     "max_window_layers": or_null(integer(0, _MAX_SIZE)),
     "layer_types": or_null(list_of(word(FULL, SLIDING), MAX_LAYERS)),
-    "dtype": or_null(word("float32", "bfloat16", "float16", "float64")),
+    "dtype": or_null(word("auto", "float32", "bfloat16", "float16", "float64")),
 }
 _FACTOR = number(1, 2**16)
 _FINITE = number(-1e300, 1e300)
@@ -192,16 +192,6 @@ def check_together(config: Mapping[str, Any]) -> None:
     types = cast("list[str] | None", config.get("layer_types"))
     if types is not None and len(types) != layers:
         raise invalid("config.layer_types", f"{len(types)} of them", f"one for each of {layers}")
-    _check_tokens(config)
-
-
-def _check_tokens(config: Mapping[str, Any]) -> None:
-    vocab_size = cast("int", config["vocab_size"])
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        given = config[name]
-        for token in cast("list[int]", given if isinstance(given, list) else [given or 0]):
-            if token >= vocab_size:
-                raise invalid(f"config.{name}", token, f"null, or below vocab_size, {vocab_size}")
 
 
 def read_rope(
@@ -247,30 +237,37 @@ def read_rope(
 
 
 def read_rope_by_layer(
-    raw: Mapping[str, object], max_positions: int, *, theta: float, local: tuple[str, float]
+    raw: Mapping[str, object],
+    max_positions: int,
+    *,
+    theta: float,
+    local: tuple[str, float] | None = None,
 ) -> dict[str, Any]:
     """Returns the rotary embeddings of layers with full attention and of those with a window.
 
     A folder states them by the kind of a layer, or, as earlier ones, those of full attention like
     any other folder's and the base of the others in a field of its own. `local`: that field, and
-    its default. Raises what `read_rope` raises.
+    its default; None: all layers have one base. Layers with a window are never scaled. Raises what
+    `read_rope` raises.
     """
-    given = raw.get("rope_parameters")
-    if isinstance(given, dict) and given.keys() & {FULL, SLIDING}:
-        by_layer = cast("dict[str, object]", given)
-        if other := by_layer.keys() - {FULL, SLIDING}:
-            raise _no_rope(min(other), by_layer[min(other)], f"only {FULL} and {SLIDING}")
-        stated = {kind: {"rope_parameters": by_layer.get(kind)} for kind in (FULL, SLIDING)}
-    else:
-        stated = {FULL: raw, SLIDING: {}}
-    field, local_theta = local
-    thetas = {FULL: theta, SLIDING: raw.get(field, local_theta)}
-    if not _ROPE_RULES["rope_theta"].holds(thetas[SLIDING]):
-        raise unsupported(f"config.{field}", shown(thetas[SLIDING]), "a base of rotations")
-    return {
-        kind: read_rope(words, max_positions, theta=cast("float", thetas[kind]))
-        for kind, words in stated.items()
-    }
+    given = cast("dict[str, object]", raw.get("rope_parameters") or {})
+    if not isinstance(given, dict) or given.keys() - {FULL, SLIDING}:
+        expected = f"an object with {FULL} and {SLIDING}, or null"
+        raise unsupported("config.rope_parameters", shown(given), expected)
+    earlier = {name: raw[name] for name in ROPE_FIELDS if name in raw}
+    full = read_rope(earlier | {"rope_parameters": given.get(FULL)}, max_positions, theta=theta)
+    field, base = local or ("rope_theta", theta)
+    own = {"rope_parameters": given.get(SLIDING), "rope_theta": raw.get(field)}
+    windowed = read_rope({n: v for n, v in own.items() if v is not None}, max_positions, theta=base)
+    if windowed["rope_type"] != "default":
+        raise _no_rope(f"{SLIDING}.rope_type", windowed["rope_type"], "default")
+    # transformers 5 reads a base that is not stated by kind for full attention alone, 4 for both.
+    stated = given.get(SLIDING) is not None or windowed["rope_theta"] == base
+    if local is None and not (stated and windowed["rope_theta"] == full["rope_theta"]):
+        got = f"{full['rope_theta']} and {windowed['rope_theta']}"
+        expected = f"one for both kinds of layers, in rope_parameters if it is not {base:g}"
+        raise _no_rope("rope_theta", got, expected, is_text=True)
+    return {FULL: full, SLIDING: windowed}
 
 
 def _gathered(raw: Mapping[str, object]) -> dict[str, Any]:

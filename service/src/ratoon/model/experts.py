@@ -32,6 +32,8 @@ _SILU = (torch.nn.SiLU, SiLUActivation)
 
 # Grouped products on a GPU want rows of whole 16 bytes.
 _ROW_MULTIPLE = 8
+# Features of the product that adds a bias; all but the first are zero.
+BIAS_FEATURES = _ROW_MULTIPLE
 # Compute capabilities whose grouped products write zeros for the weight gradient of an expert
 # without rows.
 _ZEROING_CAPABILITIES = ((9, 0),)
@@ -52,12 +54,15 @@ def grouped_experts(
 ) -> Tensor:
     """[T, D], experts [T, C] and their weights [T, C] -> the weighted sums of experts, [T, D].
 
-    The weight multiplies before the product `down`, where a row is narrower than after it.
-    `adapters` are those of the products gate, up and down.
+    The weight multiplies before the product `down`, where a row is narrower than after it; weights
+    may be wider than the hidden states. `adapters` are those of the products gate, up and down.
     """
     place_TC, stop_E = sort_by_expert(top_k_index, module.num_experts)
     x_SD = to_rows(hidden_states, place_TC)
     weight_S1 = to_rows(top_k_weights.reshape(-1, 1), place_TC.reshape(-1, 1))
+    if module.has_bias:
+        assert adapters is None, "no adapter reaches them"
+        return to_tokens(_biased(module, x_SD, weight_S1, stop_E), place_TC)
     gate_up_SG = grouped_linear(x_SD, module.gate_up_proj, stop_E)
     if adapters is None and type(module.act_fn) in _SILU:
         out_SD = gated_linear(gate_up_SG, weight_S1, module.down_proj, stop_E)
@@ -65,11 +70,33 @@ def grouped_experts(
     gate_SF, up_SF = gate_up_SG.chunk(2, dim=-1)
     if adapters is not None:
         gate_SF, up_SF = adapters[0](gate_SF, x_SD, stop_E), adapters[1](up_SF, x_SD, stop_E)
-    product_SF = module.act_fn(gate_SF) * up_SF * weight_S1
+    product_SF = (module.act_fn(gate_SF) * up_SF * weight_S1).to(x_SD.dtype)
     out_SD = grouped_linear(product_SF, module.down_proj, stop_E)
     if adapters is not None:
         out_SD = adapters[2](out_SD, product_SF, stop_E)
     return to_tokens(out_SD, place_TC)
+
+
+def _biased(module: Any, x_SD: Tensor, weight_S1: Tensor, stop_E: Tensor) -> Tensor:
+    """out_SD of gpt-oss' experts, with biases and a gate of their own, and with weights that
+    transformers stores transposed."""
+    ones_S1 = torch.ones_like(weight_S1)
+    gate_up_SG = grouped_linear(x_SD, module.gate_up_proj.mT, stop_E)
+    gate_up_SG = gate_up_SG + _biases(ones_S1, module.gate_up_proj_bias, stop_E)
+    product_SF = module._apply_gate(gate_up_SG) * weight_S1
+    out_SD = grouped_linear(product_SF, module.down_proj.mT, stop_E)
+    return out_SD + _biases(weight_S1, module.down_proj_bias, stop_E)
+
+
+def _biases(weight_S1: Tensor, bias_EF: Tensor, stop_E: Tensor) -> Tensor:
+    """[S, F]: the bias of each row's expert times the row's weight.
+
+    It is a product of one feature, so that the bias' gradient is a sum in a specified order.
+    """
+    pad = (0, BIAS_FEATURES - 1)
+    weight_S8 = torch.nn.functional.pad(weight_S1, pad)
+    bias_EF8 = torch.nn.functional.pad(bias_EF[..., None], pad)
+    return grouped_linear(weight_S8, bias_EF8, stop_E)
 
 
 @torch.library.custom_op("ratoon::sort_by_expert", mutates_args=())
@@ -216,7 +243,13 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 def _differentiate(ctx: Any, dy_SF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x_SD, weight_EFD, stop_E = ctx.saved_tensors
     dx_SD = grouped_linear(dy_SF, weight_EFD.mT, stop_E) if ctx.needs_input_grad[0] else None
-    dweight_EFD = _weight_gradient(dy_SF, x_SD, stop_E) if ctx.needs_input_grad[1] else None
+    dweight_EFD = None
+    if ctx.needs_input_grad[1]:
+        # A gradient in another layout than the parameter's would be copied.
+        is_transposed = weight_EFD.stride(-1) != 1
+        factors = (x_SD, dy_SF) if is_transposed else (dy_SF, x_SD)
+        dweight_EFD = _weight_gradient(*factors, stop_E)
+        dweight_EFD = dweight_EFD.mT if is_transposed else dweight_EFD
     return dx_SD, dweight_EFD, None
 
 
@@ -244,7 +277,7 @@ def _gated(gate_up_SG: Tensor, weight_S1: Tensor) -> Tensor:
 
         return gate_rows(gate_up_SG, weight_S1)
     gate_SF, up_SF = gate_up_SG.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate_SF) * up_SF * weight_S1
+    return (torch.nn.functional.silu(gate_SF) * up_SF * weight_S1).to(gate_up_SG.dtype)
 
 
 @torch.library.custom_op("ratoon::gated_gradients", mutates_args=())
@@ -262,7 +295,8 @@ def _gated_gradients(
     dgate_SF = drow_SF * up_SF * sigmoid_SF * (1 + gate_SF * (1 - sigmoid_SF))
     dgate_up_SG = torch.cat([dgate_SF, drow_SF * silu_SF], dim=-1)
     dweight_S1 = (dproduct_SF * silu_SF * up_SF).sum(-1, keepdim=True)
-    return silu_SF * up_SF * weight_S1, dgate_up_SG, dweight_S1
+    product_SF, dtype = silu_SF * up_SF * weight_S1, gate_up_SG.dtype
+    return product_SF.to(dtype), dgate_up_SG.to(dtype), dweight_S1.to(weight_S1.dtype)
 
 
 @_gated_gradients.register_fake

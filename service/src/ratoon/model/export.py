@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.config_words import write_both_words
+from ratoon.model.config_words import write_both_words, write_wrapper
 from ratoon.model.families import family_of
 from ratoon.model.folder_model import quiet_transformers
 from ratoon.model.loader import TORCH_DTYPES
@@ -40,7 +40,7 @@ from ratoon.model.safetensors_files import (
     write_index,
 )
 from ratoon.model.spec import PresetBase
-from ratoon.model.support import CONFIG_NAME
+from ratoon.model.support import CONFIG_NAME, wrapper_of
 
 _ADAPTER_NAME = "adapter_model.safetensors"
 
@@ -117,10 +117,16 @@ class WeightsCopy:
     def write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files of the last copied values over the existing ones; rank 0 also
         writes the other files. Returns the digests of the weight files by name."""
-        if self._rank == 0:
-            for name, content in self._rest.items():
-                (folder / name).write_bytes(content)
-        return write_files(folder, self._content, self._wait, self._model.sizes.num_on_host)
+        digests = write_files(folder, self._content, self._wait, self._model.sizes.num_on_host)
+        if self._rank:
+            return digests
+        for name, content in self._rest.items():
+            (folder / name).write_bytes(content)
+        aside = self._model.base.aside
+        if aside is not None:
+            *_, last = self._files
+            digests[last] = aside.publish(folder / last)
+        return digests
 
     def _wait(self, file: str) -> None:
         if self._stream is not None:
@@ -159,9 +165,10 @@ class WeightsCopy:
     def _own_files(self) -> dict[str, list[str]]:
         """This rank's files in the order in which they are written, the largest first."""
         like = exported_like(self._model)
-        sizes = [sum(like[name].nbytes for name in names) for names in self._files.values()]
+        trained = {file: names for file, names in self._files.items() if like.keys() >= {*names}}
+        sizes = [sum(like[name].nbytes for name in names) for names in trained.values()]
         owners = _owners(sizes, self._num_ranks)
-        files = zip(sizes, owners, self._files.items(), strict=True)
+        files = zip(sizes, owners, trained.items(), strict=True)
         own = [(size, file) for size, owner, file in files if owner == self._rank]
         return dict(file for _, file in sorted(own, key=lambda each: -each[0]))
 
@@ -190,8 +197,10 @@ def export_weights(model: PolicyModel, folder: Path) -> dict[str, str]:
 
 def _planned_files(model: PolicyModel) -> dict[str, list[str]]:
     """The names of exported tensors by file."""
-    like = exported_like(model)
-    return plan_files(like) if model.adapter is None else {_ADAPTER_NAME: sorted(like)}
+    like, aside = exported_like(model), model.base.aside
+    if model.adapter is not None:
+        return {_ADAPTER_NAME: sorted(like)}
+    return plan_files(like, sorted(aside.digests) if aside else ())
 
 
 def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -212,14 +221,26 @@ def _rest_of(model: PolicyModel, files: Mapping[str, Sequence[str]]) -> dict[str
         if model.adapter is not None:
             from ratoon.model.lora import export_config
 
-            export_config(model.adapter, folder)
+            is_wrapped = model.base.names.form is not None
+            export_config(model.adapter, folder, is_wrapped=is_wrapped)
         else:
             with quiet_transformers():
                 cast("Any", model.module).save_pretrained(folder, state_dict={})
-            said = json.loads(model.base_files.get(CONFIG_NAME, "{}"))
-            write_both_words(folder / CONFIG_NAME, said, model.config)
+            said = json.loads(model.base.files.get(CONFIG_NAME, "{}"))
+            if wrapper_of(said):
+                write_wrapper(folder / CONFIG_NAME, said)
+            else:
+                write_both_words(folder / CONFIG_NAME, said, model.config)
             if len(files) > 1:
-                write_index(folder, files, exported_like(model))
+                like, aside = exported_like(model).values(), model.base.aside
+                totals = {
+                    "num_elements": sum(each.numel() for each in like),
+                    "num_bytes": sum(each.nbytes for each in like),
+                }
+                if aside is not None:
+                    totals["num_elements"] += aside.num_elements
+                    totals["num_bytes"] += aside.num_bytes
+                write_index(folder, files, **totals)
             _export_tokenizer(model, folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -295,8 +316,18 @@ def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, 
 
     All are the values themselves or, for fused experts, dense views of them.
     """
+    names = model.base.names
+    if model.adapter is None:
+        own = values if names.is_fused else family_of(model.config).exported(values)
+        return {names.there(name): value for name, value in own.items()}
+    parted = _part_adapters(values)
+    return {names.adapted(name): value for name, value in parted.items()}
+
+
+def _own_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values of trained parameters by the decoder's own names, as finely parted as any export."""
     if model.adapter is not None:
-        return _part_adapters(values)
+        return exported_values(model, values)
     return family_of(model.config).exported(values)
 
 
@@ -319,8 +350,14 @@ def exported_like(model: PolicyModel) -> dict[str, Tensor]:
     return exported_values(model, _on_meta(model))
 
 
+def importable_like(model: PolicyModel) -> dict[str, Tensor]:
+    """Names and shapes of what `imported_values` takes, on the meta device."""
+    return _own_values(model, _on_meta(model))
+
+
 def imported_values(model: PolicyModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `tensors`, named and shaped as in an export, by the names of `named_trainable()`.
+    """Returns `tensors`, named and shaped as `importable_like`, by the names of
+    `named_trainable()`.
 
     The result is on the CPU, with the same bits; a fused parameter is as wide as the widest of its
     parts.
@@ -329,13 +366,13 @@ def imported_values(model: PolicyModel, tensors: Mapping[str, Tensor]) -> dict[s
 
 
 def _imported(model: PolicyModel, name: str, like: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    parts = [tensors[part] for part in exported_values(model, {name: like})]
+    parts = [tensors[part] for part in _own_values(model, {name: like})]
     if len(parts) == 1 and parts[0].shape == like.shape:
         return parts[0]
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
     fused = torch.empty(like.shape, dtype=dtype)
     # An exported tensor is a view of its parameter.
-    views = exported_values(model, {name: fused}).values()
+    views = _own_values(model, {name: fused}).values()
     for view, part in zip(views, parts, strict=True):
         view.copy_(part)
     return fused
@@ -349,6 +386,6 @@ def _export_tokenizer(model: PolicyModel, folder: Path) -> None:
     if isinstance(model.spec.base, PresetBase):
         write_tokenizer(folder)
         return
-    for name, content in model.base_files.items():
+    for name, content in model.base.files.items():
         if name != CONFIG_NAME:
             (folder / name).write_bytes(content)

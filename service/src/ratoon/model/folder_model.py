@@ -1,14 +1,16 @@
 """Loads a folder that a caller names as a model on the host.
 
-In: a folder. Out: a module of transformers, and the files that every version of it has beside its
+In: a folder. Out: a module of transformers, and what every version of it has beside its trained
 weights. Invariant: transformers receives a checked configuration and checked tensors, and no path,
 so it opens nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,21 +20,35 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ratoon.errors import invalid, shown
+from ratoon.log import get_logger
+from ratoon.model.aside import Aside, Base
 from ratoon.model.attention import ATTENTION_NAME
 from ratoon.model.config_fields import unsupported
 from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.families import family_of
+from ratoon.model.families.family import Family
+from ratoon.model.families.wrapped import Names
 from ratoon.model.folder import FIELD, ModelFolder
+from ratoon.model.mxfp4 import Unpacked, unpack
 from ratoon.model.safetensors_files import (
     Stored,
     check_finite,
+    check_floats,
     check_names_and_shapes,
     on_meta,
     open_tensors,
     tensor_field,
 )
-from ratoon.model.support import add_undeclared, read_config
+from ratoon.model.support import (
+    CONFIG_NAME,
+    add_undeclared,
+    media_tokens,
+    read_config,
+    text_words,
+    wrapper_of,
+)
 
+_LOG = get_logger("folders")
 # Files that are published beside the weights, if the folder has them.
 _PUBLISHED_FILES = (
     "added_tokens.json",
@@ -40,16 +56,21 @@ _PUBLISHED_FILES = (
     "chat_template.json",
     "generation_config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
     "vocab.json",
 )
 _MAX_PUBLISHED_BYTES = 2**26
 # Name of the head's tensor, prefix of all the decoder's tensors, and suffix of those that
 # transformers computes itself.
 _HEAD, _PREFIX, _COMPUTED = "lm_head.weight", "model.", "rotary_emb.inv_freq"
+# Prefix of layers that predict further tokens, which no training here changes.
+_PREDICTORS = "mtp."
 
 
 def published_files(folder: ModelFolder) -> dict[str, bytes]:
@@ -62,18 +83,83 @@ def published_files(folder: ModelFolder) -> dict[str, bytes]:
 
 
 def load_folder(
-    folder: ModelFolder, dtype: torch.dtype
-) -> tuple[PreTrainedModel, dict[str, object]]:
-    """Returns the model of a folder, on the host, and everything in its config.json.
+    folder: ModelFolder, dtype: torch.dtype, *, is_published: bool = True
+) -> tuple[PreTrainedModel, Base]:
+    """Returns the model of a folder, on the host, and what versions take over from the folder.
 
-    Raises what `read_config` and `open_tensors` raise, and INVALID_ARGUMENT naming a tensor that is
-    missing, not the model's, of another shape, or not finite.
+    `is_published`: whether they have its weights, and not those of an adapter alone. Raises what
+    `read_config` and `open_tensors` raise, and INVALID_ARGUMENT naming a tensor that is missing,
+    not the model's, of another shape, or not finite.
     """
     config, said = read_config(folder)
-    tensors = _judged_tensors(open_tensors(folder), config)
+    stored = unpack(open_tensors(folder))
+    if any(isinstance(each, Unpacked) for each in stored.values()):
+        _LOG.warning(
+            "experts in MXFP4 are read as bfloat16, and published so", folder=str(folder.path)
+        )
+    names = Names()
+    if wrapper := wrapper_of(said):
+        wrapper.check_tower(stored)
+        names = Names.of_wrapped(stored)
+    own = _own_tensors(stored, names, said, config)
+    if wrapper:
+        _decide_tie(config, said, has_head=_HEAD in own)
+    kept = _judge_tensors(own, names, config)
+    module = _loaded(config, own, dtype)
+    add_undeclared(module.config, said)
+    base = Base(names=names, media_tokens=media_tokens(said))
+    if not is_published:
+        return module, base
+    trained = own.keys() - kept
+    aside = {name for name in stored if names.own(name) not in trained}
+    aside = {name for name in aside if not name.endswith(_COMPUTED)}
+    files = {**published_files(folder), CONFIG_NAME: json.dumps(said).encode()}
+    return module, replace(base, files=files, aside=Aside.read(folder, aside))
+
+
+def implementations(family: Family) -> dict[str, str]:
+    """Settings of transformers under which a model computes packed forests."""
+    settings = {"attn_implementation": ATTENTION_NAME}
+    # A model without experts raises an error if this one is given.
+    return (
+        settings if family.experts is None else {**settings, "experts_implementation": EXPERTS_NAME}
+    )
+
+
+def _own_tensors(
+    stored: Mapping[str, Stored],
+    names: Names,
+    said: Mapping[str, object],
+    config: PreTrainedConfig,
+) -> dict[str, Stored]:
+    """Tensors of the decoder and its head, by their own names."""
+    predictors = text_words(said).get("num_nextn_predict_layers")
+    layers = cast("int", config.num_hidden_layers)
+    # Layers that predict further tokens follow the decoder's own, or are beside it.
+    stop = layers + (predictors if isinstance(predictors, int) else 0)
+    others = (_PREDICTORS, *(f"{_PREFIX}layers.{index}." for index in range(layers, stop)))
+    own = {names.own(name): each for name, each in stored.items()}
+    return {
+        name: each
+        for name, each in own.items()
+        # Older folders have a tensor of frequencies in each layer, which transformers computes.
+        if name is not None and not name.startswith(others) and not name.endswith(_COMPUTED)
+    }
+
+
+def _decide_tie(config: PreTrainedConfig, said: Mapping[str, object], *, has_head: bool) -> None:
+    """Sets whether a wrapper's embeddings are tied: its own words and the decoder's may differ, or
+    say nothing, and then the tensors decide."""
+    name = "tie_word_embeddings"
+    stated = {said.get(name), text_words(said).get(name)} - {None}
+    config.tie_word_embeddings = not has_head if len(stated) != 1 else bool(*stated)
+
+
+def _loaded(
+    config: PreTrainedConfig, tensors: dict[str, Stored], dtype: torch.dtype
+) -> PreTrainedModel:
+    """Model of `config` with these tensors, whose names and shapes were checked."""
     family = family_of(config)
-    # A model without experts raises an error if this setting is given.
-    settings = {} if family.experts is None else {"experts_implementation": EXPERTS_NAME}
     try:
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             loaded = _model_class(config).from_pretrained(
@@ -81,8 +167,7 @@ def load_folder(
                 config=config,
                 state_dict=tensors,
                 dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                **settings,
+                **implementations(family),
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
@@ -101,15 +186,15 @@ def load_folder(
     _check_tie(module)
     _check_buffers(module)
     family.prepare(module)
-    add_undeclared(module.config, said)
-    return module, said
+    return module
 
 
-def _judged_tensors(stored: dict[str, Stored], config: PreTrainedConfig) -> dict[str, Stored]:
-    """Checks that the tensors of `stored` are those of the model of `config`, and finite, and
-    returns them."""
-    # Older folders have a tensor of frequencies in each layer, which transformers computes itself.
-    stored = {name: each for name, each in stored.items() if not name.endswith(_COMPUTED)}
+def _judge_tensors(stored: dict[str, Stored], names: Names, config: PreTrainedConfig) -> set[str]:
+    """Checks that the tensors of `stored` are those of the model of `config`, and finite.
+
+    Returns those that the model keeps and does not train.
+    """
+    check_floats({names.there(name): each for name, each in stored.items()})
     # This is checked before the layers are made, even on the meta device.
     layers = int(cast("int", config.num_hidden_layers))
     if layers > len(stored):
@@ -131,13 +216,16 @@ def _judged_tensors(stored: dict[str, Stored], config: PreTrainedConfig) -> dict
             # transformers takes the names of a decoder without its head, too.
             own = f"{_PREFIX}{part}"
             own = own if part not in expected and own in expected else part
+            own = names.there(own)
             if own in found:
-                raise invalid(tensor_field(part), "there twice", "each tensor once")
+                raise invalid(tensor_field(own), "there twice", "each tensor once")
             found[own] = like_part
-    check_names_and_shapes(found, expected)
+    check_names_and_shapes(found, {names.there(name): like for name, like in expected.items()})
     for name, each in stored.items():
-        check_finite(name, each[...])
-    return stored
+        check_finite(names.there(name), each[...])
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    kept = like.keys() - trained
+    return {name for name in stored if name in kept or f"{_PREFIX}{name}" in kept}
 
 
 def _model_class(config: PreTrainedConfig) -> Any:

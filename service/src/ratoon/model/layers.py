@@ -275,8 +275,9 @@ def _policy(
 
 
 def _always_kept() -> tuple[Any, ...]:
-    """Operations that never run twice: attention, and which experts a token visits."""
-    names = ("tree_attention", "stage_attention", "sequence_attention", "route", "sort_by_expert")
+    """Operations that never run twice: attention, recurrences, and which experts a token visits."""
+    names = ("tree_attention", "stage_attention", "sequence_attention")
+    names += ("gated_delta_rule", "part_gated_delta", "route", "sort_by_expert")
     ops = torch.ops.ratoon
     # Operations whose module nobody has imported are in no graph.
     return tuple(getattr(ops, name).default for name in names if hasattr(ops, name))

@@ -4,8 +4,6 @@ parameter."""
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,17 +13,19 @@ from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.aside import Base
 from ratoon.model.attention import register_tree_attention
 from ratoon.model.experts import register_grouped_experts
+from ratoon.model.families import family_of
 from ratoon.model.folder import ModelFolder
-from ratoon.model.folder_model import load_folder, published_files
+from ratoon.model.folder_model import load_folder
 from ratoon.model.policy_model import PolicyModel, names_by_layer
 from ratoon.model.presets import build_preset
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
-from ratoon.model.support import CONFIG_NAME
+from ratoon.planner.layer_kinds import Attention
 from ratoon.shards.layer_shards import RING, LayerShards
 from ratoon.shards.parts import Part, parts_of, shared_out
-from ratoon_kernels import BackendUnavailableError, select_backend
+from ratoon_kernels import BackendUnavailableError, list_backends, select_backend
 from ratoon_proto.types import LoraTuning
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ TORCH_DTYPES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostModel:
     """A loaded model on the host. `num_copies` is 2 if its initial weights must stay, for
-    `PolicyModel.reference`. `base_files` are published beside the weights, by name."""
+    `PolicyModel.reference`. `base` is what versions take over from a folder."""
 
     spec: ModelSpec
     module: PreTrainedModel
     adapter: PeftModel | None
     num_copies: int
-    base_files: Mapping[str, bytes]
+    base: Base
 
     def place(
         self,
@@ -68,7 +68,7 @@ class HostModel:
         copy's. Raises UNSUPPORTED if no backend serves the model.
         """
         module, shards, frozen = self.module, None, None
-        backend = _select_backend(
+        backend = backend_of_layers(
             module.config,
             attention_backend,
             device,
@@ -89,7 +89,7 @@ class HostModel:
             deterministic=deterministic,
             compile_layers=compile_layers,
             shards=shards,
-            base_files=self.base_files,
+            base=self.base,
         )
 
 
@@ -107,14 +107,14 @@ def read_model(
     register_tree_attention()
     register_grouped_experts()
     dtype = TORCH_DTYPES[spec.dtype]
-    base_files: dict[str, bytes] = {}
+    base, is_full = Base(), not isinstance(spec.tuning, LoraTuning)
     if isinstance(spec.base, PresetBase):
         module, name = build_preset(spec.base.name, spec.seed), spec.base.name
     else:
         folder = ModelFolder.of(Path(spec.base.folder), models_root)
         name = folder.path.name
-        module, said = load_folder(folder, dtype)
-        base_files = {**published_files(folder), CONFIG_NAME: json.dumps(said).encode()}
+        # The reader of an adapter has its base's files.
+        module, base = load_folder(folder, dtype, is_published=is_full)
     _cast_parameters(module, dtype)
     # Nothing is padded: the padding token is trained like any other.
     cast("Any", module.get_input_embeddings()).padding_idx = None
@@ -129,8 +129,7 @@ def read_model(
         module=module,
         adapter=adapter,
         num_copies=num_copies,
-        # The reader of an adapter has its base's files.
-        base_files={} if adapter is not None else base_files,
+        base=base,
     )
 
 
@@ -198,7 +197,7 @@ def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _select_backend(
+def backend_of_layers(
     config: PreTrainedConfig,
     requested: str,
     device: torch.device,
@@ -206,21 +205,32 @@ def _select_backend(
     *,
     deterministic: bool,
 ) -> str:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    try:
-        return select_backend(
-            "tree_attention",
-            requested or None,
-            device,
-            dtype,
-            head_dim,
-            deterministic=deterministic,
-        )
-    except BackendUnavailableError as err:
-        raise RatoonError(
-            ErrorCode.UNSUPPORTED,
-            f"attention_backend: {err}",
-            field="attention_backend",
-            got=requested,
-            expected="a backend that is available here",
-        ) from err
+    """The best backend that serves the attention of all layers."""
+    mixers = {layer.mixer: None for layer in family_of(config).layers(config)}
+    of_attention = [status.name for status in list_backends() if status.op == "tree_attention"]
+    refusals: dict[str, None] = {}
+    for name in [requested] if requested else of_attention:
+        try:
+            for mixer in mixers:
+                if isinstance(mixer, Attention):
+                    select_backend(
+                        "tree_attention",
+                        name,
+                        device,
+                        dtype,
+                        mixer.head_dim,
+                        value_dim=mixer.value_size,
+                        window=mixer.window,
+                        deterministic=deterministic,
+                    )
+        except BackendUnavailableError as err:
+            refusals[str(err)] = None
+        else:
+            return name
+    raise RatoonError(
+        ErrorCode.UNSUPPORTED,
+        f"attention_backend: {'; '.join(refusals)}",
+        field="attention_backend",
+        got=requested,
+        expected="a backend that is available here",
+    )

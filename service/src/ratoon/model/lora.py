@@ -170,10 +170,11 @@ def check_adapter_config(adapter: PeftModel, folder: ModelFolder) -> None:
             raise invalid(f"{file_field(CONFIG_NAME)}: {name}", shown(value), f"{own}")
 
 
-def export_config(adapter: PeftModel, folder: Path) -> None:
+def export_config(adapter: PeftModel, folder: Path, *, is_wrapped: bool = False) -> None:
     """Write an adapter's configuration with only the fields that every peft knows.
 
     Earlier versions of peft fail on fields of later ones, which all have their defaults here.
+    `is_wrapped`: the base's folder has a tower, whose linear maps may have the same names.
     """
     config = adapter.peft_config["default"]
     fields = {name: value for name, value in config.to_dict().items() if name in _EARLY_FIELDS}
@@ -184,6 +185,8 @@ def export_config(adapter: PeftModel, folder: Path) -> None:
     # peft keeps a set, whose order differs between processes, but equal weights must give equal
     # files.
     fields |= {"inference_mode": True, "target_modules": sorted(targets)}
+    if is_wrapped:
+        fields["target_modules"] = rf".*\.language_model\..*\.({'|'.join(sorted(targets))})"
     text = json.dumps(fields, indent=2, sort_keys=True)
     (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
@@ -238,8 +241,9 @@ def _has_experts(module: PreTrainedModel) -> bool:
 
 
 def _experts(module: PreTrainedModel) -> Iterator[nn.Module]:
-    """Routed experts of each layer that has them."""
-    experts = family_of(module.config).experts
+    """Routed experts that an adapter may reach, of each layer that has them."""
+    family = family_of(module.config)
+    experts = family.experts if family.adapts_experts else None
     return (each for each in module.modules() if experts and isinstance(each, experts))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,15 +16,16 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ratoon.errors import invalid
+from ratoon.model.aside import Base
 from ratoon.model.attention import PathAttention, SequenceAttention, TreeAttention
 from ratoon.model.families import family_of
 from ratoon.model.layers import DecoderLayers
 from ratoon.model.router import RouteCounts, RoutedTokens
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.streamed_attention import AttentionStream
-from ratoon.model.support import attention_window, longest_sequence
+from ratoon.model.support import foreign_window, longest_sequence
 from ratoon.planner.activation_plan import DecoderSizes, Kept, fetched_at, max_tokens
-from ratoon.planner.layer_kinds import Layer
+from ratoon.planner.layer_kinds import Layer, window_of_layers
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.shards.layer_shards import LayerShards
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
@@ -97,16 +97,16 @@ class PolicyModel:
         deterministic: bool,
         compile_layers: bool,
         shards: LayerShards | None = None,
-        base_files: Mapping[str, bytes] = MappingProxyType({}),
+        base: Base = Base(),  # noqa: B008 - it is frozen
     ) -> None:
         """`adapter` wraps `module` in place; `frozen` is a copy of `module` that shares nothing
         with it. `shards` holds the weights of the decoder layers of `module`, then of those of
-        `frozen`. `base_files` are published beside the weights, by name."""
+        `frozen`. `base` is what versions take over from a folder."""
         self.spec = spec
         self.module = module
         self.adapter = adapter
         self.shards = shards
-        self.base_files = base_files
+        self.base = base
         self._frozen = frozen
         self._active = module
         self._is_reference = False
@@ -129,6 +129,12 @@ class PolicyModel:
     @property
     def config(self) -> PreTrainedConfig:
         return self.module.config
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Window of the layers that have one, for `build_layout`."""
+        window = window_of_layers(self.sizes.layers)
+        return () if window is None else (window,)
 
     @property
     def device(self) -> torch.device:
@@ -263,7 +269,8 @@ class PolicyModel:
             route_layers=self.routes.num_layers,
             num_experts=self.sizes.experts.num_experts,
             experts_per_token=self.sizes.experts.experts_per_token,
-            sliding_window=attention_window(self.config) or 0,
+            sliding_window=foreign_window(self.config) or 0,
+            media_tokens=dict(self.base.media_tokens),
         )
 
     def _precision(self) -> Float64Math | nullcontext[None]:
@@ -281,7 +288,10 @@ class PolicyModel:
 
     def _whole(self, layout: TreeLayout) -> TreeAttention:
         return TreeAttention(
-            layout=layout, backend=self._attention_backend, deterministic=self._deterministic
+            layout=layout,
+            backend=self._attention_backend,
+            deterministic=self._deterministic,
+            windows=self.windows,
         )
 
     def _take_layers(

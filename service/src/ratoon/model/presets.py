@@ -1,4 +1,4 @@
-"""The built-in models: Qwen3-style decoders over bytes, and their tokenizer.
+"""The built-in models: small decoders over bytes, of several families, and their tokenizer.
 
 A token id below 256 is that byte; text is its UTF-8. Weights are random, decided by the seed.
 """
@@ -14,10 +14,19 @@ import torch
 import xxhash
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.attention import ATTENTION_NAME
+from ratoon.model.families import family_of
+from ratoon.model.folder_model import implementations
 from ratoon.model.spec import PRESET_NAMES
 
 PAD_TOKEN = 256
@@ -37,6 +46,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}"
 )
 _EMBEDDING_STD = 0.02
+# Ends of names of linear maps that write to the residual stream.
+_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 def tensor_generator(seed: int, name: str) -> torch.Generator:
@@ -91,68 +102,110 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def preset_config(name: str) -> Qwen3Config:
-    """The shape of a preset: `tiny` learns in seconds on a CPU, `small` is for benchmarks there."""
-    if name == "tiny":
-        return _config(hidden=128, intermediate=512, layers=4, heads=4, kv_heads=2, head_dim=32)
-    if name == "small":
-        return _config(hidden=384, intermediate=1024, layers=8, heads=6, kv_heads=2, head_dim=64)
-    raise RatoonError(
-        ErrorCode.INVALID_ARGUMENT,
-        f"preset: got {name!r}, expected one of {', '.join(PRESET_NAMES)}",
-        field="preset",
-        got=repr(name),
-        expected=", ".join(PRESET_NAMES),
-    )
+def preset_config(name: str) -> PreTrainedConfig:
+    """The shape of a preset: those named `tiny` learn in a minute or two on a CPU, `small` is for
+    benchmarks there.
+
+    `tiny` and `small` are of Qwen3. `tiny-qwen3.5` has three layers of gated DeltaNet and one of
+    gated attention, `tiny-gpt-oss` sinks, windows in every other layer, and routed experts.
+    """
+    match name:
+        case "tiny":
+            return Qwen3Config(**_words(), **_sizes(hidden=128, layers=4, heads=4, head_dim=32))
+        case "small":
+            sizes = _sizes(hidden=384, layers=8, heads=6, head_dim=64)
+            return Qwen3Config(**_words(), **sizes | {"intermediate_size": 1024})
+        case "tiny-qwen3.5":
+            return Qwen3_5TextConfig(
+                **_words(),
+                **_sizes(hidden=128, layers=4, heads=4, head_dim=32),
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=32,
+                linear_value_head_dim=32,
+            )
+        case "tiny-gpt-oss":
+            sizes = _sizes(hidden=128, layers=4, heads=4, head_dim=32)
+            return GptOssConfig(
+                **_words(),
+                **sizes | {"intermediate_size": 128},
+                num_local_experts=8,
+                num_experts_per_tok=2,
+                sliding_window=32,
+            )
+        case _:
+            raise RatoonError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"preset: got {name!r}, expected one of {', '.join(PRESET_NAMES)}",
+                field="preset",
+                got=repr(name),
+                expected=", ".join(PRESET_NAMES),
+            )
 
 
 def build_preset(name: str, seed: int) -> PreTrainedModel:
     """A preset's module with the weights of `seed`, float32, on the CPU."""
+    config = preset_config(name)
+    family = family_of(config)
     with torch.random.fork_rng(devices=[]):
-        module = cast("Any", AutoModelForCausalLM).from_config(
-            preset_config(name), attn_implementation=ATTENTION_NAME
-        )
+        module = cast("Any", AutoModelForCausalLM).from_config(config, **implementations(family))
     _initialize(module, seed)
+    family.prepare(module)
     return module
 
 
-def _config(
-    *, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
-) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=32_768,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        attention_dropout=0.0,
-        pad_token_id=PAD_TOKEN,
-        bos_token_id=BOS_TOKEN,
-        eos_token_id=EOS_TOKEN,
-    )
+def _words() -> dict[str, Any]:
+    """What all presets say; configurations change what they are given."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "tie_word_embeddings": True,
+        "attention_dropout": 0.0,
+        "pad_token_id": PAD_TOKEN,
+        "bos_token_id": BOS_TOKEN,
+        "eos_token_id": EOS_TOKEN,
+    }
+
+
+def _sizes(*, hidden: int, layers: int, heads: int, head_dim: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+    }
 
 
 @torch.no_grad()
 def _initialize(module: PreTrainedModel, seed: int) -> None:
     """Linear maps keep the variance of their input; those that write to the residual stream, two a
-    layer, are scaled down by 1 / sqrt(2 layers) (Radford et al., 2019)."""
+    layer, are scaled down by 1 / sqrt(2 layers) (Radford et al., 2019).
+
+    Norms and offsets are as transformers makes them, which is without chance.
+    """
     residual_scale = 1 / math.sqrt(2 * module.config.num_hidden_layers)
     for name, parameter in module.named_parameters():
-        if parameter.ndim == 1:
-            nn.init.ones_(parameter)
-            continue
-        if name.endswith("embed_tokens.weight"):
-            std = _EMBEDDING_STD
-        else:
-            std = 1 / math.sqrt(parameter.shape[1])
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+        generator = tensor_generator(seed, name)
+        if name.endswith(".A_log"):
+            # As in Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060): decays of many lengths.
+            parameter.copy_(1 + 15 * torch.rand(parameter.shape, generator=generator)).log_()
+        elif name.endswith((".sinks", "bias")) and not name.endswith("dt_bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim > 1:
+            std = 1 / math.sqrt(_inputs(name, parameter))
+            if name.endswith("embed_tokens.weight"):
+                std = _EMBEDDING_STD
+            elif name.endswith(_RESIDUAL):
                 std *= residual_scale
-        _fill_normal(parameter, std, tensor_generator(seed, name))
+            _fill_normal(parameter, std, generator)
+
+
+def _inputs(name: str, weight: Tensor) -> int:
+    """Elements that one output of a weight reads; a convolution has one channel for each."""
+    return weight.shape[-1 if name.endswith("conv1d.weight") else 1]
 
 
 def _fill_normal(parameter: Tensor, std: float, generator: torch.Generator) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,9 @@ _NUM_FILES = 64
 _MIN_FILE_BYTES = 250 * 10**6
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8
+# A file begins with its header's length; the library refuses longer headers.
+_LENGTH_BYTES, _MAX_HEADER_BYTES = 8, 10**8
+_METADATA = "__metadata__"
 _NUM_THREADS = min(os.cpu_count() or 1, 16)
 # Bytes that a thread writes at a time. Each write takes Python's interpreter lock, which the thread
 # that launches kernels needs for each launch: 30 µs a time.
@@ -85,10 +89,12 @@ class FileContent:
         )
 
 
-def plan_files(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Assigns tensor names to files, by sizes only."""
+def plan_files(tensors: Mapping[str, Tensor], aside: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Assigns tensor names to files, by sizes only; those `aside` have the last one alone."""
     sizes = {name: tensors[name].nbytes for name in sorted(tensors)}
     files = _split(sizes, max(sum(sizes.values()) // _NUM_FILES, _MIN_FILE_BYTES))
+    if aside:
+        files.append([*aside])
     if len(files) == 1:
         return {WEIGHTS_NAME: files[0]}
     count = len(files)
@@ -99,13 +105,10 @@ def plan_files(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def write_index(
-    folder: Path, files: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
+    folder: Path, files: Mapping[str, Sequence[str]], *, num_elements: int, num_bytes: int
 ) -> None:
-    """Write the index of which file has which tensor; the `tensors` may have no values."""
-    totals = {
-        "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-    }
+    """Write the index of which file has which tensor, with totals of all."""
+    totals = {"total_parameters": num_elements, "total_size": num_bytes}
     weight_map = {name: file for file, names in files.items() for name in names}
     text = json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True)
     (folder / INDEX_NAME).write_text(text + "\n", encoding="utf-8")
@@ -173,20 +176,28 @@ def _write_whole(path: Path, content: FileContent) -> str:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Header of a file: its length, 8 bytes, and which of the following bytes belong to which
-    tensor."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    stop = 0
-    for name, tensor in tensors.items():
-        start, stop = stop, stop + tensor.nbytes
-        entries[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
+    return make_header(
+        {
+            name: (_DTYPES[tensor.dtype], list(tensor.shape), tensor.nbytes)
+            for name, tensor in tensors.items()
         }
+    )
+
+
+def make_header(tensors: Mapping[str, tuple[str, list[int], int]]) -> bytes:
+    """Header of a file: its length, 8 bytes, and which of the following bytes belong to which
+    tensor.
+
+    `tensors`: dtype in the format's words, shape and bytes of each, by name.
+    """
+    entries: dict[str, object] = {_METADATA: {"format": "pt"}}
+    stop = 0
+    for name, (dtype, shape, num_bytes) in tensors.items():
+        start, stop = stop, stop + num_bytes
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[tuple[memoryview, ...]]:
@@ -259,12 +270,27 @@ def _indexed(folder: ModelFolder) -> list[str]:
     return sorted(files)
 
 
+def read_header(file: FileIO) -> tuple[dict[str, Any], int]:
+    """Returns a file's tensors as its header describes them, by name, and where their bytes begin.
+
+    Raises `ValueError` for a file that is none of the format.
+    """
+    length = int.from_bytes(os.pread(file.fileno(), _LENGTH_BYTES, 0), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError("a longer header")
+    entries: object = json.loads(os.pread(file.fileno(), length, _LENGTH_BYTES))
+    if not isinstance(entries, dict):
+        raise ValueError("a header that is no object")
+    described = {name: entry for name, entry in entries.items() if name != _METADATA}
+    return described, _LENGTH_BYTES + length
+
+
 def open_tensors(folder: ModelFolder) -> dict[str, Stored]:
     """Opens all tensors of a model's files by name, in file order.
 
     Their bytes are mapped: replacing one of the files later changes nothing. Raises what
-    `weight_files` and `ModelFolder.open` raise, INVALID_ARGUMENT for a file that is not safetensors
-    and for a duplicate tensor, and UNSUPPORTED for a tensor that is not of floats.
+    `weight_files` and `ModelFolder.open` raise, and INVALID_ARGUMENT for a file that is not
+    safetensors and for a duplicate tensor.
     """
     tensors: dict[str, Stored] = {}
     for name in weight_files(folder):
@@ -280,10 +306,14 @@ def open_tensors(folder: ModelFolder) -> dict[str, Stored]:
             if key in tensors:
                 raise invalid(tensor_field(key), "there twice", "each tensor once")
             tensors[key] = opened.get_slice(key)
-            if tensors[key].get_dtype() not in _READ_DTYPES:
-                got = tensors[key].get_dtype()
-                raise unsupported(tensor_field(key), got, "floats of 16, 32 or 64 bits")
     return tensors
+
+
+def check_floats(tensors: Mapping[str, Stored]) -> None:
+    """Raises UNSUPPORTED for the first tensor that is not of floats of 16, 32 or 64 bits."""
+    for name, tensor in tensors.items():
+        if (dtype := tensor.get_dtype()) not in _READ_DTYPES:
+            raise unsupported(tensor_field(name), dtype, "floats of 16, 32 or 64 bits")
 
 
 def check_names_and_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ratoon_proto.types import (
@@ -10,7 +11,7 @@ from ratoon_proto.types import (
     LoraTuning,
 )
 
-PRESET_NAMES = ("tiny", "small")
+PRESET_NAMES = ("tiny", "small", "tiny-qwen3.5", "tiny-gpt-oss")
 
 
 class ModelDtype(StrEnum):
@@ -63,6 +64,8 @@ class ModelInfo:
     route_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
-    # Window of attention in all layers or in some, in tokens; 0 if no layer has a window. No
-    # sequence is longer, so attention is full.
+    # Window, in tokens, that other readers of the folder may have and transformers does not; 0:
+    # there is none. No sequence is longer.
     sliding_window: int = 0
+    # Tokens that stand for images or videos, which no rollout has, by their fields in config.json.
+    media_tokens: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -12,19 +12,24 @@ what those left.
 
 If several ranks run the forest together, each has a share of every stage's tokens, and its stacks
 have the keys of its heads for all tokens.
+
+A layer with a window keeps, and exchanges, as much as one without: it reads only the keys within
+the window, but all stacks have one size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ratoon.model.attention import find, numbered
+from ratoon.model.attention import sink_part
+from ratoon.model.delta_parts import DeltaPart, Place
+from ratoon.model.numbered import find, numbered
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon_kernels import (
@@ -33,6 +38,7 @@ from ratoon_kernels import (
     build_layout,
     tree_attention_partial_backward,
     tree_attention_partial_forward,
+    with_sink,
 )
 from ratoon_kernels.precision import accumulation_dtype
 
@@ -69,10 +75,10 @@ class KeyPair:
     """Keys and values, or the sums of their gradients."""
 
     k_SKH: Tensor
-    v_SKH: Tensor
+    v_SKV: Tensor
 
     def __getitem__(self, tokens: slice) -> KeyPair:
-        return KeyPair(self.k_SKH[tokens], self.v_SKH[tokens])
+        return KeyPair(self.k_SKH[tokens], self.v_SKV[tokens])
 
 
 class PathStacks:
@@ -89,7 +95,7 @@ class PathStacks:
             self._keys = self._room(keys, keys.k_SKH.dtype)
         place = self._keys[own.start : own.stop]
         place.k_SKH.copy_(keys.k_SKH)
-        place.v_SKH.copy_(keys.v_SKH)
+        place.v_SKV.copy_(keys.v_SKV)
 
     def keys(self, stop: int) -> KeyPair:
         """Keys written before `stop`."""
@@ -105,8 +111,8 @@ class PathStacks:
         return self._sums[:stop]
 
     def _room(self, like: KeyPair, dtype: torch.dtype) -> KeyPair:
-        shape = (self._num_tokens, *like.k_SKH.shape[1:])
-        return KeyPair(*(torch.empty(shape, dtype=dtype, device=like.k_SKH.device) for _ in "kv"))
+        both = like.k_SKH, like.v_SKV
+        return KeyPair(*(x.new_empty((self._num_tokens, *x.shape[1:]), dtype=dtype) for x in both))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +175,10 @@ class StageAttention:
             group=stream.group,
         )
         assert self._place.own.stop <= stream.tokens.held, "stages fit together"
+        spans = [each.span for each in ancestors]
+        self._nodes = Place(
+            stream.layout, span, spans, stream.group, deterministic=stream.deterministic
+        )
         self._ancestors = ancestors
         self._layers: dict[int, LayerStage] = {}
 
@@ -181,7 +191,7 @@ class StageAttention:
             tokens=most_of(own.stop) - most_of(own.start),
             above=most_of(own.start),
             waits=self.is_kept,
-            stream=StreamTokens(held=most_of(tokens.held), waiting=most_of(tokens.waiting)),
+            stream=replace(tokens, held=most_of(tokens.held), waiting=most_of(tokens.waiting)),
             num_ranks=self.stream.group.size,
         )
 
@@ -199,15 +209,31 @@ class StageAttention:
         """See `PathAttention.at_layer`."""
         if index not in self._layers:
             above = tuple(ancestor.at_layer(index) for ancestor in self._ancestors)
-            self._layers[index] = LayerStage(self._place, self.stream.path(index), above)
+            delta = DeltaPart(self._nodes, [each.delta for each in above])
+            self._layers[index] = LayerStage(self._place, self.stream.path(index), above, delta)
         return self._layers[index]
 
     def attend(
-        self, module: nn.Module, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, scale: float
+        self,
+        module: nn.Module,
+        q_QNH: Tensor,
+        k_QKH: Tensor,
+        v_QKV: Tensor,
+        scale: float,
+        *,
+        window: int | None = None,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """See `LayerAttention.attend`."""
         layer = self.at_layer(cast("int", module.layer_idx))
-        return layer.attend(module, q_QNH, k_QKH, v_QKH, scale)
+        return layer.attend(module, q_QNH, k_QKH, v_QKV, scale, window=window, sink_N=sink_N)
+
+    def mix(
+        self, module: nn.Module, x_QC: Tensor, weight_CW: Tensor, g_QN: Tensor, beta_QN: Tensor
+    ) -> Tensor:
+        """See `PathMixing.mix`."""
+        layer = self.at_layer(cast("int", module.layer_idx))
+        return layer.mix(module, x_QC, weight_CW, g_QN, beta_QN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,67 +263,106 @@ class LayerStage:
     differentiated.
     """
 
-    def __init__(self, place: _Place, path: PathStacks, ancestors: tuple[LayerStage, ...]) -> None:
+    def __init__(
+        self,
+        place: _Place,
+        path: PathStacks,
+        ancestors: tuple[LayerStage, ...],
+        delta: DeltaPart,
+    ) -> None:
         self.number_1 = numbered(self)
+        self.delta = delta
         self._place = place
         self._path = path
         self._ancestors = ancestors
         self._has_sums = False
 
     def attend(
-        self, _module: nn.Module, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, scale: float
+        self,
+        _module: nn.Module,
+        q_QNH: Tensor,
+        k_QKH: Tensor,
+        v_QKV: Tensor,
+        scale: float,
+        *,
+        window: int | None = None,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """See `LayerAttention.attend`."""
-        out_QNH, _lse_NQ = _forward(q_QNH, k_QKH, v_QKH, self.number_1, scale)
-        return out_QNH
+        out_QNV, _lse_NQ = _forward(q_QNH, k_QKH, v_QKV, sink_N, self.number_1, scale, window)
+        return out_QNV
 
-    def forward(self, q_QNH: Tensor, keys: KeyPair, scale: float) -> tuple[Tensor, Tensor]:
-        """Returns output (dtype of q) and log-sum-exp over the whole paths."""
+    def mix(
+        self, module: nn.Module, x_QC: Tensor, weight_CW: Tensor, g_QN: Tensor, beta_QN: Tensor
+    ) -> Tensor:
+        """See `PathMixing.mix`."""
+        return self.delta.mix(module, x_QC, weight_CW, g_QN, beta_QN)
+
+    def forward(
+        self,
+        q_QNH: Tensor,
+        keys: KeyPair,
+        sink_N: Tensor | None,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns output (dtype of q) and log-sum-exp over the whole paths and the sink."""
         own, group, num_kv_heads = self._place.own, self._place.group, keys.k_SKH.shape[1]
-        (q_QNH,), of_keys = group.to_heads(len(own), [q_QNH], [keys.k_SKH, keys.v_SKH])
+        own_heads = group.own_heads(q_QNH.shape[1])
+        (q_QNH,), of_keys = group.to_heads(len(own), [q_QNH], [keys.k_SKH, keys.v_SKV])
         assert q_QNH.shape[0] == len(own), "one query a token of the stage"
         self._path.write(own, KeyPair(*of_keys))
         above = self._path.keys(own.stop)
-        out_QNH, lse_NQ = tree_attention_partial_forward(
-            q_QNH, above.k_SKH, above.v_SKH, self._place.layout, scale, **self._place.settings()
+        out_QNV, lse_NQ = tree_attention_partial_forward(
+            q_QNH,
+            above.k_SKH,
+            above.v_SKV,
+            self._place.layout,
+            scale,
+            window=window,
+            **self._place.settings(),
         )
-        results, _ = group.to_tokens(num_kv_heads, [out_QNH.to(q_QNH.dtype), lse_NQ.T])
+        if sink_N is not None:
+            out_QNV, lse_NQ = with_sink(out_QNV, lse_NQ, sink_N[own_heads])
+        results, _ = group.to_tokens(num_kv_heads, [out_QNV.to(q_QNH.dtype), lse_NQ.T])
         return results[0], results[1].T.contiguous()
 
     def backward(
         self,
-        dout_QNH: Tensor,
+        dout_QNV: Tensor,
         q_QNH: Tensor,
         results: tuple[Tensor, Tensor],
         num_kv_heads: int,
         scale: float,
+        window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dQ, dK and dV of this stage in the dtype of q; adds to the sums of its
         ancestors."""
         own, group, dtype = self._place.own, self._place.group, q_QNH.dtype
-        of_queries = [dout_QNH, q_QNH, results[0], results[1].T]
-        (dout_QNH, q_QNH, out_QNH, lse_QN), _ = group.to_heads(len(own), of_queries)
+        of_queries = [dout_QNV, q_QNH, results[0], results[1].T]
+        (dout_QNV, q_QNH, out_QNV, lse_QN), _ = group.to_heads(len(own), of_queries)
         for layer in (*self._ancestors, self):
             layer._clear_sums()
         above, sums = self._path.keys(own.stop), self._path.sums(own.stop)
         dq_QNH = tree_attention_partial_backward(
             # The kernels need dense rows, which autograd does not promise.
-            dout_QNH if dout_QNH.stride(-1) == 1 else dout_QNH.contiguous(),
+            dout_QNV if dout_QNV.stride(-1) == 1 else dout_QNV.contiguous(),
             q_QNH,
             above.k_SKH,
-            above.v_SKH,
-            out_QNH,
+            above.v_SKV,
+            out_QNV,
             lse_QN.T.contiguous(),
             self._place.layout,
             scale,
             dk_acc_SKH=sums.k_SKH,
-            dv_acc_SKH=sums.v_SKH,
+            dv_acc_SKH=sums.v_SKV,
+            window=window,
             **self._place.settings(),
         )
         # No later stage follows, so nothing adds to these sums again.
         self._has_sums = False
         mine = sums[own.start :]
-        of_keys = [_copy(mine.k_SKH, dtype), _copy(mine.v_SKH, dtype)]
+        of_keys = [_copy(mine.k_SKH, dtype), _copy(mine.v_SKV, dtype)]
         (dq_QNH,), of_keys = group.to_tokens(num_kv_heads, [dq_QNH.to(dtype)], of_keys)
         return dq_QNH, of_keys[0], of_keys[1]
 
@@ -307,7 +372,7 @@ class LayerStage:
         own = self._place.own
         mine = self._path.sums(own.stop)[own.start :]
         mine.k_SKH.zero_()
-        mine.v_SKH.zero_()
+        mine.v_SKV.zero_()
         self._has_sums = True
 
 
@@ -318,59 +383,67 @@ def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("ratoon::stage_attention", mutates_args=())
 def _forward(
-    q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor, number_1: Tensor, scale: float
+    q_QNH: Tensor,
+    k_QKH: Tensor,
+    v_QKV: Tensor,
+    sink_N: Tensor | None,
+    number_1: Tensor,
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     stage = cast("LayerStage", find(number_1))
-    return stage.forward(q_QNH, KeyPair(k_QKH, v_QKH), scale)
+    return stage.forward(q_QNH, KeyPair(k_QKH, v_QKV), sink_N, scale, window)
 
 
 @_forward.register_fake
-def _(q_QNH: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+def _(q_QNH: Tensor, _k_QKH: Tensor, v_QKV: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, _ = q_QNH.shape
-    return q_QNH.new_empty(q_QNH.shape), q_QNH.new_empty(
+    return q_QNH.new_empty((num_tokens, num_heads, v_QKV.shape[2])), q_QNH.new_empty(
         (num_heads, num_tokens), dtype=accumulation_dtype(q_QNH.dtype)
     )
 
 
 @torch.library.custom_op("ratoon::stage_attention_backward", mutates_args=())
 def _backward(
-    dout_QNH: Tensor,
+    dout_QNV: Tensor,
     q_QNH: Tensor,
-    out_QNH: Tensor,
+    out_QNV: Tensor,
     lse_NQ: Tensor,
     number_1: Tensor,
     num_kv_heads: int,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     stage = cast("LayerStage", find(number_1))
-    return stage.backward(dout_QNH, q_QNH, (out_QNH, lse_NQ), num_kv_heads, scale)
+    return stage.backward(dout_QNV, q_QNH, (out_QNV, lse_NQ), num_kv_heads, scale, window)
 
 
 @_backward.register_fake
 def _(
-    _dout_QNH: Tensor,
+    dout_QNV: Tensor,
     q_QNH: Tensor,
-    _out_QNH: Tensor,
+    _out_QNV: Tensor,
     _lse_NQ: Tensor,
     _number_1: Tensor,
     num_kv_heads: int,
-    _scale: float,
+    *_others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, _, head_dim = q_QNH.shape
-    dk_QKH, dv_QKH = (q_QNH.new_empty((num_tokens, num_kv_heads, head_dim)) for _ in "kv")
-    return q_QNH.new_empty(q_QNH.shape), dk_QKH, dv_QKH
+    num_tokens, head_dims = q_QNH.shape[0], (q_QNH.shape[2], dout_QNV.shape[2])
+    dk_QKH, dv_QKV = (q_QNH.new_empty((num_tokens, num_kv_heads, size)) for size in head_dims)
+    return q_QNH.new_empty(q_QNH.shape), dk_QKH, dv_QKV
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_QNH, k_QKH, _v_QKH, number_1, scale = inputs
-    ctx.save_for_backward(q_QNH, *output, number_1)
+    q_QNH, k_QKH, _v_QKV, sink_N, number_1, scale, window = inputs
+    ctx.save_for_backward(q_QNH, *output, number_1, sink_N)
     ctx.mark_non_differentiable(output[1])
-    ctx.num_kv_heads, ctx.scale = k_QKH.shape[1], scale
+    ctx.settings = k_QKH.shape[1], scale, window
 
 
-def _differentiate(ctx: Any, dout_QNH: Tensor, _dlse_NQ: Any) -> tuple[Any, ...]:
-    gradients = _backward(dout_QNH, *ctx.saved_tensors, ctx.num_kv_heads, ctx.scale)
-    return *gradients, None, None
+def _differentiate(ctx: Any, dout_QNV: Tensor, _dlse_NQ: Any) -> tuple[Any, ...]:
+    *tensors, sink_N = ctx.saved_tensors
+    gradients = _backward(dout_QNV, *tensors, *ctx.settings)
+    return *gradients, sink_part(dout_QNV, tensors[1], tensors[2], sink_N), None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)

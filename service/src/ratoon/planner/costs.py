@@ -29,12 +29,15 @@ class TokenLimits:
     # Limit of one in stages: besides its activations, on the device or the host, each token needs
     # room in stacks of keys, values and the gradients of these.
     streamed: int
+    # As many tokens take what stages keep at a node's end for later ones; 0: they keep nothing.
+    of_state: int = 0
 
     def at_most(self, tokens: int | None) -> TokenLimits:
         """These limits, and no more than `tokens`; None: just these."""
         if tokens is None:
             return self
-        return TokenLimits(at_once=min(self.at_once, tokens), streamed=min(self.streamed, tokens))
+        at_once, streamed = min(self.at_once, tokens), min(self.streamed, tokens)
+        return replace(self, at_once=at_once, streamed=streamed)
 
 
 # Limits of a CPU, whose memory nothing counts.
@@ -43,11 +46,16 @@ NO_LIMITS = TokenLimits(at_once=2**62, streamed=2**62)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Packed tokens, causal (query, key) pairs of one head of one layer, rows of the LM head."""
+    """Packed tokens, causal (query, key) pairs of one head of one layer, rows of the LM head.
+
+    `near_pairs`: those of the pairs within the window of the model's layers that have one; 0 if it
+    has none.
+    """
 
     tokens: int
     pairs: int
     rows: int
+    near_pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +122,10 @@ class CostModel:
     # Pairs that a token attends in vain for each prefix above its own: a tile of keys has more than
     # the prefix. 0: attention knows no tiles.
     fork: float = 0.0
+    # Tokens that a query sees in layers with a window, and what a pair costs in these; `pair` is
+    # its cost in the others. None: no layer has a window.
+    window: int | None = None
+    near_pair: float = 0.0
     recompute: Recompute = NOTHING_AGAIN
 
     def over(self, num_ranks: int, exchange: float) -> CostModel:
@@ -122,6 +134,7 @@ class CostModel:
             self,
             token=self.token / num_ranks + exchange,
             pair=self.pair / num_ranks,
+            near_pair=self.near_pair / num_ranks,
             row=self.row / num_ranks,
             resident=self.resident / num_ranks,
         )
@@ -136,6 +149,11 @@ class CostModel:
         again = self.recompute.of_stages(stages)
         return self._run(work, again) + self.call * (len(stages) - 1) + self.resident * resident
 
+    def of_pairs(self, depths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Cost of the pairs of runs from the root of so many tokens."""
+        pairs = self.pair * path_pairs(depths)
+        return pairs + self.near_pair * path_pairs(depths, self.window) if self.window else pairs
+
     @property
     def call_tokens(self) -> int:
         """Tokens that cost as much as a call."""
@@ -143,7 +161,8 @@ class CostModel:
 
     def _run(self, work: Work, again: float) -> float:
         of_token = self.token + again
-        return self.call + of_token * work.tokens + self.pair * work.pairs + self.row * work.rows
+        pairs = self.pair * work.pairs + self.near_pair * work.near_pairs
+        return self.call + of_token * work.tokens + pairs + self.row * work.rows
 
 
 # Used if no device's rates are known: from FLOPs and bytes of an 8B decoder of 36 layers with 32:8
@@ -162,8 +181,10 @@ class RunSums:
     tokens: list[int]
     pairs: list[int]
     rows: list[int]
+    near_pairs: list[int]
     shared: list[int]
     shared_rows: list[int]
+    shared_near: list[int]
 
     def work(self, start: int, stop: int) -> Work:
         """Work of the sequences [start, stop), packed."""
@@ -172,6 +193,7 @@ class RunSums:
             tokens=self.tokens[stop] - self.tokens[start] + shared,
             pairs=self.pairs[stop] - self.pairs[start] + shared * (shared + 1) // 2,
             rows=self.rows[stop] - self.rows[start] + self.shared_rows[start],
+            near_pairs=self.near_pairs[stop] - self.near_pairs[start] + self.shared_near[start],
         )
 
     def num_tokens(self, start: int, stop: int) -> int:
@@ -189,6 +211,8 @@ class SequenceSizes:
     # First response column of each place; trained tokens before each column, int64 [J + 1].
     first_column: NDArray[np.int64]
     trained_before: NDArray[np.int64]
+    # As in `CostModel`.
+    window: int | None = None
 
     def packed_tokens(self, places: NDArray[np.int64]) -> int:
         """Packed tokens of the sequences at `places`, ascending."""
@@ -207,20 +231,27 @@ class SequenceSizes:
             tokens=int((lengths - shared).sum()),
             pairs=num_pairs(lengths) - num_pairs(shared),
             rows=int(rows.sum()),
+            near_pairs=int((self.near_pairs(lengths) - self.near_pairs(shared)).sum()),
         )
 
     def run_sums(self, places: NDArray[np.int64]) -> RunSums:
         """Sums of the sequences at `places`, ascending."""
         lengths, shared = self.lengths[places], shared_with_previous(self.lcp, places)
         shared_rows = self.rows_within(places, shared)
-        pairs = (lengths * (lengths + 1) - shared * (shared + 1)) // 2
+        shared_near = self.near_pairs(shared)
         return RunSums(
             tokens=offsets_of(lengths - shared).tolist(),
-            pairs=offsets_of(pairs).tolist(),
+            pairs=offsets_of(path_pairs(lengths) - path_pairs(shared)).tolist(),
             rows=offsets_of(self.rows_within(places, lengths) - shared_rows).tolist(),
+            near_pairs=offsets_of(self.near_pairs(lengths) - shared_near).tolist(),
             shared=shared.tolist(),
             shared_rows=shared_rows.tolist(),
+            shared_near=shared_near.tolist(),
         )
+
+    def near_pairs(self, depths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pairs within the window of runs from the root of so many tokens; 0 without a window."""
+        return path_pairs(depths, self.window) if self.window else np.zeros_like(depths)
 
     def rows_within(
         self, places: NDArray[np.int64], depths: NDArray[np.int64]
@@ -231,8 +262,10 @@ class SequenceSizes:
         return self.trained_before[first + columns] - self.trained_before[first]
 
 
-def measure(batch: RolloutBatch, prefixes: SortedPrefixes) -> SequenceSizes:
-    """Sizes of all sequences of `batch`."""
+def measure(
+    batch: RolloutBatch, prefixes: SortedPrefixes, window: int | None = None
+) -> SequenceSizes:
+    """Sizes of all sequences of `batch`, with pairs within `window` if there is one."""
     trained_before = np.zeros(len(batch.loss_mask) + 1, np.int64)
     trained_before[1:] = batch.loss_mask
     # Input and output have one type, which is several times as fast.
@@ -243,9 +276,20 @@ def measure(batch: RolloutBatch, prefixes: SortedPrefixes) -> SequenceSizes:
         prompt=prompt_lengths(batch)[prefixes.order],
         first_column=batch.response_offsets[:-1][prefixes.order],
         trained_before=trained_before,
+        window=window,
     )
 
 
 def num_pairs(lengths: NDArray[np.int64]) -> int:
     """Causal (query, key) pairs of runs from the root of the given lengths."""
-    return int((lengths * (lengths + 1) // 2).sum())
+    return int(path_pairs(lengths).sum())
+
+
+def path_pairs(depths: NDArray[np.int64], window: int | None = None) -> NDArray[np.int64]:
+    """(query, key) pairs of each run of `depths` tokens from the root, int64; a query sees the last
+    `window` tokens, itself included, or all."""
+    pairs = depths * (depths + 1) // 2
+    if window is None:
+        return pairs
+    unseen = np.maximum(depths - window, 0)
+    return pairs - unseen * (unseen + 1) // 2

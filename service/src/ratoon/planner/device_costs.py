@@ -21,7 +21,7 @@ from ratoon.planner.activation_plan import (
     streamed_tokens,
 )
 from ratoon.planner.costs import CostModel, Recompute, TokenLimits
-from ratoon.planner.layer_kinds import Attention, Mixer
+from ratoon.planner.layer_kinds import window_of, window_of_layers
 
 # Keys that a token reads in vain for each prefix above its own. Attention's tiles have 128 keys:
 # one is wasted where the prefix ends, and half of one where its own sequence begins.
@@ -126,17 +126,18 @@ def device_costs(
     exchanged = sum(mixer.exchanged_elements(num_ranks) for mixer in mixers)
     moved = exchanged * element * (num_ranks - 1) / num_ranks**2
     exchange_s = _EXCHANGES * rates.exchange_s if num_ranks > 1 else 0.0
-    # A window bounds the pairs of a token, so that they are a cost of the token.
-    windows = [(mixer.pair_elements, _window(mixer)) for mixer in mixers]
-    within = sum(elements * window for elements, window in windows if window is not None)
+    far, near = (
+        sum(mixer.pair_elements for mixer in mixers if (window_of(mixer) is not None) == is_near)
+        for is_near in (False, True)
+    )
     recurrent_flops = _RECURRENT_PASSES * sum(mixer.token_flops for mixer in mixers)
     costs = CostModel(
         token=(6 if layers_are_trained else 4) * sizes.weights / rates.linear_flops
         + elementwise * element / rates.memory_bytes
-        + (PAIR_FLOPS * within + recurrent_flops) / rates.attention_flops,
-        pair=PAIR_FLOPS
-        * sum(elements for elements, window in windows if window is None)
-        / rates.attention_flops,
+        + recurrent_flops / rates.attention_flops,
+        pair=PAIR_FLOPS * far / rates.attention_flops,
+        window=window_of_layers(layers),
+        near_pair=PAIR_FLOPS * near / rates.attention_flops,
         row=(6 if sizes.head_is_trained else 4) * head_weights / rates.head_flops,
         call=trained * gradient_bytes / rates.memory_bytes
         + len(layers) * (rates.layer_call_s + exchange_s),
@@ -151,10 +152,6 @@ def device_costs(
 def recompute_s(sizes: DecoderSizes, rates: DeviceRates, kept: tuple[Kept, ...]) -> float:
     """Seconds per token to recompute what the layers do not keep."""
     return 2 * sizes.weights_again(kept) / rates.linear_flops
-
-
-def _window(mixer: Mixer) -> int | None:
-    return mixer.window if isinstance(mixer, Attention) else None
 
 
 def with_recompute(
@@ -180,9 +177,14 @@ def with_recompute(
 
 def token_limits(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> TokenLimits:
     """Token limits of a whole forest, and of stages, however much of them waits on the host."""
+    # A token takes no less than its share of the stacks and what stays of it.
+    token_bytes = sizes.stack_bytes + sizes.stay_bytes
+    if host_bytes == 0:
+        token_bytes += sum(sizes.kept_by_layer((Kept.ATTENTION,) * sizes.num_layers))
     return TokenLimits(
         at_once=sizes.num_ranks * max_tokens(sizes, device_bytes, host_bytes),
         streamed=sizes.num_ranks * streamed_tokens(sizes, device_bytes, host_bytes),
+        of_state=sizes.num_ranks * -(-sizes.state_bytes // token_bytes),
     )
 
 

@@ -7,6 +7,7 @@ of routed experts). This module imports no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +51,10 @@ class Mixer(Protocol):
 
     def stack_elements(self, num_ranks: int) -> int:
         """Elements that one of `num_ranks` ranks has in a stream's stacks."""
+        ...
+
+    def state_elements(self, num_ranks: int) -> int:
+        """Elements that one of `num_ranks` ranks passes on at a node's end in a stream."""
         ...
 
     def exchanged_elements(self, num_ranks: int) -> int:
@@ -116,6 +121,10 @@ class Attention:
         """See `Mixer`: keys and values."""
         copies = self.num_kv_heads * self.key_copies(num_ranks)
         return copies * (self.head_dim + self.value_size)
+
+    def state_elements(self, num_ranks: int) -> int:
+        """See `Mixer`."""
+        return 0
 
     def exchanged_elements(self, num_ranks: int) -> int:
         """See `Mixer`: queries, results and their gradients in 2 + 4 exchanges, keys and values in
@@ -206,8 +215,13 @@ class GatedDelta:
         return (*((hidden_size, size) for size in ins), (self.output_size, hidden_size))
 
     def stack_elements(self, num_ranks: int) -> int:
-        """See `Mixer`: a stage passes on one state, whatever it has of tokens."""
+        """See `Mixer`."""
         return 0
+
+    def state_elements(self, num_ranks: int) -> int:
+        """See `Mixer`: the state, and the rows that later taps read."""
+        states = self.num_heads * self.key_dim * self.value_dim // num_ranks
+        return states + (self.taps - 1) * self.convolved_size
 
     def exchanged_elements(self, num_ranks: int) -> int:
         """See `Mixer`: what the recurrence reads and its results, in 1 + 2 exchanges."""
@@ -276,13 +290,15 @@ class Layer:
     """A decoder layer.
 
     `adapter_size`: sum of the adapter ranks that a token passes in it, without those on its
-    experts, which are `expert_adapter_size`.
+    experts, which are `expert_adapter_size`. `has_post_norms`: outputs of the mixer and of the MLP
+    are normed before they are added, so that the backward needs the MLP's.
     """
 
     mixer: Mixer
     mlp: Mlp
     adapter_size: int = 0
     expert_adapter_size: int = 0
+    has_post_norms: bool = False
 
     def weights(self, hidden_size: int) -> int:
         """Weights that a token passes."""
@@ -291,3 +307,15 @@ class Layer:
     def mixer_weights(self, hidden_size: int) -> int:
         """Weights of the mixer's linear maps."""
         return sum(inputs * outputs for inputs, outputs in self.mixer.projections(hidden_size))
+
+
+def window_of(mixer: Mixer) -> int | None:
+    """Tokens that a query sees in a layer with a window; None: it sees all, or there is none."""
+    return mixer.window if isinstance(mixer, Attention) else None
+
+
+def window_of_layers(layers: Iterable[Layer]) -> int | None:
+    """The window of all layers that have one, which is one for a model; None: no layer has."""
+    windows = {window_of(layer.mixer) for layer in layers} - {None}
+    assert len(windows) <= 1, "a configuration has one sliding_window"
+    return next(iter(windows), None)

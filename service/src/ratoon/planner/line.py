@@ -99,7 +99,7 @@ class LineCosts:
         token = costs.token + costs.recompute.of(held, is_streamed=False) + of_call
 
         def path_cost(depth: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            return token * depth + costs.pair * (depth * (depth + 1) // 2) + costs.row * rows
+            return token * depth + costs.of_pairs(depth) + costs.row * rows
 
         repeated = path_cost(line.shared, line.shared_rows)
         own = path_cost(line.lengths, line.rows) - repeated

@@ -52,9 +52,12 @@ def unshared_places(
         return np.empty(0, np.int64)
     shared, lengths = shared_with_previous(sizes.lcp, places), sizes.lengths[places]
     rows = sizes.rows_within(places, shared)
-    pairs = shared * (shared + 1) // 2
-    saved = costs.token * shared + costs.pair * pairs + costs.row * rows
-    price = costs.pair * costs.fork * (lengths - shared)
+    saved = costs.token * shared + costs.of_pairs(shared) + costs.row * rows
+    own = lengths - shared
+    price = costs.pair * costs.fork * own
+    if costs.window is not None:
+        # Only so many tokens behind a fork see a key before it.
+        price = price + costs.near_pair * costs.fork * np.minimum(own, costs.window)
     unshared: list[int] = []
     # Ends of the prefixes above the place.
     forks: list[int] = []
@@ -136,7 +139,7 @@ def draft_plan(
         The candidate whose longest rank costs least; among equally cheap ones that with the fewest
         tokens at a time.
     """
-    sizes = measure(batch, prefixes)
+    sizes = measure(batch, prefixes, devices.costs.window)
     is_run = (is_run_S & (sequence_lengths(batch) > 0))[prefixes.order]
     places = np.flatnonzero(is_run)
     costs, limits = devices.costs, devices.limits

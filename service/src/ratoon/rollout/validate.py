@@ -6,8 +6,8 @@ Sizes are checked before a column is allocated; the values of a batch need no fu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,14 +82,32 @@ def token_fault(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
     return first_true((tokens < 0) | (tokens >= vocab_size))
 
 
-def response_ids(segments: Segments, fields: RequestFields, vocab_size: int) -> NDArray[np.int32]:
-    """Response tokens, int32 [J]; raises `RatoonError` where an id is not in the vocabulary."""
+def _check_ids(
+    tokens: NDArray[np.integer], limits: BatchLimits, path_of: Callable[[int], str]
+) -> None:
+    """Raises `RatoonError` for the first id that is not in the vocabulary, and for the first that
+    stands for an image or a video; `path_of` names a token's field by its index."""
+    index = token_fault(tokens, limits.vocab_size)
+    if index is not None:
+        raise invalid(path_of(index), tokens[index], f"a token id in [0, {limits.vocab_size})")
+    for name, token in limits.media_tokens.items():
+        index = first_true(tokens == token)
+        if index is not None:
+            expected = "a token of text: images and videos are not trained on"
+            raise invalid(path_of(index), f"{token}, the {name} of the model", expected)
+
+
+def response_ids(
+    segments: Segments, fields: RequestFields, limits: BatchLimits
+) -> NDArray[np.int32]:
+    """Response tokens, int32 [J]; raises `RatoonError` where an id is not one of text."""
     tokens = join_tokens([segment.tokens for segment in segments.segments])
-    j = token_fault(tokens, vocab_size)
-    if j is not None:
+
+    def path_of(j: int) -> str:
         i = bisect_right(segments.offsets, j) - 1
-        path = f"{segments.field(i, fields.group_offsets)}[{j - int(segments.offsets[i])}]"
-        raise invalid(path, tokens[j], f"a token id in [0, {vocab_size})")
+        return f"{segments.field(i, fields.group_offsets)}[{j - int(segments.offsets[i])}]"
+
+    _check_ids(tokens, limits, path_of)
     return tokens.astype(np.int32, copy=False)
 
 
@@ -137,8 +155,10 @@ class BatchLimits:
     max_sequences: int
     max_tokens: int
     routes: RouteSizes = DENSE
-    # Tokens that the model's attention goes back to; 0: all.
+    # Window that other readers of the model's folder may have; 0: none.
     sliding_window: int = 0
+    # Tokens that stand for images or videos, by their fields in the model's configuration.
+    media_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutBatch:
@@ -159,7 +179,7 @@ def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutB
     prompt_length_S = np.repeat(np.diff(prompt_offsets), group_sizes)
     _check_lengths(int(prompt_offsets[-1]), prompt_length_S, fields, limits)
 
-    response_tokens = response_ids(segments, fields, limits.vocab_size)
+    response_tokens = response_ids(segments, fields, limits)
     mask = loss_mask(rollouts, segments, fields)
     _check_trained(mask, prompt_length_S, fields)
     settings = sampling_settings(rollouts, fields)
@@ -169,7 +189,7 @@ def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutB
     batch = RolloutBatch(
         group_ids=tuple(group.group_id for group in groups),
         group_offsets=group_offsets,
-        prompt_tokens=_prompt_ids(groups, prompt_offsets, limits.vocab_size),
+        prompt_tokens=_prompt_ids(groups, prompt_offsets, limits),
         prompt_offsets=prompt_offsets,
         response_tokens=response_tokens,
         response_offsets=fields.response_offsets,
@@ -253,21 +273,22 @@ def _check_lengths(
     if s is not None:
         expected = f"at most {limits.max_sequence_tokens}, which the model takes"
         if limits.sliding_window == limits.max_sequence_tokens:
-            expected += ": its sliding window, beyond which attention is not full"
+            expected += ": its sliding window, beyond which readers of the folder differ"
         got = f"{length_S[s]} tokens, {prompt_length_S[s]} of them prompt"
         raise invalid(fields.sequence(s), got, expected)
 
 
 def _prompt_ids(
-    groups: Sequence[RawGroup], prompt_offsets: NDArray[np.int64], vocab_size: int
+    groups: Sequence[RawGroup], prompt_offsets: NDArray[np.int64], limits: BatchLimits
 ) -> NDArray[np.int32]:
     """Prompt tokens of all groups, int32 [sum of P]."""
     tokens = join_tokens([group.prompt for group in groups])
-    index = token_fault(tokens, vocab_size)
-    if index is not None:
+
+    def path_of(index: int) -> str:
         g = int(np.searchsorted(prompt_offsets, index, side="right")) - 1
-        path = f"groups[{g}].prompt[{index - prompt_offsets[g]}]"
-        raise invalid(path, tokens[index], f"a token id in [0, {vocab_size})")
+        return f"groups[{g}].prompt[{index - prompt_offsets[g]}]"
+
+    _check_ids(tokens, limits, path_of)
     return tokens.astype(np.int32, copy=False)
 
 

@@ -74,6 +74,10 @@ class SequenceGroup:
         """Tokens of the largest share."""
         return -(-num_tokens // self.size)
 
+    def own_heads(self, num_heads: int) -> slice:
+        """Query heads that this rank has in attention."""
+        return _own_queries(num_heads, self.index, self.size)
+
     def any(self, is_so: bool) -> bool:
         """Whether `is_so` holds on any rank."""
         return is_so if self.link is None else self.link.any(is_so)

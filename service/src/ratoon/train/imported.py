@@ -16,9 +16,11 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ratoon.errors import invalid, shown
-from ratoon.model.export import exported_like, imported_values
+from ratoon.model.aside import Base
+from ratoon.model.export import importable_like, imported_values
 from ratoon.model.families import family_of
 from ratoon.model.families.family import Family
+from ratoon.model.families.wrapped import Names
 from ratoon.model.folder import FIELD, ModelFolder, file_field
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import (
@@ -55,8 +57,9 @@ def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> Import
     naming the file or tensor: names and shapes must be those of the model's export, where experts
     may be fused, values bfloat16 or float32, and finite.
     """
-    expected = exported_like(model)
-    files = _files(folder, sum(tensor.numel() for tensor in expected.values()))
+    expected, base = importable_like(model), model.base
+    most = 4 * sum(tensor.numel() for tensor in expected.values()) + _MAX_HEADER_BYTES
+    files = _files(folder, most + (base.aside.num_bytes if base.aside else 0))
     if digest:
         # First, for a folder that was changed may not even load.
         _check_digest(_digest({name: _digest_of(folder, name) for name in files}), digest)
@@ -69,10 +72,10 @@ def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> Import
     for name, size in files.items():
         data = folder.read(name, size)
         digests[name] = digest_bytes(data)
-        _add(tensors, name, data, family_of(model.config))
+        _add(tensors, name, data, family_of(model.config), base)
     if digest:
         _check_digest(_digest(digests), digest)
-    _check(tensors, expected)
+    _check(tensors, expected, base.names)
     return ImportedWeights(
         values=imported_values(model, tensors),
         digest=_digest(digests),
@@ -82,8 +85,9 @@ def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> Import
     )
 
 
-def _files(folder: ModelFolder, num_elements: int) -> dict[str, int]:
-    """Its safetensors files by name, with their sizes: no more bytes than the model in float32."""
+def _files(folder: ModelFolder, most: int) -> dict[str, int]:
+    """Its safetensors files by name, with their sizes: at most `most` bytes, the model's in
+    float32."""
     files: dict[str, int] = {}
     for name in folder.names():
         if name.endswith(".safetensors"):
@@ -91,8 +95,7 @@ def _files(folder: ModelFolder, num_elements: int) -> dict[str, int]:
                 files[name] = os.fstat(file.fileno()).st_size
     if not files:
         raise invalid(FIELD, "no weights", "*.safetensors files")
-    size, most = sum(files.values()), 4 * num_elements + _MAX_HEADER_BYTES
-    if size > most:
+    if (size := sum(files.values())) > most:
         raise invalid(FIELD, f"{size} bytes of weights", f"at most {most}: the model's as float32")
     return files
 
@@ -102,23 +105,30 @@ def _digest_of(folder: ModelFolder, name: str) -> str:
         return digest_stream(file)
 
 
-def _add(tensors: dict[str, Tensor], file: str, data: bytes, family: Family) -> None:
-    """Add the tensors of a file's bytes."""
+def _add(tensors: dict[str, Tensor], file: str, data: bytes, family: Family, base: Base) -> None:
+    """Add the tensors of a file's bytes, less those that stay as the policy's folder has them."""
     try:
         found = load(data)
     except (SafetensorError, KeyError, ValueError) as err:
         got = f"no safetensors file that can be read ({shown(str(err))})"
         raise invalid(file_field(file), got, "one") from err
+    aside = base.aside.digests if base.aside else {}
     for name, tensor in found.items():
-        parts = family.exported({name: tensor})
+        if name in aside:
+            if digest_bytes(tensor.reshape(-1).view(torch.uint8).numpy().data) != aside[name]:
+                expected = "the bytes of the policy's own folder: it is not trained"
+                raise invalid(tensor_field(name), "another tensor", expected)
+            continue
+        parts = family.exported({base.names.own(name) or name: tensor})
         if twice := parts.keys() & tensors.keys():
             raise invalid(tensor_field(min(twice)), "there twice", "each tensor once")
         tensors.update(parts)
 
 
-def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: Names) -> None:
     """Raises INVALID_ARGUMENT naming the first tensor that is not the model's, or not finite."""
-    check_names_and_shapes(tensors, expected)
+    tensors = {names.there(name): tensor for name, tensor in tensors.items()}
+    check_names_and_shapes(tensors, {names.there(name): like for name, like in expected.items()})
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise invalid(tensor_field(name), tensor.dtype, "bfloat16 or float32")

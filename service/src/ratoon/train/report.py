@@ -11,7 +11,8 @@ import torch
 
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RouteSums
-from ratoon.planner.layer_kinds import Attention, Layer
+from ratoon.planner.costs import measure
+from ratoon.planner.layer_kinds import Layer, window_of, window_of_layers
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.selection import trained_lengths
@@ -41,15 +42,16 @@ class Geometry:
     hidden_size: int
     vocab_size: int
 
-    def mixer_flops(self, work: Work) -> tuple[float, float]:
-        """FLOPs of one forward: of attention's pairs, and of recurrences.
+    @property
+    def window(self) -> int | None:
+        """The window of all layers that have one; None: no layer has."""
+        return window_of_layers(self.layers)
 
-        A layer with a window has as many pairs as the window allows for every token, at most all.
-        """
+    def mixer_flops(self, work: Work) -> tuple[float, float]:
+        """FLOPs of one forward: of attention's pairs, and of recurrences."""
         of_pairs = recurrent = 0.0
         for mixer in (layer.mixer for layer in self.layers):
-            window = mixer.window if isinstance(mixer, Attention) else None
-            pairs = work.pairs if window is None else min(work.pairs, work.tokens * window)
+            pairs = work.pairs if window_of(mixer) is None else work.near_pairs
             of_pairs += 4 * mixer.pair_elements * pairs
             recurrent += mixer.token_flops * work.tokens
         return of_pairs, recurrent
@@ -62,8 +64,9 @@ class Work:
     tokens: int
     # Rows that reach the LM head.
     rows: int
-    # (query, key) pairs of one head of one layer.
+    # (query, key) pairs of one head of one layer; of one with a window, 0 if there is none.
     pairs: int
+    near_pairs: int = 0
 
 
 def geometry(model: PolicyModel) -> Geometry:
@@ -88,13 +91,30 @@ def geometry(model: PolicyModel) -> Geometry:
     )
 
 
-def logical_work(batch: RolloutBatch, plan: UpdatePlan) -> Work:
-    """What replicated batches would run, attention counted without its causal half."""
+def logical_work(batch: RolloutBatch, plan: UpdatePlan, window: int | None = None) -> Work:
+    """What replicated batches would run, attention counted without its causal half: each token with
+    its whole sequence, or as much of it as `window`."""
     run = run_sequences(plan)
     length_S = sequence_lengths(batch)[run]
     trained_S = trained_lengths(batch, batch.loss_mask)[run]
     return Work(
-        tokens=plan.unshared_tokens, rows=int(trained_S.sum()), pairs=int((length_S**2).sum())
+        tokens=plan.unshared_tokens,
+        rows=int(trained_S.sum()),
+        pairs=int((length_S**2).sum()),
+        near_pairs=int((length_S * np.minimum(length_S, window or 0)).sum()),
+    )
+
+
+def packed_work(run: Prepared | PreparedForward, rows: int, window: int | None) -> Work:
+    """What a plan runs, with `rows` rows of the LM head."""
+    near_pairs = 0
+    if window is not None:
+        sizes = measure(run.batch, run.prefixes, window)
+        parts = (np.sort(run.prefixes.rank[[*part.sequences]]) for part in run.plan.micro_batches)
+        near_pairs = sum(sizes.work(places).near_pairs for places in parts)
+    plan = run.plan
+    return Work(
+        tokens=plan.packed_tokens, rows=rows, pairs=plan.packed_pairs, near_pairs=near_pairs
     )
 
 
@@ -158,11 +178,11 @@ class UsageMeter:
             rows: Distinct predicting rows that were run.
             seconds: Time that it took.
         """
-        plan = run.plan
-        packed = Work(tokens=plan.packed_tokens, rows=rows, pairs=plan.packed_pairs)
+        window = self._geometry.window
+        packed = packed_work(run, rows, window)
         hardware, logical = (
             utilisation(flops(self._geometry, work), seconds, self._peak_flops)
-            for work in (packed, logical_work(run.batch, plan))
+            for work in (packed, logical_work(run.batch, run.plan, window))
         )
         return {
             "hardware_mfu": hardware,

@@ -37,7 +37,10 @@ def get(context: typer.Context, policy_id: PolicyId) -> None:
 def create(
     context: typer.Context,
     policy_id: PolicyId,
-    preset: Annotated[str | None, typer.Option(help="Built-in random model: tiny, small.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Built-in random model: tiny, small, tiny-qwen3.5, tiny-gpt-oss."),
+    ] = None,
     model_folder: Annotated[
         str | None, typer.Option(help="Model folder below the service's models root.")
     ] = None,

@@ -18,23 +18,48 @@
 #include "backward_load.cuh"
 #include "backward_store.cuh"
 
+// Sweeps pieces until there are none, and stores what each leaves.
+template <typename Sweeper, typename Store>
+DEVICE void consume(Shared& shared, Sweeper& consumer, Store store) {
+  for (;; consumer.n ^= PIECE_PARITY) {
+    barrier_wait(shared_address(&shared.k_full), consumer.n / PIECE_PARITY);
+    if (__any_sync(0xffffffffu, shared.kv_head == NO_MORE)) break;
+    barrier_wait(shared_address(&shared.v_full), consumer.n / PIECE_PARITY);
+    consumer.sweep();
+    const Target target(shared);
+    release(shared_address(&shared.kv_empty));
+    store(target);
+  }
+}
+
+#if IS_WIDE
+DEVICE void consume(Shared& shared, const Problem& problem, uint32_t group) {
+  if (group == 0) {
+    Consumer<MAKES_DV> consumer{shared, problem};
+    consume(shared, consumer, [&](const Target& target) {
+      store_dv(consumer.sum, shared.problem, target, row_of_keys(0));
+    });
+  } else {
+    Consumer<MAKES_DK> consumer{shared, problem};
+    consume(shared, consumer, [&](const Target& target) {
+      store_dk(consumer.sum, shared.problem, target, row_of_keys(0));
+    });
+  }
+}
+#else
 DEVICE void consume(Shared& shared, const Problem& problem, uint32_t group) {
   Consumer consumer{shared, problem, group};
-  for (uint32_t parity = 0;; parity ^= 1) {
-    barrier_wait(shared_address(&shared.k_full), parity);
-    if (__any_sync(0xffffffffu, shared.kv_head == NO_MORE)) break;
-    barrier_wait(shared_address(&shared.v_full), parity);
-    consumer.sweep();
-    const int key_tile = shared.piece.key_tile, slot = shared.piece.slot, kv_head = shared.kv_head;
-    release(shared_address(&shared.kv_empty));
-    store_piece(consumer, key_tile, slot, kv_head);
-  }
+  consume(shared, consumer, [&](const Target& target) {
+    store_dk(consumer.dk, shared.problem, target, row_of_keys(group));
+    store_dv(consumer.dv, shared.problem, target, row_of_keys(group));
+  });
 #if WITH_DQ
   barrier_wait(shared_address(&shared.dq_empty[group]), (consumer.n + 1) % 2);
-  if (thread_in_group() == 0) shared.num_steps[group] = consumer.n;
+  if (thread_in_group() == 0) shared.num_steps[group] = consumer.n % PIECE_PARITY;
   barrier_arrive(shared_address(&shared.dq_full[group]));
 #endif
 }
+#endif
 
 DEVICE void initialise(Shared& shared) {
   barrier_init(shared_address(&shared.k_full), 1);
@@ -43,15 +68,19 @@ DEVICE void initialise(Shared& shared) {
   for (int s = 0; s < NUM_STAGES; ++s) {
     barrier_init(shared_address(&shared.q_full[s]), 1);
     barrier_init(shared_address(&shared.q_empty[s]), CONSUMER_ARRIVALS);
+  }
+  for (int s = 0; s < DOUT_STAGES; ++s) {
     barrier_init(shared_address(&shared.dout_full[s]), 1);
     barrier_init(shared_address(&shared.dout_empty[s]), CONSUMER_ARRIVALS);
   }
   for (int s = 0; s < 2; ++s) {
-    barrier_init(shared_address(&shared.ds_full[s]), NUM_CONSUMERS * WARPGROUP);
+    barrier_init(shared_address(&shared.ds_full[s]), KEYS / CONSUMER_ROWS * WARPGROUP);
     barrier_init(shared_address(&shared.ds_empty[s]), CONSUMER_ARRIVALS);
     barrier_init(shared_address(&shared.dq_full[s]), WARPGROUP);
     barrier_init(shared_address(&shared.dq_empty[s]), 1);
   }
+  barrier_init(shared_address(&shared.p_full), WARPGROUP);
+  barrier_init(shared_address(&shared.p_empty), CONSUMER_ARRIVALS / NUM_CONSUMERS);
   fence_barrier_init();
 }
 
@@ -72,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   if (threadIdx.x < WARPGROUP) {
     give_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) produce(shared, problem, &q_map, &k_map, &v_map, &dout_map);
-#if WITH_DQ
+#if WITH_DQ && !IS_WIDE
     if (threadIdx.x == 32) add_dq(shared, problem, 0);
     if (threadIdx.x == 64) add_dq(shared, problem, 1);
 #endif

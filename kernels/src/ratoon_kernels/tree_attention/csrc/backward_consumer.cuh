@@ -1,7 +1,7 @@
 // The backward's warpgroups that multiply: the sweep of a key tile over its queries.
 #pragma once
 
-#include "backward_types.cuh"
+#include "backward_step.cuh"
 
 struct Consumer {
   Shared& shared;
@@ -33,12 +33,10 @@ struct Consumer {
     mma_commit();
   }
 
-  DEVICE void mask(float (&s)[QUERY_STEP / 2], int first_row) const;
   template <int STAGE, bool IS_FIRST>
   DEVICE void step();
   DEVICE void sweep();
 #if WITH_DQ
-  DEVICE void store_ds(const uint32_t (&operand)[QUERY_STEP / 4], int stage);
   DEVICE void wait_ds(int stage) const;
   DEVICE void issue_dq(float (&dq)[DQ_VALUES], int stage);
   DEVICE void store_dq(const float (&dq)[DQ_VALUES], int stage);
@@ -47,65 +45,7 @@ struct Consumer {
 #endif
 };
 
-// Begins the accumulators of S^T or dP^T.
-DEVICE void load_stats(float (&d)[QUERY_STEP / 2], const float* stats) {
-  const float2* stats_of_column = reinterpret_cast<const float2*>(stats) + thread_in_group() % 4;
-#pragma unroll
-  for (int i = 0; i < QUERY_STEP / 8; ++i) {
-    const float2 value = stats_of_column[4 * i];
-    d[4 * i] = d[4 * i + 2] = value.x;
-    d[4 * i + 1] = d[4 * i + 3] = value.y;
-  }
-}
-
-// Begins S^T with -inf where a query does not attend a key: those of [key - key_shift, end[key])
-// do. What the product adds leaves it so, and P is 0.
-DEVICE void Consumer::mask(float (&s)[QUERY_STEP / 2], int first_row) const {
-  const uint32_t thread = thread_in_group();
-  const int row = group * CONSUMER_ROWS + thread / 32 * 16 + (thread % 32) / 4;
-  const int first_query = first_row + 2 * (thread % 4);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int start = shared.piece.key_tile * TILE + row + 8 * h - problem.key_shift;
-    const uint32_t count = max(shared.end[row + 8 * h] - start, 0);
-#pragma unroll
-    for (int i = 0; i < QUERY_STEP / 8; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const bool is_attended = uint32_t(first_query + 8 * i + e - start) < count;
-        if (!is_attended) s[4 * i + 2 * h + e] = NEGATIVE_INFINITY;
-      }
-    }
-  }
-}
-
-DEVICE void pack_all(const float (&values)[QUERY_STEP / 2], uint32_t (&operand)[QUERY_STEP / 4]) {
-#pragma unroll
-  for (int i = 0; i < QUERY_STEP / 4; ++i) operand[i] = pack(values[2 * i], values[2 * i + 1]);
-}
-
 #if WITH_DQ
-// Transposes the own 64 keys of dS^T into shared memory, where both consumers read all 128.
-DEVICE void Consumer::store_ds(const uint32_t (&operand)[QUERY_STEP / 4], int stage) {
-  barrier_wait(shared_address(&shared.ds_empty[stage]), (n / 2 + 1) % 2);
-  const uint32_t half = shared_address(shared.ds[stage]) + group * STEP_HALF_BYTES;
-  const uint32_t thread = thread_in_group();
-  const uint32_t lane = thread % 32;
-  const uint32_t warp = thread / 32;
-  // Matrices (keys 0-7, 8-15) x (queries 0-7, 8-15) in the order of the operand; a transposed one
-  // has its queries as rows.
-  const uint32_t key_chunk = 2 * warp + (lane / 8) % 2;
-  const uint32_t query = (lane / 16) * 8 + lane % 8;
-  const uint32_t address = half + query * ROW_BYTES + ((key_chunk ^ (query % 8)) << 4);
-#pragma unroll
-  for (int step = 0; step < QUERY_STEP / 16; ++step) {
-    store_matrices_transposed(address + 16 * step * ROW_BYTES, operand[4 * step],
-                              operand[4 * step + 1], operand[4 * step + 2], operand[4 * step + 3]);
-  }
-  fence_async_proxy();
-  barrier_arrive(shared_address(&shared.ds_full[stage]));
-}
-
 // Waits for dS of the step before this one.
 DEVICE void Consumer::wait_ds(int stage) const {
   barrier_wait(shared_address(&shared.ds_full[stage]), (n - 1) / 2 % 2);
@@ -161,7 +101,7 @@ DEVICE void Consumer::step() {
   barrier_wait(shared_address(&shared.q_full[STAGE]), parity);
   load_stats(p, shared.stats[STAGE][0]);
   const Note& note = shared.notes[n % NUM_NOTES];
-  if (!note.is_full) mask(p, note.first_row);
+  if (!note.is_full) mask_keys(p, shared, problem.key_shift, group, note.first_row, STAGE);
   load_stats(ds, shared.stats[STAGE][1]);
   hold(p);
   hold(ds);
@@ -181,7 +121,7 @@ DEVICE void Consumer::step() {
 #if WITH_DQ
   // In this order dS and P are packed where they lie: 240 registers hold no second copy.
   pack_all(ds, ds_operand);
-  store_ds(ds_operand, STAGE);
+  store_ds(shared, ds_operand, group, n, STAGE);
   pack_all(p, p_operand);
   hold(p_operand);
   hold(ds_operand);

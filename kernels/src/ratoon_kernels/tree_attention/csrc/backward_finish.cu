@@ -8,8 +8,8 @@
 #include "tile.cuh"
 
 constexpr int FINISH_THREADS = 256;
-constexpr int DQ_COLUMNS = HEAD_DIM == 128 ? QUERY_STEP : QUERY_STEP / 2;
-constexpr int PITCH = HEAD_DIM + 4;  // of a row in shared memory: no two lanes share a bank
+constexpr int DQ_COLUMNS = FINISH_DIM == 128 ? QUERY_STEP : QUERY_STEP / 2;
+constexpr int PITCH = FINISH_DIM + 4;  // of a row in shared memory: no two lanes share a bank
 
 // Rows of 8 values: four times two 16-bit ones, or 32 bytes of fp32.
 DEVICE void store_eight(uint8_t* rows, int64_t element, const float* values, float factor) {
@@ -24,19 +24,21 @@ DEVICE void store_eight(uint8_t* rows, int64_t element, const float* values, flo
 #endif
 }
 
-// Grid: query tiles, heads. `dq_rows` is [num_queries, num_heads, HEAD_DIM].
+// Grid: query tiles, heads, parts of FINISH_DIM dimensions (cuda_specs.py). `dq_rows` is
+// [num_queries, num_heads, HEAD_DIM].
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     tree_attention_backward_finish_queries(const float* dq, uint8_t* dq_rows, int num_queries,
                                            float scale) {
   __shared__ float rows[QUERY_STEP * PITCH];
   const int tile = blockIdx.x, head = blockIdx.y, num_heads = gridDim.y;
   const float4* fragments = reinterpret_cast<const float4*>(
-      dq + (int64_t(head) * gridDim.x + tile) * (QUERY_STEP * HEAD_DIM));
+      dq + (int64_t(head) * gridDim.x + tile) * (QUERY_STEP * HEAD_DIM) +
+      blockIdx.z * (QUERY_STEP * FINISH_DIM));
   const int group = threadIdx.x / WARPGROUP;
   const int thread = threadIdx.x % WARPGROUP;
   const int row =
-      (HEAD_DIM == 128 ? CONSUMER_ROWS * group : 0) + thread / 32 * 16 + thread % 32 / 4;
-  const int first_query = (HEAD_DIM == 128 ? 0 : DQ_COLUMNS * group) + 2 * (thread % 4);
+      (FINISH_DIM == 128 ? CONSUMER_ROWS * group : 0) + thread / 32 * 16 + thread % 32 / 4;
+  const int first_query = (FINISH_DIM == 128 ? 0 : DQ_COLUMNS * group) + 2 * (thread % 4);
 #pragma unroll
   for (int i = 0; i < DQ_COLUMNS / 8; ++i) {
     const float4 value = fragments[(group * (DQ_COLUMNS / 8) + i) * WARPGROUP + thread];
@@ -47,11 +49,12 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     line[PITCH + 8] = value.w;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < QUERY_STEP * HEAD_DIM / 8; i += FINISH_THREADS) {
-    const int query = i / (HEAD_DIM / 8), chunk = i % (HEAD_DIM / 8);
+  for (int i = threadIdx.x; i < QUERY_STEP * FINISH_DIM / 8; i += FINISH_THREADS) {
+    const int query = i / (FINISH_DIM / 8), chunk = i % (FINISH_DIM / 8);
     const int q = tile * QUERY_STEP + query;
     if (q < num_queries) {
-      const int64_t element = (int64_t(q) * num_heads + head) * HEAD_DIM + 8 * chunk;
+      const int64_t element =
+          (int64_t(q) * num_heads + head) * HEAD_DIM + blockIdx.z * FINISH_DIM + 8 * chunk;
       store_eight(dq_rows, element, rows + query * PITCH + 8 * chunk, scale);
     }
   }
@@ -62,7 +65,7 @@ struct SplitTile {
   int key_tile, first_slot, num_slots, unused;
 };
 
-// Grid: cut key tiles, kv heads, {dK, dV}. `slots` is [num_kv_heads, num_slots, 2, TILE, HEAD_DIM].
+// Grid: cut key tiles, kv heads, {dK, dV}. `slots` is [num_kv_heads, num_slots, SLOT_VALUES].
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     tree_attention_backward_finish_keys(const SplitTile* tiles, const float* slots, uint8_t* dk,
                                         uint8_t* dv, int64_t dk_row, int64_t dk_head,
@@ -74,17 +77,18 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
   uint8_t* out = is_dv ? dv : dk;
   const int64_t row_stride = is_dv ? dv_row : dk_row;
   const int64_t head_stride = is_dv ? dv_head : dk_head;
-  const float* first =
-      slots +
-      ((int64_t(kv_head) * num_slots + split.first_slot) * 2 + blockIdx.z) * (TILE * HEAD_DIM);
-  for (int i = threadIdx.x; i < TILE * HEAD_DIM / 2; i += FINISH_THREADS) {
-    const int row = i / (HEAD_DIM / 2), column = i % (HEAD_DIM / 2) * 2;
+  const int dim = is_dv ? VALUE_DIM : HEAD_DIM;
+  const float* first = slots +
+                       (int64_t(kv_head) * num_slots + split.first_slot) * SLOT_VALUES +
+                       (is_dv ? TILE * HEAD_DIM : 0);
+  for (int i = threadIdx.x; i < TILE * dim / 2; i += FINISH_THREADS) {
+    const int row = i / (dim / 2), column = i % (dim / 2) * 2;
     const int64_t key = split.key_tile * TILE + row;
     if (key >= num_keys) break;
     float2 sum = {0.0f, 0.0f};
     for (int s = 0; s < split.num_slots; ++s) {
       const float2 value = *reinterpret_cast<const float2*>(
-          first + int64_t(s) * 2 * TILE * HEAD_DIM + row * HEAD_DIM + column);
+          first + int64_t(s) * SLOT_VALUES + row * dim + column);
       sum.x += value.x;
       sum.y += value.y;
     }

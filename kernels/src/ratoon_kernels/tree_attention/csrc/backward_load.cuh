@@ -7,16 +7,20 @@ DEVICE void load_step(Shared& shared, const Problem& problem, const TensorMap* q
                       const TensorMap* dout_map, uint32_t n, int head, int query_tile,
                       int stats_tile) {
   const uint32_t s = n % NUM_STAGES;
-  const uint32_t parity = (n / NUM_STAGES + 1) % 2;
   const uint32_t q_full = shared_address(&shared.q_full[s]);
-  barrier_arrive_expect(q_full, STEP_BYTES + STATS_BYTES);
+  barrier_arrive_expect(q_full, Q_BYTES + STATS_BYTES + (WINDOW ? sizeof(int) * QUERY_STEP : 0));
   tma_load(shared_address(shared.q[s]), q_map, q_full, 0, query_tile * QUERY_STEP, 0, head);
   bulk_load(shared_address(shared.stats[s]), problem.stats + int64_t(stats_tile) * STATS_VALUES,
             STATS_BYTES, q_full);
-  const uint32_t dout_full = shared_address(&shared.dout_full[s]);
-  barrier_wait(shared_address(&shared.dout_empty[s]), parity);
-  barrier_arrive_expect(dout_full, STEP_BYTES);
-  tma_load(shared_address(shared.dout[s]), dout_map, dout_full, 0, query_tile * QUERY_STEP, 0,
+#if WINDOW
+  bulk_load(shared_address(shared.start[s]), problem.start + query_tile * QUERY_STEP,
+            sizeof(int) * QUERY_STEP, q_full);
+#endif
+  const uint32_t d = n % DOUT_STAGES;
+  const uint32_t dout_full = shared_address(&shared.dout_full[d]);
+  barrier_wait(shared_address(&shared.dout_empty[d]), (n / DOUT_STAGES + 1) % 2);
+  barrier_arrive_expect(dout_full, DOUT_BYTES);
+  tma_load(shared_address(shared.dout[d]), dout_map, dout_full, 0, query_tile * QUERY_STEP, 0,
            head);
 }
 
@@ -44,14 +48,15 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
                     const TensorMap* k_map, const TensorMap* v_map, const TensorMap* dout_map) {
   const uint32_t k_full = shared_address(&shared.k_full);
   const uint32_t v_full = shared_address(&shared.v_full);
-  const int num_items = problem.num_pieces * problem.num_kv_heads;
+  const int pieces_of_head = problem.num_pieces * PARTS_OF_TILE;
+  const int num_items = pieces_of_head * problem.num_kv_heads;
   uint32_t n = 0;
   uint32_t parity = 1;
   for (int index = blockIdx.x; index < num_items; parity ^= 1) {
     // All pieces of a kv head before the next one's, in the order of their queries: the blocks at
     // work add to the same rows of dQ while these are in the L2 cache.
-    const int kv_head = index / problem.num_pieces;
-    int piece = index % problem.num_pieces;
+    const int kv_head = index / pieces_of_head;
+    int piece = index % pieces_of_head / PARTS_OF_TILE;
 #if WITH_DQ
     // The last kv head's come longest first, so that all blocks finish together.
     if (kv_head + 1 == problem.num_kv_heads) piece = problem.pieces[piece].longest;
@@ -59,11 +64,12 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
     barrier_wait(shared_address(&shared.kv_empty), parity);
     shared.piece = problem.pieces[piece];
     shared.kv_head = kv_head;
-    const int key_row = shared.piece.key_tile * TILE;
-    barrier_arrive_expect(k_full, TILE_BYTES + TILE * sizeof(int));
+    const int key_row = shared.piece.key_tile * TILE + index % PARTS_OF_TILE * KEYS;
+    shared.first_key = key_row;
+    barrier_arrive_expect(k_full, K_BYTES + KEYS * sizeof(int));
     tma_load(shared_address(shared.k), k_map, k_full, 0, key_row, 0, kv_head);
-    bulk_load(shared_address(shared.end), problem.end + key_row, TILE * sizeof(int), k_full);
-    barrier_arrive_expect(v_full, TILE_BYTES);
+    bulk_load(shared_address(shared.end), problem.end + key_row, KEYS * sizeof(int), k_full);
+    barrier_arrive_expect(v_full, V_BYTES);
     tma_load(shared_address(shared.v), v_map, v_full, 0, key_row, 0, kv_head);
     index = atomicAdd(problem.counter, 1) + gridDim.x;
     n = load_steps(shared, problem, q_map, dout_map, kv_head * problem.heads_per_kv_head, n);
@@ -73,7 +79,7 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
   barrier_arrive(k_full);
 }
 
-#if WITH_DQ
+#if WITH_DQ && !IS_WIDE
 // Adds what one consumer left in shared memory to dQ, step after step.
 DEVICE void add_dq(Shared& shared, const Problem& problem, uint32_t group) {
   for (uint32_t n = 0;; ++n) {

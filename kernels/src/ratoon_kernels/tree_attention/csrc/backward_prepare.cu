@@ -7,7 +7,7 @@
 
 #include "tile.cuh"
 
-constexpr int LANES_PER_ROW = HEAD_DIM / 8;  // 16 bytes each
+constexpr int LANES_PER_ROW = VALUE_DIM / 8;  // 16 bytes each
 constexpr int PREPARE_THREADS = 256;
 
 struct Rows {

@@ -3,17 +3,27 @@
 
 #include "tile.cuh"
 
+// A CTA has KEYS keys (cuda_specs.py). Of a whole tile each consumer holds dK and dV of 64 keys.
+// Gradients of more than 128 dimensions leave registers for half of one: then one consumer holds
+// dV, the other dK (backward_wide.cuh).
+#define IS_WIDE (KEYS < 128)
+constexpr int PARTS_OF_TILE = TILE / KEYS;
 constexpr int NUM_STAGES = 2;
+constexpr int DOUT_STAGES = HEAD_DIM > 192 ? 1 : NUM_STAGES;
 // Registers of a thread of each role: together no more than the 3 x 168 that a block is launched
 // with, or the consumers wait for ever.
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 static_assert(PRODUCER_REGISTERS + NUM_CONSUMERS * CONSUMER_REGISTERS <= 3 * 168);
 constexpr int STEP_HALF_BYTES = QUERY_STEP * ROW_BYTES;  // of Q, dO and dS
+constexpr uint32_t K_BYTES = tile_bytes(KEYS, HEAD_DIM);
+constexpr uint32_t V_BYTES = tile_bytes(KEYS, VALUE_DIM);
+constexpr uint32_t Q_BYTES = tile_bytes(QUERY_STEP, HEAD_DIM);
+constexpr uint32_t DOUT_BYTES = tile_bytes(QUERY_STEP, VALUE_DIM);
 #if WITH_DQ
-// dQ^T of one step: with 128 dimensions each consumer has 64 of them for all queries, with 64
-// dimensions half of the queries.
-constexpr int DQ_COLUMNS = HEAD_DIM == 128 ? QUERY_STEP : QUERY_STEP / 2;
+// dQ^T of one step: with 64 dimensions each consumer has half of the queries, else it has 64
+// dimensions of all queries at a time.
+constexpr int DQ_COLUMNS = HEAD_DIM == 64 ? QUERY_STEP / 2 : QUERY_STEP;
 constexpr int DQ_VALUES = DQ_COLUMNS / 2;  // accumulators of a thread
 constexpr int DQ_BYTES = DQ_VALUES * WARPGROUP * sizeof(float);
 constexpr int DQ_TILE_VALUES = QUERY_STEP * HEAD_DIM;
@@ -26,6 +36,8 @@ constexpr int NO_MORE = -1;
 // The steps of a CTA are counted through all of its pieces; step n uses stage n % 2 of every ring.
 // What the consumers and the adding warps read of a step stays longer than its tiles.
 constexpr int NUM_NOTES = 8;
+// A consumer has no register to spare for the parity of its pieces: it is the step's highest bit.
+constexpr uint32_t PIECE_PARITY = 1u << 31;
 
 // What there is to know of a step.
 struct Note {
@@ -38,10 +50,11 @@ struct Note {
 struct Problem {
   const BackwardPiece* pieces;
   const int* end;
+  const int* start;  // WINDOW only
   int* counter;
   const float* stats;  // [num_heads, num_query_tiles, STATS_VALUES]
   float* dq;           // [num_heads, num_query_tiles, DQ_TILE_VALUES] in fragment order
-  float* slots;        // [num_kv_heads, num_slots, 2, TILE, HEAD_DIM]
+  float* slots;        // [num_kv_heads, num_slots, SLOT_VALUES]
   void *dk, *dv;       // rows of a head; 16 bits, or fp32 where PARTIAL
   int64_t dk_row, dk_head, dv_row, dv_head;  // strides in elements
   int num_pieces, num_slots, num_kv_heads, heads_per_kv_head, num_query_tiles, num_keys, key_shift;
@@ -49,28 +62,38 @@ struct Problem {
 };
 
 struct Shared {
-  alignas(1024) uint8_t k[TILE_BYTES];
-  alignas(1024) uint8_t v[TILE_BYTES];
-  alignas(1024) uint8_t q[NUM_STAGES][STEP_BYTES];
-  alignas(1024) uint8_t dout[NUM_STAGES][STEP_BYTES];
+  alignas(1024) uint8_t k[K_BYTES];
+  alignas(1024) uint8_t v[V_BYTES];
+  alignas(1024) uint8_t q[NUM_STAGES][Q_BYTES];
+  alignas(1024) uint8_t dout[DOUT_STAGES][DOUT_BYTES];
 #if WITH_DQ
-  alignas(1024) uint8_t ds[2][2 * STEP_HALF_BYTES];  // [query][key]: halves of 64 keys
+  alignas(1024) uint8_t ds[2][KEYS / 64 * STEP_HALF_BYTES];  // [query][key]: halves of 64 keys
+#if !IS_WIDE
   alignas(128) uint8_t dq[NUM_CONSUMERS][DQ_BYTES];
 #endif
+#endif
+#if IS_WIDE
+  alignas(128) float p[QUERY_STEP * KEYS];  // as it lies in registers: four values of a thread
+#endif
   alignas(128) float stats[NUM_STAGES][2][QUERY_STEP];
-  alignas(16) int end[TILE];
+#if WINDOW
+  alignas(128) int start[NUM_STAGES][QUERY_STEP];  // first key that each query sees
+#endif
+  alignas(16) int end[KEYS];
   // Where the results go. Read from here, because what comes from the kernel's parameters is
   // computed before the sweep and then takes registers through it.
   Problem problem;
   alignas(16) Note notes[NUM_NOTES];
   alignas(16) BackwardPiece piece;
   int kv_head;                        // of the piece, or NO_MORE
+  int first_key;                      // of the piece, or of this CTA's part of it
   uint32_t num_steps[NUM_CONSUMERS];  // of the whole CTA, once it is known
   alignas(8) uint64_t k_full, v_full, kv_empty;
   alignas(8) uint64_t q_full[NUM_STAGES], q_empty[NUM_STAGES];
-  alignas(8) uint64_t dout_full[NUM_STAGES], dout_empty[NUM_STAGES];
+  alignas(8) uint64_t dout_full[DOUT_STAGES], dout_empty[DOUT_STAGES];
   alignas(8) uint64_t ds_full[2], ds_empty[2];
   alignas(8) uint64_t dq_full[NUM_CONSUMERS], dq_empty[NUM_CONSUMERS];
+  alignas(8) uint64_t p_full, p_empty;
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES);

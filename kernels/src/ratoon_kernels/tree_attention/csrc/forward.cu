@@ -27,24 +27,28 @@ DEVICE void consume(Shared& shared, const Problem& problem, const TensorMap* out
     const int query_tile = shared.item[s][0];
     if (query_tile < 0) break;
     const int head = shared.item[s][1];
-    const int num_key_tiles = shared.item[s][2];
+    const int num_steps = shared.item[s][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       consumer.rows.max[h] = NEGATIVE_INFINITY;
       consumer.rows.sum[h] = 0.0f;
     }
-    if (num_key_tiles > 0) {
-      consumer.attend(num_key_tiles, query_tile * TILE + consumer.row, has_pending_store);
+#if WINDOW
+    load_starts(consumer.start, problem.start, query_tile * TILE + consumer.row);
+#endif
+    if (num_steps > 0) {
+      consumer.attend(num_steps, query_tile * TILE + consumer.row, has_pending_store);
     } else {
-      release_stored(shared, s ^ 1, has_pending_store);
+      release_stored(shared, NUM_Q_BUFFERS - 1 - s, has_pending_store);
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 2; ++i) consumer.o[i] = 0.0f;
+      for (int i = 0; i < VALUE_DIM / 2; ++i) consumer.o[i] = 0.0f;
     }
     consumer.store(query_tile, head);
     // The Q buffer is free once the stores have read it, which nobody waits for here: of each
     // warpgroup the warps report that they are done with it, and the thread that stores later on.
     release(shared_address(&shared.q_empty[s]));
     has_pending_store = thread == 0;
+    if (NUM_Q_BUFFERS == 1) release_stored(shared, s, has_pending_store);
     consumer.q_ring.next();
   }
   bulk_wait();
@@ -55,16 +59,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                            const __grid_constant__ TensorMap k_map,
                            const __grid_constant__ TensorMap v_map,
                            const __grid_constant__ TensorMap out_map, const ForwardItem* items,
-                           const int2* runs, const int* end, int* counter, float* out, float* lse,
-                           int num_items, int num_heads, int heads_per_kv_head, int num_queries,
-                           int key_shift, float scale_log2) {
+                           const int2* runs, const int* end, const int* start, int* counter,
+                           float* out, float* lse, int num_items, int num_heads,
+                           int heads_per_kv_head, int num_queries, int key_shift,
+                           float scale_log2) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const Problem problem{items,     runs,      end,       counter,           out,
-                        lse,       num_items, num_heads, heads_per_kv_head, num_queries,
+  const Problem problem{items,     runs,      end,               start,       counter,   out,
+                        lse,       num_items, num_heads,         heads_per_kv_head, num_queries,
                         key_shift, scale_log2};
   if (threadIdx.x == 0) {
-    for (int s = 0; s < 2; ++s) {
+    for (int s = 0; s < NUM_Q_BUFFERS; ++s) {
       barrier_init(shared_address(&shared.q_full[s]), 1);
       barrier_init(shared_address(&shared.q_empty[s]), CONSUMER_ARRIVALS + NUM_CONSUMERS);
     }

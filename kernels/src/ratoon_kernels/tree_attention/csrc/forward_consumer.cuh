@@ -10,11 +10,11 @@ struct Softmax {
 
 // Exponentiates the logits in place and updates maximum and sum; returns in `factor` what earlier
 // results are to be multiplied with, and whether that is other than 1 for any row of the warp.
-DEVICE bool exponentiate(float (&s)[TILE / 2], Softmax& rows, float (&factor)[2], float scale_log2,
-                         float slack) {
+DEVICE bool exponentiate(float (&s)[KEYS / 2], Softmax& rows, float (&factor)[2],
+                         float scale_log2, float slack) {
   float max[2] = {s[0], s[2]};
 #pragma unroll
-  for (int i = 0; i < TILE / 8; ++i) {
+  for (int i = 0; i < KEYS / 8; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       max[h] = fmaxf(max[h], fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
@@ -38,7 +38,7 @@ DEVICE bool exponentiate(float (&s)[TILE / 2], Softmax& rows, float (&factor)[2]
     const float base = rows.max[h] == NEGATIVE_INFINITY ? 0.0f : rows.max[h] * scale_log2;
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < TILE / 8; ++i) {
+    for (int i = 0; i < KEYS / 8; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& value = s[4 * i + 2 * h + e];
@@ -51,14 +51,14 @@ DEVICE bool exponentiate(float (&s)[TILE / 2], Softmax& rows, float (&factor)[2]
   return __any_sync(0xffffffffu, is_moved);
 }
 
-DEVICE void pack_all(const float (&s)[TILE / 2], uint32_t (&p)[TILE / 4]) {
+DEVICE void pack_all(const float (&s)[KEYS / 2], uint32_t (&p)[KEYS / 4]) {
 #pragma unroll
-  for (int i = 0; i < TILE / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < KEYS / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
 
-DEVICE void rescale(float (&o)[HEAD_DIM / 2], const float (&factor)[2]) {
+DEVICE void rescale(float (&o)[VALUE_DIM / 2], const float (&factor)[2]) {
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 8; ++i) {
+  for (int i = 0; i < VALUE_DIM / 8; ++i) {
     o[4 * i] *= factor[0];
     o[4 * i + 1] *= factor[0];
     o[4 * i + 2] *= factor[1];
@@ -72,13 +72,16 @@ struct Consumer {
   const TensorMap* out_map;
   int group;  // 0 or 1: query rows [64 group, + 64) of the tile
   int row;    // this thread's first row in the tile
-  Ring<2> q_ring;
+  Ring<NUM_Q_BUFFERS> q_ring;
   Ring<NUM_STAGES> k_ring, v_ring;
-  float o[HEAD_DIM / 2], s[TILE / 2];
-  uint32_t p[TILE / 4];
+  float o[VALUE_DIM / 2], s[KEYS / 2];
+  uint32_t p[KEYS / 4];
   Softmax rows;
   float factor[2];
   float slack;  // MAX_SLACK in raw logits
+#if WINDOW
+  int start[2];  // of this thread's two rows
+#endif
 
   // S = Q K^T of the K buffer at hand.
   DEVICE void issue_qk() {
@@ -87,19 +90,21 @@ struct Consumer {
     const uint32_t k = descriptor(shared_address(shared.k[k_ring.stage]), 0);
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
-      const uint32_t offset = (step / 4) * TILE * ROW_BYTES + (step % 4) * 32;
-      mma<TILE, K_MAJOR, K_MAJOR>(s, advance(q, offset), advance(k, offset), step > 0);
+      const int in_slab = (step % 4) * 32;
+      mma<KEYS, K_MAJOR, K_MAJOR>(s, advance(q, (step / 4) * TILE * ROW_BYTES + in_slab),
+                                      advance(k, (step / 4) * KEYS * ROW_BYTES + in_slab),
+                                      step > 0);
     }
     mma_commit();
   }
 
   // O += P V of the V buffer at hand.
   DEVICE void issue_pv(int accumulate) {
-    const uint32_t v = descriptor(shared_address(shared.v[v_ring.stage]), TILE * ROW_BYTES);
+    const uint32_t v = descriptor(shared_address(shared.v[v_ring.stage]), KEYS * ROW_BYTES);
 #pragma unroll
-    for (int step = 0; step < TILE / 16; ++step) {
-      mma<HEAD_DIM, MN_MAJOR>(o, p + 4 * step, advance(v, step * 16 * ROW_BYTES),
-                              step > 0 ? 1 : accumulate);
+    for (int step = 0; step < KEYS / 16; ++step) {
+      mma<VALUE_DIM, MN_MAJOR>(o, p + 4 * step, advance(v, step * 16 * ROW_BYTES),
+                               step > 0 ? 1 : accumulate);
     }
     mma_commit();
   }
@@ -116,6 +121,9 @@ struct Consumer {
     const int first_key = shared.k_mask[k_ring.stage];
     if (first_key != NO_MASK) {
       mask_logits(s, shared.end[k_ring.stage], first_key - problem.key_shift, tile_row);
+#if WINDOW
+      mask_before(s, start, first_key);
+#endif
     }
     release(shared_address(&shared.k_empty[k_ring.stage]));
     k_ring.next();
@@ -127,7 +135,7 @@ struct Consumer {
     v_ring.next();
   }
 
-  DEVICE void attend(int num_key_tiles, int tile_row, bool& has_pending_store);
+  DEVICE void attend(int num_steps, int tile_row, bool& has_pending_store);
   DEVICE void store(int query_tile, int head);
 };
 
@@ -143,7 +151,7 @@ DEVICE void release_stored(Shared& shared, int stage, bool& has_pending_store) {
   }
 }
 
-DEVICE void Consumer::attend(int num_key_tiles, int tile_row, bool& has_pending_store) {
+DEVICE void Consumer::attend(int num_steps, int tile_row, bool& has_pending_store) {
   wait_k();
   mma_fence();
   issue_qk();
@@ -151,9 +159,9 @@ DEVICE void Consumer::attend(int num_key_tiles, int tile_row, bool& has_pending_
   hold(s);
   finish_qk(tile_row);
   pack_all(s, p);
-  release_stored(shared, q_ring.stage ^ 1, has_pending_store);
+  release_stored(shared, NUM_Q_BUFFERS - 1 - q_ring.stage, has_pending_store);
 #pragma unroll 1
-  for (int tile = 1; tile < num_key_tiles; ++tile) {
+  for (int step = 1; step < num_steps; ++step) {
     wait_k();
     wait_v();
     wait_for_turn(group);
@@ -162,7 +170,7 @@ DEVICE void Consumer::attend(int num_key_tiles, int tile_row, bool& has_pending_
     hold(o);
     mma_fence();
     issue_qk();
-    issue_pv(tile > 1);
+    issue_pv(step > 1);
     give_turn(group);
     mma_wait<1>();
     hold(s);
@@ -178,7 +186,7 @@ DEVICE void Consumer::attend(int num_key_tiles, int tile_row, bool& has_pending_
   hold(p);
   hold(o);
   mma_fence();
-  issue_pv(num_key_tiles > 1);
+  issue_pv(num_steps > 1);
   mma_wait<0>();
   hold(o);
   finish_pv();
@@ -199,7 +207,7 @@ DEVICE void Consumer::store(int query_tile, int head) {
   }
   rescale(o, factor);
 #if PARTIAL
-  store_fp32(o, problem.out + int64_t(head) * HEAD_DIM, int64_t(problem.num_heads) * HEAD_DIM,
+  store_fp32(o, problem.out + int64_t(head) * VALUE_DIM, int64_t(problem.num_heads) * VALUE_DIM,
              first_row + row, problem.num_queries);
 #else
   // Each warpgroup's own rows of Q are read for the last time: they hold the output on its way out.

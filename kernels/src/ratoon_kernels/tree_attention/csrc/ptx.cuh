@@ -123,6 +123,13 @@ DEVICE void reduce_add(float* destination, float a, float b) {
                : "memory");
 }
 
+// Adds four values; the address is a multiple of 16.
+DEVICE void reduce_add(float* destination, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "f"(a), "f"(b),
+               "f"(c), "f"(d)
+               : "memory");
+}
+
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until committed stores and reductions have read their shared memory.

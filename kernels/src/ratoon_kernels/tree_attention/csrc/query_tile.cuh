@@ -31,10 +31,11 @@ DEVICE void for_each_key_tile(const int2* runs, const ForwardItem& item, Visit v
 
 // Sets a thread's logits to -inf where row q does not attend a key: those of
 // first + c <= q < end[c] attend the one in column c.
-DEVICE void mask_logits(float (&s)[TILE / 2], const int* end, int first, int row) {
+template <int COUNT>
+DEVICE void mask_logits(float (&s)[COUNT], const int* end, int first, int row) {
   const int column = 2 * (threadIdx.x % 4);
 #pragma unroll
-  for (int i = 0; i < TILE / 8; ++i) {
+  for (int i = 0; i < COUNT / 4; ++i) {
     const int2 stop = *reinterpret_cast<const int2*>(end + 8 * i + column);
     const int start = first + 8 * i + column;
 #pragma unroll
@@ -46,6 +47,31 @@ DEVICE void mask_logits(float (&s)[TILE / 2], const int* end, int first, int row
   }
 }
 
+#if WINDOW
+// The first keys that a thread's two rows see; there are values for whole tiles.
+DEVICE void load_starts(int (&start)[2], const int* starts, int row) {
+  start[0] = starts[row];
+  start[1] = starts[row + 8];
+}
+
+// Sets a thread's logits to -inf where a row does not see keys that far back; column 0 is `first`.
+template <int COUNT>
+DEVICE void mask_before(float (&s)[COUNT], const int (&start)[2], int first) {
+  const int column = first + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int before = start[h] - column;
+#pragma unroll
+    for (int i = 0; i < COUNT / 4; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (8 * i + e < before) s[4 * i + 2 * h + e] = NEGATIVE_INFINITY;
+      }
+    }
+  }
+}
+#endif
+
 // This thread's first row in a query tile; the other is 8 further.
 DEVICE int row_in_tile(int group) {
   const int thread = threadIdx.x % WARPGROUP;
@@ -53,14 +79,15 @@ DEVICE int row_in_tile(int group) {
 }
 
 // Writes a thread's fragment of rows of one head as fp32.
-DEVICE void store_fp32(const float (&o)[HEAD_DIM / 2], float* out, int64_t row_stride, int row,
+template <int COUNT>
+DEVICE void store_fp32(const float (&o)[COUNT], float* out, int64_t row_stride, int row,
                        int num_rows) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (row + 8 * h >= num_rows) continue;
     float* line = out + (row + 8 * h) * row_stride + 2 * (threadIdx.x % 4);
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; ++i) {
+    for (int i = 0; i < COUNT / 4; ++i) {
       *reinterpret_cast<float2*>(line + 8 * i) = float2{o[4 * i + 2 * h], o[4 * i + 2 * h + 1]};
     }
   }
@@ -69,12 +96,13 @@ DEVICE void store_fp32(const float (&o)[HEAD_DIM / 2], float* out, int64_t row_s
 // Writes a warpgroup's 64 rows in 16 bits through its own rows of a tile in shared memory, which it
 // has read for the last time. The store is committed by the warpgroup's first thread, not waited
 // for.
-DEVICE void store_tile(const float (&o)[HEAD_DIM / 2], uint8_t* tile, const TensorMap* map,
-                       int group, int first_row, int head) {
+template <int COUNT>
+DEVICE void store_tile(const float (&o)[COUNT], uint8_t* tile, const TensorMap* map, int group,
+                       int first_row, int head) {
   const uint32_t base = shared_address(tile);
   const int warp_row = group * CONSUMER_ROWS + threadIdx.x % WARPGROUP / 32 * 16;
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 16; ++i) {
+  for (int i = 0; i < COUNT / 8; ++i) {
     store_matrices(block_address(base + (i / 4) * TILE * ROW_BYTES, warp_row, 2 * (i % 4)),
                    pack(o[8 * i], o[8 * i + 1]), pack(o[8 * i + 2], o[8 * i + 3]),
                    pack(o[8 * i + 4], o[8 * i + 5]), pack(o[8 * i + 6], o[8 * i + 7]));
@@ -83,9 +111,9 @@ DEVICE void store_tile(const float (&o)[HEAD_DIM / 2], uint8_t* tile, const Tens
   named_barrier_sync(3 + group, WARPGROUP);
   if (threadIdx.x % WARPGROUP == 0) {
 #pragma unroll
-    for (int half = 0; half < NUM_HALVES; ++half) {
-      const uint32_t rows = base + (half * TILE + group * CONSUMER_ROWS) * ROW_BYTES;
-      tma_store(map, rows, 0, first_row + group * CONSUMER_ROWS, half, head);
+    for (int slab = 0; slab < COUNT / 32; ++slab) {
+      const uint32_t rows = base + (slab * TILE + group * CONSUMER_ROWS) * ROW_BYTES;
+      tma_store(map, rows, 0, first_row + group * CONSUMER_ROWS, slab, head);
     }
     bulk_commit();
   }

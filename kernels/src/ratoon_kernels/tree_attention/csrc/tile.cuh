@@ -1,17 +1,23 @@
 // Geometry shared by the attention kernels: tiles in shared memory, rings, rows of the work tables.
 //
-// A tile of R rows is HEAD_DIM / 64 halves of [R][64] elements, each row 128 bytes, swizzled: the
-// 16-byte chunk c of row r lies at chunk c ^ (r % 8). Tile bases are multiples of 1024 bytes.
+// A tile of R rows and D dimensions is D / 64 slabs of [R][64] elements, each row 128 bytes,
+// swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8). Tile bases are multiples of
+// 1024 bytes.
 #pragma once
 
 #include "wgmma.cuh"
 
-#ifndef HEAD_DIM
-#error "HEAD_DIM is 64 or 128"
+// Dimensions of queries and keys, and of values and outputs.
+#if !defined(HEAD_DIM) || !defined(VALUE_DIM)
+#error "HEAD_DIM and VALUE_DIM are 64 and 64, 128 and 128, 192 and 128, or 256 and 256"
+#endif
+
+// Whether a query sees no keys before `start` of its row (windows.py).
+#ifndef WINDOW
+#define WINDOW 0
 #endif
 
 constexpr int SHARED_BYTES = 227 * 1024;  // of a block, as cuda_specs.py asks for
-constexpr int NUM_HALVES = HEAD_DIM / 64;
 constexpr int ROW_BYTES = 128;
 constexpr int TILE = 128;         // queries of a forward tile, keys of every tile
 constexpr int QUERY_STEP = 80;    // queries of a backward tile (schedule.py)
@@ -21,8 +27,10 @@ constexpr int CONSUMER_ROWS = 64;
 constexpr int NUM_THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr float LN_2 = 0.6931471805599453f;
 
-constexpr uint32_t TILE_BYTES = TILE * ROW_BYTES * NUM_HALVES;
-constexpr uint32_t STEP_BYTES = QUERY_STEP * ROW_BYTES * NUM_HALVES;
+// Sums of a key tile that is cut into pieces: dK, then dV.
+constexpr int SLOT_VALUES = TILE * (HEAD_DIM + VALUE_DIM);
+
+constexpr uint32_t tile_bytes(int num_rows, int dim) { return num_rows * ROW_BYTES * (dim / 64); }
 
 // One row of the forward's work list: the runs of key tiles of one query tile.
 struct ForwardItem {
@@ -63,11 +71,11 @@ DEVICE void release(uint32_t barrier) {
 }
 
 // Where lane l of a warp points to in `store_matrices` of a 16 x 16 block at (row, chunk of 8
-// columns) of a swizzled tile half; the four matrices are (rows 0-7, 8-15) of the first 8 columns,
+// columns) of a swizzled slab; the four matrices are (rows 0-7, 8-15) of the first 8 columns,
 // then of the next 8: the order of an A fragment.
-DEVICE uint32_t block_address(uint32_t half, int row, int chunk) {
+DEVICE uint32_t block_address(uint32_t slab, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   const int r = row + lane % 16;
   const int c = chunk + lane / 16;
-  return half + r * ROW_BYTES + ((c ^ (r % 8)) << 4);
+  return slab + r * ROW_BYTES + ((c ^ (r % 8)) << 4);
 }

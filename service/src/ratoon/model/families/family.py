@@ -36,6 +36,15 @@ def check_heads(config: Mapping[str, Any]) -> None:
         raise invalid("config.head_dim", got, "an even number: pairs are rotated")
 
 
+def check_divided_heads(config: Mapping[str, Any]) -> None:
+    """Raises what `check_heads` does, and for a hidden size that heads do not divide: transformers
+    divides it even where `head_dim` is given."""
+    check_heads(config)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if hidden % heads:
+        raise invalid("config.num_attention_heads", heads, f"a divisor of hidden_size, {hidden}")
+
+
 def read_flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary embeddings that are those of all layers. Raises UNSUPPORTED."""
     return read_rope(config, config["max_position_embeddings"])
@@ -65,6 +74,7 @@ class Family:
             configuration has a value, and was checked alone.
         prepare: Replaces modules of a loaded model by those that run packed forests.
         experts: Class of the module that holds the routed experts of a layer; None: dense.
+        adapts_experts: Whether an adapter may reach these.
         exported: Parameters by name to the tensors that a released folder has, which are views.
         adapted: Linear maps beside the MLP's that an adapter reaches.
     """
@@ -78,6 +88,7 @@ class Family:
     check: Callable[[Mapping[str, Any]], None] = check_heads
     prepare: Callable[[nn.Module], None] = lambda _module: None
     experts: type[nn.Module] | None = None
+    adapts_experts: bool = True
     exported: Callable[[Tensors], dict[str, Tensor]] = dict
     adapted: Sequence[str] = ATTENTION_MAPS
 
@@ -103,18 +114,26 @@ def windowed_by_layer(config: Any, **others: Any) -> list[Mixer]:
     return [by_type[kind] for kind in config.layer_types]
 
 
-def stack(mixers: Sequence[Mixer], mlps: Sequence[Mlp]) -> tuple[Layer, ...]:
-    """Layers of these mixers and MLPs; equal layers are one object."""
+def stack(mixers: Sequence[Mixer], mlps: Sequence[Mlp], **others: Any) -> tuple[Layer, ...]:
+    """Layers of these mixers and MLPs, and `others` as further fields; equal layers are one
+    object."""
     known: dict[tuple[int, int], Layer] = {}
     pairs = list(zip(mixers, mlps, strict=True))
     for mixer, mlp in pairs:
-        known.setdefault((id(mixer), id(mlp)), Layer(mixer=mixer, mlp=mlp))
+        known.setdefault((id(mixer), id(mlp)), Layer(mixer=mixer, mlp=mlp, **others))
     return tuple(known[id(mixer), id(mlp)] for mixer, mlp in pairs)
 
 
 def alike(config: Any, mixer: Mixer) -> tuple[Layer, ...]:
     """Layers that all have this mixer and a dense MLP."""
     return (Layer(mixer=mixer, mlp=Mlp(size=config.intermediate_size)),) * config.num_hidden_layers
+
+
+def dense_by_layer(config: Any, **others: Any) -> tuple[Layer, ...]:
+    """Layers with a dense MLP, of which `layer_types` says which have the sliding window; `others`
+    are further fields of all."""
+    mlp = Mlp(size=config.intermediate_size)
+    return stack(windowed_by_layer(config), [mlp] * config.num_hidden_layers, **others)
 
 
 def declared(config_class: type[PreTrainedConfig]) -> set[str]:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ratoon.errors import invalid
-from ratoon.model.families.family import Family, alike, check_heads, softmax_attention
+from ratoon.model.families.family import Family, alike, check_divided_heads, softmax_attention
 from ratoon.planner.layer_kinds import Layer
-
-
-def _check_llama(config: Mapping[str, Any]) -> None:
-    check_heads(config)
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    if hidden % heads:  # transformers divides even where head_dim is given.
-        raise invalid("config.num_attention_heads", heads, f"a divisor of hidden_size, {hidden}")
 
 
 def _mistral_layers(config: Any) -> tuple[Layer, ...]:
@@ -26,7 +17,7 @@ LLAMA = Family(
     model_type="llama",
     models="Llama 2, 3, 3.1, 3.2 (text)",
     layers=lambda config: alike(config, softmax_attention(config)),
-    check=_check_llama,
+    check=check_divided_heads,
 )
 MISTRAL = Family(
     architecture="MistralForCausalLM",

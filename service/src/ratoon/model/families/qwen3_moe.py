@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from torch import nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from ratoon.errors import invalid
 from ratoon.model.config_fields import FLAG, MAX_LAYERS, SIZE, integer, list_of, number, or_null
 from ratoon.model.families.family import Family, check_heads, softmax_attention, stack
+from ratoon.model.route_rules import by_softmax
 from ratoon.model.router import replace_routers
 from ratoon.model.safetensors_files import part_experts
 from ratoon.planner.layer_kinds import Layer, Mlp
@@ -71,6 +73,10 @@ def mlps(config: Any, shared_size: int = 0) -> list[Mlp]:
     ]
 
 
+def _prepare(module: nn.Module) -> None:
+    replace_routers(module, {Qwen3MoeTopKRouter: by_softmax})
+
+
 def _layers(config: Any) -> tuple[Layer, ...]:
     mixer = softmax_attention(config, config.sliding_window)
     return stack([mixer] * config.num_hidden_layers, mlps(config))
@@ -83,7 +89,7 @@ QWEN3_MOE = Family(
     layers=_layers,
     rules=RULES,
     check=_check,
-    prepare=replace_routers,
+    prepare=_prepare,
     experts=Qwen3MoeExperts,
     exported=part_experts,
 )
