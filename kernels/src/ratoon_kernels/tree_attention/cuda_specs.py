@@ -21,8 +21,8 @@ NUM_THREADS: Final = 384
 SMALL_THREADS: Final = 256
 # Rows of a query tile that one warpgroup writes.
 STORE_ROWS: Final = 64
-# Rows of keys and values in one buffer of a kernel, by the size of queries and keys: a tile, or half
-# of one where no whole one fits. They are the sizes in csrc/.
+# Rows of keys and values in one buffer of a kernel, by the size of queries and keys: a tile, or
+# half of one where shared memory or registers have no room for a whole one.
 FORWARD_KEYS: Final = {64: 128, 128: 128, 192: 128, 256: 64}
 BACKWARD_KEYS: Final = {64: 128, 128: 128, 192: 64, 256: 64}
 # Dimensions of dQ that a block of "backward_finish_queries" converts.
@@ -76,7 +76,10 @@ def kernel_spec(
     if name != "backward_prepare":
         defines["PARTIAL"] = int(is_partial)
     if name in _MASKING:
+        defines["KEYS"] = (FORWARD_KEYS if name == "forward" else BACKWARD_KEYS)[head_dim]
         defines["WINDOW"] = int(is_windowed)
+    if name.startswith("backward_finish"):
+        defines["FINISH_DIM"] = FINISH_DIMS[head_dim]
     if name == "backward":
         defines["WITH_DQ"] = int(with_dq)
     file = "backward_finish" if name.startswith("backward_finish") else name

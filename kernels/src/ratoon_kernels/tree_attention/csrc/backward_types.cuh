@@ -3,10 +3,10 @@
 
 #include "tile.cuh"
 
-// Gradients of more than 128 dimensions leave registers for half of a key tile: one consumer then
-// holds dV, the other dK (backward_wide.cuh). Else each holds both of its 64 keys.
-#define IS_WIDE (HEAD_DIM > 128)
-constexpr int KEYS = IS_WIDE ? CONSUMER_ROWS : TILE;  // of a CTA
+// A CTA has KEYS keys (cuda_specs.py). Of a whole tile each consumer holds dK and dV of 64 keys.
+// Gradients of more than 128 dimensions leave registers for half of one: then one consumer holds
+// dV, the other dK (backward_wide.cuh).
+#define IS_WIDE (KEYS < 128)
 constexpr int PARTS_OF_TILE = TILE / KEYS;
 constexpr int NUM_STAGES = 2;
 constexpr int DOUT_STAGES = HEAD_DIM > 192 ? 1 : NUM_STAGES;

@@ -1,7 +1,7 @@
 // The backward's warpgroups that multiply, for gradients of more than 128 dimensions: both take the
-// same 64 keys. The first makes S^T and P, and holds dV; the second makes dP^T and dS, and holds dK.
-// P goes from one to the other as it lies in registers, in fp32. dQ of a step is a step late here
-// too; the consumers share its dimensions, 64 at a time, and add them from registers.
+// same 64 keys. The first makes S^T and P, and holds dV; the second makes dP^T and dS, and holds
+// dK. P goes from one to the other as it lies in registers, in fp32. dQ of a step is a step late
+// here too; the consumers share its dimensions, 64 at a time, and add them from registers.
 #pragma once
 
 #include "backward_step.cuh"
@@ -227,7 +227,8 @@ DEVICE void Consumer<ROLE>::step() {
 #endif
   hold(operand);
   hold(sum);
-  release(shared_address(ROLE == MAKES_DV ? &shared.dout_empty[DOUT_STAGE] : &shared.q_empty[STAGE]));
+  release(shared_address(ROLE == MAKES_DV ? &shared.dout_empty[DOUT_STAGE]
+                                          : &shared.q_empty[STAGE]));
 #if WITH_DQ
   if (!IS_FIRST) {
     mma_wait<0>();

@@ -1,8 +1,8 @@
 // Geometry shared by the attention kernels: tiles in shared memory, rings, rows of the work tables.
 //
 // A tile of R rows and D dimensions is D / 64 slabs of [R][64] elements, each row 128 bytes,
-// swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8). Tile bases are multiples of 1024
-// bytes.
+// swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8). Tile bases are multiples of
+// 1024 bytes.
 #pragma once
 
 #include "wgmma.cuh"
