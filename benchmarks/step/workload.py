@@ -247,7 +247,10 @@ class SeededBatch:
         """Held tokens from which the service plans each forward's activations."""
         if not self.stages:
             return [HeldTokens(tokens=self.packed_tokens, above=0, waits=False, stream=None)]
-        stream, parents = stream_tokens(self.stages), {stage.parent for stage in self.stages}
+        stream, parents = (
+            stream_tokens(self.stages, self.packed.forest),
+            {stage.parent for stage in self.stages},
+        )
         resident = resident_tokens(self.stages)
         return [
             HeldTokens(tokens=stage.num_tokens, above=above, waits=index in parents, stream=stream)

@@ -36,8 +36,11 @@ from tests.kernels.parts import run_in_parts
 DEVICE: Final = "cuda"
 BACKEND: Final = "cuda"
 DTYPES: Final = (torch.bfloat16, torch.float16)
+# The head size of queries, keys and values, or that of queries and keys beside that of values.
+Sizes = int | tuple[int, int]
+SIZES: Final[tuple[Sizes, ...]] = (128, 64, 256, (192, 128))
 # (dtype, head_dim): the kernels that there are.
-KINDS: Final = tuple(product(DTYPES, (128, 64)))
+KINDS: Final = tuple(product(DTYPES, SIZES))
 HEADS: Final = ((4, 4), (4, 2), (4, 1), (8, 1), (5, 1), (32, 8))
 # A log-sum-exp is fp32 throughout: of logits rounded to 16 bits it would be 5e-4 off, or more.
 LSE_TOLERANCE: Final = 5e-6
@@ -75,18 +78,33 @@ def fill_free_memory() -> None:
 
 
 def attention_of(
-    layout: TreeLayout, scale: float, *, backend: str = BACKEND, deterministic: bool = False
+    layout: TreeLayout,
+    scale: float,
+    *,
+    backend: str = BACKEND,
+    deterministic: bool = False,
+    window: int | None = None,
 ) -> Attention:
     return functools.partial(
-        tree_attention, layout=layout, scale=scale, backend=backend, deterministic=deterministic
+        tree_attention,
+        layout=layout,
+        scale=scale,
+        window=window,
+        backend=backend,
+        deterministic=deterministic,
     )
 
 
 def run_cuda(
-    layout: TreeLayout, problem: Problem, *, with_dlse: bool = True, deterministic: bool = False
+    layout: TreeLayout,
+    problem: Problem,
+    *,
+    with_dlse: bool = True,
+    deterministic: bool = False,
+    window: int | None = None,
 ) -> Results:
     """Results and all gradients of the backend."""
-    attention = attention_of(layout, problem.scale, deterministic=deterministic)
+    attention = attention_of(layout, problem.scale, deterministic=deterministic, window=window)
     with stale_memory():
         return run(attention, problem, with_dlse=with_dlse)
 
@@ -94,9 +112,11 @@ def run_cuda(
 run_cuda_in_parts = functools.partial(run_in_parts, backend=BACKEND, memory=stale_memory)
 
 
-def run_reference(layout: TreeLayout, problem: Problem, *, with_dlse: bool = True) -> Results:
+def run_reference(
+    layout: TreeLayout, problem: Problem, *, with_dlse: bool = True, window: int | None = None
+) -> Results:
     """Results of the reference backend, in fp32."""
-    attention = attention_of(layout, problem.scale, backend="reference")
+    attention = attention_of(layout, problem.scale, backend="reference", window=window)
     return run(attention, in_fp32(problem), with_dlse=with_dlse)
 
 
@@ -132,10 +152,15 @@ def run_torch(mask: npt.NDArray[np.bool_], problem: Problem, *, with_dlse: bool 
     return run(attention, problem, with_dlse=with_dlse)
 
 
+def dims_of(sizes: Sizes) -> tuple[int, int]:
+    """Head size of queries and keys, and that of values."""
+    return (sizes, sizes) if isinstance(sizes, int) else sizes
+
+
 def make_problem(
     num_tokens: int,
     dtype: torch.dtype,
-    head_dim: int,
+    sizes: Sizes,
     *,
     heads: tuple[int, int] = (4, 2),
     seed: int = 0,
@@ -147,11 +172,12 @@ def make_problem(
         return torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE)
 
     num_heads, kv_heads = heads
+    head_dim, value_dim = dims_of(sizes)
     return Problem(
         q_TNH=draw(num_tokens, num_heads, head_dim).to(dtype),
         k_TKH=draw(num_tokens, kv_heads, head_dim).to(dtype),
-        v_TKH=draw(num_tokens, kv_heads, head_dim).to(dtype),
-        dout_TNH=draw(num_tokens, num_heads, head_dim).to(dtype),
+        v_TKH=draw(num_tokens, kv_heads, value_dim).to(dtype),
+        dout_TNH=draw(num_tokens, num_heads, value_dim).to(dtype),
         dlse_NT=draw(num_heads, num_tokens).float(),
         scale=1.7 * head_dim**-0.5,
     )
@@ -176,13 +202,20 @@ def assert_no_worse_than_torch(
     *,
     with_dlse: bool = True,
     deterministic: bool = False,
+    window: int | None = None,
 ) -> None:
     """Errors against dense fp64 are at most twice those of torch in the same dtype.
 
     Where torch happens to be exact, the error of rounding the exact result stands for its own.
     """
-    got = run_cuda(forest.layout(DEVICE), problem, with_dlse=with_dlse, deterministic=deterministic)
-    mask = forest.mask()
+    got = run_cuda(
+        forest.layout(DEVICE),
+        problem,
+        with_dlse=with_dlse,
+        deterministic=deterministic,
+        window=window,
+    )
+    mask = forest.mask(window)
     exact = dense_oracle(mask, problem, with_dlse=with_dlse)
     theirs = run_torch(mask, problem, with_dlse=with_dlse)
     dtype = problem.q_TNH.dtype
@@ -199,12 +232,17 @@ def assert_no_worse_than_torch(
 
 
 def assert_equals_reference(
-    forest: Forest, problem: Problem, label: str, *, deterministic: bool = False
+    forest: Forest,
+    problem: Problem,
+    label: str,
+    *,
+    deterministic: bool = False,
+    window: int | None = None,
 ) -> None:
     """Results are those of the reference backend in fp32, but for 16-bit rounding."""
     layout = forest.layout(DEVICE)
-    got = run_cuda(layout, problem, deterministic=deterministic)
-    expected = run_reference(layout, problem)
+    got = run_cuda(layout, problem, deterministic=deterministic, window=window)
+    expected = run_reference(layout, problem, window=window)
     assert_close(got, expected, rounding_of(problem.q_TNH.dtype), label)
     error = relative_error(got["lse"], expected["lse"])
     assert error <= LSE_TOLERANCE, f"{label} lse: {error:.3g}"

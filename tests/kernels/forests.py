@@ -3,7 +3,7 @@
 Nothing here reads `end` to decide who attends whom, and nothing imports the ops under test.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,13 +29,14 @@ class Forest:
     def num_tokens(self) -> int:
         return int(self.stop[-1]) if len(self.stop) else 0
 
-    def layout(self, device: str = "cpu") -> TreeLayout:
+    def layout(self, device: str = "cpu", windows: Collection[int] = ()) -> TreeLayout:
         return build_layout(
             node_start=self.start,
             node_stop=self.stop,
             node_end=self.end,
             node_parent=self.parent.astype(np.int32),
             device=device,
+            windows=windows,
         )
 
     def mask(self, window: int | None = None) -> npt.NDArray[np.bool_]:
@@ -150,8 +151,10 @@ def random_problem(
     head_dim: int,
     dtype: torch.dtype,
     seed: int,
+    value_dim: int | None = None,
     device: str = "cpu",
 ) -> Problem:
+    value_dim = value_dim or head_dim
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -163,8 +166,8 @@ def random_problem(
     return Problem(
         q_TNH=draw(num_tokens, heads, head_dim),
         k_TKH=draw(num_tokens, kv_heads, head_dim),
-        v_TKH=draw(num_tokens, kv_heads, head_dim),
-        dout_TNH=draw(num_tokens, heads, head_dim),
+        v_TKH=draw(num_tokens, kv_heads, value_dim),
+        dout_TNH=draw(num_tokens, heads, value_dim),
         dlse_NT=draw(heads, num_tokens).to(lse_dtype),
         scale=1.7 * head_dim**-0.5,
     )

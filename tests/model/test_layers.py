@@ -390,6 +390,22 @@ def test_experts_are_part_of_the_graphs(
     assert len(graphs) == 1
 
 
+@pytest.mark.more
+def test_linear_and_full_attention_are_a_graph_each(
+    tmp_path: Path, graphs: list[GraphModule]
+) -> None:
+    base = write_folder(tmp_path / "base", "qwen3_5")
+    models = [load(base, dtype=ModelDtype.FLOAT32, compile_layers=each) for each in (False, True)]
+    for model in models:
+        vars(model)["_plan_activations"] = lambda _: (Kept.NARROW,) * 2
+    for seed in range(2):
+        packed = pack(branching_sequences(seed))
+        modules, compiled = (_gradients(model, packed) for model in models)
+        for name, grad in modules.items():
+            assert (compiled[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    assert len(graphs) == 2
+
+
 # Every term of the formula is in one of them.
 _OF_ALL_TERMS = (
     ("qwen3_moe", FULL, Kept.PRODUCTS),

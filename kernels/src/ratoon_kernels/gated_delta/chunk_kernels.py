@@ -91,12 +91,66 @@ def inverse_norms(
 
 
 @triton.jit
-def solve_chunks(
+def _half_of(start_C, length_C, N: tl.constexpr):
+    """Half of a chunk, and head, of a program: chunk, first token, length, first row, head."""
+    head = tl.program_id(0) % N
+    half = tl.program_id(0) // N
+    chunk = half // 2
+    start = tl.load(start_C + chunk).to(tl.int64)
+    return chunk, start, tl.load(length_C + chunk), half % 2 * _HALF, head
+
+
+@triton.jit
+def invert_triangles(
+    k_TKD,
+    g_TN,
+    beta_TN,
+    inverse_TK,
+    diagonal_TNH,
+    start_C,
+    length_C,
+    k_stride,
+    k_head_stride,
+    g_stride,
+    beta_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+):
+    """(1 + lower)^-1 of each half of a chunk; one warp, whose sums need no shared memory."""
+    _chunk, start, length, first, head = _half_of(start_C, length_C, N)
+    if first >= length:
+        return
+    start += first
+    # From here on rows count from the half's first.
+    k_TKD += start * k_stride
+    g_TN += start * g_stride
+    beta_TN += start * beta_stride
+    inverse_TK += start * K
+    diagonal_TNH += start * (N * _HALF)
+    key_head = head // (N // K)
+    row_H = tl.arange(0, _HALF)
+    column_D = tl.arange(0, D)
+    is_H = row_H < length - first
+    k_HD = _tile(k_TKD + key_head * k_head_stride, row_H, k_stride, column_D, is_H)
+    k_DH = _tile_transposed(k_TKD + key_head * k_head_stride, row_H, k_stride, column_D, is_H)
+    inverse_H = tl.load(inverse_TK + row_H * K + key_head, mask=is_H, other=0.0)
+    beta_H = tl.load(beta_TN + row_H * beta_stride + head, mask=is_H, other=0.0).to(tl.float32)
+    total_H = tl.cumsum(tl.load(g_TN + row_H * g_stride + head, mask=is_H, other=0.0), axis=0)
+    lower_HH = tl.dot(k_HD, k_DH) * _decays(total_H, total_H, row_H[:, None] > row_H[None, :])
+    lower_HH = lower_HH * (beta_H * inverse_H)[:, None] * inverse_H[None, :]
+    diagonal = diagonal_TNH + (row_H * N + head)[:, None] * _HALF + row_H[None, :]
+    tl.store(diagonal, _invert(lower_HH), mask=is_H[:, None])
+
+
+@triton.jit
+def solve_chunks(  # noqa: PLR0915
     k_TKD,
     v_TNV,
     g_TN,
     beta_TN,
     inverse_TK,
+    diagonal_TNH,
     total_TN,
     solved_TNL,
     seen_TND,
@@ -114,7 +168,7 @@ def solve_chunks(
     D: tl.constexpr,
     V: tl.constexpr,
 ):
-    """Sums of log-decays, (1 + lower)^-1, and its products with keys and with values."""
+    """Sums of log-decays, the whole (1 + lower)^-1, and its products with keys and with values."""
     chunk = tl.program_id(0) // N
     head = tl.program_id(0) % N
     key_head = head // (N // K)
@@ -126,6 +180,7 @@ def solve_chunks(
     g_TN += start * g_stride
     beta_TN += start * beta_stride
     inverse_TK += start * K
+    diagonal_TNH += start * (N * _HALF)
     total_TN += start * N
     solved_TNL += start * (N * _CHUNK)
     seen_TND += start * (N * D)
@@ -142,7 +197,6 @@ def solve_chunks(
     k0_HD = _tile(k_TD, token_0, k_stride, column_D, is_0)
     k1_HD = _tile(k_TD, token_1, k_stride, column_D, is_1)
     k0_DH = _tile_transposed(k_TD, token_0, k_stride, column_D, is_0)
-    k1_DH = _tile_transposed(k_TD, token_1, k_stride, column_D, is_1)
     inverse_0 = tl.load(inverse_TK + token_0 * K + key_head, mask=is_0, other=0.0)
     inverse_1 = tl.load(inverse_TK + token_1 * K + key_head, mask=is_1, other=0.0)
     beta_0 = tl.load(beta_TN + token_0 * beta_stride + head, mask=is_0, other=0.0).to(tl.float32)
@@ -154,16 +208,11 @@ def solve_chunks(
     tl.store(total_TN + token_0 * N + head, total_0, mask=is_0)
     tl.store(total_TN + token_1 * N + head, total_1, mask=is_1)
 
-    is_lower = row_H[:, None] > row_H[None, :]
-    is_any = row_H[:, None] >= 0
-    row_0 = (beta_0 * inverse_0)[:, None]
-    row_1 = (beta_1 * inverse_1)[:, None]
-    lower_HH = tl.dot(k0_HD, k0_DH) * _decays(total_0, total_0, is_lower)
-    x00_HH = _invert(lower_HH * row_0 * inverse_0[None, :])
-    lower_HH = tl.dot(k1_HD, k1_DH) * _decays(total_1, total_1, is_lower)
-    x11_HH = _invert(lower_HH * row_1 * inverse_1[None, :])
-    lower_HH = tl.dot(k1_HD, k0_DH) * _decays(total_1, total_0, is_any & (row_H[None, :] >= 0))
-    lower_HH = lower_HH * row_1 * inverse_0[None, :]
+    x00_HH = _tile(diagonal_TNH + head * _HALF, token_0, N * _HALF, row_H, is_0)
+    x11_HH = _tile(diagonal_TNH + head * _HALF, token_1, N * _HALF, row_H, is_1)
+    is_any = (row_H[:, None] >= 0) & (row_H[None, :] >= 0)
+    lower_HH = tl.dot(k1_HD, k0_DH) * _decays(total_1, total_0, is_any)
+    lower_HH = lower_HH * (beta_1 * inverse_1)[:, None] * inverse_0[None, :]
     x10_HH = -_exact_dot(_exact_dot(x11_HH, lower_HH), x00_HH)
 
     solved_0 = solved_TNL + (token_0 * N + head)[:, None] * _CHUNK + row_H[None, :]
@@ -193,16 +242,6 @@ def solve_chunks(
     update_HV = tl.dot((x11_HH * beta_1[None, :]).to(dtype), v1_HV, update_HV)
     update_1 = update_TNV + (token_1 * N + head)[:, None] * V + column_V[None, :]
     tl.store(update_1, update_HV.to(dtype), mask=is_1[:, None])
-
-
-@triton.jit
-def _half_of(start_C, length_C, N: tl.constexpr):
-    """Half of a chunk, and head, of a program: chunk, first token, length, first row, head."""
-    head = tl.program_id(0) % N
-    half = tl.program_id(0) // N
-    chunk = half // 2
-    start = tl.load(start_C + chunk).to(tl.int64)
-    return chunk, start, tl.load(length_C + chunk), half % 2 * _HALF, head
 
 
 @triton.jit

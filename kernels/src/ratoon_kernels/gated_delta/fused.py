@@ -10,7 +10,9 @@ In shape suffixes C is the chunks of the forest; L the 64 rows of one.
 
 import functools
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -25,12 +27,23 @@ from ratoon_kernels.layout import TreeLayout
 SIZES: Final = (32, 64, 128)
 MIN_CAPABILITY_MAJOR: Final = 8
 _NORM_ROWS: Final = 32
-_WARPS: Final = 4
 # Values of a task of the recurrence: with 32 it has products of 32 rows, as all kernels here.
 _STATE_VALUES: Final = 32
-_STATE_STAGES: Final = 2
-_GRADIENT_VALUES: Final = 64
-_GRADIENT_STAGES: Final = 1
+# How each kernel is launched, as an H200 runs it best.
+_OPTIONS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
+    {
+        "inverse_norms": {"num_warps": 4},
+        "invert_triangles": {"num_warps": 1},
+        "solve_chunks": {"num_warps": 4},
+        "run_states": {"num_warps": 4, "STAGES": 2},
+        "write_outputs": {"num_warps": 4},
+        "begin_dupdates": {"num_warps": 4},
+        "run_dstates": {"num_warps": 4, "STAGES": 2},
+        "solve_dupdates": {"num_warps": 4},
+        "write_gradients": {"num_warps": 8, "BLOCK": 32, "STAGES": 1},
+        "sum_decays": {"num_warps": 4},
+    }
+)
 
 
 def unavailable_reason() -> str | None:
@@ -95,7 +108,7 @@ def forward(operands: Operands) -> tuple[Tensor, Tensor]:
                 *call.q_strides,
                 *call.k_strides,
                 **call.sizes,
-                num_warps=_WARPS,
+                **_OPTIONS["write_outputs"],
             )
     return out_TNV, states.handed_ENDV
 
@@ -140,7 +153,7 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             operands.beta_TN.stride(0),
             N=num_heads,
             V=value_dim,
-            num_warps=_WARPS,
+            **_OPTIONS["solve_dupdates"],
         )
         kernel = gradient_kernels.write_gradients
         kernel[(tables.num_chunks * 2 * sizes["K"],)](
@@ -172,9 +185,7 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             dout_TNV.stride(0),
             dout_TNV.stride(1),
             **sizes,
-            BLOCK=min(_GRADIENT_VALUES, value_dim),
-            STAGES=_GRADIENT_STAGES,
-            num_warps=_WARPS,
+            **_OPTIONS["write_gradients"],
         )
         kernel = chunk_kernels.sum_decays
         kernel[(tables.num_chunks,)](
@@ -188,7 +199,7 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             N=num_heads,
             HEADS=1 << (num_heads - 1).bit_length(),
             PARTS=2,
-            num_warps=_WARPS,
+            **_OPTIONS["sum_decays"],
         )
     return grads
 
@@ -296,7 +307,7 @@ def _inverse_norms(x_TKD: Tensor) -> Tensor:
             K=num_heads,
             D=size,
             ROWS=_NORM_ROWS,
-            num_warps=_WARPS,
+            **_OPTIONS["inverse_norms"],
         )
     return inverse_TK
 
@@ -320,13 +331,32 @@ def _run_states(call: _Call) -> _States:
     )
     if not num_tokens:
         return states
-    kernel: Any = chunk_kernels.solve_chunks
+    diagonal_TNH = call.wide((num_tokens, num_heads, CHUNK_TOKENS // 2))
+    kernel: Any = chunk_kernels.invert_triangles
+    kernel[(tables.num_chunks * 2 * num_heads,)](
+        operands.k_TKD,
+        operands.g_TN,
+        operands.beta_TN,
+        call.inverse_k_TK,
+        diagonal_TNH,
+        tables.start_C,
+        tables.length_C,
+        *call.k_strides,
+        operands.g_TN.stride(0),
+        operands.beta_TN.stride(0),
+        K=sizes["K"],
+        N=num_heads,
+        D=key_dim,
+        **_OPTIONS["invert_triangles"],
+    )
+    kernel = chunk_kernels.solve_chunks
     kernel[(tables.num_chunks * num_heads,)](
         operands.k_TKD,
         operands.v_TNV,
         operands.g_TN,
         operands.beta_TN,
         call.inverse_k_TK,
+        diagonal_TNH,
         states.total_TN,
         states.solved_TNL,
         states.seen_TND,
@@ -338,7 +368,7 @@ def _run_states(call: _Call) -> _States:
         operands.g_TN.stride(0),
         operands.beta_TN.stride(0),
         **sizes,
-        num_warps=_WARPS,
+        **_OPTIONS["solve_chunks"],
     )
     has_first = operands.first_SNDV is not None and len(operands.first_SNDV) > 0
     kernel = state_kernels.run_states
@@ -364,8 +394,7 @@ def _run_states(call: _Call) -> _States:
         *call.k_strides,
         **sizes,
         BLOCK=_STATE_VALUES,
-        STAGES=_STATE_STAGES,
-        num_warps=_WARPS,
+        **_OPTIONS["run_states"],
     )
     return states
 
@@ -400,7 +429,7 @@ def _run_dstates(
         *call.k_strides,
         *dout_strides,
         **sizes,
-        num_warps=_WARPS,
+        **_OPTIONS["begin_dupdates"],
     )
     dbegin = call.wide((tables.num_begin_slots, num_heads, sizes["D"], value_dim))
     has_handed = dend_ENDV is not None and len(dend_ENDV) > 0
@@ -432,8 +461,7 @@ def _run_dstates(
         *dout_strides,
         **sizes,
         BLOCK=_STATE_VALUES,
-        STAGES=_STATE_STAGES,
-        num_warps=_WARPS,
+        **_OPTIONS["run_dstates"],
     )
     if dfirst is not None:
         for row, slot in tables.begins:

@@ -102,7 +102,7 @@ def _unnormalised(dnormal_HD, x_HD, inverse_H):
 
 
 @triton.jit
-def write_gradients(
+def write_gradients(  # noqa: PLR0915
     q_TKD,
     k_TKD,
     beta_TN,

@@ -75,8 +75,9 @@ def kernel_spec(
     }
     if name != "backward_prepare":
         defines["PARTIAL"] = int(is_partial)
-    if name in ("forward", "backward", "backward_queries"):
+    if name in _MASKING:
         defines["KEYS"] = (FORWARD_KEYS if name == "forward" else BACKWARD_KEYS)[head_dim]
+        defines["WINDOW"] = int(is_windowed)
     if name.startswith("backward_finish"):
         defines["FINISH_DIM"] = FINISH_DIMS[head_dim]
     if name == "backward":

@@ -204,6 +204,13 @@ class DecoderSizes:
         wider."""
         return self.stack_elements * (self.element_bytes + max(4, self.element_bytes))
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what linear attention passes on at a node's end in a stream, and of its
+        gradients, in all layers."""
+        elements = sum(layer.mixer.state_elements(self.num_ranks) for layer in self.layers)
+        return elements * 2 * max(4, self.element_bytes)
+
     def head_bytes(self, rows: int) -> int:
         """Working memory of `token_logprobs` in bytes, beyond its inputs."""
         row_logits = self.vocab_size * self.element_bytes

@@ -53,6 +53,10 @@ class Mixer(Protocol):
         """Elements that one of `num_ranks` ranks has in a stream's stacks."""
         ...
 
+    def state_elements(self, num_ranks: int) -> int:
+        """Elements that one of `num_ranks` ranks passes on at a node's end in a stream."""
+        ...
+
     def exchanged_elements(self, num_ranks: int) -> int:
         """Elements that are exchanged between ranks, forward and backward."""
         ...
@@ -117,6 +121,10 @@ class Attention:
         """See `Mixer`: keys and values."""
         copies = self.num_kv_heads * self.key_copies(num_ranks)
         return copies * (self.head_dim + self.value_size)
+
+    def state_elements(self, num_ranks: int) -> int:
+        """See `Mixer`."""
+        return 0
 
     def exchanged_elements(self, num_ranks: int) -> int:
         """See `Mixer`: queries, results and their gradients in 2 + 4 exchanges, keys and values in
@@ -207,8 +215,13 @@ class GatedDelta:
         return (*((hidden_size, size) for size in ins), (self.output_size, hidden_size))
 
     def stack_elements(self, num_ranks: int) -> int:
-        """See `Mixer`: a stage passes on one state, whatever it has of tokens."""
+        """See `Mixer`."""
         return 0
+
+    def state_elements(self, num_ranks: int) -> int:
+        """See `Mixer`: the state, and the rows that later taps read."""
+        states = self.num_heads * self.key_dim * self.value_dim // num_ranks
+        return states + (self.taps - 1) * self.convolved_size
 
     def exchanged_elements(self, num_ranks: int) -> int:
         """See `Mixer`: what the recurrence reads and its results, in 1 + 2 exchanges."""
