@@ -147,7 +147,7 @@ def test_work_counts_what_is_packed() -> None:
 def test_a_plan_costs_the_pairs_within_the_window(
     batch: RolloutBatch, budget: int, window: int
 ) -> None:
-    """Of each token what its path has of the window, however its micro-batch came to be: the first
+    """A token has what its path has of the window, however its micro-batch came to be: the first
     tokens of short sequences were priced as if they saw a whole window."""
     costs = CostModel(
         pair=0.0, near_pair=1.0, window=window, token=0.5, row=0.0, call=0.0, resident=0.0

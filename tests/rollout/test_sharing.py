@@ -55,7 +55,7 @@ def test_beyond_the_window_a_fork_costs_nothing() -> None:
     # All 10 pairs, and 9 tokens at most.
     assert _plan(_fan(4, [100] * 3), replace(near, window=9)).unshared == ()
     assert _plan(_fan(4, [100] * 3), replace(near, window=10)).unshared == (1, 2)
-    # Of the pairs 7, and 7.5 in all, against 2 tokens, each of which costs 3.7 or 3.8.
+    # 7 of the pairs, and 7.5 in all, against 2 tokens, each of which costs 3.7 or 3.8.
     for fork, unshared in ((7.4, ()), (7.6, (1, 2))):
         costs = replace(near, window=2, fork=fork)
         assert _plan(_fan(4, [100] * 3), costs).unshared == unshared
