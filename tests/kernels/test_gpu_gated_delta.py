@@ -25,7 +25,7 @@ FORESTS = {
     "edges": forest_from([-1, 0, 0, 2, 2], [CHUNK, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 5, 1]),
     "roots": forest_from([-1, 0, -1, -1, 3], [70, 200, 1, 129, 64]),
     "deep": chain(64, 33),
-    "turns": forest_from([-1, *(max(0, 2 * (n // 2) - 1) for n in range(63))], [90] * 64),
+    "turns": forest_from([-1, *(2 * (n // 2) for n in range(63))], [90] * 64),
     "wide": star(300, 1000, 7),
     "binary": binary(5, 40),
     **{f"random_{i}": f for i, f in enumerate(random_forests(3, 4, 12, 200))},
