@@ -217,6 +217,17 @@ def switches() -> Iterator[Callable[[str], None]]:
         _install(ours)
 
 
+@contextmanager
+def reference_alone() -> Iterator[None]:
+    """Within the context, what is compiled anew runs recurrences by the reference backend."""
+    backends = registry.GATED_DELTA_BACKENDS
+    _install(MappingProxyType({"reference": backends["reference"]}))
+    try:
+        yield
+    finally:
+        _install(backends)
+
+
 def _install(backends: Mapping[str, registry.GatedDeltaBackend]) -> None:
     of_op: Any = op
     of_registry: Any = registry

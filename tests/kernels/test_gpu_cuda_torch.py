@@ -25,6 +25,8 @@ from tests.kernels.cuda_attention import (
     BACKEND,
     DEVICE,
     LONG_PROMPT,
+    SIZES,
+    Sizes,
     assert_same_bits,
     attention_of,
     make_problem,
@@ -47,12 +49,12 @@ pytestmark = pytest.mark.gpu
 FOREST = forest_from([-1, 0, 0, 0, -1, 4, 5, 5], [300, 61, 200, 1, 270, 77, 255, 129])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_both_ops_pass_opcheck(head_dim: int) -> None:
+@pytest.mark.parametrize("sizes", SIZES)
+def test_both_ops_pass_opcheck(sizes: Sizes) -> None:
     """In deterministic mode: it compares calls, and sums in another order are not equal."""
     forest = NAMED["two_trees"]
     layout = forest.layout(DEVICE)
-    problem = make_problem(forest.num_tokens, torch.bfloat16, head_dim)
+    problem = make_problem(forest.num_tokens, torch.bfloat16, sizes)
     q, k, v = (x.requires_grad_() for x in (problem.q_TNH, problem.k_TKH, problem.v_TKH))
     plan = cuda.plan(layout)
     args: Any = (q, k, v, layout.end_T, plan, problem.scale, BACKEND, True)

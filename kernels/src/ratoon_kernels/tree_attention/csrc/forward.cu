@@ -33,9 +33,6 @@ DEVICE void consume(Shared& shared, const Problem& problem, const TensorMap* out
       consumer.rows.max[h] = NEGATIVE_INFINITY;
       consumer.rows.sum[h] = 0.0f;
     }
-#if WINDOW
-    load_starts(consumer.start, problem.start, query_tile * TILE + consumer.row);
-#endif
     if (num_steps > 0) {
       consumer.attend(num_steps, query_tile * TILE + consumer.row, has_pending_store);
     } else {

@@ -79,9 +79,6 @@ struct Consumer {
   Softmax rows;
   float factor[2];
   float slack;  // MAX_SLACK in raw logits
-#if WINDOW
-  int start[2];  // of this thread's two rows
-#endif
 
   // S = Q K^T of the K buffer at hand.
   DEVICE void issue_qk() {
@@ -122,7 +119,8 @@ struct Consumer {
     if (first_key != NO_MASK) {
       mask_logits(s, shared.end[k_ring.stage], first_key - problem.key_shift, tile_row);
 #if WINDOW
-      mask_before(s, start, first_key);
+      // Read at each partial step: at 256 dimensions there are no registers to keep them in.
+      mask_before(s, problem.start, tile_row, first_key);
 #endif
     }
     release(shared_address(&shared.k_empty[k_ring.stage]));
