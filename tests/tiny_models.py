@@ -150,7 +150,7 @@ def _config(architecture: str, vocab_size: int, num_heads: int) -> PretrainedCon
         return Olmo3Config(**{**common, **windowed})
     if architecture == "gemma3":
         # The root of the hidden size, by which embeddings are scaled, has no end.
-        own = {"hidden_size": 24, "head_dim": 8, "query_pre_attn_scalar": 6}
+        own = {"hidden_size": 20, "head_dim": 8, "query_pre_attn_scalar": 6}
         return Gemma3TextConfig(**{**common, **windowed, **own, "tie_word_embeddings": True})
     if architecture == "qwen3_5":
         return Qwen3_5TextConfig(**common | _DELTA)

@@ -146,7 +146,7 @@ def _rows(run: Run, size: RoutedSize) -> Iterator[Row]:
     batch = make_batch((scale.paper,), size.vocab_size, run.seed)
     ways = Ways(run, size)
     even = with_routes(batch, size, POPULARITY["even"], run.seed)
-    with _reserved(ways):
+    with reserved(ways):
         # The fastest cut of a dense model is the largest.
         plan = Plan(cuts=scale.cuts[-2:])
         for row in compare_ways(ways, even, [ours, scale.baseline], plan):
@@ -159,7 +159,7 @@ def _rows(run: Run, size: RoutedSize) -> Iterator[Row]:
     del ways
     release(run.device)
     ways = Ways(run, replace(size, implementation=OF_TRANSFORMERS))
-    with _reserved(ways):
+    with reserved(ways):
         yield {"routing": "own", **_attempt(_one, ways, batch), "how": TRANSFORMERS}
 
 
@@ -233,7 +233,7 @@ def _update(ways: Ways, batch: RolloutBatch) -> Row:
 
 
 @contextmanager
-def _reserved(ways: Ways) -> Iterator[None]:
+def reserved(ways: Ways) -> Iterator[None]:
     """Holds the memory of what full tuning keeps beside weights and gradients."""
     trained = trained_parameters(ways.module)
     gradients = sum(p.numel() * p.element_size() for p in trained.values())

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from benchmarks.common.forests import PAPER_LENGTHS
 from benchmarks.step.subjects import Way, build_module
 from benchmarks.step.varlen import FA2
-from benchmarks.step.workload import QWEN3_1_7B, QWEN3_8B, TINY, CutGroup, Group, ModelSize
+from benchmarks.step.workload import QWEN3_1_7B, QWEN3_8B, TINY, AnySize, CutGroup, Group, ModelSize
 from ratoon.planner.device_costs import H200_RATES, KNOWN_RATES, DeviceRates
 from ratoon.train.numerics import device_model
 
@@ -189,7 +189,7 @@ class Run:
         """Rates by which seconds are predicted: the device's, or an H200's for an unknown one."""
         return KNOWN_RATES.get(device_model(self.device), H200_RATES)
 
-    def module(self, size: ModelSize) -> PreTrainedModel:
+    def module(self, size: AnySize) -> PreTrainedModel:
         """A model with random weights from this run's seed."""
         return build_module(size, self.device, self.scale.dtype, self.seed)
 

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from benchmarks.step import varlen as step_varlen
-from benchmarks.step.workload import ModelSize, RoutedSize, SeededBatch
+from benchmarks.step.workload import AnySize, FamilySize, ModelSize, RoutedSize, SeededBatch
 from ratoon.model.attention import ATTENTION_NAME, TreeAttention, register_tree_attention
 from ratoon.model.experts import EXPERTS_NAME, register_grouped_experts
 from ratoon.model.families import family_of
@@ -57,35 +57,41 @@ _COMPARED = re.compile(
 class Way:
     """A row of a table: a backend of tree attention, over packed or replicated rollouts.
 
-    With `wave` > 0, packed rollouts are streamed, that many responses at a time.
+    With `wave` > 0, packed rollouts are streamed, that many responses at a time. `recurrence` names
+    the library that runs recurrences, level by level; empty: ours does.
     """
 
     backend: str
     is_packed: bool
     wave: int = 0
+    recurrence: str = ""
 
     @property
     def how(self) -> str:
         """The way's name in a result."""
         streamed = f"{STREAMED}{self.wave}" if self.wave else ""
-        return self.backend + ("" if self.is_packed else REPLICATED) + streamed
+        library = f"+{self.recurrence}" if self.recurrence else ""
+        return self.backend + library + ("" if self.is_packed else REPLICATED) + streamed
 
 
 def build_module(
-    size: ModelSize, device: torch.device, dtype: torch.dtype, seed: int
+    size: AnySize, device: torch.device, dtype: torch.dtype, seed: int
 ) -> PreTrainedModel:
     """Makes a model with random weights on the device; the global random state stays unchanged."""
     register_tree_attention()
     register_grouped_experts()
-    config = _config(size)
+    config = size.config if isinstance(size, FamilySize) else _config(size)
+    family = family_of(config)
+    if isinstance(size, FamilySize) and family.experts is not None:
+        config._experts_implementation = EXPERTS_NAME
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
         module = cast("Any", AutoModelForCausalLM).from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
-    if config._experts_implementation == EXPERTS_NAME:
-        family_of(config).prepare(module)
+    if family.experts is None or config._experts_implementation == EXPERTS_NAME:
+        family.prepare(module)
     return cast("PreTrainedModel", module)
 
 

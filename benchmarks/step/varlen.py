@@ -27,11 +27,17 @@ def unavailable_reason() -> str | None:
 
 
 def unsupported_reason(
-    device: torch.device, dtype: torch.dtype, _head_dim: int, is_deterministic: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    _head_dim: int,
+    is_deterministic: bool,
+    value_dim: int | None = None,
+    _window: int | None = None,
 ) -> str | None:
     """Why it does not support such a call, or None."""
     is_served = device.type == "cuda" and dtype in _DTYPES and not is_deterministic
-    return None if is_served else "for 16-bit tensors on CUDA GPUs, not deterministic"
+    is_served &= value_dim is None
+    return None if is_served else "for 16-bit tensors of one size on CUDA GPUs, not deterministic"
 
 
 def plan(layout: TreeLayout, _window: int | None = None) -> list[Tensor]:
@@ -43,7 +49,9 @@ def forward(operands: Operands) -> tuple[Tensor, Tensor]:
     """Returns out_TNH and lse_NT."""
     q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *_sequences(operands), 0.0, True, False), scale=operands.scale
+        *(q, k, v, *_sequences(operands), 0.0, True, False),
+        scale=operands.scale,
+        **_window_sizes(operands.window),
     )
     return out, lse
 
@@ -57,16 +65,28 @@ def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Te
         *(upstream.dout_QNH, q, k, v, upstream.out_QNH, upstream.lse_NQ),
         *(*_sequences(operands), 0.0, True, unread, unread),
         scale=operands.scale,
+        **_window_sizes(operands.window),
     )
+
+
+def _window_sizes(window: int | None) -> dict[str, int]:
+    """Tokens before and behind a query; the query itself is not counted."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def install() -> None:
     """Registers the name `fa2` with the op and its registry; idempotent."""
+    add_backend(FA2, sys.modules[__name__])
+
+
+def add_backend(name: str, backend: Any) -> None:
+    """Registers a backend of tree attention under a new name; a known one stays."""
     of_op: Any = op
     of_registry: Any = registry
-    if FA2 in of_op.TREE_ATTENTION_BACKENDS:
+    before = of_op.TREE_ATTENTION_BACKENDS
+    if name in before:
         return
-    known: Any = {**registry.TREE_ATTENTION_BACKENDS, FA2: sys.modules[__name__]}
+    known: Any = {**before, name: backend}
     held: Any = {**of_registry._BACKENDS, registry.TREE_ATTENTION: MappingProxyType(known)}
     of_op.TREE_ATTENTION_BACKENDS = MappingProxyType(known)
     of_registry._BACKENDS = MappingProxyType(held)

@@ -31,7 +31,8 @@ from benchmarks.step.subjects import (
     run_step,
 )
 from benchmarks.step.workload import (
-    ModelSize,
+    AnySize,
+    FamilySize,
     SeededBatch,
     mfu,
     packed_batch,
@@ -56,8 +57,12 @@ LOGPROB = "logprob"
 class Ways:
     """Owns one model's module, and a policy around it per backend, of which one is active."""
 
-    def __init__(self, run: Run, size: ModelSize) -> None:
+    def __init__(
+        self, run: Run, size: AnySize, activate: Callable[[Way], None] = lambda _way: None
+    ) -> None:
+        """`activate` is told of each way before it runs."""
         self.run = run
+        self._activate = activate
         self.size = size
         self.module = run.module(size)
         self._opened: dict[str, tuple[PolicyModel, LayerCalls]] = {}
@@ -70,6 +75,7 @@ class Ways:
         if way.backend not in self._opened:
             policy = open_policy(self.module, way)
             self._opened[way.backend] = (policy, layer_calls(self.module))
+        self._activate(way)
         policy, calls = self._opened[way.backend]
         restore_calls(self.module, calls)
         return policy
@@ -163,7 +169,9 @@ def measure_way(
         num_samples=run.num_samples,
         stop_at=run.stop_at,
     )
-    work, replicated = packed_work(packed_batch(batch)), replicated_work(batch)
+    window = ways.size.window if isinstance(ways.size, FamilySize) else None
+    work = packed_work(packed_batch(batch), window)
+    replicated = replicated_work(batch, window)
     return {
         **row,
         "seconds": measured.seconds,

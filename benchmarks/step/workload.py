@@ -15,16 +15,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from harness.decoder_sizes import uniform_sizes
 from ratoon.model.experts import EXPERTS_NAME
+from ratoon.model.families import family_of
 from ratoon.planner.activation_plan import DecoderSizes
+from ratoon.planner.costs import path_pairs
+from ratoon.planner.layer_kinds import window_of_layers
 from ratoon.planner.stage_plan import HeldTokens
 from ratoon.planner.waves import resident_tokens
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.rollout.prefixes import sort_sequences
+from ratoon.train import report
 from ratoon.train.micro_batches import DeviceBatch, to_device
 from ratoon.train.staged_batch import stream_tokens
 
@@ -75,6 +80,36 @@ class RoutedSize(ModelSize):
         router = self.num_layers * self.hidden_size * self.num_experts
         return super(RoutedSize, self).layer_parameters + router
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilySize:
+    """A decoder of any family that is served, as its configuration states it."""
+
+    name: str
+    config: PreTrainedConfig
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees in layers with a window; None: no layer has one."""
+        return window_of_layers(self.geometry.layers)
+
+    @property
+    def geometry(self) -> report.Geometry:
+        """Sizes by which the service counts work, with all weights trained."""
+        config: Any = self.config
+        layers = family_of(config).layers(config)
+        weights = float(sum(layer.weights(config.hidden_size) for layer in layers))
+        return report.Geometry(
+            layer_parameters=weights,
+            trained_layer_parameters=weights,
+            head_is_trained=True,
+            layers=layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+        )
+
+
+AnySize = ModelSize | FamilySize
 
 QWEN3_8B = ModelSize(
     name="Qwen3-8B", num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -132,22 +167,29 @@ class StepWork:
         tokens: Tokens through the layers.
         rows: Hidden states that reach the LM head.
         pairs: Attended (query, key) pairs of one head of one layer, causal.
+        near_pairs: Those of one with a window; 0 if none has.
     """
 
     tokens: int
     rows: int
     pairs: int
+    near_pairs: int = 0
 
 
-def step_flops(size: ModelSize, work: StepWork) -> float:
+def step_flops(size: AnySize, work: StepWork) -> float:
     """6 per token and weight, 14 per pair and head dimension; recomputation is not counted."""
+    if isinstance(size, FamilySize):
+        counted = report.Work(
+            tokens=work.tokens, rows=work.rows, pairs=work.pairs, near_pairs=work.near_pairs
+        )
+        return report.training_flops(size.geometry, counted)
     layers = 6 * size.layer_parameters * work.tokens
     head = 6 * size.vocab_size * size.hidden_size * work.rows
     attention = 14 * size.head_dim * size.num_heads * size.num_layers * work.pairs
     return float(layers + head + attention)
 
 
-def mfu(size: ModelSize, work: StepWork, seconds: float) -> float:
+def mfu(size: AnySize, work: StepWork, seconds: float) -> float:
     """Model FLOPs utilization, of an H200's peak whatever the device."""
     return step_flops(size, work) / seconds / PEAK_FLOPS
 
@@ -205,7 +247,10 @@ class SeededBatch:
         """Held tokens from which the service plans each forward's activations."""
         if not self.stages:
             return [HeldTokens(tokens=self.packed_tokens, above=0, waits=False, stream=None)]
-        stream, parents = stream_tokens(self.stages), {stage.parent for stage in self.stages}
+        stream, parents = (
+            stream_tokens(self.stages, self.packed.forest),
+            {stage.parent for stage in self.stages},
+        )
         resident = resident_tokens(self.stages)
         return [
             HeldTokens(tokens=stage.num_tokens, above=above, waits=index in parents, stream=stream)
@@ -299,21 +344,30 @@ def waves(packed: PackedBatch, num_subtrees: int) -> tuple[Stage, ...]:
     return (prefix, *parts)
 
 
-def packed_work(packed: PackedBatch) -> StepWork:
-    """The work of one packed micro-batch."""
+def packed_work(packed: PackedBatch, window: int | None = None) -> StepWork:
+    """The work of one packed micro-batch, by a model some of whose layers have this window."""
     forest = packed.forest
-    own = forest.node_stop - forest.node_start
-    pairs = own * forest.node_depth + own * (own + 1) // 2
-    return StepWork(tokens=forest.num_tokens, rows=len(packed.row_index), pairs=int(pairs.sum()))
+    end = forest.node_depth + forest.node_stop - forest.node_start
+
+    def pairs(of: int | None) -> int:
+        return int((path_pairs(end, of) - path_pairs(forest.node_depth, of)).sum())
+
+    return StepWork(
+        tokens=forest.num_tokens,
+        rows=len(packed.row_index),
+        pairs=pairs(None),
+        near_pairs=pairs(window) if window else 0,
+    )
 
 
-def replicated_work(batch: RolloutBatch) -> StepWork:
-    """Work of all rollouts, each run separately."""
+def replicated_work(batch: RolloutBatch, window: int | None = None) -> StepWork:
+    """Work of all rollouts, each run separately; `window` as of `packed_work`."""
     length = sequence_lengths(batch)
     return StepWork(
         tokens=int(length.sum()),
         rows=len(batch.loss_mask),
-        pairs=int((length * (length + 1) // 2).sum()),
+        pairs=int(path_pairs(length).sum()),
+        near_pairs=int(path_pairs(length, window).sum()) if window else 0,
     )
 
 

@@ -75,18 +75,33 @@ def fill_free_memory() -> None:
 
 
 def attention_of(
-    layout: TreeLayout, scale: float, *, backend: str = BACKEND, deterministic: bool = False
+    layout: TreeLayout,
+    scale: float,
+    *,
+    backend: str = BACKEND,
+    deterministic: bool = False,
+    window: int | None = None,
 ) -> Attention:
     return functools.partial(
-        tree_attention, layout=layout, scale=scale, backend=backend, deterministic=deterministic
+        tree_attention,
+        layout=layout,
+        scale=scale,
+        window=window,
+        backend=backend,
+        deterministic=deterministic,
     )
 
 
 def run_cuda(
-    layout: TreeLayout, problem: Problem, *, with_dlse: bool = True, deterministic: bool = False
+    layout: TreeLayout,
+    problem: Problem,
+    *,
+    with_dlse: bool = True,
+    deterministic: bool = False,
+    window: int | None = None,
 ) -> Results:
     """Results and all gradients of the backend."""
-    attention = attention_of(layout, problem.scale, deterministic=deterministic)
+    attention = attention_of(layout, problem.scale, deterministic=deterministic, window=window)
     with stale_memory():
         return run(attention, problem, with_dlse=with_dlse)
 
@@ -94,9 +109,11 @@ def run_cuda(
 run_cuda_in_parts = functools.partial(run_in_parts, backend=BACKEND, memory=stale_memory)
 
 
-def run_reference(layout: TreeLayout, problem: Problem, *, with_dlse: bool = True) -> Results:
+def run_reference(
+    layout: TreeLayout, problem: Problem, *, with_dlse: bool = True, window: int | None = None
+) -> Results:
     """Results of the reference backend, in fp32."""
-    attention = attention_of(layout, problem.scale, backend="reference")
+    attention = attention_of(layout, problem.scale, backend="reference", window=window)
     return run(attention, in_fp32(problem), with_dlse=with_dlse)
 
 
@@ -176,13 +193,20 @@ def assert_no_worse_than_torch(
     *,
     with_dlse: bool = True,
     deterministic: bool = False,
+    window: int | None = None,
 ) -> None:
     """Errors against dense fp64 are at most twice those of torch in the same dtype.
 
     Where torch happens to be exact, the error of rounding the exact result stands for its own.
     """
-    got = run_cuda(forest.layout(DEVICE), problem, with_dlse=with_dlse, deterministic=deterministic)
-    mask = forest.mask()
+    got = run_cuda(
+        forest.layout(DEVICE),
+        problem,
+        with_dlse=with_dlse,
+        deterministic=deterministic,
+        window=window,
+    )
+    mask = forest.mask(window)
     exact = dense_oracle(mask, problem, with_dlse=with_dlse)
     theirs = run_torch(mask, problem, with_dlse=with_dlse)
     dtype = problem.q_TNH.dtype
@@ -199,12 +223,17 @@ def assert_no_worse_than_torch(
 
 
 def assert_equals_reference(
-    forest: Forest, problem: Problem, label: str, *, deterministic: bool = False
+    forest: Forest,
+    problem: Problem,
+    label: str,
+    *,
+    deterministic: bool = False,
+    window: int | None = None,
 ) -> None:
     """Results are those of the reference backend in fp32, but for 16-bit rounding."""
     layout = forest.layout(DEVICE)
-    got = run_cuda(layout, problem, deterministic=deterministic)
-    expected = run_reference(layout, problem)
+    got = run_cuda(layout, problem, deterministic=deterministic, window=window)
+    expected = run_reference(layout, problem, window=window)
     assert_close(got, expected, rounding_of(problem.q_TNH.dtype), label)
     error = relative_error(got["lse"], expected["lse"])
     assert error <= LSE_TOLERANCE, f"{label} lse: {error:.3g}"

@@ -3,7 +3,7 @@
 Nothing here reads `end` to decide who attends whom, and nothing imports the ops under test.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,13 +29,14 @@ class Forest:
     def num_tokens(self) -> int:
         return int(self.stop[-1]) if len(self.stop) else 0
 
-    def layout(self, device: str = "cpu") -> TreeLayout:
+    def layout(self, device: str = "cpu", windows: Collection[int] = ()) -> TreeLayout:
         return build_layout(
             node_start=self.start,
             node_stop=self.stop,
             node_end=self.end,
             node_parent=self.parent.astype(np.int32),
             device=device,
+            windows=windows,
         )
 
     def mask(self, window: int | None = None) -> npt.NDArray[np.bool_]:

@@ -41,16 +41,19 @@ def _kinds(lists: TileLists, num_columns: int) -> npt.NDArray[np.int64]:
     return kinds
 
 
-def _check(forest: Forest, queries: Span, keys: Span, grid: BlockGrid) -> BlockPlan:
+def _check(
+    forest: Forest, queries: Span, keys: Span, grid: BlockGrid, window: int | None = None
+) -> BlockPlan:
     nodes = forest.layout().node_table_M4.numpy()
-    mask = build_block_plan(nodes, queries, keys, grid, "cpu")
+    mask = build_block_plan(nodes, queries, keys, grid, "cpu", window)
     attended = np.zeros((grid.padded_queries, grid.padded_keys), np.bool_)
-    part = forest.mask()[queries.start : queries.stop, keys.start : keys.stop]
+    part = forest.mask(window)[queries.start : queries.stop, keys.start : keys.stop]
     attended[: len(queries), : len(keys)] = part
     query, key = np.arange(grid.padded_queries)[:, None], np.arange(grid.padded_keys)
-    np.testing.assert_array_equal(
-        (key - int(mask.delta_1) <= query) & (query < mask.end_S.numpy()), attended
-    )
+    is_seen = (key - int(mask.delta_1) <= query) & (query < mask.end_S.numpy())
+    if mask.start_Q is not None:
+        is_seen &= key >= mask.start_Q.numpy()[:, None]
+    np.testing.assert_array_equal(is_seen, attended)
     num_key_tiles = grid.padded_keys // grid.key_tile
     num_backward_tiles = -(-grid.padded_queries // grid.backward_query_tile)
     for kinds, size in (
@@ -66,6 +69,8 @@ def _check(forest: Forest, queries: Span, keys: Span, grid: BlockGrid) -> BlockP
                 assert tile.all()
             elif kind == SKIP:
                 assert not tile.any()
+            elif mask.start_Q is not None:
+                assert tile.any()
     return mask
 
 
@@ -90,7 +95,9 @@ def test_lists_cover_the_mask_of_any_two_ranges_on_any_grid() -> None:
             cuts[:] = (0, forest.num_tokens)
         queries, keys = (Span(int(start), int(stop)) for start, stop in cuts)
         if len(queries) and len(keys):
-            _check(forest, queries, keys, _grid(queries, keys, rng))
+            grid = _grid(queries, keys, rng)
+            _check(forest, queries, keys, grid)
+            _check(forest, queries, keys, grid, int(rng.integers(1, 30)))
             num_checked += 1
     assert num_checked > 120
 

@@ -6,6 +6,7 @@ through autograd; which tiles the kernels visit is compared with the mask, tile 
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,20 @@ def test_parts_add_up_to_the_dense_oracle() -> None:
         dense_oracle(forest.mask(), problem, with_dlse=False),
         1e-5,
     )
+
+
+@pytest.mark.usefixtures("shared_kernels")
+def test_a_window_and_values_of_another_size_equal_the_dense_oracle() -> None:
+    forest = NAMED["two_trees"]
+    problem, layout = _problem(forest.num_tokens), forest.layout()
+    wide = random_problem(
+        forest.num_tokens, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, seed=1
+    )
+    problem = replace(problem, v_TKH=wide.v_TKH, dout_TNH=wide.dout_TNH)
+    for window in (9, 70):
+        attention = functools.partial(_attention(layout, problem.scale), window=window)
+        expected = dense_oracle(forest.mask(window), problem)
+        assert_close(run(attention, problem), expected, 1e-5, str(window))
 
 
 @pytest.mark.usefixtures("shared_kernels")

@@ -1,5 +1,6 @@
 """What layers keep and run again, compiled or not: the gradients and which operations run."""
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from ratoon.model.offload import HostOffload
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from ratoon.planner.activation_plan import Kept, max_tokens, peak_bytes, plan_activations
+from ratoon.planner.layer_kinds import window_of
 from ratoon_proto.types import FullTuning, LoraTuning
 from tests.model.builders import (
     FULL,
@@ -388,6 +390,22 @@ def test_experts_are_part_of_the_graphs(
     assert len(graphs) == 1
 
 
+@pytest.mark.more
+def test_linear_and_full_attention_are_a_graph_each(
+    tmp_path: Path, graphs: list[GraphModule]
+) -> None:
+    base = write_folder(tmp_path / "base", "qwen3_5")
+    models = [load(base, dtype=ModelDtype.FLOAT32, compile_layers=each) for each in (False, True)]
+    for model in models:
+        vars(model)["_plan_activations"] = lambda _: (Kept.NARROW,) * 2
+    for seed in range(2):
+        packed = pack(branching_sequences(seed))
+        modules, compiled = (_gradients(model, packed) for model in models)
+        for name, grad in modules.items():
+            assert (compiled[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    assert len(graphs) == 2
+
+
 # Every term of the formula is in one of them.
 _OF_ALL_TERMS = (
     ("qwen3_moe", FULL, Kept.PRODUCTS),
@@ -403,6 +421,7 @@ _OF_ALL_TERMS = (
     [
         _OF_ALL_TERMS[0],
         *(pytest.param(*case, marks=pytest.mark.more) for case in _OF_ALL_TERMS[1:]),
+        pytest.param("gemma3", FULL, Kept.NARROW, marks=pytest.mark.more),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in product(
@@ -430,6 +449,9 @@ def test_what_a_compiled_layer_keeps_is_what_is_planned(
         hidden_TD = hidden_of(model, packed)
     # Beside where each expert's rows stop, and the number of the router's counts.
     others = (4 * model.sizes.experts.num_experts + 8) * model.sizes.experts.is_routed
+    if model_type == "gemma3":
+        # Sines and cosines of 8 dimensions, which only layers of a kind share.
+        others += len(packed.tokens_T) * 2 * 8 * 4
     assert _own_bytes(saved)[1] - others == len(packed.tokens_T) * model.sizes.kept_bytes(kept)
     hidden_TD.sum().backward()
     assert graphs
@@ -483,17 +505,22 @@ def _saved_by_layers(model: PolicyModel) -> Iterator[list[list[Tensor]]]:
 def test_models_of_other_sizes_compile_in_one_process(
     tmp_path: Path, graphs: list[GraphModule]
 ) -> None:
-    """Their attention has another scale."""
+    """Their attention has another scale, or other windows; of gemma3, in one of two layers."""
     packed = pack(branching_sequences(0))
-    bases = (TINY, write_folder(tmp_path / "base", "llama"))
-    scales: set[float] = set()
+    bases = [TINY, *(write_folder(tmp_path / name, name) for name in ("llama", "gemma3"))]
+    for window in (3, 5):
+        bases.append(write_folder(tmp_path / f"mistral-{window}", "mistral"))
+        path = bases[-1] / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": window}))
+    forms: set[tuple[float, int | None]] = set()
     for base in bases:
         expected = _gradients(load(base, dtype=ModelDtype.FLOAT32), packed)
         model = load(base, dtype=ModelDtype.FLOAT32, compile_layers=True)
-        scales.add(cast(Any, model.config).head_dim ** -0.5)
+        attention = cast(Any, model.module).get_decoder().layers[0].self_attn
+        forms.add((attention.scaling, window_of(model.sizes.layers[0].mixer)))
         _keep(model, packed, Kept.PRODUCTS)
         got = _gradients(model, packed)
         for name, grad in expected.items():
             assert (got[name] - grad).norm() / grad.norm() < 1e-5, name
-    assert len(scales) == len(bases)
-    assert len(graphs) >= len(bases)
+    assert len(forms) == len(bases)
+    assert len(graphs) >= len(bases) + 1

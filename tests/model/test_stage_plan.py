@@ -19,6 +19,7 @@ from ratoon.planner.activation_plan import (
     plan_activations,
     streamed_tokens,
 )
+from ratoon.planner.layer_kinds import GatedDelta, Layer, Mlp
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens, least_plan, plan_forward
 from ratoon.planner.waves import peak_tokens, resident_tokens
 from ratoon.rollout.packed import Stage
@@ -232,6 +233,22 @@ def test_the_least_is_that_of_the_benchmark() -> None:
     assert without.peak_bytes - least.peak_bytes == 8192 * 36 * (2 * 8192 + 4 * 32)
     at_once = HeldTokens(tokens=4096, above=0, waits=False, stream=None)
     assert least_plan(QWEN3_8B, at_once, lent).peak_bytes == own
+
+
+def test_states_are_counted_beside_the_stacks() -> None:
+    """Three heads of value states of 4 x 5, two rows of queries, keys and values, twice."""
+    delta = GatedDelta(num_heads=3, num_key_heads=1, key_dim=4, value_dim=5, taps=3)
+    sizes = dataclasses.replace(QWEN3_8B, layers=(Layer(mixer=delta, mlp=Mlp(size=8)),) * 2)
+    assert sizes.state_bytes == 2 * (3 * 4 * 5 + 2 * (4 + 4 + 15)) * (4 + 4)
+    assert sizes.stack_bytes == 0
+    without = HeldTokens(tokens=8, above=8, waits=False, stream=StreamTokens(held=16, waiting=8))
+    held = dataclasses.replace(without, stream=StreamTokens(held=16, waiting=8, states=7))
+    for host_bytes in (0, 2**40):
+        for plan in (
+            lambda one, host=host_bytes: plan_forward(sizes, one, 2**40, host),
+            lambda one, host=host_bytes: least_plan(sizes, one, host),
+        ):
+            assert plan(held).peak_bytes - plan(without).peak_bytes == 7 * sizes.state_bytes
 
 
 def test_tokens_of_a_tree_are_those_of_its_paths() -> None:

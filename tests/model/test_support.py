@@ -144,8 +144,59 @@ def test_unsupported_configuration_is_refused_by_field(
 
 
 @pytest.mark.parametrize(
+    ("architecture", "changes", "field"),
+    [
+        ("deepseek_v3", {"n_group": 4}, "n_group"),
+        ("deepseek_v3", {"n_group": 6, "topk_group": 6}, "n_group"),
+        ("deepseek_v3", {"topk_group": 4}, "topk_group"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 3}, "num_experts_per_tok"),
+        ("deepseek_v3", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ("deepseek_v3", {"n_routed_experts": 1}, "n_routed_experts"),
+        ("deepseek_v3", {"n_routed_experts": None}, "n_routed_experts"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ("deepseek_v3", {"routed_scaling_factor": float("inf")}, "routed_scaling_factor"),
+        ("deepseek_v3", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
+        ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim"),
+        ("deepseek_v3", {"qk_nope_head_dim": 0}, "qk_nope_head_dim"),
+        ("deepseek_v3", {"v_head_dim": None}, "v_head_dim"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank"),
+        ("deepseek_v3", {"head_dim": 10}, "head_dim"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"topk_method": "group_limited_greedy"}, "topk_method"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 2}, "mlp_layer_types"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "moe"]}, "mlp_layer_types"),
+        ("glm4_moe_lite", {"q_lora_rank": 0}, "q_lora_rank"),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("gpt_oss", {"num_local_experts": 1}, "num_experts"),
+        ("gpt_oss", {"swiglu_limit": float("nan")}, "swiglu_limit"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window"),
+        ("gpt_oss", {"layer_types": FULL_SLIDING[:1]}, "layer_types"),
+    ],
+)
+def test_fields_of_routers_and_latents_are_refused_by_name(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], field: str
+) -> None:
+    """Before a model of such sizes is made."""
+    error = error_of(lambda: config_of(edited(tmp_path, architecture, changes)))
+    assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, f"config.{field}")
+
+
+@pytest.mark.parametrize(
     ("architecture", "changes"),
     [
+        ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}),
+        ("deepseek_v3", {"num_key_value_heads": None, "num_nextn_predict_layers": 1}),
+        ("glm4_moe", {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1}),
+        ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 1}),
+        ("gpt_oss", {"layer_types": None, "num_local_experts": None, "num_experts": 4}),
+        ("gpt_oss", {"rope_scaling": None, "experts_per_token": 2, "initial_context_length": 4096}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
         ("llama", {"attention_bias": False}),
         ("llama", {"attention_dropout": 0}),
@@ -277,6 +328,8 @@ def test_every_field_of_every_family_has_a_rule(architecture: str) -> None:
         *ROPE_FIELDS,
         "attention_dropout",
         "architectures",
+        # It is read as num_experts.
+        "num_local_experts",
     }
     left_out = {"transformers_version", "return_dict", "id2label", "label2id", "problem_type"}
     off = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.oracle.merged_lora import has_experts, merge
 from tests.oracle.paths import Path
@@ -62,8 +61,7 @@ def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:
         empty = torch.zeros(0, dtype=torch.float64)
         return empty, empty
     ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
-    is_double = next(model.parameters()).dtype is torch.float64
-    with DoublePrecision() if is_double else nullcontext(), _forced(model, path):
+    with precision_of(model), _forced(model, path):
         logits = model(input_ids=ids, use_cache=False).logits[0]
     first = max(num_prompt - 1, 0)
     rows = logits[first : num_prompt + num_response - 1].to(torch.float64) / path.temperature
@@ -78,17 +76,51 @@ def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:
 
 def router_logits(model: nn.Module, path: Path) -> list[Tensor]:
     """Router logits of each layer with experts over all tokens of the path, [T, E] each."""
+    return [logits_TE for logits_TE, _chosen_TC in _routes(model, path)]
+
+
+def routes(model: nn.Module, path: Path) -> list[tuple[Tensor, Tensor]]:
+    """Probabilities [T, E] and experts [T, C] of each layer with experts, over all tokens.
+
+    Where scores are sigmoids, a probability is its share of their sum.
+    """
+    gates = routers(model)
+    found: list[tuple[Tensor, Tensor]] = []
+    for gate, (logits_TE, chosen_TC) in zip(gates, _routes(model, path), strict=True):
+        score_TE = _scores(gate, logits_TE)
+        found.append((score_TE / score_TE.sum(-1, keepdim=True), chosen_TC))
+    return found
+
+
+def routers(model: nn.Module) -> list[Any]:
+    """Routers of a model of transformers, by layer."""
+    ends = ("TopKRouter", "TopkRouter")
+    return [module for module in model.modules() if type(module).__name__.endswith(ends)]
+
+
+def _routes(model: nn.Module, path: Path) -> list[tuple[Tensor, Tensor]]:
     ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
-    is_double = next(model.parameters()).dtype is torch.float64
-    with DoublePrecision() if is_double else nullcontext(), _forced(model, path):
-        out = model(input_ids=ids, use_cache=False, output_router_logits=True)
-    return [logits_TE for logits_TE in out.router_logits if logits_TE is not None]
+    seen: list[tuple[Tensor, Tensor]] = []
+    hooks = [
+        gate.register_forward_hook(lambda _gate, _x, out: seen.append((out[0], out[2])))
+        for gate in routers(model)
+    ]
+    with precision_of(model), _forced(model, path):
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def _scores(gate: Any, logits_TE: Tensor) -> Tensor:
+    has_sigmoids = hasattr(gate, "e_score_correction_bias")
+    return logits_TE.sigmoid() if has_sigmoids else logits_TE.softmax(-1)
 
 
 @contextmanager
 def _forced(model: nn.Module, path: Path) -> Iterator[None]:
-    """Inside, routers choose the path's experts, and weigh them by their own probabilities."""
-    gates: list[Any] = [m for m in model.modules() if isinstance(m, Qwen3MoeTopKRouter)]
+    """Inside, routers choose the path's experts, and weigh them by their own scores."""
+    gates = routers(model)
     if path.routes is None:
         yield
         return
@@ -96,14 +128,14 @@ def _forced(model: nn.Module, path: Path) -> Iterator[None]:
         given_TC = torch.as_tensor(path.routes[:, layer])
 
         def forward(x_TD: Tensor, gate: Any = gate, given_TC: Tensor = given_TC) -> Any:
-            logits_TE = nn.functional.linear(x_TD, gate.weight)
-            probs_TE = logits_TE.softmax(-1)
-            own_TC = probs_TE.topk(gate.top_k).indices
+            logits_TE, _weight_TC, own_TC = type(gate).forward(gate, x_TD)
+            # No order is specified of those that a router chooses.
             chosen_TC = torch.where(given_TC < 0, own_TC, given_TC)
-            weight_TC = probs_TE.gather(1, chosen_TC)
-            if gate.norm_topk_prob:
+            weight_TC = _scores(gate, logits_TE).gather(1, chosen_TC)
+            # gpt-oss has the softmax over the chosen ones.
+            if getattr(gate, "norm_topk_prob", True):
                 weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
-            return logits_TE, weight_TC, chosen_TC
+            return logits_TE, weight_TC * getattr(gate, "routed_scaling_factor", 1), chosen_TC
 
         gate.forward = forward
     try:
@@ -117,6 +149,12 @@ def all_logprobs(model: nn.Module, paths: list[Path]) -> list[tuple[Tensor, Tens
     """`logprobs` of each path, without gradients."""
     with torch.no_grad():
         return [logprobs(model, path) for path in paths]
+
+
+def precision_of(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, a float64 model is float64 throughout."""
+    is_double = next(model.parameters()).dtype is torch.float64
+    return DoublePrecision() if is_double else nullcontext()
 
 
 class DoublePrecision(TorchFunctionMode):

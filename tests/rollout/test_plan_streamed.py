@@ -209,6 +209,19 @@ def test_limits_of_streams_are_kept_where_another_cut_fits() -> None:
         assert max(held) == (15 if is_streamed else 20)
 
 
+def test_states_that_stages_hand_on_leave_less_room() -> None:
+    """The prompt's: with room for 22 tokens, waves of two responses are 20 and a state is 2."""
+    batch = _fan(10, 4, 5)
+    kept_S, prefixes = np.ones(4, np.bool_), sort_sequences(batch)
+    for of_state, held in ((0, 20), (2, 20), (3, 15), (8, 20)):
+        limits_of = TokenLimits(at_once=20, streamed=22, of_state=of_state)
+        plan = make_plan(batch, prefixes, kept_S, 22, CHEAP, limits_of)
+        (stages, *others) = (part.stages for part in plan.micro_batches)
+        assert bool(stages) == (of_state < 8)
+        found = max(peak_tokens(part.stages) or part.packed_tokens for part in plan.micro_batches)
+        assert (found, bool(others)) == (held, of_state == 8)
+
+
 def test_default_costs_stream_a_large_group_and_not_a_small_one() -> None:
     """32 responses of 100 tokens to a prompt of 500; and of 10 tokens to one of 2."""
     assert _plan(_fan(500, 32, 100), 1000, DEFAULT_COSTS).micro_batches[0].stages

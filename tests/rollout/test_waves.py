@@ -13,6 +13,7 @@ from ratoon.planner.waves import (
     cut_into_stages,
     first_misplaced,
     fits_forest,
+    peak_states,
     peak_tokens,
     resident_tokens,
 )
@@ -67,13 +68,22 @@ def test_what_a_stage_attends_is_in_it_or_stays(
     )
     home = {t: i for i, stage in enumerate(stages) for t in range(stage.start, stage.stop)}
     paths = _paths(forest)
+    last = [path[-1] for path in paths]
+    handed = {
+        last[parent]
+        for node, parent in enumerate(forest.node_parent.tolist())
+        if parent >= 0 and home[last[parent]] != home[last[node]]
+    }
+    most_states = 0
     for path in paths:
         line: set[int] = set()
         index = home[path[-1]]
         while index >= 0:
             line.add(index)
             index = stages[index].parent
+        most_states = max(most_states, sum(home[token] in line for token in handed))
         assert {home[t] for t in path} <= line
+    assert peak_states(stages, forest) == most_states
     assert fits_forest(stages, forest)
     assert first_misplaced(stages, forest.num_tokens) is None
     assert peak_tokens(stages) <= max(budget, *map(len, paths), 0)

@@ -1,4 +1,4 @@
-"""Batches with recorded routes, for `tiny_models`' qwen3_moe."""
+"""Batches with recorded routes, for `tiny_models`' qwen3_moe if nothing else is said."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ def with_routes(batch: RolloutBatch, rows: Sequence[tuple[int, NDArray[np.int64]
     )
 
 
-def routed(batch: RolloutBatch, *, agree: bool = False) -> RolloutBatch:
+def routed(
+    batch: RolloutBatch,
+    *,
+    agree: bool = False,
+    layers: int = LAYERS,
+    num_experts: int = NUM_EXPERTS,
+) -> RolloutBatch:
     """Random experts. Equal prefixes have equal ones, but where a rollout changes its mind.
 
     The last token has no row, as of samplers; some rollouts have none of their prompt, or at all.
@@ -34,11 +40,11 @@ def routed(batch: RolloutBatch, *, agree: bool = False) -> RolloutBatch:
     for s, path in enumerate(paths_of(batch)):
         tokens = path.tokens
         changes_at = len(tokens) if agree or s % 3 else len(tokens) // 2
-        part = np.zeros((len(tokens), LAYERS, TOP_K), np.int64)
+        part = np.zeros((len(tokens), layers, TOP_K), np.int64)
         for t in range(len(tokens)):
             mind = s if t >= changes_at else 0
             seed = [mind, int(path.temperature * 100), *tokens[: t + 1].tolist()]
-            keys = np.random.default_rng(seed).random((LAYERS, NUM_EXPERTS))
+            keys = np.random.default_rng(seed).random((layers, num_experts))
             part[t] = keys.argsort(-1)[:, :TOP_K]
         stop = len(tokens) if agree else max(len(tokens) - 1, 0)
         first = min(len(path.prompt), stop) if s % 7 == 5 and not agree else 0

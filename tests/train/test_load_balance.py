@@ -19,7 +19,7 @@ from ratoon.train.loss.spec import Loss
 from ratoon_proto.types import LoraTuning, LossConfig, LossKind, SharedTokens, TokenWeight
 from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
-from tests.tiny_models import write_folder
+from tests.tiny_models import ROUTED, write_folder
 from tests.train.equivalence_runs import (
     EAGER,
     WHOLE,
@@ -56,15 +56,10 @@ def _balance_alone(model: nn.Module, batch: RolloutBatch, weight_S: list[float])
         if not weight:
             continue
         loss = torch.zeros((), dtype=torch.float64)
-        for layer, logits_TE in enumerate(hf.router_logits(model, path)):
-            p_TE = logits_TE.softmax(-1)
-            chosen_TC = p_TE.topk(TOP_K).indices
-            if path.routes is not None:
-                given_TC = torch.from_numpy(path.routes[:, layer])
-                chosen_TC = torch.where(given_TC >= 0, given_TC, chosen_TC)
-            chosen = chosen_TC.flatten()
-            f_E = torch.bincount(chosen, minlength=NUM_EXPERTS).double()
-            f_E = f_E * NUM_EXPERTS / (TOP_K * len(p_TE))
+        for p_TE, chosen_TC in hf.routes(model, path):
+            num_experts = p_TE.shape[1]
+            f_E = torch.bincount(chosen_TC.flatten(), minlength=num_experts).double()
+            f_E = f_E * num_experts / chosen_TC.numel()
             loss = loss + (f_E * p_TE.mean(0)).sum()
         (COEFFICIENT * weight * loss).backward()
         total += weight * loss.item()
@@ -135,6 +130,23 @@ def test_with_recorded_routes_it_counts_those(
     assert report.router_aux_loss == pytest.approx(total / sum(weight_S), rel=1e-10)
 
 
+@pytest.mark.parametrize("architecture", ROUTED)
+def test_routers_of_other_kinds_replay_and_are_balanced(tmp_path: Path, architecture: str) -> None:
+    """Scores that are sigmoids are balanced as their shares of the sum, as in DeepSeek-V3."""
+    folder = write_folder(tmp_path / "base", architecture)
+    pair = make_pair(folder, scratch=tmp_path / "adapter")
+    layers, num_experts = (2, 4) if architecture == "gpt_oss" else (1, 6)
+    batch = routed(random_batch_near(pair, 1), layers=layers, num_experts=num_experts)
+    request, plan = REQUESTS["of_tokens"], plan_of(batch, 16, EAGER)
+    report = pair.trainer.forward_backward(pair.trainer.prepare(batch, _loss(request, batch), plan))
+    assert report.route_mismatch
+    pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
+    weight_S = _weights(request, batch)
+    total = _balance_alone(pair.oracle.model, batch, weight_S)
+    assert_close(pair.gradient_errors(), pair.tolerance)
+    assert report.router_aux_loss == pytest.approx(total / sum(weight_S), rel=1e-10)
+
+
 def test_the_gradient_without_it_is_another(expert_pair: Pair) -> None:
     batch = random_batch_near(expert_pair, 1)
     with_it, without = (
@@ -190,11 +202,20 @@ def test_rollouts_without_an_advantage_are_run(expert_pair: Pair) -> None:
     assert_close(relative_errors(got, expected), expert_pair.tolerance)
 
 
-@pytest.mark.parametrize("budget", [16, pytest.param(60, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("architecture", "budget"),
+    [
+        ("qwen3_moe", 16),
+        pytest.param("qwen3_moe", 60, marks=pytest.mark.more),
+        *(pytest.param(name, 16, marks=pytest.mark.more) for name in ROUTED),
+    ],
+)
 @pytest.mark.parametrize("is_joint", [False, True])
-def test_ranks_balance_as_one(tmp_path: Path, is_joint: bool, budget: int) -> None:
+def test_ranks_balance_as_one(
+    tmp_path: Path, architecture: str, is_joint: bool, budget: int
+) -> None:
     """Each with micro-batches of its own; and each a share of the tokens of all nodes."""
-    alone = make_trainer(FolderBase(folder=str(write_folder(tmp_path, "qwen3_moe"))))
+    alone = make_trainer(FolderBase(folder=str(write_folder(tmp_path, architecture))))
     batch = make_batch(6, max_response=14)
     loss = _loss(REQUESTS["of_tokens"], batch)
     costs = EAGER if budget == 16 else DEFAULT_COSTS

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ratoon_kernels.errors import BackendUnavailableError
-from ratoon_kernels.gated_delta import convolution_reference
+from ratoon_kernels.gated_delta import convolution_fused, convolution_reference
+from ratoon_kernels.gated_delta import fused as gated_delta_fused
 from ratoon_kernels.gated_delta import operands as gated_delta
 from ratoon_kernels.gated_delta import reference as gated_delta_reference
 from ratoon_kernels.layout import TreeLayout
@@ -180,10 +181,10 @@ TOKEN_LOGPROBS_BACKENDS: Final[Mapping[str, TokenLogprobsBackend]] = MappingProx
     {"fused": fused, "reference": logprobs_reference}
 )
 GATED_DELTA_BACKENDS: Final[Mapping[str, GatedDeltaBackend]] = MappingProxyType(
-    {"reference": gated_delta_reference}
+    {"fused": gated_delta_fused, "reference": gated_delta_reference}
 )
 CAUSAL_CONVOLUTION_BACKENDS: Final[Mapping[str, CausalConvolutionBackend]] = MappingProxyType(
-    {"reference": convolution_reference}
+    {"fused": convolution_fused, "reference": convolution_reference}
 )
 _BACKENDS: Final[Mapping[str, Mapping[str, Backend]]] = MappingProxyType(
     {

@@ -2,7 +2,8 @@
 
 Every attended pair lies in one listed tile pair, and a tile pair that is listed as full needs no
 mask; the mask itself is never evaluated. Rows are counted from the first query and the first key at
-hand, as in `tiles.py`: query row q attends key row k if and only if `k - delta <= q < end[k]`.
+hand, as in `tiles.py`: query row q attends key row k if and only if `k - delta <= q < end[k]`, and,
+under a window, `start[q] <= k` as in `windows.py`.
 
 A plan is a function of its key alone, the node table's values among it, so one that is kept for the
 next layer, or for the backward, is what would be built again. The lists differ by backend, head_dim
@@ -21,13 +22,16 @@ from torch import Tensor
 from ratoon_kernels.errors import BackendUnavailableError
 from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.tiles import (
+    BoolArray,
     Int64Array,
     Span,
     Sweeps,
+    expand_ranges,
     reduce_key_tiles,
     sweep_query_tiles,
 )
 from ratoon_kernels.tree_attention.operands import Operands
+from ratoon_kernels.windows import build_window, pair_tiles
 
 # The index tensors of one side then stay within 2 * 2048**2 * 4 bytes = 32 MiB of tiles of 128.
 MAX_TOKENS: Final = 2**18
@@ -86,12 +90,15 @@ class BlockPlan:
     Attributes:
         end_S: int32 [padded keys]; one past the last query row that attends each key row, clipped
             to the queries at hand, 0 for the keys that fill up.
+        start_Q: int32 [padded queries]; first key row that each query row attends, or None without
+            a window.
         delta_1: int32; packed index of the first query minus that of the first key.
         of_queries: The key tiles of each query tile.
         of_keys: The query tiles of each key tile.
     """
 
     end_S: Tensor
+    start_Q: Tensor | None
     delta_1: Tensor
     of_queries: TileLists
     of_keys: TileLists
@@ -118,17 +125,23 @@ def block_plan(operands: Operands, grid: BlockGrid) -> BlockPlan:
     device = operands.q_QNH.device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     nodes = operands.plan[0].numpy().tobytes()
-    return _build(nodes, operands.queries, operands.keys, grid, device, stream)
+    return _build(nodes, operands.queries, operands.keys, operands.window, grid, device, stream)
 
 
 @functools.lru_cache(maxsize=_NUM_KEPT)
 def _build(
-    nodes: bytes, queries: Span, keys: Span, grid: BlockGrid, device: torch.device, _stream: int
+    nodes: bytes,
+    queries: Span,
+    keys: Span,
+    window: int | None,
+    grid: BlockGrid,
+    device: torch.device,
+    _stream: int,
 ) -> BlockPlan:
     node_table_M4 = np.frombuffer(nodes, np.int64).reshape(-1, _NODE_COLUMNS)
     # Autograd may meet the plan after an inference call has made it.
     with torch.inference_mode(mode=False):
-        return build_block_plan(node_table_M4, queries, keys, grid, device)
+        return build_block_plan(node_table_M4, queries, keys, grid, device, window)
 
 
 def build_block_plan(
@@ -137,6 +150,7 @@ def build_block_plan(
     keys: Span,
     grid: BlockGrid,
     device: torch.device | str,
+    window: int | None = None,
 ) -> BlockPlan:
     """Lists the tile pairs of queries and keys that hold work, in time linear in the lists.
 
@@ -146,6 +160,7 @@ def build_block_plan(
         keys: Packed range of the keys, not empty.
         grid: Tile sizes and shapes.
         device: Where the plan is read.
+        window: Tokens of its path that a query sees, or None.
     """
     end_S = np.zeros(grid.padded_keys, np.int32)
     start, stop, end, _ = node_table_M4.T
@@ -154,22 +169,45 @@ def build_block_plan(
     end_S[: len(keys)] = np.repeat(end_in_rows_M, num_keys_M)
     delta = queries.start - keys.start
     tiles = reduce_key_tiles(end_S, size=grid.key_tile, num_queries=len(queries), delta=delta)
-    sweeps, backward_sweeps = (
-        _without_padding(sweep_query_tiles(tiles, size))
-        for size in (grid.query_tile, grid.backward_query_tile)
-    )
     num_query_tiles = -(-grid.padded_queries // grid.query_tile)
     num_backward_tiles = -(-grid.padded_queries // grid.backward_query_tile)
     num_key_tiles = grid.padded_keys // grid.key_tile
-    full_width = grid.is_full_width
-    of_queries = _list_key_tiles(sweeps, num_query_tiles, num_key_tiles if full_width else 1)
-    of_keys = _list_query_tiles(backward_sweeps, num_backward_tiles if full_width else 1)
+    widths = (num_key_tiles, num_backward_tiles) if grid.is_full_width else (1, 1)
+    cut = None if window is None else build_window(node_table_M4, window)
+    sizes = (grid.query_tile, grid.backward_query_tile)
+    if cut is None:
+        sweeps, backward_sweeps = (
+            _without_padding(sweep_query_tiles(tiles, size)) for size in sizes
+        )
+        of_queries = _list_key_tiles(sweeps, num_query_tiles, widths[0])
+        of_keys = _list_query_tiles(backward_sweeps, widths[1])
+        start_Q = None
+    else:
+        pairs, backward = (pair_tiles(cut, queries, keys, tiles, size) for size in sizes)
+        of_queries = _list_pairs(
+            pairs.query_P, pairs.key_P, pairs.is_full_P, num_query_tiles, widths[0]
+        )
+        of_keys = _list_pairs(
+            backward.key_P, backward.query_P, backward.is_full_P, num_key_tiles, widths[1]
+        )
+        start = np.zeros(grid.padded_queries, np.int32)
+        first_key = cut.start_T[queries.start : queries.stop] - keys.start
+        start[: len(queries)] = np.clip(first_key, 0, len(keys))
+        start_Q = torch.from_numpy(start).to(device)
     return BlockPlan(
         end_S=torch.from_numpy(end_S).to(device),
+        start_Q=start_Q,
         delta_1=torch.tensor([delta], dtype=torch.int32, device=device),
         of_queries=_as_lists(*of_queries, device),
         of_keys=_as_lists(*of_keys, device),
     )
+
+
+def _list_pairs(
+    row: Int64Array, tile: Int64Array, is_full: BoolArray, num_rows: int, least_width: int
+) -> _Lists:
+    partial = _as_matrix(row[~is_full], tile[~is_full], num_rows, least_width)
+    return *partial, *_as_matrix(row[is_full], tile[is_full], num_rows, least_width)
 
 
 def _without_padding(sweeps: Sweeps) -> Sweeps:
@@ -214,16 +252,20 @@ def _transpose(
     key: Int64Array, start: Int64Array, stop: Int64Array, num_query_tiles: int, least_width: int
 ) -> tuple[Int64Array, Int64Array]:
     """Returns the counts [R] and indices [R, W] of the keys whose [start, stop) hold each query."""
-    length = stop - start
-    offset = np.cumsum(length) - length
-    query = np.arange(int(length.sum())) - np.repeat(offset - start, length)
-    key = np.repeat(key, length)
-    order = np.lexsort((key, query))
-    query, key = query[order], key[order]
-    count = np.bincount(query, minlength=num_query_tiles)
-    column = np.arange(len(query)) - np.repeat(np.cumsum(count) - count, count)
-    index = np.zeros((num_query_tiles, max(least_width, count.max(initial=0))), np.int64)
-    index[query, column] = key
+    query, key = expand_ranges(key, start, stop)
+    return _as_matrix(query, key, num_query_tiles, least_width)
+
+
+def _as_matrix(
+    row: Int64Array, tile: Int64Array, num_rows: int, least_width: int
+) -> tuple[Int64Array, Int64Array]:
+    """Returns the number [R] and the rising list [R, W] of each row's tiles."""
+    order = np.lexsort((tile, row))
+    row, tile = row[order], tile[order]
+    count = np.bincount(row, minlength=num_rows)
+    column = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    index = np.zeros((num_rows, max(least_width, count.max(initial=0))), np.int64)
+    index[row, column] = tile
     return count, index
 
 

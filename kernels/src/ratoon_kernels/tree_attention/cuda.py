@@ -36,7 +36,7 @@ def unsupported_reason(
     head_dim: int,
     _is_deterministic: bool,
     value_dim: int | None = None,
-    window: int | None = None,
+    _window: int | None = None,
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if dtype not in DTYPES:
@@ -45,21 +45,22 @@ def unsupported_reason(
         sizes = ", ".join(str(q) if q == v else f"{q} with values of {v}" for q, v in HEAD_DIMS)
         values = f" with values of {value_dim}" if value_dim not in (None, head_dim) else ""
         return f"head_dim {head_dim}{values}, it has {sizes}"
-    if window is not None:
-        return "it has no windows"
     return availability.unsupported_reason(device)
 
 
-def plan(layout: TreeLayout, _window: int | None = None) -> list[Tensor]:
+def plan(layout: TreeLayout, window: int | None = None) -> list[Tensor]:
     """Returns what it reads of a layout beside `end_T`: the packed schedule and its header."""
-    return [layout.schedule_table, layout.schedule_header]
+    if window is None:
+        return [layout.schedule_table, layout.schedule_header]
+    tensors = layout.windowed_schedule(window)
+    return [tensors.table, tensors.header]
 
 
 def partial_plan(
-    layout: TreeLayout, queries: Span, keys: Span, _window: int | None = None
+    layout: TreeLayout, queries: Span, keys: Span, window: int | None = None
 ) -> list[Tensor]:
     """Returns the packed schedule of these ranges and its header, kept by the layout."""
-    tensors = layout.partial_schedule(queries, keys)
+    tensors = layout.partial_schedule(queries, keys, window)
     return [tensors.table, tensors.header]
 
 
@@ -119,7 +120,7 @@ def _launch_forward(call: Call) -> tuple[Tensor, Tensor]:
         args=(
             *(q_map, k_map, v_map, out_map),
             *(call.section(header.forward_items), call.section(header.runs)),
-            *(call.section(header.end), counter, out_QNV, lse_NQ),
+            *(call.section(header.end), call.section(header.start), counter, out_QNV, lse_NQ),
             *(num_items, num_heads, call.heads_per_kv_head, num_queries, header.delta),
             call.scale_log2,
         ),

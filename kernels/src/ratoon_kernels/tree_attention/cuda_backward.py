@@ -128,7 +128,8 @@ def _add_up_keys(
         stream=call.stream,
         args=(
             *(q_map, k_map, v_map, dout_map),
-            *(call.section(level.pieces), call.section(call.header.end), counters),
+            *(call.section(level.pieces), call.section(call.header.end)),
+            *(call.section(call.header.start), counters),
             *(stats, 0 if dq_acc is None else dq_acc, slots, dk, dv),
             *(dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)),
             *(level.pieces.count, level.num_slots, num_kv_heads, call.heads_per_kv_head),
@@ -186,7 +187,7 @@ def _launch_queries(
         args=(
             *(q_map, k_map, v_map, dout_map, dq_map),
             *(call.section(header.forward_items), call.section(header.runs)),
-            *(call.section(header.end), counters[1:], stats, dq_QNH),
+            *(call.section(header.end), call.section(header.start), counters[1:], stats, dq_QNH),
             *(num_items, num_heads, call.heads_per_kv_head, num_queries),
             *(stats.shape[1], header.delta, call.scale, call.scale_log2),
         ),

@@ -92,6 +92,7 @@ class Call:
             self.v_SKH.shape[2],
             self.q_QNH.dtype,
             is_partial=self.is_partial,
+            is_windowed=self.header.start.count > 0,
             with_dq=with_dq,
         )
         return load(spec, self.device.index)

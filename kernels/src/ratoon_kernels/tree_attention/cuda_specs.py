@@ -21,8 +21,8 @@ NUM_THREADS: Final = 384
 SMALL_THREADS: Final = 256
 # Rows of a query tile that one warpgroup writes.
 STORE_ROWS: Final = 64
-# Rows of keys and values in one buffer of a kernel, by the size of queries and keys: a tile, or half
-# of one where no whole one fits. They are the sizes in csrc/.
+# Rows of keys and values in one buffer of a kernel, by the size of queries and keys: a tile, or
+# half of one where shared memory or registers have no room for a whole one.
 FORWARD_KEYS: Final = {64: 128, 128: 128, 192: 128, 256: 64}
 BACKWARD_KEYS: Final = {64: 128, 128: 128, 192: 64, 256: 64}
 # Dimensions of dQ that a block of "backward_finish_queries" converts.
@@ -33,15 +33,18 @@ _INT, _LONG, _FLOAT = Param.INT32, Param.INT64, Param.FLOAT32
 
 _ROWS: Final = (_POINTER, _LONG, _LONG)
 _PARAMS: Final = {
-    "forward": (_MAP,) * 4 + (_POINTER,) * 6 + (_INT,) * 5 + (_FLOAT,),
+    "forward": (_MAP,) * 4 + (_POINTER,) * 7 + (_INT,) * 5 + (_FLOAT,),
     "backward_prepare": (_ROWS, _ROWS, _POINTER, _LONG, _POINTER, _LONG)
     + (_POINTER,) * 3
     + (_INT, _FLOAT),
-    "backward": (_MAP,) * 4 + ((_POINTER,) * 8 + (_LONG,) * 4 + (_INT,) * 7 + (_FLOAT,) * 2,),
-    "backward_queries": (_MAP,) * 5 + ((_POINTER,) * 6 + (_INT,) * 6 + (_FLOAT,) * 2,),
+    "backward": (_MAP,) * 4 + ((_POINTER,) * 9 + (_LONG,) * 4 + (_INT,) * 7 + (_FLOAT,) * 2,),
+    "backward_queries": (_MAP,) * 5 + ((_POINTER,) * 7 + (_INT,) * 6 + (_FLOAT,) * 2,),
     "backward_finish_queries": (_POINTER, _POINTER, _INT, _FLOAT),
     "backward_finish_keys": (_POINTER,) * 4 + (_LONG,) * 4 + (_INT,) * 2,
 }
+
+
+_MASKING: Final = frozenset({"forward", "backward", "backward_queries"})
 
 
 def kernel_spec(
@@ -51,6 +54,7 @@ def kernel_spec(
     dtype: torch.dtype,
     *,
     is_partial: bool,
+    is_windowed: bool = False,
     with_dq: bool = True,
 ) -> KernelSpec:
     """Returns one variant of a kernel.
@@ -61,6 +65,7 @@ def kernel_spec(
         value_dim: Size of values and outputs; the two are one of `HEAD_DIMS`.
         dtype: bf16 or fp16.
         is_partial: Results in fp32, dK and dV added to buffers.
+        is_windowed: Queries do not see keys that far back; kernels without a mask ignore it.
         with_dq: Whether "backward" computes dQ; the others ignore it.
     """
     defines = {
@@ -70,6 +75,11 @@ def kernel_spec(
     }
     if name != "backward_prepare":
         defines["PARTIAL"] = int(is_partial)
+    if name in _MASKING:
+        defines["KEYS"] = (FORWARD_KEYS if name == "forward" else BACKWARD_KEYS)[head_dim]
+        defines["WINDOW"] = int(is_windowed)
+    if name.startswith("backward_finish"):
+        defines["FINISH_DIM"] = FINISH_DIMS[head_dim]
     if name == "backward":
         defines["WITH_DQ"] = int(with_dq)
     file = "backward_finish" if name.startswith("backward_finish") else name
@@ -82,10 +92,12 @@ def kernel_spec(
 
 
 def _all_specs() -> tuple[KernelSpec, ...]:
-    variants = product(_PARAMS, HEAD_DIMS, DTYPES, (False, True), (True, False))
+    variants = product(_PARAMS, HEAD_DIMS, DTYPES, (False, True), (False, True), (True, False))
     specs = {
-        kernel_spec(name, *sizes, dtype, is_partial=is_partial, with_dq=with_dq): None
-        for name, sizes, dtype, is_partial, with_dq in variants
+        kernel_spec(
+            *(name, *sizes, dtype), is_partial=partial, is_windowed=windowed, with_dq=with_dq
+        ): None
+        for name, sizes, dtype, partial, windowed, with_dq in variants
     }
     return tuple(specs)
 

@@ -40,7 +40,7 @@ _SMALLEST_BUCKET: Final = TILE_SIZE * _BUCKETS_PER_OCTAVE
 # number: all pairs of parts up to `MAX_TOKENS` are 2 x 33 x 33.
 MAX_KERNELS: Final = 4096
 _DTYPES: Final = (torch.bfloat16, torch.float16)
-_HEAD_DIMS: Final = (64, 128)
+_HEAD_DIMS: Final = (64, 128, 192, 256)
 _LEAST_CAPABILITY: Final = (8, 0)
 
 
@@ -59,7 +59,7 @@ def unsupported_reason(
     head_dim: int,
     _is_deterministic: bool,
     value_dim: int | None = None,
-    window: int | None = None,
+    _window: int | None = None,
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if device.type != "cuda":
@@ -67,11 +67,9 @@ def unsupported_reason(
     if dtype not in _DTYPES:
         return f"no support for dtype {dtype}, only for bfloat16 and float16"
     if head_dim not in _HEAD_DIMS:
-        return f"no support for head_dim {head_dim}, only for 64 and 128"
-    if value_dim not in (None, head_dim):
-        return f"values of head size {value_dim} beside {head_dim}"
-    if window is not None:
-        return "no windows"
+        return f"no support for head_dim {head_dim}, only for {_HEAD_DIMS}"
+    if value_dim not in (None, *_HEAD_DIMS):
+        return f"no support for values of head size {value_dim}, only for {_HEAD_DIMS}"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         return f"no support for sm_{capability[0]}{capability[1]}, only from sm_80 on"
@@ -100,7 +98,7 @@ def forward(operands: Operands) -> tuple[Tensor, Tensor]:
         q_QNH = operands.q_QNH
         num_queries, num_heads, _ = q_QNH.shape
         lse_NQ = q_QNH.new_full((num_heads, num_queries), -torch.inf, dtype=torch.float32)
-        return q_QNH.new_zeros(q_QNH.shape), lse_NQ
+        return q_QNH.new_zeros(operands.out_shape), lse_NQ
     with _state_of_a_new_thread(), torch.no_grad():
         out_QNH, lse_NQ = _attend(operands, *_padded_inputs(operands))
         return out_QNH.contiguous(), lse_NQ.contiguous()
@@ -141,7 +139,8 @@ def block_mask_of(plan: BlockPlan, num_queries: int, num_keys: int) -> FlexBlock
     """Returns a plan on a grid of `TILE_SIZE` as FlexAttention takes it, for padded lengths."""
 
     def is_attended(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key - plan.delta_1[0] <= query) & (query < plan.end_S[key])
+        is_attended = (key - plan.delta_1[0] <= query) & (query < plan.end_S[key])
+        return is_attended if plan.start_Q is None else is_attended & (plan.start_Q[query] <= key)
 
     return FlexBlockMask(
         seq_lengths=(num_queries, num_keys),

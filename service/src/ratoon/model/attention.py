@@ -88,11 +88,15 @@ class PathAttention(LayerAttention, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeAttention:
-    """Attention of a whole packed forest at once; `backend` is a name of the kernels' registry."""
+    """Attention of a whole packed forest at once; `backend` is a name of the kernels' registry.
+
+    `windows`: those of the layers that are compiled.
+    """
 
     layout: TreeLayout
     backend: str
     deterministic: bool
+    windows: tuple[int, ...] = ()
 
     def attend(
         self,
@@ -128,14 +132,17 @@ class TreeAttention:
         )
 
     @property
-    def per_token(self) -> tuple[Tensor]:
-        """See `PathAttention.per_token`."""
-        return (self.layout.end_T,)
+    def per_token(self) -> tuple[Tensor, Tensor]:
+        """See `PathAttention.per_token`; of depths, a layer with a window."""
+        return self.layout.end_T, self.layout.position_T
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
-        """See `PathAttention.tables`; a backend reads one of them."""
-        return (self.layout.node_table_M4, self.layout.schedule_table)
+        """See `PathAttention.tables`; a backend reads one of them in each layer."""
+        # Only this backend reads schedules, which the layout builds where it lacks one.
+        windows = self.windows if self.backend == "cuda" else ()
+        windowed = [self.layout.windowed_schedule(window).table for window in windows]
+        return (self.layout.node_table_M4, self.layout.schedule_table, *windowed)
 
     @property
     def held(self) -> HeldTokens:

@@ -68,7 +68,7 @@ class HostModel:
         copy's. Raises UNSUPPORTED if no backend serves the model.
         """
         module, shards, frozen = self.module, None, None
-        backend = _select_backend(
+        backend = backend_of_layers(
             module.config,
             attention_backend,
             device,
@@ -197,7 +197,7 @@ def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _select_backend(
+def backend_of_layers(
     config: PreTrainedConfig,
     requested: str,
     device: torch.device,

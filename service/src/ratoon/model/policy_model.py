@@ -25,7 +25,7 @@ from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import foreign_window, longest_sequence
 from ratoon.planner.activation_plan import DecoderSizes, Kept, fetched_at, max_tokens
-from ratoon.planner.layer_kinds import Layer
+from ratoon.planner.layer_kinds import Layer, window_of_layers
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.shards.layer_shards import LayerShards
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
@@ -129,6 +129,12 @@ class PolicyModel:
     @property
     def config(self) -> PreTrainedConfig:
         return self.module.config
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Window of the layers that have one, for `build_layout`."""
+        window = window_of_layers(self.sizes.layers)
+        return () if window is None else (window,)
 
     @property
     def device(self) -> torch.device:
@@ -282,7 +288,10 @@ class PolicyModel:
 
     def _whole(self, layout: TreeLayout) -> TreeAttention:
         return TreeAttention(
-            layout=layout, backend=self._attention_backend, deterministic=self._deterministic
+            layout=layout,
+            backend=self._attention_backend,
+            deterministic=self._deterministic,
+            windows=self.windows,
         )
 
     def _take_layers(

@@ -20,7 +20,7 @@ the window, but all stacks have one size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -191,7 +191,7 @@ class StageAttention:
             tokens=most_of(own.stop) - most_of(own.start),
             above=most_of(own.start),
             waits=self.is_kept,
-            stream=StreamTokens(held=most_of(tokens.held), waiting=most_of(tokens.waiting)),
+            stream=replace(tokens, held=most_of(tokens.held), waiting=most_of(tokens.waiting)),
             num_ranks=self.stream.group.size,
         )
 

@@ -115,6 +115,7 @@ class DecoderSizes:
         if kept in (Kept.NARROW, Kept.PRODUCTS, Kept.AWAY):
             elements += sum(outputs for _, outputs in mixer.projections(self.hidden_size))
             elements += mlp.router_size + layer.adapter_size
+            elements += self.hidden_size * layer.has_post_norms
         if kept in (Kept.PRODUCTS, Kept.AWAY):
             elements += 2 * mlp.width + layer.expert_adapter_size
         other_bytes = mixer.wide_bytes + mlp.route_bytes(self.element_bytes)
@@ -151,6 +152,7 @@ class DecoderSizes:
             weights += 2 * self.hidden_size * layer.mlp.width
         if kept in (Kept.ATTENTION, Kept.HOST):
             weights += layer.mixer_weights(self.hidden_size)
+            weights += self.hidden_size * layer.mlp.width * layer.has_post_norms
         return weights
 
     def _by_layer(self, of: Callable[[Kept, Layer], int], plan: Sequence[Kept]) -> list[int]:
@@ -201,6 +203,13 @@ class DecoderSizes:
         """Bytes of one token of a streamed prefix: keys, values, and their gradients in fp32 or
         wider."""
         return self.stack_elements * (self.element_bytes + max(4, self.element_bytes))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what linear attention passes on at a node's end in a stream, and of its
+        gradients, in all layers."""
+        elements = sum(layer.mixer.state_elements(self.num_ranks) for layer in self.layers)
+        return elements * 2 * max(4, self.element_bytes)
 
     def head_bytes(self, rows: int) -> int:
         """Working memory of `token_logprobs` in bytes, beyond its inputs."""

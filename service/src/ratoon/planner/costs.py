@@ -29,12 +29,15 @@ class TokenLimits:
     # Limit of one in stages: besides its activations, on the device or the host, each token needs
     # room in stacks of keys, values and the gradients of these.
     streamed: int
+    # As many tokens take what stages keep at a node's end for later ones; 0: they keep nothing.
+    of_state: int = 0
 
     def at_most(self, tokens: int | None) -> TokenLimits:
         """These limits, and no more than `tokens`; None: just these."""
         if tokens is None:
             return self
-        return TokenLimits(at_once=min(self.at_once, tokens), streamed=min(self.streamed, tokens))
+        at_once, streamed = min(self.at_once, tokens), min(self.streamed, tokens)
+        return replace(self, at_once=at_once, streamed=streamed)
 
 
 # Limits of a CPU, whose memory nothing counts.

@@ -177,9 +177,14 @@ def with_recompute(
 
 def token_limits(sizes: DecoderSizes, device_bytes: int, host_bytes: int) -> TokenLimits:
     """Token limits of a whole forest, and of stages, however much of them waits on the host."""
+    # A token takes no less than its share of the stacks and what stays of it.
+    token_bytes = sizes.stack_bytes + sizes.stay_bytes
+    if host_bytes == 0:
+        token_bytes += sum(sizes.kept_by_layer((Kept.ATTENTION,) * sizes.num_layers))
     return TokenLimits(
         at_once=sizes.num_ranks * max_tokens(sizes, device_bytes, host_bytes),
         streamed=sizes.num_ranks * streamed_tokens(sizes, device_bytes, host_bytes),
+        of_state=sizes.num_ranks * -(-sizes.state_bytes // token_bytes),
     )
 
 

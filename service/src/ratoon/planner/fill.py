@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.planner.costs import CostModel, RunSums, SequenceSizes, TokenLimits, Work, num_pairs
-from ratoon.planner.waves import cut_into_stages, peak_tokens
+from ratoon.planner.waves import cut_into_stages, peak_states, peak_tokens
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import Forest, Stage
@@ -22,6 +22,8 @@ from ratoon.rollout.prefixes import SortedPrefixes
 
 # Subtrees within subtrees that may each be run in another way; deeper ones are as those above.
 _MAX_DEPTH = 8
+# Times that a forest is cut again into smaller stages, to leave room for states.
+_MAX_CUTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +137,16 @@ class GroupSplitter:
 
     def _streamed(self, places: NDArray[np.int64]) -> _Choice:
         forest = self.known.forest(places)
-        room = max(1, min(self.budget, self._limits.streamed))
-        stages = cut_into_stages(forest, room, self.costs.call_tokens)
+        limits, small = self._limits, self.costs.call_tokens
+        room = max(1, min(self.budget, limits.streamed))
+        stages = cut_into_stages(forest, room, small)
+        for _ in range(_MAX_CUTS):
+            over = self._held(stages, forest) - limits.streamed
+            if over <= 0 or room == 1:
+                break
+            # Smaller stages hand on more states: this is tried again.
+            room = max(1, room - over)
+            stages = cut_into_stages(forest, room, small)
         work = self.known.sums(places).work(0, len(places))
         # One stage is all at once.
         is_streamed = len(stages) > 1
@@ -144,8 +154,14 @@ class GroupSplitter:
         return _Choice(
             parts=(Part(places=places, stages=stages if is_streamed else (), work=work),),
             cost=self.costs.streamed(work, stages),
-            is_refused=peak_tokens(stages) > most,
+            is_refused=(self._held(stages, forest) if is_streamed else peak_tokens(stages)) > most,
         )
+
+    def _held(self, stages: Sequence[Stage], forest: Forest) -> int:
+        """Most tokens held at a time, those that states stand for among them."""
+        of_state = self._limits.of_state
+        states = peak_states(stages, forest) * of_state if of_state else 0
+        return peak_tokens(stages) + states
 
     def _subtrees(self, places: NDArray[np.int64], depth: int) -> _Choice:
         """Subtrees below the common prefix, which each part repeats; neighbours that fit meet."""

@@ -53,6 +53,10 @@ class Mixer(Protocol):
         """Elements that one of `num_ranks` ranks has in a stream's stacks."""
         ...
 
+    def state_elements(self, num_ranks: int) -> int:
+        """Elements that one of `num_ranks` ranks passes on at a node's end in a stream."""
+        ...
+
     def exchanged_elements(self, num_ranks: int) -> int:
         """Elements that are exchanged between ranks, forward and backward."""
         ...
@@ -117,6 +121,10 @@ class Attention:
         """See `Mixer`: keys and values."""
         copies = self.num_kv_heads * self.key_copies(num_ranks)
         return copies * (self.head_dim + self.value_size)
+
+    def state_elements(self, num_ranks: int) -> int:
+        """See `Mixer`."""
+        return 0
 
     def exchanged_elements(self, num_ranks: int) -> int:
         """See `Mixer`: queries, results and their gradients in 2 + 4 exchanges, keys and values in
@@ -207,8 +215,13 @@ class GatedDelta:
         return (*((hidden_size, size) for size in ins), (self.output_size, hidden_size))
 
     def stack_elements(self, num_ranks: int) -> int:
-        """See `Mixer`: a stage passes on one state, whatever it has of tokens."""
+        """See `Mixer`."""
         return 0
+
+    def state_elements(self, num_ranks: int) -> int:
+        """See `Mixer`: the state, and the rows that later taps read."""
+        states = self.num_heads * self.key_dim * self.value_dim // num_ranks
+        return states + (self.taps - 1) * self.convolved_size
 
     def exchanged_elements(self, num_ranks: int) -> int:
         """See `Mixer`: what the recurrence reads and its results, in 1 + 2 exchanges."""
@@ -277,13 +290,15 @@ class Layer:
     """A decoder layer.
 
     `adapter_size`: sum of the adapter ranks that a token passes in it, without those on its
-    experts, which are `expert_adapter_size`.
+    experts, which are `expert_adapter_size`. `has_post_norms`: outputs of the mixer and of the MLP
+    are normed before they are added, so that the backward needs the MLP's.
     """
 
     mixer: Mixer
     mlp: Mlp
     adapter_size: int = 0
     expert_adapter_size: int = 0
+    has_post_norms: bool = False
 
     def weights(self, hidden_size: int) -> int:
         """Weights that a token passes."""

@@ -32,10 +32,16 @@ class StreamTokens:
 
     `held`: tokens whose activations are held, on the device or the host; stacks hold their keys and
     values, and the gradients of these. `waiting`: those of them whose stages wait for others.
+    `states`: nodes from whose ends later stages continue; linear attention keeps a state of each.
     """
 
     held: int
     waiting: int
+    states: int = 0
+
+    def beside_bytes(self, sizes: DecoderSizes) -> int:
+        """Bytes of the stacks and the states."""
+        return self.held * sizes.stack_bytes + self.states * sizes.state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +82,7 @@ def plan_forward(
     stream = held.stream
     if stream is None:
         return _plan_alike(sizes, held.tokens, device_bytes, host_bytes)
-    stack_bytes = stream.held * sizes.stack_bytes
+    stack_bytes = stream.beside_bytes(sizes)
     most = peak_bytes(sizes, (Kept.PRODUCTS,) * sizes.num_layers, stream.held, stream.held)
     if host_bytes == 0 or most + stack_bytes <= device_bytes:
         alike = _plan_alike(sizes, stream.held, device_bytes - stack_bytes, 0)
@@ -141,7 +147,7 @@ def _beside_bytes(sizes: DecoderSizes, held: HeldTokens, host_bytes: int) -> int
         return 0
     kept = waiting_plan(sizes, held.stream.waiting, host_bytes)
     of_token = sizes.stay_bytes + _bytes_of(sizes, kept, Kept.ATTENTION)
-    return held.stream.held * sizes.stack_bytes + held.above * of_token
+    return held.stream.beside_bytes(sizes) + held.above * of_token
 
 
 def _bytes_of(sizes: DecoderSizes, plan: tuple[Kept, ...], kind: Kept) -> int:

@@ -44,6 +44,20 @@ def peak_tokens(stages: Sequence[Stage]) -> int:
     )
 
 
+def peak_states(stages: Sequence[Stage], forest: Forest) -> int:
+    """Most nodes at a time from whose ends later stages continue, where a layer passes on a state
+    at each."""
+    starts = np.array([stage.start for stage in stages], np.int64)
+    home = np.searchsorted(starts, forest.node_start, side="right") - 1
+    parent = forest.node_parent
+    handed = np.unique(parent[(parent >= 0) & (home[parent] != home)])
+    of_stage = np.bincount(home[handed], minlength=len(stages)).tolist()
+    # What a stage hands on stays as long as what was handed on to it.
+    for index, stage in enumerate(stages):
+        of_stage[index] += of_stage[stage.parent] if stage.parent >= 0 else 0
+    return max(of_stage, default=0)
+
+
 def runs_of(stages: Sequence[Stage]) -> Iterator[tuple[int, bool]]:
     """Each stage's forward, and its backward (True) once nothing still to come descends from it."""
     parents = {stage.parent for stage in stages}

@@ -9,7 +9,7 @@ model).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,8 +56,10 @@ class TokenOutputs:
     entropy_R: Tensor
 
 
-def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
-    """Copy the index arrays over and build the layout once for all layers."""
+def to_device(
+    packed: PackedBatch, device: torch.device, windows: Collection[int] = ()
+) -> DeviceBatch:
+    """Copy the index arrays over and build the layout once for all layers, with their `windows`."""
     forest = packed.forest
     return DeviceBatch(
         tokens_T=put(forest.tokens.astype(np.int64), device),
@@ -68,6 +70,7 @@ def to_device(packed: PackedBatch, device: torch.device) -> DeviceBatch:
             node_end=forest.node_end,
             node_parent=forest.node_parent,
             device=device,
+            windows=windows,
         ),
         routed=RoutedTokens(
             copies_T=put(packed.copies, device),

@@ -124,7 +124,7 @@ def _train(
 ) -> list[Tensor]:
     """Add the gradient of the loss sum of one micro-batch; the sums of each of its losses."""
     packed, device = item.packed, model.device
-    batch = to_device(packed, device)
+    batch = to_device(packed, device, model.windows)
     balance = load_balance(model, prepared, packed, group)
     reference_L = _reference(model, prepared, item, batch, group)
 
@@ -224,7 +224,7 @@ def forward_pass(
     mask_J = prepared.batch.loss_mask
     with torch.inference_mode():
         for item in packed_micro_batches(model.device, prepared, mask_J, hooks):
-            device_batch = to_device(item.packed, model.device)
+            device_batch = to_device(item.packed, model.device, model.windows)
             outputs = _outputs(model, item, device_batch, group)
             logprob_L = outputs.logprob_M[device_batch.term_target_L]
             entropy_L = outputs.entropy_R[device_batch.term_row_L]

@@ -17,8 +17,8 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RoutedTokens
 from ratoon.model.streamed_attention import AttentionStream, StageAttention
 from ratoon.planner.stage_plan import StreamTokens
-from ratoon.planner.waves import fits_forest, peak_tokens, resident_tokens, runs_of
-from ratoon.rollout.packed import PackedBatch, Stage
+from ratoon.planner.waves import fits_forest, peak_states, peak_tokens, resident_tokens, runs_of
+from ratoon.rollout.packed import Forest, PackedBatch, Stage
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon.train.clock import DeviceClock
 from ratoon.train.load_balance import LoadBalance
@@ -67,7 +67,7 @@ class StagedBatch:
         self._group = group
         self._balance = balance
         self._parents = {stage.parent for stage in stages}
-        self._tokens = stream_tokens(stages)
+        self._tokens = stream_tokens(stages, packed.forest)
         self._whole = Whole(
             lm_head_VD=model.lm_head_VD,
             packed=packed,
@@ -156,6 +156,10 @@ class StagedBatch:
         return RoutedTokens(copies_T=copies_T, balance=balance, recorded_LTC=recorded_LTC)
 
 
-def stream_tokens(stages: Sequence[Stage]) -> StreamTokens:
+def stream_tokens(stages: Sequence[Stage], forest: Forest) -> StreamTokens:
     """What is held of so many stages, and waits, at a time."""
-    return StreamTokens(held=peak_tokens(stages), waiting=max(resident_tokens(stages), default=0))
+    return StreamTokens(
+        held=peak_tokens(stages),
+        waiting=max(resident_tokens(stages), default=0),
+        states=peak_states(stages, forest),
+    )

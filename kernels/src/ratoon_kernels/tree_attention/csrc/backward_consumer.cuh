@@ -101,7 +101,7 @@ DEVICE void Consumer::step() {
   barrier_wait(shared_address(&shared.q_full[STAGE]), parity);
   load_stats(p, shared.stats[STAGE][0]);
   const Note& note = shared.notes[n % NUM_NOTES];
-  if (!note.is_full) mask_keys(p, shared, problem.key_shift, group, note.first_row);
+  if (!note.is_full) mask_keys(p, shared, problem.key_shift, group, note.first_row, STAGE);
   load_stats(ds, shared.stats[STAGE][1]);
   hold(p);
   hold(ds);

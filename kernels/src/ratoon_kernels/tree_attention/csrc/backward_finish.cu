@@ -8,7 +8,6 @@
 #include "tile.cuh"
 
 constexpr int FINISH_THREADS = 256;
-constexpr int FINISH_DIM = HEAD_DIM == 128 ? 128 : 64;  // dimensions of a block
 constexpr int DQ_COLUMNS = FINISH_DIM == 128 ? QUERY_STEP : QUERY_STEP / 2;
 constexpr int PITCH = FINISH_DIM + 4;  // of a row in shared memory: no two lanes share a bank
 
@@ -25,7 +24,8 @@ DEVICE void store_eight(uint8_t* rows, int64_t element, const float* values, flo
 #endif
 }
 
-// Grid: query tiles, heads, HEAD_DIM / FINISH_DIM. `dq_rows` is [num_queries, num_heads, HEAD_DIM].
+// Grid: query tiles, heads, parts of FINISH_DIM dimensions (cuda_specs.py). `dq_rows` is
+// [num_queries, num_heads, HEAD_DIM].
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     tree_attention_backward_finish_queries(const float* dq, uint8_t* dq_rows, int num_queries,
                                            float scale) {
@@ -53,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS)
     const int query = i / (FINISH_DIM / 8), chunk = i % (FINISH_DIM / 8);
     const int q = tile * QUERY_STEP + query;
     if (q < num_queries) {
-      const int64_t element = (int64_t(q) * num_heads + head) * HEAD_DIM + blockIdx.z * FINISH_DIM + 8 * chunk;
+      const int64_t element =
+          (int64_t(q) * num_heads + head) * HEAD_DIM + blockIdx.z * FINISH_DIM + 8 * chunk;
       store_eight(dq_rows, element, rows + query * PITCH + 8 * chunk, scale);
     }
   }

@@ -10,15 +10,14 @@
 
 #include "query_tile.cuh"
 
-// Of wide heads, shared memory and registers hold half of a key tile at a time.
-constexpr int KEY_STEP = HEAD_DIM > 128 ? TILE / 2 : TILE;
-constexpr int STEPS_PER_TILE = TILE / KEY_STEP;
+// A step takes KEYS keys (cuda_specs.py): a tile, or half of one.
+constexpr int STEPS_PER_TILE = TILE / KEYS;
 constexpr int K_STAGES = 2;
 constexpr int V_STAGES = HEAD_DIM > 192 ? 1 : 2;
 constexpr uint32_t Q_BYTES = tile_bytes(TILE, HEAD_DIM);
 constexpr uint32_t DOUT_BYTES = tile_bytes(TILE, VALUE_DIM);
-constexpr uint32_t K_BYTES = tile_bytes(KEY_STEP, HEAD_DIM);
-constexpr uint32_t V_BYTES = tile_bytes(KEY_STEP, VALUE_DIM);
+constexpr uint32_t K_BYTES = tile_bytes(KEYS, HEAD_DIM);
+constexpr uint32_t V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 // Registers of a thread of each role: together no more than the 3 x 168 that a block is launched
 // with, or the consumers wait for ever.
 constexpr int PRODUCER_REGISTERS = 40;
@@ -31,7 +30,7 @@ struct Shared {
   alignas(1024) uint8_t dout[DOUT_BYTES];
   alignas(1024) uint8_t k[K_STAGES][K_BYTES];
   alignas(1024) uint8_t v[V_STAGES][V_BYTES];
-  alignas(16) int end[K_STAGES][KEY_STEP];
+  alignas(16) int end[K_STAGES][KEYS];
   int k_mask[K_STAGES];  // local index of the first key of a partial step, or NO_MASK
   alignas(16) ForwardItem item;
   int head, kv_head;  // of the item; head may be NO_MORE
@@ -46,6 +45,7 @@ struct Problem {
   const ForwardItem* items;
   const int2* runs;
   const int* end;
+  const int* start;  // WINDOW only
   int* counter;
   const float* stats;  // [num_heads, num_stats_tiles, 2 * QUERY_STEP]
   float* dq;           // [num_queries, num_heads, HEAD_DIM], PARTIAL only
@@ -76,14 +76,14 @@ DEVICE void produce(Shared& shared, const Problem& problem, const TensorMap* q_m
     tma_load(shared_address(shared.dout), dout_map, q_full, 0, item.query_tile * TILE, 0, head);
     for_each_key_tile(problem.runs, item, [&](int tile, bool is_full) {
 #pragma unroll 1
-      for (int key = tile * TILE; key < (tile + 1) * TILE; key += KEY_STEP) {
+      for (int key = tile * TILE; key < (tile + 1) * TILE; key += KEYS) {
         const int s = k_ring.stage;
         barrier_wait(shared_address(&shared.k_empty[s]), k_ring.parity ^ 1);
         const uint32_t k_full = shared_address(&shared.k_full[s]);
         shared.k_mask[s] = is_full ? NO_MASK : key;
-        barrier_arrive_expect(k_full, K_BYTES + KEY_STEP * sizeof(int));
+        barrier_arrive_expect(k_full, K_BYTES + KEYS * sizeof(int));
         tma_load(shared_address(shared.k[s]), k_map, k_full, 0, key, 0, shared.kv_head);
-        bulk_load(shared_address(shared.end[s]), problem.end + key, KEY_STEP * sizeof(int), k_full);
+        bulk_load(shared_address(shared.end[s]), problem.end + key, KEYS * sizeof(int), k_full);
         k_ring.next();
         const int v = v_ring.stage;
         barrier_wait(shared_address(&shared.v_empty[v]), v_ring.parity ^ 1);
@@ -108,6 +108,9 @@ struct Consumer {
   Ring<V_STAGES> v_ring;
   float dq[HEAD_DIM / 2];
   float minus_lse[2], minus_delta[2];  // of this thread's two rows
+#if WINDOW
+  int start[2];
+#endif
 
   DEVICE void load_stats(int first_row, int head) {
 #pragma unroll
@@ -126,14 +129,14 @@ struct Consumer {
 
   // d += A B^T over DIM dimensions: A the own rows of a query tile, B the keys of a step.
   template <int DIM>
-  DEVICE void issue_logits(float (&d)[KEY_STEP / 2], uint8_t* queries, uint8_t* keys) {
+  DEVICE void issue_logits(float (&d)[KEYS / 2], uint8_t* queries, uint8_t* keys) {
     const uint32_t a = descriptor(shared_address(queries) + group * CONSUMER_ROWS * ROW_BYTES, 0);
     const uint32_t b = descriptor(shared_address(keys), 0);
 #pragma unroll
     for (int step = 0; step < DIM / 16; ++step) {
       const int in_slab = (step % 4) * 32;
-      mma<KEY_STEP, K_MAJOR, K_MAJOR>(d, advance(a, (step / 4) * TILE * ROW_BYTES + in_slab),
-                                      advance(b, (step / 4) * KEY_STEP * ROW_BYTES + in_slab), 1);
+      mma<KEYS, K_MAJOR, K_MAJOR>(d, advance(a, (step / 4) * TILE * ROW_BYTES + in_slab),
+                                      advance(b, (step / 4) * KEYS * ROW_BYTES + in_slab), 1);
     }
     mma_commit();
   }
@@ -141,20 +144,25 @@ struct Consumer {
   DEVICE void add_keys(int row);
 };
 
-DEVICE void begin(float (&d)[KEY_STEP / 2], const float (&value)[2]) {
+DEVICE void begin(float (&d)[KEYS / 2], const float (&value)[2]) {
 #pragma unroll
-  for (int i = 0; i < KEY_STEP / 2; ++i) d[i] = value[i / 2 % 2];
+  for (int i = 0; i < KEYS / 2; ++i) d[i] = value[i / 2 % 2];
 }
 
 DEVICE void Consumer::add_keys(int row) {
-  float p[KEY_STEP / 2], ds[KEY_STEP / 2];
-  uint32_t operand[KEY_STEP / 4];
+  float p[KEYS / 2], ds[KEYS / 2];
+  uint32_t operand[KEYS / 4];
   const int s = k_ring.stage;
   begin(p, minus_lse);
   begin(ds, minus_delta);
   barrier_wait(shared_address(&shared.k_full[s]), k_ring.parity);
   const int first_key = shared.k_mask[s];
-  if (first_key != NO_MASK) mask_logits(p, shared.end[s], first_key - problem.key_shift, row);
+  if (first_key != NO_MASK) {
+    mask_logits(p, shared.end[s], first_key - problem.key_shift, row);
+#if WINDOW
+    mask_before(p, start, first_key);
+#endif
+  }
   hold(p);
   hold(ds);
   mma_fence();
@@ -165,21 +173,21 @@ DEVICE void Consumer::add_keys(int row) {
   mma_wait<1>();
   hold(p);
 #pragma unroll
-  for (int i = 0; i < KEY_STEP / 2; ++i) p[i] = exp2_approximate(p[i] * problem.scale_log2);
+  for (int i = 0; i < KEYS / 2; ++i) p[i] = exp2_approximate(p[i] * problem.scale_log2);
   mma_wait<0>();
   hold(ds);
   release(shared_address(&shared.v_empty[v_ring.stage]));
   v_ring.next();
 #pragma unroll
-  for (int i = 0; i < KEY_STEP / 4; ++i) {
+  for (int i = 0; i < KEYS / 4; ++i) {
     operand[i] = pack(ds[2 * i] * p[2 * i], ds[2 * i + 1] * p[2 * i + 1]);
   }
   hold(operand);
   hold(dq);
   mma_fence();
-  const uint32_t k = descriptor(shared_address(shared.k[s]), KEY_STEP * ROW_BYTES);
+  const uint32_t k = descriptor(shared_address(shared.k[s]), KEYS * ROW_BYTES);
 #pragma unroll
-  for (int step = 0; step < KEY_STEP / 16; ++step) {
+  for (int step = 0; step < KEYS / 16; ++step) {
     mma<HEAD_DIM, MN_MAJOR>(dq, operand + 4 * step, advance(k, step * 16 * ROW_BYTES), 1);
   }
   mma_commit();
@@ -201,6 +209,9 @@ DEVICE void consume(Shared& shared, const Problem& problem, const TensorMap* dq_
     const int num_steps = shared.item.num_key_tiles * STEPS_PER_TILE;
     const int first_row = query_tile * TILE;
     consumer.load_stats(first_row + row, head);
+#if WINDOW
+    load_starts(consumer.start, problem.start, first_row + row);
+#endif
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) consumer.dq[i] = 0.0f;
 #pragma unroll 1

@@ -15,9 +15,10 @@ DEVICE void load_stats(float (&d)[QUERY_STEP / 2], const float* stats) {
 }
 
 // Begins S^T of 64 keys of the CTA with -inf where a query does not attend a key: those of
-// [key - key_shift, end[key]) do. What the product adds leaves it so, and P is 0.
+// [key - key_shift, end[key]) do, and of those under a window the ones whose first key is not past
+// it. What the product adds leaves it so, and P is 0.
 DEVICE void mask_keys(float (&s)[QUERY_STEP / 2], const Shared& shared, int key_shift,
-                      uint32_t group, int first_row) {
+                      uint32_t group, int first_row, int stage) {
   const uint32_t thread = thread_in_group();
   const int row = group * CONSUMER_ROWS + thread / 32 * 16 + (thread % 32) / 4;
   const int first_query = first_row + 2 * (thread % 4);
@@ -34,6 +35,19 @@ DEVICE void mask_keys(float (&s)[QUERY_STEP / 2], const Shared& shared, int key_
       }
     }
   }
+#if WINDOW
+  const int key = shared.first_key + row;
+  const int2* start_of_column = reinterpret_cast<const int2*>(shared.start[stage]) + thread % 4;
+#pragma unroll
+  for (int i = 0; i < QUERY_STEP / 8; ++i) {
+    const int2 start = start_of_column[4 * i];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (key + 8 * h < start.x) s[4 * i + 2 * h] = NEGATIVE_INFINITY;
+      if (key + 8 * h < start.y) s[4 * i + 2 * h + 1] = NEGATIVE_INFINITY;
+    }
+  }
+#endif
 }
 
 DEVICE void pack_all(const float (&values)[QUERY_STEP / 2], uint32_t (&operand)[QUERY_STEP / 4]) {

@@ -1,7 +1,7 @@
 // dK and dV of a piece from registers to global memory.
 #pragma once
 
-#if HEAD_DIM > 128
+#if KEYS < 128
 #include "backward_wide.cuh"
 #else
 #include "backward_consumer.cuh"

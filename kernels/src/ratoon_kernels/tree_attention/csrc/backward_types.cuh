@@ -3,10 +3,10 @@
 
 #include "tile.cuh"
 
-// Gradients of more than 128 dimensions leave registers for half of a key tile: one consumer then
-// holds dV, the other dK (backward_wide.cuh). Else each holds both of its 64 keys.
-#define IS_WIDE (HEAD_DIM > 128)
-constexpr int KEYS = IS_WIDE ? CONSUMER_ROWS : TILE;  // of a CTA
+// A CTA has KEYS keys (cuda_specs.py). Of a whole tile each consumer holds dK and dV of 64 keys.
+// Gradients of more than 128 dimensions leave registers for half of one: then one consumer holds
+// dV, the other dK (backward_wide.cuh).
+#define IS_WIDE (KEYS < 128)
 constexpr int PARTS_OF_TILE = TILE / KEYS;
 constexpr int NUM_STAGES = 2;
 constexpr int DOUT_STAGES = HEAD_DIM > 192 ? 1 : NUM_STAGES;
@@ -50,6 +50,7 @@ struct Note {
 struct Problem {
   const BackwardPiece* pieces;
   const int* end;
+  const int* start;  // WINDOW only
   int* counter;
   const float* stats;  // [num_heads, num_query_tiles, STATS_VALUES]
   float* dq;           // [num_heads, num_query_tiles, DQ_TILE_VALUES] in fragment order
@@ -75,6 +76,9 @@ struct Shared {
   alignas(128) float p[QUERY_STEP * KEYS];  // as it lies in registers: four values of a thread
 #endif
   alignas(128) float stats[NUM_STAGES][2][QUERY_STEP];
+#if WINDOW
+  alignas(128) int start[NUM_STAGES][QUERY_STEP];  // first key that each query sees
+#endif
   alignas(16) int end[KEYS];
   // Where the results go. Read from here, because what comes from the kernel's parameters is
   // computed before the sweep and then takes registers through it.

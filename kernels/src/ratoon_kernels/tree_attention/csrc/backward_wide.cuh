@@ -1,7 +1,7 @@
 // The backward's warpgroups that multiply, for gradients of more than 128 dimensions: both take the
-// same 64 keys. The first makes S^T and P, and holds dV; the second makes dP^T and dS, and holds dK.
-// P goes from one to the other as it lies in registers, in fp32. dQ of a step is a step late here
-// too; the consumers share its dimensions, 64 at a time, and add them from registers.
+// same 64 keys. The first makes S^T and P, and holds dV; the second makes dP^T and dS, and holds
+// dK. P goes from one to the other as it lies in registers, in fp32. dQ of a step is a step late
+// here too; the consumers share its dimensions, 64 at a time, and add them from registers.
 #pragma once
 
 #include "backward_step.cuh"
@@ -108,7 +108,7 @@ DEVICE void Consumer<ROLE>::begin_p(float (&p)[QUERY_STEP / 2]) {
   barrier_wait(shared_address(&shared.q_full[STAGE]), n / NUM_STAGES % 2);
   load_stats(p, shared.stats[STAGE][0]);
   const Note& note = shared.notes[n % NUM_NOTES];
-  if (!note.is_full) mask_keys(p, shared, problem.key_shift, 0, note.first_row);
+  if (!note.is_full) mask_keys(p, shared, problem.key_shift, 0, note.first_row, STAGE);
   hold(p);
   mma_fence();
   issue_logits<HEAD_DIM>(p, shared.k, shared.q[STAGE]);
@@ -227,7 +227,8 @@ DEVICE void Consumer<ROLE>::step() {
 #endif
   hold(operand);
   hold(sum);
-  release(shared_address(ROLE == MAKES_DV ? &shared.dout_empty[DOUT_STAGE] : &shared.q_empty[STAGE]));
+  release(shared_address(ROLE == MAKES_DV ? &shared.dout_empty[DOUT_STAGE]
+                                          : &shared.q_empty[STAGE]));
 #if WITH_DQ
   if (!IS_FIRST) {
     mma_wait<0>();

@@ -33,6 +33,9 @@ DEVICE void consume(Shared& shared, const Problem& problem, const TensorMap* out
       consumer.rows.max[h] = NEGATIVE_INFINITY;
       consumer.rows.sum[h] = 0.0f;
     }
+#if WINDOW
+    load_starts(consumer.start, problem.start, query_tile * TILE + consumer.row);
+#endif
     if (num_steps > 0) {
       consumer.attend(num_steps, query_tile * TILE + consumer.row, has_pending_store);
     } else {
@@ -56,13 +59,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                            const __grid_constant__ TensorMap k_map,
                            const __grid_constant__ TensorMap v_map,
                            const __grid_constant__ TensorMap out_map, const ForwardItem* items,
-                           const int2* runs, const int* end, int* counter, float* out, float* lse,
-                           int num_items, int num_heads, int heads_per_kv_head, int num_queries,
-                           int key_shift, float scale_log2) {
+                           const int2* runs, const int* end, const int* start, int* counter,
+                           float* out, float* lse, int num_items, int num_heads,
+                           int heads_per_kv_head, int num_queries, int key_shift,
+                           float scale_log2) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const Problem problem{items,     runs,      end,       counter,           out,
-                        lse,       num_items, num_heads, heads_per_kv_head, num_queries,
+  const Problem problem{items,     runs,      end,               start,       counter,   out,
+                        lse,       num_items, num_heads,         heads_per_kv_head, num_queries,
                         key_shift, scale_log2};
   if (threadIdx.x == 0) {
     for (int s = 0; s < NUM_Q_BUFFERS; ++s) {

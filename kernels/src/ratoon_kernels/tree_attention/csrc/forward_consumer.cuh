@@ -10,11 +10,11 @@ struct Softmax {
 
 // Exponentiates the logits in place and updates maximum and sum; returns in `factor` what earlier
 // results are to be multiplied with, and whether that is other than 1 for any row of the warp.
-DEVICE bool exponentiate(float (&s)[KEY_STEP / 2], Softmax& rows, float (&factor)[2],
+DEVICE bool exponentiate(float (&s)[KEYS / 2], Softmax& rows, float (&factor)[2],
                          float scale_log2, float slack) {
   float max[2] = {s[0], s[2]};
 #pragma unroll
-  for (int i = 0; i < KEY_STEP / 8; ++i) {
+  for (int i = 0; i < KEYS / 8; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       max[h] = fmaxf(max[h], fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
@@ -38,7 +38,7 @@ DEVICE bool exponentiate(float (&s)[KEY_STEP / 2], Softmax& rows, float (&factor
     const float base = rows.max[h] == NEGATIVE_INFINITY ? 0.0f : rows.max[h] * scale_log2;
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < KEY_STEP / 8; ++i) {
+    for (int i = 0; i < KEYS / 8; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& value = s[4 * i + 2 * h + e];
@@ -51,9 +51,9 @@ DEVICE bool exponentiate(float (&s)[KEY_STEP / 2], Softmax& rows, float (&factor
   return __any_sync(0xffffffffu, is_moved);
 }
 
-DEVICE void pack_all(const float (&s)[KEY_STEP / 2], uint32_t (&p)[KEY_STEP / 4]) {
+DEVICE void pack_all(const float (&s)[KEYS / 2], uint32_t (&p)[KEYS / 4]) {
 #pragma unroll
-  for (int i = 0; i < KEY_STEP / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < KEYS / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
 
 DEVICE void rescale(float (&o)[VALUE_DIM / 2], const float (&factor)[2]) {
@@ -74,11 +74,14 @@ struct Consumer {
   int row;    // this thread's first row in the tile
   Ring<NUM_Q_BUFFERS> q_ring;
   Ring<NUM_STAGES> k_ring, v_ring;
-  float o[VALUE_DIM / 2], s[KEY_STEP / 2];
-  uint32_t p[KEY_STEP / 4];
+  float o[VALUE_DIM / 2], s[KEYS / 2];
+  uint32_t p[KEYS / 4];
   Softmax rows;
   float factor[2];
   float slack;  // MAX_SLACK in raw logits
+#if WINDOW
+  int start[2];  // of this thread's two rows
+#endif
 
   // S = Q K^T of the K buffer at hand.
   DEVICE void issue_qk() {
@@ -88,8 +91,8 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
       const int in_slab = (step % 4) * 32;
-      mma<KEY_STEP, K_MAJOR, K_MAJOR>(s, advance(q, (step / 4) * TILE * ROW_BYTES + in_slab),
-                                      advance(k, (step / 4) * KEY_STEP * ROW_BYTES + in_slab),
+      mma<KEYS, K_MAJOR, K_MAJOR>(s, advance(q, (step / 4) * TILE * ROW_BYTES + in_slab),
+                                      advance(k, (step / 4) * KEYS * ROW_BYTES + in_slab),
                                       step > 0);
     }
     mma_commit();
@@ -97,9 +100,9 @@ struct Consumer {
 
   // O += P V of the V buffer at hand.
   DEVICE void issue_pv(int accumulate) {
-    const uint32_t v = descriptor(shared_address(shared.v[v_ring.stage]), KEY_STEP * ROW_BYTES);
+    const uint32_t v = descriptor(shared_address(shared.v[v_ring.stage]), KEYS * ROW_BYTES);
 #pragma unroll
-    for (int step = 0; step < KEY_STEP / 16; ++step) {
+    for (int step = 0; step < KEYS / 16; ++step) {
       mma<VALUE_DIM, MN_MAJOR>(o, p + 4 * step, advance(v, step * 16 * ROW_BYTES),
                                step > 0 ? 1 : accumulate);
     }
@@ -118,6 +121,9 @@ struct Consumer {
     const int first_key = shared.k_mask[k_ring.stage];
     if (first_key != NO_MASK) {
       mask_logits(s, shared.end[k_ring.stage], first_key - problem.key_shift, tile_row);
+#if WINDOW
+      mask_before(s, start, first_key);
+#endif
     }
     release(shared_address(&shared.k_empty[k_ring.stage]));
     k_ring.next();

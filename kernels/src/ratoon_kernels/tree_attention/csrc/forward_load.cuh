@@ -15,10 +15,10 @@ struct Producer {
     barrier_wait(shared_address(&shared.k_empty[s]), k_ring.parity ^ 1);
     const uint32_t full = shared_address(&shared.k_full[s]);
     shared.k_mask[s] = is_full ? NO_MASK : first_key;
-    barrier_arrive_expect(full, K_BYTES + (is_full ? 0 : KEY_STEP * sizeof(int)));
+    barrier_arrive_expect(full, K_BYTES + (is_full ? 0 : KEYS * sizeof(int)));
     tma_load(shared_address(shared.k[s]), k_map, full, 0, first_key, 0, head);
     if (!is_full) {
-      bulk_load(shared_address(shared.end[s]), problem.end + first_key, KEY_STEP * sizeof(int), full);
+      bulk_load(shared_address(shared.end[s]), problem.end + first_key, KEYS * sizeof(int), full);
     }
     k_ring.next();
   }
@@ -39,9 +39,9 @@ struct Producer {
     for_each_key_tile(problem.runs, item, [&](int tile, bool is_full) {
 #pragma unroll
       for (int step = 0; step < STEPS_PER_TILE; ++step) {
-        load_k(tile * TILE + step * KEY_STEP, head, is_full);
+        load_k(tile * TILE + step * KEYS, head, is_full);
         load_pending_v();
-        pending_key = tile * TILE + step * KEY_STEP;
+        pending_key = tile * TILE + step * KEYS;
         pending_head = head;
       }
     });

@@ -3,14 +3,12 @@
 
 #include "query_tile.cuh"
 
-// What shared memory and registers have room for: of wide heads, one buffer of queries, and at 256
-// dimensions half of a key tile at a time.
-constexpr int NUM_Q_BUFFERS = HEAD_DIM > 128 ? 1 : 2;
-constexpr int KEY_STEP = HEAD_DIM > 192 ? TILE / 2 : TILE;
-constexpr int STEPS_PER_TILE = TILE / KEY_STEP;
+// A step takes KEYS keys (cuda_specs.py): a tile, or half of one.
+constexpr int STEPS_PER_TILE = TILE / KEYS;
+constexpr int NUM_Q_BUFFERS = HEAD_DIM > 128 ? 1 : 2;  // shared memory has room for no more
 constexpr uint32_t Q_BYTES = tile_bytes(TILE, HEAD_DIM);
-constexpr uint32_t K_BYTES = tile_bytes(KEY_STEP, HEAD_DIM);
-constexpr uint32_t V_BYTES = tile_bytes(KEY_STEP, VALUE_DIM);
+constexpr uint32_t K_BYTES = tile_bytes(KEYS, HEAD_DIM);
+constexpr uint32_t V_BYTES = tile_bytes(KEYS, VALUE_DIM);
 constexpr int NUM_STAGES = 2;
 // Registers of a thread of each role: together no more than the 3 x 168 that a block is launched
 // with, or the consumers wait for ever.
@@ -25,7 +23,7 @@ struct Shared {
   alignas(1024) uint8_t q[NUM_Q_BUFFERS][Q_BYTES];
   alignas(1024) uint8_t k[NUM_STAGES][K_BYTES];
   alignas(1024) uint8_t v[NUM_STAGES][V_BYTES];
-  alignas(16) int end[NUM_STAGES][KEY_STEP];
+  alignas(16) int end[NUM_STAGES][KEYS];
   int k_mask[NUM_STAGES];      // local index of the first key of a partial step, or NO_MASK
   int item[NUM_Q_BUFFERS][4];  // query tile (-1: no more work), head, number of steps
   alignas(8) uint64_t q_full[NUM_Q_BUFFERS], q_empty[NUM_Q_BUFFERS];
@@ -39,6 +37,7 @@ struct Problem {
   const ForwardItem* items;
   const int2* runs;
   const int* end;
+  const int* start;  // WINDOW only
   int* counter;
   float* out;  // [num_queries, num_heads, VALUE_DIM], PARTIAL only
   float* lse;  // [num_heads, num_queries]

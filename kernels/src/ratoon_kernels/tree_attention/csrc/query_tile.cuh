@@ -47,6 +47,31 @@ DEVICE void mask_logits(float (&s)[COUNT], const int* end, int first, int row) {
   }
 }
 
+#if WINDOW
+// The first keys that a thread's two rows see; there are values for whole tiles.
+DEVICE void load_starts(int (&start)[2], const int* starts, int row) {
+  start[0] = starts[row];
+  start[1] = starts[row + 8];
+}
+
+// Sets a thread's logits to -inf where a row does not see keys that far back; column 0 is `first`.
+template <int COUNT>
+DEVICE void mask_before(float (&s)[COUNT], const int (&start)[2], int first) {
+  const int column = first + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int before = start[h] - column;
+#pragma unroll
+    for (int i = 0; i < COUNT / 4; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (8 * i + e < before) s[4 * i + 2 * h + e] = NEGATIVE_INFINITY;
+      }
+    }
+  }
+}
+#endif
+
 // This thread's first row in a query tile; the other is 8 further.
 DEVICE int row_in_tile(int group) {
   const int thread = threadIdx.x % WARPGROUP;

@@ -1,8 +1,8 @@
 // Geometry shared by the attention kernels: tiles in shared memory, rings, rows of the work tables.
 //
 // A tile of R rows and D dimensions is D / 64 slabs of [R][64] elements, each row 128 bytes,
-// swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8). Tile bases are multiples of 1024
-// bytes.
+// swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8). Tile bases are multiples of
+// 1024 bytes.
 #pragma once
 
 #include "wgmma.cuh"
@@ -10,6 +10,11 @@
 // Dimensions of queries and keys, and of values and outputs.
 #if !defined(HEAD_DIM) || !defined(VALUE_DIM)
 #error "HEAD_DIM and VALUE_DIM are 64 and 64, 128 and 128, 192 and 128, or 256 and 256"
+#endif
+
+// Whether a query sees no keys before `start` of its row (windows.py).
+#ifndef WINDOW
+#define WINDOW 0
 #endif
 
 constexpr int SHARED_BYTES = 227 * 1024;  // of a block, as cuda_specs.py asks for

@@ -114,12 +114,13 @@ def windowed_by_layer(config: Any, **others: Any) -> list[Mixer]:
     return [by_type[kind] for kind in config.layer_types]
 
 
-def stack(mixers: Sequence[Mixer], mlps: Sequence[Mlp]) -> tuple[Layer, ...]:
-    """Layers of these mixers and MLPs; equal layers are one object."""
+def stack(mixers: Sequence[Mixer], mlps: Sequence[Mlp], **others: Any) -> tuple[Layer, ...]:
+    """Layers of these mixers and MLPs, and `others` as further fields; equal layers are one
+    object."""
     known: dict[tuple[int, int], Layer] = {}
     pairs = list(zip(mixers, mlps, strict=True))
     for mixer, mlp in pairs:
-        known.setdefault((id(mixer), id(mlp)), Layer(mixer=mixer, mlp=mlp))
+        known.setdefault((id(mixer), id(mlp)), Layer(mixer=mixer, mlp=mlp, **others))
     return tuple(known[id(mixer), id(mlp)] for mixer, mlp in pairs)
 
 
@@ -128,10 +129,11 @@ def alike(config: Any, mixer: Mixer) -> tuple[Layer, ...]:
     return (Layer(mixer=mixer, mlp=Mlp(size=config.intermediate_size)),) * config.num_hidden_layers
 
 
-def dense_by_layer(config: Any) -> tuple[Layer, ...]:
-    """Layers with a dense MLP, of which `layer_types` says which have the sliding window."""
+def dense_by_layer(config: Any, **others: Any) -> tuple[Layer, ...]:
+    """Layers with a dense MLP, of which `layer_types` says which have the sliding window; `others`
+    are further fields of all."""
     mlp = Mlp(size=config.intermediate_size)
-    return stack(windowed_by_layer(config), [mlp] * config.num_hidden_layers)
+    return stack(windowed_by_layer(config), [mlp] * config.num_hidden_layers, **others)
 
 
 def declared(config_class: type[PreTrainedConfig]) -> set[str]:

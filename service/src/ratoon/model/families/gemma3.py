@@ -7,6 +7,7 @@ rotate by bases of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ratoon.errors import invalid
@@ -49,7 +50,7 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     models="Gemma 3 270M, 1B (text)",
-    layers=dense_by_layer,
+    layers=partial(dense_by_layer, has_post_norms=True),
     rules={
         "hidden_activation": FIELD_RULES["hidden_act"],
         # Attention's logits are divided by its root.

@@ -6,6 +6,7 @@ Rotary embeddings may be scaled in layers with full attention only.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ratoon.model.config_fields import read_rope_by_layer
@@ -20,6 +21,6 @@ OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     models="Olmo 3 7B, 32B; Olmo 3.1",
-    layers=dense_by_layer,
+    layers=partial(dense_by_layer, has_post_norms=True),
     read_rope=_read_rope,
 )

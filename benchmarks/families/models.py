@@ -1,0 +1,207 @@
+"""Sections `layers` and `precision`: whole models of each family, over the recorded group.
+
+`layers` runs forward and backward of packed rollouts, of the same layers with the libraries'
+recurrence level by level, and of replicated rollouts by the libraries' kernels. `precision` holds
+log-probs in bfloat16 against float32, packed and replicated.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.timing import release
+from benchmarks.families.cudnn import CUDNN, CudnnAttention
+from benchmarks.families.recurrences import FLA, switches
+from benchmarks.step import varlen
+from benchmarks.step.experts import reserved
+from benchmarks.step.run import Row, Run, Scale, refusal
+from benchmarks.step.subjects import Way
+from benchmarks.step.varlen import FA2
+from benchmarks.step.ways import Plan, Ways, compare_ways, load_packed, replicas, sample_in_turns
+from benchmarks.step.workload import FamilySize, Group, SeededBatch, make_batch
+from harness.released_models import released
+from ratoon.model.loader import backend_of_layers
+from ratoon.model.policy_model import PolicyModel
+from ratoon.planner.layer_kinds import GatedDelta
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.train.passes import run_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A family's model.
+
+    Attributes:
+        model: Of `harness.released_models`.
+        layers: As many as one GPU trains beside the optimizer's states.
+        precise_layers: Of `precision`, which holds the weights in float32, too.
+        has_sinks: Whether its attention has sinks.
+    """
+
+    model: str
+    layers: int
+    precise_layers: int
+    has_sinks: bool = False
+
+
+CASES = {
+    "qwen3.5": Case(model="Qwen3.5-9B", layers=32, precise_layers=4),
+    "qwen3.5-moe": Case(model="Qwen3.5-35B-A3B", layers=16, precise_layers=4),
+    "gpt-oss": Case(model="gpt-oss-20b", layers=12, precise_layers=4, has_sinks=True),
+    "gemma3": Case(model="Gemma-3-12B", layers=36, precise_layers=6),
+    "glm4-moe": Case(model="GLM-4.5-Air", layers=5, precise_layers=2),
+}
+# What a CPU has in place of a model's sizes; fields that a configuration lacks are left out.
+_TINY = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 48, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+    "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 67, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "sliding_window": 6, "pad_token_id": 0,
+}  # fmt: skip
+# Responses of the recorded group in `precision`, whose float32 attention is slow.
+PRECISE_RESPONSES = 4
+
+
+def cases(_scale: Scale) -> list[str]:
+    return list(CASES)
+
+
+def size_of(run: Run, case: Case, num_layers: int) -> FamilySize:
+    """The model with this number of layers; a tiny one on a CPU."""
+    config = released(case.model, num_layers)
+    if run.device.type != "cuda":
+        for name, value in _TINY.items():
+            if getattr(config, name, None) is not None:
+                setattr(config, name, value)
+    return FamilySize(name=f"{case.model}, {num_layers} layers", config=config)
+
+
+def measure_layers(
+    run: Run, wanted: list[str], num_layers: int | None = None, library: str = FLA
+) -> Iterator[tuple[str, list[Row]]]:
+    """Yields each case with its rows: ours, level by level where there is a recurrence, and
+    replicated. Ways take turns."""
+    for name in wanted:
+        if run.is_out_of_time:
+            return
+        case = CASES[name]
+        size = size_of(run, case, num_layers or case.layers)
+        try:
+            yield name, _compare(run, case, size, library)
+        except Exception as error:  # noqa: BLE001  the next family may be served
+            yield name, [{"how": "ours", "model": size.name, **refusal(error)}]
+        release(run.device)
+
+
+def _compare(run: Run, case: Case, size: FamilySize, library: str) -> list[Row]:
+    order = ways_of(run, case, size, library)
+    batch = make_batch((run.scale.paper,), size.config.vocab_size, run.seed)
+    if run.device.type == "cuda":
+        varlen.install()
+        varlen.add_backend(CUDNN, CudnnAttention())
+    with switches() as choose:
+        # One sample each, for the check and the memory; the timing is done in turns.
+        ways = Ways(replace(run, num_samples=1), size, lambda way: choose(way.recurrence))
+        with reserved(ways):
+            rows = compare_ways(ways, batch, order, Plan(cuts=run.scale.cuts[-2:]))
+            cut = next(
+                (row["micro_batch_sequences"] for row in rows if "micro_batch_sequences" in row), 1
+            )
+            rows = sample_in_turns(ways, batch, order, Plan(cuts=(cut,)), rows, run.num_samples)
+    return [{"layers": size.config.num_hidden_layers, **row} for row in rows]
+
+
+def ways_of(run: Run, case: Case, size: FamilySize, library: str) -> list[Way]:
+    """Ours first, replicated last."""
+    is_gpu = run.device.type == "cuda"
+    backend = backend_of_layers(size.config, "", run.device, run.scale.dtype, deterministic=False)
+    has_delta = any(isinstance(x.mixer, GatedDelta) for x in size.geometry.layers)
+    recurrence = library if is_gpu and has_delta else ""
+    attention = (FA2 if case.has_sinks else CUDNN) if is_gpu else backend
+    ours = Way(backend=backend, is_packed=True)
+    by_level = [replace(ours, recurrence=recurrence)] if recurrence else []
+    return [ours, *by_level, Way(backend=attention, is_packed=False, recurrence=recurrence)]
+
+
+def measure_precision(
+    run: Run, wanted: list[str], num_layers: int | None = None
+) -> Iterator[tuple[str, list[Row]]]:
+    """Yields each case with one row: distances of log-probs from float32, and their ratio."""
+    for name in wanted:
+        if run.is_out_of_time:
+            return
+        case = CASES[name]
+        size = size_of(run, case, num_layers or case.precise_layers)
+        row: Row = {"how": "packed over replicated", "model": size.name}
+        try:
+            row |= _distances(run, size)
+        except Exception as error:  # noqa: BLE001  the next family may be served
+            row |= refusal(error)
+        yield name, [row]
+        release(run.device)
+
+
+def _distances(run: Run, size: FamilySize) -> Row:
+    """Over several drawn groups, each with its own weights."""
+    paper = run.scale.paper
+    group = Group(prompt=paper.prompt, responses=paper.responses[:PRECISE_RESPONSES])
+    figures: dict[str, list[float]] = {"packed": [], "replicated": [], "samples": []}
+    for seed in range(run.seed, run.seed + run.num_samples):
+        if figures["samples"] and run.is_out_of_time:
+            break
+        drawn = replace(run, seed=seed, scale=replace(run.scale, dtype=torch.bfloat16))
+        batch = make_batch((group,), size.config.vocab_size, seed)
+        packed, replicated, weights = _logprobs_16(drawn, size, batch)
+        truth = _logprobs_32(drawn, size, batch, weights)
+        distances = [float((each - truth).norm() / truth.norm()) for each in (packed, replicated)]
+        figures["packed"].append(distances[0])
+        figures["replicated"].append(distances[1])
+        figures["samples"].append(distances[0] / distances[1])
+        release(run.device)
+    return {**figures, "ratio": statistics.median(figures["samples"])}
+
+
+def _logprobs_16(
+    run: Run, size: FamilySize, batch: RolloutBatch
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Packed and replicated, and the weights, on the host."""
+    ways = Ways(run, size)
+    backend = backend_of_layers(size.config, "", run.device, run.scale.dtype, deterministic=False)
+    ours = Way(backend=backend, is_packed=True)
+    policy = ways.policy(ours)
+    packed = logprobs(policy, load_packed(ways, ours, batch))
+    replicated = logprobs(policy, replicas(batch, 1, run))
+    weights = {name: x.cpu() for name, x in ways.module.state_dict().items()}
+    return packed, replicated, weights
+
+
+def _logprobs_32(
+    run: Run, size: FamilySize, batch: RolloutBatch, weights: Mapping[str, Tensor]
+) -> Tensor:
+    """Of each rollout alone, by reference kernels, with the same weights in float32."""
+    exact = replace(run, scale=replace(run.scale, dtype=torch.float32))
+    ways = Ways(exact, replace(size, config=copy.deepcopy(size.config)))
+    ways.module.load_state_dict(dict(weights))
+    policy = ways.policy(Way(backend="reference", is_packed=False))
+    return logprobs(policy, replicas(batch, 1, exact))
+
+
+def logprobs(policy: PolicyModel, batches: list[SeededBatch]) -> Tensor:
+    """Of each response token, float64 on the host."""
+    found = [(seeded.column_L, _terms(policy, seeded)) for seeded in batches]
+    logprob_J = torch.empty(sum(len(columns) for columns, _ in found), dtype=torch.float64)
+    for columns, values in found:
+        logprob_J[columns.cpu()] = values.double().cpu()
+    return logprob_J
+
+
+@torch.no_grad()
+def _terms(policy: PolicyModel, seeded: SeededBatch) -> Tensor:
+    return run_model(policy, seeded.batch).logprob_M[seeded.batch.term_target_L]
