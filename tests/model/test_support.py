@@ -130,6 +130,14 @@ def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
         ("gemma3", {"rope_local_base_freq": 5.0}, "rope_parameters.rope_theta", "5.0"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping", "30.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention", "True"),
+        *(
+            ("qwen3_5", {"rope_parameters": ROPE | {name: value}}, f"rope_parameters.{name}", got)
+            for name, value, got in (
+                ("partial_rotary_factor", 0.1, "0.1"),
+                ("mrope_section", [1, 2], "[1, 2]"),
+                ("mrope_interleaved", 1, "1"),
+            )
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:20],
 )
@@ -211,6 +219,22 @@ def test_fields_of_routers_and_latents_are_refused_by_name(
         ("qwen2", {"head_dim": None}),
         ("mistral", {"layer_types": ["full_attention"] * 2}),
         ("llama", {"partial_rotary_factor": 1.0}),
+        # As Qwen3.5 is published.
+        (
+            "qwen3_5",
+            {
+                "attn_output_gate": True,
+                "full_attention_interval": 2,
+                "mamba_ssm_dtype": "float32",
+                "mlp_only_layers": [],
+                "mtp_num_hidden_layers": 1,
+                "rope_parameters": ROPE
+                | {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+                | {"partial_rotary_factor": 0.25},
+            },
+        ),
+        ("qwen3_5", {"layer_types": None, "full_attention_interval": 2}),
+        ("qwen3_5", {"partial_rotary_factor": 0.25}),
     ],
 )
 def test_what_changes_nothing_is_accepted(
@@ -220,6 +244,42 @@ def test_what_changes_nothing_is_accepted(
     packed = pack([[5, 63, 0, 5, 7, 1, 2, 60]])
     plain = load(write_folder(tmp_path / "plain", architecture))
     assert relative(hidden_of(load(folder), packed), hidden_of(plain, packed)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("qwen3_5", {"layer_types": ["linear_attention", "sliding_attention"]}),
+        ("qwen3_5", {"layer_types": ["linear_attention"]}),
+        ("qwen3_5", {"full_attention_interval": 4}),
+        ("qwen3_5", {"linear_num_key_heads": 3}),
+        ("qwen3_5", {"linear_num_value_heads": 0}),
+        ("qwen3_5", {"linear_key_head_dim": 2**20}),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}),
+        ("qwen3_5", {"linear_conv_kernel_dim": 17}),
+        ("qwen3_5", {"hidden_act": "gelu"}),
+        ("qwen3_5", {"attn_output_gate": False}),
+        ("qwen3_5_moe", {"num_experts_per_tok": 5}),
+        ("qwen3_next", {"mlp_only_layers": [2]}),
+        ("qwen3_next", {"shared_expert_intermediate_size": 0}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_contradiction_in_linear_attention_is_refused_by_field(
+    tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    error = error_of(lambda: config_of(edited(tmp_path, architecture, changes)))
+    assert (error.code, error.field) == (
+        ErrorCode.INVALID_ARGUMENT,
+        f"config.{next(iter(changes))}",
+    )
+
+
+def test_heads_of_linear_attention_that_tensors_do_not_have_are_refused(tmp_path: Path) -> None:
+    folder = edited(tmp_path, "qwen3_5", {"linear_num_value_heads": 8})
+    error = error_of(lambda: load(folder))
+    assert error.code is ErrorCode.INVALID_ARGUMENT
+    assert "linear_attn" in error.field
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
