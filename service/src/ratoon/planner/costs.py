@@ -151,7 +151,8 @@ class CostModel:
         pairs = self.pair * path_pairs(depths)
         if self.window is None:
             return pairs
-        return np.add(pairs, self.near_pair * path_pairs(depths, self.window))
+        near_pairs = self.near_pair * path_pairs(depths, self.window)
+        return np.add(pairs, near_pairs, dtype=np.float64)
 
     @property
     def call_tokens(self) -> int:
