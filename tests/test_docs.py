@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ from pydantic import BaseModel
 from ratoon.config import GIB, MIB, OTHER_VARIABLES, RatoonConfig
 from ratoon.errors import ErrorCode
 from ratoon.metrics import METRICS
+from ratoon.model.families import FAMILIES, WRAPPERS
+from ratoon.model.spec import PRESET_NAMES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -149,3 +152,11 @@ def test_every_message_of_the_troubleshooting_page_is_one() -> None:
     assert not unknown
     codes = {code for cell in seen for code in re.findall(r"\b[A-Z]+_[A-Z_]+\b", cell)}
     assert codes <= {str(code) for code in ErrorCode}
+
+
+def test_the_page_of_models_is_what_the_families_say() -> None:
+    page = (DOCS / "models.md").read_text(encoding="utf-8")
+    script = runpy.run_path(str(ROOT / "scripts" / "models_page.py"))
+    assert script["page"](page) == page
+    for name in (*FAMILIES, *WRAPPERS, *PRESET_NAMES):
+        assert f"`{name}`" in page

@@ -83,13 +83,15 @@ class ForwardValue:
 class TrainedHere:
     """Client and session in one; every version's weights stay in `folder`."""
 
-    def __init__(self, folder: Path, *, seed: int = 0, fault: Fault = Fault.NONE) -> None:
+    def __init__(
+        self, folder: Path, *, preset: str = "tiny", seed: int = 0, fault: Fault = Fault.NONE
+    ) -> None:
         self._folder = folder
         self._fault = fault
         self._trainer = Trainer.create(
             TrainerSpec(
                 model=ModelSpec(
-                    base=PresetBase(name="tiny"),
+                    base=PresetBase(name=preset),
                     tuning=FullTuning(),
                     dtype=ModelDtype.FLOAT32,
                     seed=seed,

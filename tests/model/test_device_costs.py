@@ -97,6 +97,24 @@ def test_each_price_is_work_over_its_rate() -> None:
     assert device_costs(frozen, H200_RATES, layers_are_trained=False).call < 0.05
 
 
+def test_pairs_of_layers_with_a_window_have_a_price_of_their_own() -> None:
+    """Gemma 3's way: five of six layers; a window costs no token a pair that it does not see."""
+    layer = QWEN3_8B.layers[0]
+    near = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=512))
+    mixed = dataclasses.replace(QWEN3_8B, layers=((near,) * 5 + (layer,)) * 6)
+    costs, full = device_costs(mixed, H200_RATES), device_costs(QWEN3_8B, H200_RATES)
+    assert (costs.window, full.window) == (512, None)
+    assert costs.near_pair == pytest.approx(5 * costs.pair, rel=1e-12)
+    assert costs.pair + costs.near_pair == pytest.approx(full.pair, rel=1e-12)
+    assert costs.token == full.token
+    both = costs.over(2, 0.0)
+    assert (both.near_pair, both.pair) == (costs.near_pair / 2, costs.pair / 2)
+    for length, share in ((512, 1.0), (8192, (1 + 5 * 2 * 512 / 8192) / 6)):
+        lengths = np.array([length])
+        assert costs.of_pairs(lengths) == pytest.approx(share * full.of_pairs(lengths), rel=0.03)
+    assert costs.of_pairs(np.array([512])) == pytest.approx(full.of_pairs(np.array([512])))
+
+
 def test_a_token_pays_for_its_own_experts_and_a_call_for_all() -> None:
     other = 2048 * 128 * (32 + 4 + 4 + 32) + 2048 * 128
     expert = 3 * 2048 * 768

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3MoeConfig
+from transformers import DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeExperts,
     Qwen3MoeSparseMoeBlock,
@@ -23,9 +26,12 @@ from ratoon.model.experts import (
     to_rows,
     to_tokens,
 )
+from ratoon.model.families.deepseek_v3 import DEEPSEEK_V3
+from ratoon.model.families.family import Family
+from ratoon.model.families.gpt_oss import GPT_OSS
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
 from ratoon.model.lora import LoraExperts
-from ratoon.model.route_rules import RouteRule
+from ratoon.model.route_rules import RouteRule, Scores
 from ratoon.model.router import RouteCount, Router, route
 
 pytestmark = pytest.mark.gpu
@@ -80,14 +86,23 @@ CASES: dict[str, Callable[[], Tensor]] = {
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def _experts(implementation: str, dtype: torch.dtype, inner: int = F) -> Any:
-    """Experts with equal weights in any dtype, up to its rounding to bfloat16."""
+def _experts(
+    implementation: str, dtype: torch.dtype, inner: int = F, *, has_bias: bool = False
+) -> Any:
+    """Experts with equal weights in any dtype, up to its rounding to bfloat16; gpt-oss' if they
+    have biases."""
     register_grouped_experts()
-    config = Qwen3MoeConfig(
-        num_experts=NUM_EXPERTS, hidden_size=D, moe_intermediate_size=inner, hidden_act="silu"
-    )
+    config: Any
+    if has_bias:
+        config = GptOssConfig(
+            num_local_experts=NUM_EXPERTS, hidden_size=D, intermediate_size=inner, swiglu_limit=1.0
+        )
+    else:
+        config = Qwen3MoeConfig(
+            num_experts=NUM_EXPERTS, hidden_size=D, moe_intermediate_size=inner, hidden_act="silu"
+        )
     config._experts_implementation = implementation
-    module: Any = Qwen3MoeExperts(config).to(device=DEVICE)
+    module: Any = (GptOssExperts if has_bias else Qwen3MoeExperts)(config).to(device=DEVICE)
     generator = _generator(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -126,6 +141,25 @@ def _block(rank: int) -> Any:
     return block.to(torch.bfloat16)
 
 
+def _other_block(family: Family) -> Any:
+    """A router by another rule and its experts, with shared ones or with biases."""
+    register_grouped_experts()
+    fields = {"hidden_size": D, "num_experts_per_tok": 8, "num_local_experts": NUM_EXPERTS}
+    if family is GPT_OSS:
+        config: Any = GptOssConfig(**fields, intermediate_size=F)
+    else:
+        config = DeepseekV3Config(**fields, moe_intermediate_size=F)
+    config._experts_implementation = EXPERTS_NAME
+    block: Any = (GptOssMLP if family is GPT_OSS else DeepseekV3MoE)(config).to(device=DEVICE)
+    generator = _generator(6)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(generator=generator).mul_(parameter.shape[-1] ** -0.5)
+    block = block.to(torch.bfloat16)
+    family.prepare(block)
+    return block
+
+
 def _run(module: Any, expert_TC: Tensor) -> dict[str, Tensor]:
     """The output and all gradients, of inputs that bfloat16 has."""
     dtype = next(module.parameters()).dtype
@@ -147,14 +181,17 @@ def _run(module: Any, expert_TC: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("has_bias", [False, True])
 @each_case
-def test_errors_are_at_most_twice_those_of_torch(case: Callable[[], Tensor]) -> None:
+def test_errors_are_at_most_twice_those_of_torch(
+    case: Callable[[], Tensor], has_bias: bool
+) -> None:
     """Errors are those of bfloat16 against float32; transformers' experts, one after the other,
     stand for torch."""
     expert_TC = case()
-    truth = _run(_experts("eager", torch.float32), expert_TC)
-    torchs = _run(_experts("eager", torch.bfloat16), expert_TC)
-    ours = _run(_experts(EXPERTS_NAME, torch.bfloat16), expert_TC)
+    truth = _run(_experts("eager", torch.float32, has_bias=has_bias), expert_TC)
+    torchs = _run(_experts("eager", torch.bfloat16, has_bias=has_bias), expert_TC)
+    ours = _run(_experts(EXPERTS_NAME, torch.bfloat16, has_bias=has_bias), expert_TC)
     for name, exact in truth.items():
         error, bound = ((each[name].float() - exact).norm() for each in (ours, torchs))
         assert exact.norm() > 0
@@ -171,10 +208,13 @@ def test_an_expert_without_rows_has_a_gradient_of_zeros(case: Callable[[], Tenso
         assert torch.equal(grads[name].flatten(1).any(1), rows_E > 0)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @each_case
-def test_a_repeat_has_the_same_bits(case: Callable[[], Tensor], dtype: torch.dtype) -> None:
-    module, expert_TC = _experts(EXPERTS_NAME, dtype), case()
+def test_a_repeat_has_the_same_bits(
+    case: Callable[[], Tensor], dtype: torch.dtype, has_bias: bool
+) -> None:
+    module, expert_TC = _experts(EXPERTS_NAME, dtype, has_bias=has_bias), case()
     first = _run(module, expert_TC)
     for _ in range(3):
         again = _run(module, expert_TC)
@@ -222,18 +262,35 @@ def test_rows_move_as_on_the_cpu(case: Callable[[], Tensor], features: int) -> N
         assert torch.equal(move(x, place_TC).cpu(), move(x.cpu(), place_TC.cpu()))
 
 
-def test_routes_are_those_of_the_cpu() -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RouteRule(top_k=8, is_normalized=True),
+        RouteRule(top_k=8, scores=Scores.SIGMOID, is_normalized=True, scale=2.5),
+        RouteRule(top_k=8, scores=Scores.SIGMOID, num_groups=8, topk_group=3),
+        RouteRule(top_k=8, scores=Scores.CHOSEN),
+    ],
+)
+def test_routes_are_those_of_the_cpu(rule: RouteRule) -> None:
     """Logits have few values, so that most tokens have ties; gradients agree to rounding."""
-    logits_TE = torch.randint(0, 9, (4001, 128), generator=_generator(3), device=DEVICE).bfloat16()
+    logits_TE = torch.randint(-4, 5, (4001, 128), generator=_generator(3), device=DEVICE).bfloat16()
+    correction_E = None
+    if rule.scores is Scores.SIGMOID:
+        correction_E = torch.randint(-2, 3, (128,), generator=_generator(9), device=DEVICE).float()
     dweight_TC = torch.randn(4001, 8, generator=_generator(4), device=DEVICE).bfloat16()
     copies_T = torch.randint(0, 65, (4001,), generator=_generator(5), device=DEVICE)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     sums: list[Tensor] = []
     for device in (DEVICE, torch.device("cpu")):
         leaf_TE = logits_TE.detach().to(device, copy=True).requires_grad_()
-        count = RouteCount(RouteRule(top_k=8, is_normalized=True))
+        count = RouteCount(rule)
         count.copies_T = copies_T.int().to(device)
-        weight_TC, expert_TC = route(leaf_TE, None, numbered(count), 8)
+        weight_TC, expert_TC = route(
+            leaf_TE,
+            None if correction_E is None else correction_E.to(device),
+            numbered(count),
+            8,
+        )
         assert count.sums_F is not None
         sums.append(count.sums_F.cpu())
         weight_TC.backward(dweight_TC.to(device))
@@ -253,10 +310,19 @@ def test_routes_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.usefixtures("deterministic_compiler")
-@pytest.mark.parametrize("rank", [0, 16])
-def test_a_compiled_block_repeats_its_bits_and_does_not_wait(rank: int) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(_block, 0),
+        partial(_block, 16),
+        partial(_other_block, DEEPSEEK_V3),
+        partial(_other_block, GPT_OSS),
+    ],
+    ids=["qwen3_moe", "qwen3_moe_adapted", "deepseek_v3", "gpt_oss"],
+)
+def test_a_compiled_block_repeats_its_bits_and_does_not_wait(make: Callable[[], Any]) -> None:
     """Router and experts, forward and backward, as one graph without a break."""
-    block = _block(rank)
+    block = make()
     run = torch.compile(block, fullgraph=True)
     x_1TD = torch.randn(1, 3001, D, generator=_generator(5), device=DEVICE).bfloat16()
     (router,) = (m for m in block.modules() if isinstance(m, Router))
@@ -264,7 +330,8 @@ def test_a_compiled_block_repeats_its_bits_and_does_not_wait(rank: int) -> None:
 
     def gradients() -> list[Tensor]:
         leaf_1TD = x_1TD.clone().requires_grad_()
-        out_1TD = run(leaf_1TD)
+        out = run(leaf_1TD)
+        out_1TD = out[0] if isinstance(out, tuple) else out
         inputs = [leaf_1TD, *(p for p in block.parameters() if p.requires_grad)]
         return [out_1TD, *torch.autograd.grad(out_1TD, inputs, x_1TD)]
 

@@ -75,13 +75,25 @@ def test_a_part_of_the_projections_of_experts_is_refused(tmp_path: Path) -> None
         assert "gate_proj, up_proj, down_proj" in error.expected
 
 
-def test_lora_without_targets_is_refused_where_mlps_would_stay_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "maps"),
+    [
+        ("qwen3_moe_mixed", "k_proj, o_proj, q_proj, v_proj"),
+        ("glm4_moe", "k_proj, o_proj, q_proj, v_proj"),
+        ("glm4_moe_lite", "kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj, q_b_proj"),
+        ("deepseek_v3", "kv_a_proj_with_mqa, kv_b_proj, o_proj, q_proj"),
+        ("gpt_oss", "k_proj, o_proj, q_proj, v_proj"),
+    ],
+)
+def test_lora_without_targets_is_refused_where_mlps_would_stay_as_they_are(
+    tmp_path: Path, architecture: str, maps: str
+) -> None:
     """Attention alone was adapted, and nothing said that nine tenths of the model were not."""
-    folder = write_folder(tmp_path / "base", "qwen3_moe_mixed")
+    folder = write_folder(tmp_path / "base", architecture)
     error = error_of(lambda: load(folder, tuning=LORA))
     assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "tuning.lora.target_modules")
     assert "experts" in error.message
-    assert "k_proj, o_proj, q_proj, v_proj" in error.expected
+    assert error.expected.endswith(maps)
 
 
 def test_named_targets_adapt_the_attention_of_a_model_with_experts(tmp_path: Path) -> None:
@@ -109,6 +121,8 @@ def test_named_targets_are_the_only_ones() -> None:
         ("qwen3_moe", "gate"),
         ("qwen3_moe_mixed", "gate_proj"),
         ("qwen3_moe_mixed", "down_proj"),
+        ("glm4_moe", "gate_proj"),
+        ("gpt_oss", "down_proj"),
     ],
 )
 def test_other_targets_are_refused_by_index(tmp_path: Path, architecture: str, target: str) -> None:

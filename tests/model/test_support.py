@@ -130,6 +130,14 @@ def test_supported_folder_is_read(tmp_path: Path, architecture: str) -> None:
         ("gemma3", {"rope_local_base_freq": 5.0}, "rope_parameters.rope_theta", "5.0"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping", "30.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention", "True"),
+        *(
+            ("qwen3_5", {"rope_parameters": ROPE | {name: value}}, f"rope_parameters.{name}", got)
+            for name, value, got in (
+                ("partial_rotary_factor", 0.1, "0.1"),
+                ("mrope_section", [1, 2], "[1, 2]"),
+                ("mrope_interleaved", 1, "1"),
+            )
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:20],
 )
@@ -144,8 +152,59 @@ def test_unsupported_configuration_is_refused_by_field(
 
 
 @pytest.mark.parametrize(
+    ("architecture", "changes", "field"),
+    [
+        ("deepseek_v3", {"n_group": 4}, "n_group"),
+        ("deepseek_v3", {"n_group": 6, "topk_group": 6}, "n_group"),
+        ("deepseek_v3", {"topk_group": 4}, "topk_group"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 3}, "num_experts_per_tok"),
+        ("deepseek_v3", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ("deepseek_v3", {"n_routed_experts": 1}, "n_routed_experts"),
+        ("deepseek_v3", {"n_routed_experts": None}, "n_routed_experts"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ("deepseek_v3", {"routed_scaling_factor": float("inf")}, "routed_scaling_factor"),
+        ("deepseek_v3", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
+        ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim"),
+        ("deepseek_v3", {"qk_nope_head_dim": 0}, "qk_nope_head_dim"),
+        ("deepseek_v3", {"v_head_dim": None}, "v_head_dim"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank"),
+        ("deepseek_v3", {"head_dim": 10}, "head_dim"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"topk_method": "group_limited_greedy"}, "topk_method"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 2}, "mlp_layer_types"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "moe"]}, "mlp_layer_types"),
+        ("glm4_moe_lite", {"q_lora_rank": 0}, "q_lora_rank"),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("gpt_oss", {"num_local_experts": 1}, "num_experts"),
+        ("gpt_oss", {"swiglu_limit": float("nan")}, "swiglu_limit"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window"),
+        ("gpt_oss", {"layer_types": FULL_SLIDING[:1]}, "layer_types"),
+    ],
+)
+def test_fields_of_routers_and_latents_are_refused_by_name(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], field: str
+) -> None:
+    """Before a model of such sizes is made."""
+    error = error_of(lambda: config_of(edited(tmp_path, architecture, changes)))
+    assert (error.code, error.field) == (ErrorCode.INVALID_ARGUMENT, f"config.{field}")
+
+
+@pytest.mark.parametrize(
     ("architecture", "changes"),
     [
+        ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}),
+        ("deepseek_v3", {"num_key_value_heads": None, "num_nextn_predict_layers": 1}),
+        ("glm4_moe", {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1}),
+        ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 1}),
+        ("gpt_oss", {"layer_types": None, "num_local_experts": None, "num_experts": 4}),
+        ("gpt_oss", {"rope_scaling": None, "experts_per_token": 2, "initial_context_length": 4096}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
         ("llama", {"attention_bias": False}),
         ("llama", {"attention_dropout": 0}),
@@ -160,6 +219,22 @@ def test_unsupported_configuration_is_refused_by_field(
         ("qwen2", {"head_dim": None}),
         ("mistral", {"layer_types": ["full_attention"] * 2}),
         ("llama", {"partial_rotary_factor": 1.0}),
+        # As Qwen3.5 is published.
+        (
+            "qwen3_5",
+            {
+                "attn_output_gate": True,
+                "full_attention_interval": 2,
+                "mamba_ssm_dtype": "float32",
+                "mlp_only_layers": [],
+                "mtp_num_hidden_layers": 1,
+                "rope_parameters": ROPE
+                | {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+                | {"partial_rotary_factor": 0.25},
+            },
+        ),
+        ("qwen3_5", {"layer_types": None, "full_attention_interval": 2}),
+        ("qwen3_5", {"partial_rotary_factor": 0.25}),
     ],
 )
 def test_what_changes_nothing_is_accepted(
@@ -169,6 +244,42 @@ def test_what_changes_nothing_is_accepted(
     packed = pack([[5, 63, 0, 5, 7, 1, 2, 60]])
     plain = load(write_folder(tmp_path / "plain", architecture))
     assert relative(hidden_of(load(folder), packed), hidden_of(plain, packed)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("qwen3_5", {"layer_types": ["linear_attention", "sliding_attention"]}),
+        ("qwen3_5", {"layer_types": ["linear_attention"]}),
+        ("qwen3_5", {"full_attention_interval": 4}),
+        ("qwen3_5", {"linear_num_key_heads": 3}),
+        ("qwen3_5", {"linear_num_value_heads": 0}),
+        ("qwen3_5", {"linear_key_head_dim": 2**20}),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}),
+        ("qwen3_5", {"linear_conv_kernel_dim": 17}),
+        ("qwen3_5", {"hidden_act": "gelu"}),
+        ("qwen3_5", {"attn_output_gate": False}),
+        ("qwen3_5_moe", {"num_experts_per_tok": 5}),
+        ("qwen3_next", {"mlp_only_layers": [2]}),
+        ("qwen3_next", {"shared_expert_intermediate_size": 0}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_contradiction_in_linear_attention_is_refused_by_field(
+    tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    error = error_of(lambda: config_of(edited(tmp_path, architecture, changes)))
+    assert (error.code, error.field) == (
+        ErrorCode.INVALID_ARGUMENT,
+        f"config.{next(iter(changes))}",
+    )
+
+
+def test_heads_of_linear_attention_that_tensors_do_not_have_are_refused(tmp_path: Path) -> None:
+    folder = edited(tmp_path, "qwen3_5", {"linear_num_value_heads": 8})
+    error = error_of(lambda: load(folder))
+    assert error.code is ErrorCode.INVALID_ARGUMENT
+    assert "linear_attn" in error.field
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
@@ -277,6 +388,8 @@ def test_every_field_of_every_family_has_a_rule(architecture: str) -> None:
         *ROPE_FIELDS,
         "attention_dropout",
         "architectures",
+        # It is read as num_experts.
+        "num_local_experts",
     }
     left_out = {"transformers_version", "return_dict", "id2label", "label2id", "problem_type"}
     off = {

@@ -141,6 +141,9 @@ def test_a_version_is_the_folder_with_another_decoder(
     assert published == said
     for name in (*PROCESSORS, "tokenizer.json"):
         assert (version / name).read_bytes() == (folder / name).read_bytes()
+    values = read_weights(model, folder_of(version), "").values
+    assert values.keys() == model.named_trainable().keys()
+    assert all(torch.equal(value, model.named_trainable()[n]) for n, value in values.items())
     index = json.loads((version / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(each.nbytes for each in after.values())
     assert index["metadata"]["total_parameters"] == sum(each.numel() for each in after.values())

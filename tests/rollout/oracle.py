@@ -63,6 +63,8 @@ def num_packed(batch: RolloutBatch, chosen: Iterable[int]) -> int:
     return len(holders(batch, chosen))
 
 
-def num_packed_pairs(batch: RolloutBatch, chosen: Iterable[int]) -> int:
-    """Each packed token attends to itself and to what is before it on its path."""
-    return sum(len(tokens) for _, tokens in holders(batch, chosen))
+def num_packed_pairs(batch: RolloutBatch, chosen: Iterable[int], window: int | None = None) -> int:
+    """Each packed token attends to itself and to what is before it on its path, or to the last
+    `window` of these."""
+    seen = (len(tokens) for _, tokens in holders(batch, chosen))
+    return sum(count if window is None else min(count, window) for count in seen)

@@ -19,6 +19,7 @@ from ratoon.planner.costs import (
     Work,
     measure,
 )
+from ratoon.planner.plan import Devices, draft_plan
 from ratoon.planner.waves import fits_forest, peak_tokens
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
@@ -139,6 +140,23 @@ def test_work_counts_what_is_packed() -> None:
     prefixes = sort_sequences(batch)
     work = measure(batch, prefixes).work(np.arange(2))
     assert work == Work(tokens=7, pairs=oracle.num_packed_pairs(batch, range(2)), rows=4)
+
+
+@CHECKED
+@given(batch=batches(), budget=st.integers(1, 40), window=st.integers(1, 12))
+def test_a_plan_costs_the_pairs_within_the_window(
+    batch: RolloutBatch, budget: int, window: int
+) -> None:
+    """A token has what its path has of the window, however its micro-batch came to be: the first
+    tokens of short sequences were priced as if they saw a whole window."""
+    costs = CostModel(
+        pair=0.0, near_pair=1.0, window=window, token=0.5, row=0.0, call=0.0, resident=0.0
+    )
+    prefixes, kept_S = sort_sequences(batch), np.ones(batch.num_sequences, np.bool_)
+    draft = draft_plan(batch, prefixes, kept_S, Devices(candidates=(budget,), costs=costs))
+    parts = draft.plan.micro_batches
+    pairs = sum(oracle.num_packed_pairs(batch, part.sequences, window) for part in parts)
+    assert draft.cost == 0.5 * draft.plan.packed_tokens + pairs
 
 
 def test_costs_by_hand() -> None:

@@ -48,6 +48,19 @@ def test_sharing_stops_where_forks_cost_more_than_the_prefix() -> None:
     assert plan.packed_tokens == 4 + 12 + 4 + 12
 
 
+def test_beyond_the_window_a_fork_costs_nothing() -> None:
+    """As above, with layers all of which have a window: a prompt of 4 saves 4 and its pairs within
+    the window, and as many tokens behind it as the window has pay for the fork."""
+    near = replace(DEAR, pair=0.0, near_pair=0.5)
+    # All 10 pairs, and 9 tokens at most.
+    assert _plan(_fan(4, [100] * 3), replace(near, window=9)).unshared == ()
+    assert _plan(_fan(4, [100] * 3), replace(near, window=10)).unshared == (1, 2)
+    # 7 of the pairs, and 7.5 in all, against 2 tokens, each of which costs 3.7 or 3.8.
+    for fork, unshared in ((7.4, ()), (7.6, (1, 2))):
+        costs = replace(near, window=2, fork=fork)
+        assert _plan(_fan(4, [100] * 3), costs).unshared == unshared
+
+
 def test_what_is_not_run_does_not_part_what_is() -> None:
     """The long one between two short ones is left out: the others share."""
     batch = _fan(4, [2, 10, 2])

@@ -202,11 +202,20 @@ def test_rollouts_without_an_advantage_are_run(expert_pair: Pair) -> None:
     assert_close(relative_errors(got, expected), expert_pair.tolerance)
 
 
-@pytest.mark.parametrize("budget", [16, pytest.param(60, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("architecture", "budget"),
+    [
+        ("qwen3_moe", 16),
+        pytest.param("qwen3_moe", 60, marks=pytest.mark.more),
+        *(pytest.param(name, 16, marks=pytest.mark.more) for name in ROUTED),
+    ],
+)
 @pytest.mark.parametrize("is_joint", [False, True])
-def test_ranks_balance_as_one(tmp_path: Path, is_joint: bool, budget: int) -> None:
+def test_ranks_balance_as_one(
+    tmp_path: Path, architecture: str, is_joint: bool, budget: int
+) -> None:
     """Each with micro-batches of its own; and each a share of the tokens of all nodes."""
-    alone = make_trainer(FolderBase(folder=str(write_folder(tmp_path, "qwen3_moe"))))
+    alone = make_trainer(FolderBase(folder=str(write_folder(tmp_path, architecture))))
     batch = make_batch(6, max_response=14)
     loss = _loss(REQUESTS["of_tokens"], batch)
     costs = EAGER if budget == 16 else DEFAULT_COSTS

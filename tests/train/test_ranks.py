@@ -111,7 +111,6 @@ def test_weights_are_sharded_between_neighbours_alone(
     [
         ("qwen3", Shard.GRADIENTS),
         ("qwen3_moe", Shard.STATES),
-        ("gpt_oss", Shard.STATES),
         pytest.param("qwen3_moe", Shard.GRADIENTS, marks=pytest.mark.more),
         pytest.param("qwen3_moe", Shard.WEIGHTS, marks=pytest.mark.more),
     ],

@@ -129,12 +129,13 @@ def test_terms_of_a_reference_an_entropy_and_a_whole_sequence(base: FolderBase) 
         ("qwen3_moe", 4, 2, Shard.STATES),
         ("llama", 4, 4, Shard.STATES),
         ("qwen3_untied", 6, 2, Shard.STATES),
-        ("qwen3_5", 4, 4, Shard.STATES),
+        ("qwen3_5", 4, 2, Shard.STATES),
         ("deepseek_v3", 4, 2, Shard.STATES),
         ("gpt_oss", 4, 2, Shard.STATES),
         *(pytest.param(name, 4, 2, Shard.WEIGHTS, marks=pytest.mark.more) for name in ROUTED),
         pytest.param("gemma3", 4, 2, Shard.STATES, marks=pytest.mark.more),
         pytest.param("qwen3_moe_mixed", 4, 2, Shard.WEIGHTS, marks=pytest.mark.more),
+        pytest.param("qwen3_next", 4, 4, Shard.WEIGHTS, marks=pytest.mark.more),
     ],
 )
 def test_models_of_other_heads_and_with_experts(

@@ -11,6 +11,7 @@ from ratoon.planner.layer_kinds import Attention, Layer, Mlp
 from ratoon.train import report as flops
 from ratoon_proto.types import LoraTuning
 from tests.model.test_activation_plan import QWEN3_8B
+from tests.rollout import oracle
 from tests.train.trainer_runs import make_batch, make_trainer
 
 # Response lengths of a recorded group of 32 with a prompt of 5,059 tokens.
@@ -60,6 +61,42 @@ def test_flops_by_hand() -> None:
         10 * (4 * 1000 + 2 * 100) + 4 * 7 * 5 * 6 + 14 * 4 * 3 * 2 * 55
     )
     assert flops.forward_flops(sizes, work) == 2 * 10 * 1000 + 2 * 7 * 5 * 6 + 4 * 4 * 3 * 2 * 55
+
+
+def test_flops_of_layers_with_a_window_by_hand() -> None:
+    """Ten tokens with a window of 4: 34 of 55 pairs are within it."""
+    full = Attention(num_heads=3, num_kv_heads=3, head_dim=4)
+    near = Attention(num_heads=3, num_kv_heads=3, head_dim=4, value_dim=6, window=4)
+    sizes = flops.Geometry(
+        layer_parameters=0,
+        trained_layer_parameters=0,
+        head_is_trained=False,
+        layers=tuple(Layer(mixer=mixer, mlp=Mlp(size=9)) for mixer in (full, near, near)),
+        hidden_size=5,
+        vocab_size=7,
+    )
+    work = flops.Work(tokens=10, rows=0, pairs=55, near_pairs=34)
+    pair_flops = 4 * 3 * 55 + 2 * 5 * 3 * 34
+    assert flops.forward_flops(sizes, work) == 4 * pair_flops
+    assert flops.training_flops(sizes, work) == 14 * pair_flops
+
+
+@pytest.mark.parametrize("window", [1, 3, 10, 1000])
+def test_packed_work_counts_the_pairs_within_the_window(base: FolderBase, window: int) -> None:
+    trainer, batch = make_trainer(base, tokens=30), make_batch(0)
+    run = trainer.prepare_forward(batch)
+    plan = run.plan
+    assert len(plan.micro_batches) > 1
+    work = flops.packed_work(run, 5, window)
+    pairs = sum(
+        oracle.num_packed_pairs(batch, part.sequences, window) for part in plan.micro_batches
+    )
+    assert (work.near_pairs, work.rows, work.tokens) == (pairs, 5, plan.packed_tokens)
+    assert work.pairs == plan.packed_pairs
+    assert (work.near_pairs == work.pairs) == (window == 1000)
+    logical = flops.logical_work(batch, plan, window)
+    lengths = [len(batch.sequence_tokens(s)) for part in plan.micro_batches for s in part.sequences]
+    assert logical.near_pairs == sum(length * min(length, window) for length in lengths)
 
 
 def test_geometry_is_read_off_the_model(base: FolderBase) -> None:

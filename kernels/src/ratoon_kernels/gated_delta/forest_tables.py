@@ -154,8 +154,10 @@ def _begins(row: _Int64, slot: _Int64, device: torch.device) -> list[tuple[Tenso
     entries: list[tuple[Tensor, Tensor]] = []
     while len(nodes):
         rows, places = np.unique(row[nodes], return_index=True)
-        pair = (rows, slot[nodes[places]])
-        entries.append(tuple(torch.from_numpy(each.copy()).to(device) for each in pair))
+        to_rows, from_slots = (
+            torch.from_numpy(each.copy()).to(device) for each in (rows, slot[nodes[places]])
+        )
+        entries.append((to_rows, from_slots))
         nodes = np.delete(nodes, places)
     return entries
 

@@ -29,7 +29,7 @@ MIN_CAPABILITY_MAJOR: Final = 8
 _NORM_ROWS: Final = 32
 # Values of a task of the recurrence: with 32 it has products of 32 rows, as all kernels here.
 _STATE_VALUES: Final = 32
-# How each kernel is launched, as an H200 runs it best.
+# How each kernel is launched. Eight warps halve the registers of the one that spills with four.
 _OPTIONS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
     {
         "inverse_norms": {"num_warps": 4},
@@ -243,16 +243,16 @@ class _Call:
         return {"K": num_key_heads, "N": num_heads, "D": key_dim, "V": value_dim}
 
     @property
-    def q_strides(self) -> tuple[int, int]:
+    def q_strides(self) -> tuple[int, ...]:
         """Strides of tokens and heads; and so are the others."""
         return self.operands.q_TKD.stride()[:2]
 
     @property
-    def k_strides(self) -> tuple[int, int]:
+    def k_strides(self) -> tuple[int, ...]:
         return self.operands.k_TKD.stride()[:2]
 
     @property
-    def v_strides(self) -> tuple[int, int]:
+    def v_strides(self) -> tuple[int, ...]:
         return self.operands.v_TNV.stride()[:2]
 
     def wide(self, shape: tuple[int, ...]) -> Tensor:
@@ -289,6 +289,10 @@ class _States:
     update_TNV: Tensor
     state_CNVD: Tensor
     handed_ENDV: Tensor
+
+
+def _present(states: Tensor | None) -> Tensor | None:
+    return None if states is None or not len(states) else states.contiguous()
 
 
 def _inverse_norms(x_TKD: Tensor) -> Tensor:
@@ -370,7 +374,6 @@ def _run_states(call: _Call) -> _States:
         **sizes,
         **_OPTIONS["solve_chunks"],
     )
-    has_first = operands.first_SNDV is not None and len(operands.first_SNDV) > 0
     kernel = state_kernels.run_states
     kernel[(tables.num_nodes * num_heads * (value_dim // _STATE_VALUES),)](
         operands.k_TKD,
@@ -378,7 +381,7 @@ def _run_states(call: _Call) -> _States:
         states.total_TN,
         states.seen_TND,
         states.update_TNV,
-        operands.first_SNDV.contiguous() if has_first else None,
+        _present(operands.first_SNDV),
         call.wide((tables.num_end_slots, *state_shape)),
         states.handed_ENDV if num_handed else None,
         states.state_CNVD,
@@ -432,7 +435,6 @@ def _run_dstates(
         **_OPTIONS["begin_dupdates"],
     )
     dbegin = call.wide((tables.num_begin_slots, num_heads, sizes["D"], value_dim))
-    has_handed = dend_ENDV is not None and len(dend_ENDV) > 0
     kernel = state_kernels.run_dstates
     kernel[(tables.num_nodes * num_heads * (value_dim // _STATE_VALUES),)](
         operands.q_TKD,
@@ -443,7 +445,7 @@ def _run_dstates(
         states.seen_TND,
         dout_TNV,
         dupdate_TNV,
-        dend_ENDV.contiguous() if has_handed else None,
+        _present(dend_ENDV),
         dbegin,
         dstate_CNVD,
         call.flags(),

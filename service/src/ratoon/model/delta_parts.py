@@ -133,6 +133,15 @@ class _Inputs:
         """Rows of the convolution, x_TC."""
         return torch.cat([x.flatten(1) for x in (self.q_TKD, self.k_TKD, self.v_TNV)], dim=1)
 
+    def split(self, x_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values in such rows, as views."""
+        _, num_key_heads, key_dim = self.q_TKD.shape
+        return split_rows(x_TC, num_key_heads, key_dim, self.v_TNV.shape[1])
+
+    def convolved(self, x_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Inputs of the recurrence, of rows behind the convolution."""
+        return *self.split(x_TC), self.g_TN, self.beta_TN
+
 
 class DeltaPart:
     """One layer of one part.
@@ -164,7 +173,7 @@ class DeltaPart:
             own.joined(), weight_cW, first_SRC=first.rows_ERC, **self._settings()
         )
         out_TnV, end_EnDV = gated_delta_partial_forward(
-            *self._rule_inputs(own, rows_Tc),
+            *own.convolved(rows_Tc),
             scale=own.q_TKD.shape[2] ** -0.5,
             first_SNDV=first.state_ENDV,
             **self._settings(),
@@ -189,7 +198,7 @@ class DeltaPart:
         grads = gated_delta_partial_backward(
             dout_TnV,
             sums.state_ENDV,
-            *self._rule_inputs(own, rows_Tc),
+            *own.convolved(rows_Tc),
             scale=own.q_TKD.shape[2] ** -0.5,
             first_SNDV=first.state_ENDV,
             **self._settings(),
@@ -212,7 +221,7 @@ class DeltaPart:
             above = self._above[home]._ended()
             above.state_ENDV[index] += grads.dfirst_SNDV[row]
             above.rows_ERC[index] += by_rows.dfirst_SRC[row]
-        parts = split_rows(by_rows.dx_TC, *own.q_TKD.shape[1:], own.v_TNV.shape[1])
+        parts = own.split(by_rows.dx_TC)
         dq_TkD, dk_TkD, dv_TnV = (x.contiguous() for x in parts)
         of_heads, of_keys = group.to_tokens(
             num_key_heads, [dv_TnV, grads.dg_TN, grads.dbeta_TN], [dq_TkD, dk_TkD]
@@ -227,10 +236,6 @@ class DeltaPart:
             "handover": nodes.handover,
             "deterministic": self._place.deterministic,
         }
-
-    def _rule_inputs(self, own: _Inputs, rows_Tc: Tensor) -> tuple[Tensor, ...]:
-        parts = split_rows(rows_Tc, *own.q_TKD.shape[1:], own.v_TNV.shape[1])
-        return *parts, own.g_TN, own.beta_TN
 
     def _to_heads(self, inputs: _Inputs) -> _Inputs:
         of_heads, of_keys = self._place.group.to_heads(

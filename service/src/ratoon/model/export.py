@@ -232,15 +232,9 @@ def _rest_of(model: PolicyModel, files: Mapping[str, Sequence[str]]) -> dict[str
             else:
                 write_both_words(folder / CONFIG_NAME, said, model.config)
             if len(files) > 1:
-                like, aside = exported_like(model).values(), model.base.aside
-                totals = {
-                    "num_elements": sum(each.numel() for each in like),
-                    "num_bytes": sum(each.nbytes for each in like),
-                }
-                if aside is not None:
-                    totals["num_elements"] += aside.num_elements
-                    totals["num_bytes"] += aside.num_bytes
-                write_index(folder, files, **totals)
+                aside = model.base.aside
+                others = (aside.num_elements, aside.num_bytes) if aside else (0, 0)
+                write_index(folder, files, exported_like(model), others)
             _export_tokenizer(model, folder)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 

@@ -133,7 +133,8 @@ def _own_tensors(
     config: PreTrainedConfig,
 ) -> dict[str, Stored]:
     """Tensors of the decoder and its head, by their own names."""
-    predictors = text_words(said).get("num_nextn_predict_layers")
+    words = text_words(said)
+    predictors = words.get("num_nextn_predict_layers", words.get("num_mtp_layers"))
     layers = cast("int", config.num_hidden_layers)
     # Layers that predict further tokens follow the decoder's own, or are beside it.
     stop = layers + (predictors if isinstance(predictors, int) else 0)

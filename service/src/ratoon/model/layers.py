@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from ratoon.model.attention import PathAttention
+from ratoon.model.experts import BIAS_FEATURES
 from ratoon.model.offload import HostOffload
 from ratoon.planner.activation_plan import Kept
 from ratoon.shards.layer_shards import LayerShards
@@ -268,6 +269,8 @@ def _policy(
     weight = args[2] if operation is ops.aten.addmm.default else args[1]
     is_grouped = operation is ops.ratoon.grouped_linear.default
     if weight.shape[-1 if is_grouped else -2] == int(adapter_rank):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    if is_grouped and weight.shape[-1] == BIAS_FEATURES:
         return CheckpointPolicy.PREFER_RECOMPUTE
     if kept == Kept.NARROW and (is_grouped or str(weight.shape[-1]) in wide_features.split(",")):
         return CheckpointPolicy.PREFER_RECOMPUTE

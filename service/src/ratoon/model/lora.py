@@ -195,19 +195,20 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
     """Names of the projections to adapt; by default all of attention and of the MLP or the experts.
 
     Experts are adapted whole, because vLLM takes no adapter for some of their projections. If dense
-    layers are beside them, only attention is adapted, by name: peft does not distinguish their MLPs
-    from experts.
+    MLPs are beside them, in layers of their own or shared by all tokens, only attention is adapted,
+    by name: peft does not distinguish these MLPs from experts. So it is where experts have biases.
     """
+    family = family_of(module.config)
     linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     of_experts = {*_MLP} if _has_experts(module) else set[str]()
     # Projections of either kind, but not of both.
-    adapted = family_of(module.config).adapted
-    available = (linear ^ of_experts).intersection((*adapted, *_MLP))
+    available = (linear ^ of_experts).intersection((*family.adapted, *_MLP))
     shown_names = ", ".join(sorted(available))
-    if not requested and of_experts & linear:
+    has_others = family.experts is not None and not family.adapts_experts
+    if not requested and (has_others or of_experts & linear):
         raise unsupported(
             "tuning.lora.target_modules",
-            "none for a model with dense layers beside experts, whose MLPs no adapter reaches",
+            "none for a model whose experts, or dense MLPs beside them, no adapter reaches",
             f"the projections of attention by name, of {shown_names}",
         )
     for index, target in enumerate(requested):

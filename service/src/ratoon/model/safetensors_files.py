@@ -105,10 +105,19 @@ def plan_files(tensors: Mapping[str, Tensor], aside: Sequence[str] = ()) -> dict
 
 
 def write_index(
-    folder: Path, files: Mapping[str, Sequence[str]], *, num_elements: int, num_bytes: int
+    folder: Path,
+    files: Mapping[str, Sequence[str]],
+    tensors: Mapping[str, Tensor],
+    aside: tuple[int, int] = (0, 0),
 ) -> None:
-    """Write the index of which file has which tensor, with totals of all."""
-    totals = {"total_parameters": num_elements, "total_size": num_bytes}
+    """Write the index of which file has which tensor; the `tensors` may have no values.
+
+    `aside`: elements and bytes of those that are not among the `tensors`.
+    """
+    totals = {
+        "total_parameters": sum(tensor.numel() for tensor in tensors.values()) + aside[0],
+        "total_size": sum(tensor.nbytes for tensor in tensors.values()) + aside[1],
+    }
     weight_map = {name: file for file, names in files.items() for name in names}
     text = json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True)
     (folder / INDEX_NAME).write_text(text + "\n", encoding="utf-8")

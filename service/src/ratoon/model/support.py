@@ -42,7 +42,7 @@ _MAX_CONFIG_BYTES = 2**20
 _STORAGE = "quantization_config"
 
 # Fields that must be absent, null, false or 0 in every configuration.
-_FIELDS_OFF = (
+FIELDS_OFF = (
     "attention_chunk_size",
     "attention_sinks",
     "attn_logit_softcapping",
@@ -284,7 +284,7 @@ def _looked_at(
 
 
 def _is_off(name: str, rules: Collection[str]) -> bool:
-    is_off = name in _FIELDS_OFF or any(word in name for word in _DROPOUT_WORDS)
+    is_off = name in FIELDS_OFF or any(word in name for word in _DROPOUT_WORDS)
     return is_off and name not in rules
 
 

@@ -45,6 +45,7 @@ ROUTED_RULES: Mapping[str, Rule] = {
     "topk_group": integer(1, 4096),
     # Layers that predict further tokens: not trained.
     "num_nextn_predict_layers": integer(0, MAX_LAYERS),
+    "num_mtp_layers": integer(0, MAX_LAYERS),
     # Folders say these for other readers; transformers has no other.
     "scoring_func": word("sigmoid"),
     "topk_method": word("noaux_tc"),

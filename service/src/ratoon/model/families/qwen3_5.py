@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -32,13 +32,16 @@ from ratoon.model.linear_attention import project_apart, replace_linear_attentio
 from ratoon.planner.layer_kinds import GatedDelta, Layer, Mixer, Mlp
 
 _LINEAR = "linear_attention"
-# One layer of full attention in so many, and the part of a head that is rotated, where a folder
-# does not say.
-_INTERVAL, _ROTATED = 4, 0.25
+# Part of a head that is rotated where a folder does not say.
+_ROTATED, _NUM_AXES = 0.25, 3
 _HEADS, _HEAD_DIM = integer(1, 4096), integer(1, 1024)
+_SECTIONS = list_of(integer(0, 4096), 3)
 # Axes of positions that images have; a text token's three positions are one.
 _AXES: Mapping[str, Rule] = {
-    "mrope_section": list_of(integer(0, 4096), 3),
+    "mrope_section": Rule(
+        expected="three integers in [0, 4096]",
+        holds=lambda value: _SECTIONS.holds(value) and len(cast("list[int]", value)) == _NUM_AXES,
+    ),
     "mrope_interleaved": FLAG,
 }
 RULES: Mapping[str, Rule] = {
