@@ -55,7 +55,7 @@ RANKS = (2, 4, 8)
 RANKS_GPUS = ("80 GB", "141 GB")
 RANKS_MODELS = (
     *("Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B"),
-    *("Qwen3.5-9B", "Qwen3.5-35B-A3B", "gpt-oss-20b", "GLM-4.5-Air"),
+    *("Qwen3.5-35B-A3B", "GLM-4.5-Air"),
 )
 # None of its rows would have a cell on one GPU.
 LARGE = ("GLM-4.5-Air",)
