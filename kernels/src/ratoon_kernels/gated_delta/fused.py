@@ -40,7 +40,8 @@ _OPTIONS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
         "begin_dupdates": {"num_warps": 4},
         "run_dstates": {"num_warps": 4, "STAGES": 2},
         "solve_dupdates": {"num_warps": 4},
-        "write_gradients": {"num_warps": 8, "BLOCK": 32, "STAGES": 1},
+        "write_dqueries": {"num_warps": 4, "BLOCK": 32, "STAGES": 1},
+        "write_dkeys": {"num_warps": 4, "BLOCK": 32, "STAGES": 1},
         "sum_decays": {"num_warps": 4},
     }
 )
@@ -155,7 +156,28 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             V=value_dim,
             **_OPTIONS["solve_dupdates"],
         )
-        kernel = gradient_kernels.write_gradients
+        kernel = gradient_kernels.write_dqueries
+        kernel[(tables.num_chunks * 2 * sizes["K"],)](
+            q_TKD,
+            k_TKD,
+            call.inverse_q_TK,
+            call.inverse_k_TK,
+            states.total_TN,
+            dout_TNV,
+            states.update_TNV,
+            states.state_CNVD,
+            grads.dq_TKD,
+            dtotal_TN,
+            tables.start_C,
+            tables.length_C,
+            operands.scale,
+            *call.q_strides,
+            *call.k_strides,
+            *dout_TNV.stride()[:2],
+            **sizes,
+            **_OPTIONS["write_dqueries"],
+        )
+        kernel = gradient_kernels.write_dkeys
         kernel[(tables.num_chunks * 2 * sizes["K"],)](
             q_TKD,
             k_TKD,
@@ -169,10 +191,8 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             states.state_CNVD,
             dstate_CNVD,
             dbeta_value_TN,
-            grads.dq_TKD,
             grads.dk_TKD,
             grads.dbeta_TN,
-            dtotal_TN,
             dbehind_TN,
             dlast_TN,
             dkept_CPN,
@@ -182,10 +202,9 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             *call.q_strides,
             *call.k_strides,
             operands.beta_TN.stride(0),
-            dout_TNV.stride(0),
-            dout_TNV.stride(1),
+            *dout_TNV.stride()[:2],
             **sizes,
-            **_OPTIONS["write_gradients"],
+            **_OPTIONS["write_dkeys"],
         )
         kernel = chunk_kernels.sum_decays
         kernel[(tables.num_chunks,)](

@@ -1,13 +1,20 @@
-"""The Triton kernel of the gated delta rule's gradients of queries, keys, decays and strengths.
+"""Triton kernels of the gated delta rule's gradients of queries, keys, decays and strengths.
 
 A program is half of a chunk and one head of keys; it adds over the heads of values that read it,
-in order, and writes each gradient once. As in `chunk_kernels.py`, products have 32 rows.
+in order, and writes each gradient once. Queries and keys have a kernel each: the sums of both at
+once would leave room for one program a multiprocessor. As in `chunk_kernels.py`, products have 32
+rows.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from ratoon_kernels.gated_delta.chunk_kernels import _decays, _tile, _tile_transposed
+from ratoon_kernels.gated_delta.chunk_kernels import (
+    _decays,
+    _half_of,
+    _tile,
+    _tile_transposed,
+)
 
 _HALF = tl.constexpr(32)
 _CHUNK = tl.constexpr(64)
@@ -15,38 +22,32 @@ _CHUNK = tl.constexpr(64)
 
 @triton.jit
 def _before(
-    dout_LV,
-    dright_LV,
+    left_LV,
     update_LV,
     state_VD,
     row_H,
     is_H,
     row_L,
     is_L,
-    dout_stride,
+    left_stride,
     row_stride,
     D: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Gradients of outputs and of right sides, each times the state and times updates."""
+    """This half's rows times the state before the chunk, and times updates."""
     column_D = tl.arange(0, D)
-    read_HD = tl.zeros([_HALF, D], tl.float32)
-    right_HD = tl.zeros([_HALF, D], tl.float32)
-    dscore_HL = tl.zeros([_HALF, _CHUNK], tl.float32)
-    dlower_HL = tl.zeros([_HALF, _CHUNK], tl.float32)
+    by_state_HD = tl.zeros([_HALF, D], tl.float32)
+    by_update_HL = tl.zeros([_HALF, _CHUNK], tl.float32)
     for block in tl.range(0, V // BLOCK, num_stages=STAGES):
         column_B = block * BLOCK + tl.arange(0, BLOCK)
-        dout_HB = _tile(dout_LV, row_H, dout_stride, column_B, is_H)
-        dright_HB = _tile(dright_LV, row_H, row_stride, column_B, is_H)
+        left_HB = _tile(left_LV, row_H, left_stride, column_B, is_H)
         state_BD = tl.load(state_VD + column_B[:, None] * D + column_D[None, :])
         update_BL = _tile_transposed(update_LV, row_L, row_stride, column_B, is_L)
-        read_HD = tl.dot(dout_HB, state_BD, read_HD)
-        right_HD = tl.dot(dright_HB, state_BD, right_HD)
-        dscore_HL = tl.dot(dout_HB, update_BL, dscore_HL)
-        dlower_HL = tl.dot(dright_HB, update_BL, dlower_HL)
-    return read_HD, right_HD, dscore_HL, dlower_HL
+        by_state_HD = tl.dot(left_HB, state_BD, by_state_HD)
+        by_update_HL = tl.dot(left_HB, update_BL, by_update_HL)
+    return by_state_HD, by_update_HL
 
 
 @triton.jit
@@ -102,7 +103,94 @@ def _unnormalised(dnormal_HD, x_HD, inverse_H):
 
 
 @triton.jit
-def write_gradients(  # noqa: PLR0915
+def write_dqueries(
+    q_TKD,
+    k_TKD,
+    inverse_q_TK,
+    inverse_k_TK,
+    total_TN,
+    dout_TNV,
+    update_TNV,
+    state_CNVD,
+    dq_TKD,
+    dtotal_TN,
+    start_C,
+    length_C,
+    scale,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    dout_stride,
+    dout_head_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Gradients of queries, and what sums of log-decays take from them."""
+    chunk, start, length, first, key_head = _half_of(start_C, length_C, K)
+    if first >= length:
+        return
+    # From here on rows count from the chunk's first.
+    q_TKD += start * q_stride
+    k_TKD += start * k_stride
+    inverse_q_TK += start * K
+    inverse_k_TK += start * K
+    total_TN += start * N
+    dout_TNV += start * dout_stride
+    update_TNV += start * (N * V)
+    dq_TKD += start * (K * D)
+    dtotal_TN += start * N
+    row_H = first + tl.arange(0, _HALF)
+    row_L = tl.arange(0, _CHUNK)
+    is_H = row_H < length
+    is_L = row_L < length
+    column_D = tl.arange(0, D)
+    dtype = q_TKD.dtype.element_ty
+    inverse_q_H = tl.load(inverse_q_TK + row_H * K + key_head, mask=is_H, other=0.0)
+    inverse_k_L = tl.load(inverse_k_TK + row_L * K + key_head, mask=is_L, other=0.0)
+    q_LD = q_TKD + key_head * q_head_stride
+    k_LD = k_TKD + key_head * k_head_stride
+    state_NVD = state_CNVD + chunk.to(tl.int64) * (N * V * D)
+    is_pair = (row_H[:, None] >= row_L[None, :]) & is_H[:, None]
+    dq_HD = tl.zeros([_HALF, D], tl.float32)
+    for member in tl.range(0, N // K, disable_licm=True):
+        head = key_head * (N // K) + member
+        total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
+        total_L = tl.load(total_TN + row_L * N + head, mask=is_L, other=0.0)
+        read_HD, dscore_HL = _before(
+            dout_TNV + head * dout_head_stride,
+            update_TNV + head * V,
+            state_NVD + head * (V * D),
+            row_H,
+            is_H,
+            row_L,
+            is_L,
+            dout_stride,
+            N * V,
+            D,
+            V,
+            BLOCK,
+            STAGES,
+        )
+        dscore_HL *= _decays(total_H, total_L, is_pair) * inverse_k_L[None, :]
+        keys_LD = _tile(k_LD, row_L, k_stride, column_D, is_L)
+        read_HD = tl.dot(dscore_HL.to(dtype), keys_LD, read_HD * tl.exp(total_H)[:, None])
+        queries_HD = _tile(q_LD, row_H, q_stride, column_D, is_H).to(tl.float32)
+        by_query_H = tl.sum(queries_HD * read_HD, axis=1) * inverse_q_H * scale
+        tl.store(dtotal_TN + row_H * N + head, by_query_H, mask=is_H)
+        dq_HD += read_HD
+    queries_HD = _tile(q_LD, row_H, q_stride, column_D, is_H)
+    dq_HD = _unnormalised(dq_HD * scale, queries_HD, inverse_q_H)
+    offset_HD = (row_H * K + key_head)[:, None] * D + column_D[None, :]
+    tl.store(dq_TKD + offset_HD, dq_HD.to(dtype), mask=is_H[:, None])
+
+
+@triton.jit
+def write_dkeys(  # noqa: PLR0915
     q_TKD,
     k_TKD,
     beta_TN,
@@ -115,10 +203,8 @@ def write_gradients(  # noqa: PLR0915
     state_CNVD,
     dstate_CNVD,
     dbeta_value_TN,
-    dq_TKD,
     dk_TKD,
     dbeta_TN,
-    dtotal_TN,
     dbehind_TN,
     dlast_TN,
     dkept_CPN,
@@ -139,11 +225,8 @@ def write_gradients(  # noqa: PLR0915
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    key_head = tl.program_id(0) % K
-    chunk = tl.program_id(0) // K // 2
-    first = tl.program_id(0) // K % 2 * _HALF
-    start = tl.load(start_C + chunk).to(tl.int64)
-    length = tl.load(length_C + chunk)
+    """Gradients of keys and strengths, and what sums of log-decays lose to keys."""
+    chunk, start, length, first, key_head = _half_of(start_C, length_C, K)
     # From here on rows count from the chunk's first.
     q_TKD += start * q_stride
     k_TKD += start * k_stride
@@ -155,10 +238,8 @@ def write_gradients(  # noqa: PLR0915
     update_TNV += start * (N * V)
     dright_TNV += start * (N * V)
     dbeta_value_TN += start * N
-    dq_TKD += start * (K * D)
     dk_TKD += start * (K * D)
     dbeta_TN += start * N
-    dtotal_TN += start * N
     dbehind_TN += start * N
     dlast_TN += start * N
     row_H = first + tl.arange(0, _HALF)
@@ -167,7 +248,6 @@ def write_gradients(  # noqa: PLR0915
     is_L = row_L < length
     column_D = tl.arange(0, D)
     dtype = q_TKD.dtype.element_ty
-    inverse_q_H = tl.load(inverse_q_TK + row_H * K + key_head, mask=is_H, other=0.0)
     inverse_k_H = tl.load(inverse_k_TK + row_H * K + key_head, mask=is_H, other=0.0)
     inverse_q_L = tl.load(inverse_q_TK + row_L * K + key_head, mask=is_L, other=0.0)
     inverse_k_L = tl.load(inverse_k_TK + row_L * K + key_head, mask=is_L, other=0.0)
@@ -176,20 +256,18 @@ def write_gradients(  # noqa: PLR0915
     state_NVD = state_CNVD + chunk.to(tl.int64) * (N * V * D)
     dstate_NVD = dstate_CNVD + chunk.to(tl.int64) * (N * V * D)
     dkept_N = dkept_CPN + (chunk.to(tl.int64) * 2 + first // _HALF) * N
-    offset_HD = (row_H * K + key_head)[:, None] * D + column_D[None, :]
-
-    # This half's rows against the state before the chunk, and against the rows before them.
-    is_pair = (row_H[:, None] >= row_L[None, :]) & is_H[:, None]
-    dq_HD = tl.zeros([_HALF, D], tl.float32)
     dk_HD = tl.zeros([_HALF, D], tl.float32)
     for member in tl.range(0, N // K, disable_licm=True):
         head = key_head * (N // K) + member
         total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
         total_L = tl.load(total_TN + row_L * N + head, mask=is_L, other=0.0)
+        end = tl.load(total_TN + (length - 1) * N + head)
         beta_H = tl.load(beta_TN + row_H * beta_stride + head, mask=is_H, other=0.0)
         beta_H = beta_H.to(tl.float32)
-        read_HD, right_HD, dscore_HL, dlower_HL = _before(
-            dout_TNV + head * dout_head_stride,
+        beta_L = tl.load(beta_TN + row_L * beta_stride + head, mask=is_L, other=0.0)
+
+        # This half's rows against the state before the chunk, and against the rows before them.
+        right_HD, dlower_HL = _before(
             dright_TNV + head * V,
             update_TNV + head * V,
             state_NVD + head * (V * D),
@@ -197,40 +275,24 @@ def write_gradients(  # noqa: PLR0915
             is_H,
             row_L,
             is_L,
-            dout_stride,
+            N * V,
             N * V,
             D,
             V,
             BLOCK,
             STAGES,
         )
-        decay_HL = _decays(total_H, total_L, is_pair) * inverse_k_L[None, :]
-        dlower_HL = tl.where(row_H[:, None] > row_L[None, :], dlower_HL * decay_HL, 0.0).to(dtype)
-        dscore_HL = (dscore_HL * decay_HL).to(dtype)
+        is_pair = (row_H[:, None] > row_L[None, :]) & is_H[:, None]
+        dlower_HL *= _decays(total_H, total_L, is_pair) * inverse_k_L[None, :]
         keys_LD = _tile(k_LD, row_L, k_stride, column_D, is_L)
-        read_HD = tl.dot(dscore_HL, keys_LD, read_HD * tl.exp(total_H)[:, None])
-        right_HD = tl.dot(dlower_HL, keys_LD, right_HD * tl.exp(total_H)[:, None])
-        queries_HD = _tile(q_LD, row_H, q_stride, column_D, is_H).to(tl.float32)
+        right_HD = tl.dot(dlower_HL.to(dtype), keys_LD, right_HD * tl.exp(total_H)[:, None])
         keys_HD = _tile(k_LD, row_H, k_stride, column_D, is_H).to(tl.float32)
         by_right_H = -tl.sum(keys_HD * right_HD, axis=1) * inverse_k_H
-        by_query_H = tl.sum(queries_HD * read_HD, axis=1) * inverse_q_H * scale
-        tl.store(dtotal_TN + row_H * N + head, by_query_H + beta_H * by_right_H, mask=is_H)
         dbeta_H = tl.load(dbeta_value_TN + row_H * N + head, mask=is_H, other=0.0)
         tl.store(dbeta_TN + row_H * N + head, (dbeta_H + by_right_H).to(dtype), mask=is_H)
-        dq_HD += read_HD
         dk_HD -= right_HD * beta_H[:, None]
-    queries_HD = _tile(q_LD, row_H, q_stride, column_D, is_H)
-    dq_HD = _unnormalised(dq_HD * scale, queries_HD, inverse_q_H)
-    tl.store(dq_TKD + offset_HD, dq_HD.to(dtype), mask=is_H[:, None])
 
-    # Against the gradient of the state behind the chunk, and against the rows behind them.
-    is_pair = (row_H[:, None] <= row_L[None, :]) & is_L[None, :]
-    for member in tl.range(0, N // K, disable_licm=True):
-        head = key_head * (N // K) + member
-        total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
-        total_L = tl.load(total_TN + row_L * N + head, mask=is_L, other=0.0)
-        end = tl.load(total_TN + (length - 1) * N + head)
-        beta_L = tl.load(beta_TN + row_L * beta_stride + head, mask=is_L, other=0.0)
+        # Against the gradient of the state behind the chunk, and against the rows behind them.
         end_HD, dscore_HL, dlower_HL, kept = _behind(
             dout_TNV + head * dout_head_stride,
             dright_TNV + head * V,
@@ -250,6 +312,7 @@ def write_gradients(  # noqa: PLR0915
             STAGES,
         )
         tl.store(dkept_N + head, kept * tl.exp(end))
+        is_pair = (row_H[:, None] <= row_L[None, :]) & is_L[None, :]
         decay_HL = _decays(-total_H, -total_L, is_pair)
         dlower_HL *= decay_HL * (beta_L.to(tl.float32) * inverse_k_L)[None, :]
         dlower_HL = tl.where(row_H[:, None] < row_L[None, :], -dlower_HL, 0.0).to(dtype)
@@ -260,9 +323,10 @@ def write_gradients(  # noqa: PLR0915
         tl.store(dlast_TN + row_H * N + head, by_end_H, mask=is_H)
         end_HD = tl.dot(dscore_HL, _tile(q_LD, row_L, q_stride, column_D, is_L), end_HD)
         end_HD = tl.dot(dlower_HL, _tile(k_LD, row_L, k_stride, column_D, is_L), end_HD)
-        by_behind_H = tl.sum(keys_HD * end_HD, axis=1) * inverse_k_H
+        by_behind_H = tl.sum(keys_HD * end_HD, axis=1) * inverse_k_H - beta_H * by_right_H
         tl.store(dbehind_TN + row_H * N + head, by_behind_H, mask=is_H)
         dk_HD += end_HD
     keys_HD = _tile(k_LD, row_H, k_stride, column_D, is_H)
     dk_HD = _unnormalised(dk_HD, keys_HD, inverse_k_H)
+    offset_HD = (row_H * K + key_head)[:, None] * D + column_D[None, :]
     tl.store(dk_TKD + offset_HD, dk_HD.to(dtype), mask=is_H[:, None])
