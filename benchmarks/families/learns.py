@@ -130,6 +130,7 @@ def _plan(args: argparse.Namespace, *, is_gpu: bool) -> Plan:
 def _settings(plan: Plan, device: str, root: Path) -> dict[str, Any]:
     return {
         "crash_points": False,
+        "log_level": "INFO",
         "worker": worker_settings(plan, device),
         "ray": {"num_cpus": max(2, plan.num_threads), "temp_folder": str(root / "ray")},
     }
