@@ -19,7 +19,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKR
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
-from ratoon.model.attention import numbered
+from ratoon.model.numbered import numbered
 from ratoon.model.route_rules import RouteRule, Scores, by_chosen, by_sigmoid, by_softmax
 from ratoon.model.router import CORRECTION, RouteCount, Router, route
 from tests.oracle.hf import DoublePrecision
