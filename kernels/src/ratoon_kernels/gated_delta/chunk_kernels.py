@@ -265,6 +265,8 @@ def write_outputs(
     N: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Outputs of half a chunk, from the state before the chunk and from its updates."""
     chunk, start, length, first, head = _half_of(start_C, length_C, N)
@@ -283,20 +285,26 @@ def write_outputs(
     row_L = tl.arange(0, _CHUNK)
     is_H = row_H < length
     is_L = row_L < length
-    column_D = tl.arange(0, D)
     column_V = tl.arange(0, V)
     total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
     total_L = tl.load(total_TN + row_L * N + head, mask=is_L, other=0.0)
     factor_H = scale * tl.load(inverse_q_TK + row_H * K + key_head, mask=is_H, other=0.0)
     factor_L = tl.load(inverse_k_TK + row_L * K + key_head, mask=is_L, other=0.0)
-    q_HD = _tile(q_TKD + key_head * q_head_stride, row_H, q_stride, column_D, is_H)
-    k_DL = _tile_transposed(k_TKD + key_head * k_head_stride, row_L, k_stride, column_D, is_L)
-    is_seen = (row_H[:, None] >= row_L[None, :]) & is_H[:, None]
-    score_HL = tl.dot(q_HD, k_DL) * factor_H[:, None] * factor_L[None, :]
-    score_HL = score_HL * _decays(total_H, total_L, is_seen)
+    q_LD = q_TKD + key_head * q_head_stride
+    k_LD = k_TKD + key_head * k_head_stride
     state_VD = state_CNVD + (chunk.to(tl.int64) * N + head) * V * D
-    state_DV = tl.load(state_VD + column_V[None, :] * D + column_D[:, None])
-    out_HV = tl.dot(q_HD, state_DV) * (factor_H * tl.exp(total_H))[:, None]
+    score_HL = tl.zeros([_HALF, _CHUNK], tl.float32)
+    out_HV = tl.zeros([_HALF, V], tl.float32)
+    for block in tl.range(0, D // BLOCK, num_stages=STAGES):
+        column_B = block * BLOCK + tl.arange(0, BLOCK)
+        q_HB = _tile(q_LD, row_H, q_stride, column_B, is_H)
+        k_BL = _tile_transposed(k_LD, row_L, k_stride, column_B, is_L)
+        state_BV = tl.load(state_VD + column_V[None, :] * D + column_B[:, None])
+        score_HL = tl.dot(q_HB, k_BL, score_HL)
+        out_HV = tl.dot(q_HB, state_BV, out_HV)
+    is_seen = (row_H[:, None] >= row_L[None, :]) & is_H[:, None]
+    score_HL *= factor_H[:, None] * factor_L[None, :] * _decays(total_H, total_L, is_seen)
+    out_HV *= (factor_H * tl.exp(total_H))[:, None]
     update_LV = _tile(update_TNV + head * V, row_L, N * V, column_V, is_L)
     out_HV = tl.dot(score_HL.to(update_LV.dtype), update_LV, out_HV)
     out = out_TNV + (row_H * N + head)[:, None] * V + column_V[None, :]

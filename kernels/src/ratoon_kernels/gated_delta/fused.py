@@ -34,14 +34,14 @@ _OPTIONS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
     {
         "inverse_norms": {"num_warps": 4},
         "invert_triangles": {"num_warps": 1},
-        "solve_chunks": {"num_warps": 4},
-        "run_states": {"num_warps": 4, "STAGES": 2},
-        "write_outputs": {"num_warps": 4},
+        "solve_chunks": {"num_warps": 2},
+        "run_states": {"num_warps": 4, "STAGES": 3},
+        "write_outputs": {"num_warps": 4, "BLOCK": 32, "STAGES": 3},
         "begin_dupdates": {"num_warps": 4},
         "run_dstates": {"num_warps": 4, "STAGES": 2},
         "solve_dupdates": {"num_warps": 4},
-        "write_dqueries": {"num_warps": 4, "BLOCK": 32, "STAGES": 1},
-        "write_dkeys": {"num_warps": 4, "BLOCK": 32, "STAGES": 1},
+        "write_dqueries": {"num_warps": 4, "BLOCK": 32, "STAGES": 3},
+        "write_dkeys": {"num_warps": 4, "BLOCK": 32, "STAGES": 2},
         "sum_decays": {"num_warps": 4},
     }
 )

@@ -13,6 +13,8 @@ from ratoon_kernels.gated_delta.chunk_kernels import _half_of, _tile, _tile_tran
 
 _HALF = tl.constexpr(32)
 _CHUNK = tl.constexpr(64)
+# Rows of a state summed at once.
+_SUMMED = tl.constexpr(16)
 
 
 @triton.jit
@@ -64,9 +66,7 @@ def write_dqueries(
     dq_TKD += start * (K * D)
     dtotal_TN += start * N
     row_H = first + tl.arange(0, _HALF)
-    row_L = tl.arange(0, _CHUNK)
     is_H = row_H < length
-    is_L = row_L < length
     column_D = tl.arange(0, D)
     inverse_H = tl.load(inverse_q_TK + row_H * K + key_head, mask=is_H, other=0.0)
     q_LD = q_TKD + key_head * q_head_stride
@@ -85,8 +85,11 @@ def write_dqueries(
             read_HD = tl.dot(dout_HB, state_BD, read_HD)
         total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
         read_HD *= (tl.exp(total_H) * inverse_H * scale)[:, None]
-        dscore_HL = _tile(dscore_TNL + head * _CHUNK, row_H, N * _CHUNK, row_L, is_H)
-        read_HD = tl.dot(dscore_HL, _tile(k_LD, row_L, k_stride, column_D, is_L), read_HD)
+        for half in tl.range(0, 2, num_stages=STAGES):
+            row_O = half * _HALF + tl.arange(0, _HALF)
+            dscore_HO = _tile(dscore_TNL + head * _CHUNK, row_H, N * _CHUNK, row_O, is_H)
+            keys_OD = _tile(k_LD, row_O, k_stride, column_D, row_O < length)
+            read_HD = tl.dot(dscore_HO, keys_OD, read_HD)
         queries_HD = _tile(q_LD, row_H, q_stride, column_D, is_H).to(tl.float32)
         by_query_H = tl.sum(queries_HD * read_HD, axis=1)
         tl.store(dtotal_TN + row_H * N + head, by_query_H, mask=is_H)
@@ -147,9 +150,7 @@ def write_dkeys(  # noqa: PLR0915
     dbehind_TN += start * N
     dlast_TN += start * N
     row_H = first + tl.arange(0, _HALF)
-    row_L = tl.arange(0, _CHUNK)
     is_H = row_H < length
-    is_L = row_L < length
     column_D = tl.arange(0, D)
     dtype = q_TKD.dtype.element_ty
     inverse_H = tl.load(inverse_k_TK + row_H * K + key_head, mask=is_H, other=0.0)
@@ -163,51 +164,67 @@ def write_dkeys(  # noqa: PLR0915
         head = key_head * (N // K) + member
         state_VD = state_NVD + head * (V * D)
         dstate_VD = dstate_NVD + head * (V * D)
-        right_HD = tl.zeros([_HALF, D], tl.float32)
-        end_HD = tl.zeros([_HALF, D], tl.float32)
-        kept_D = tl.zeros([D], tl.float32)
-        for block in tl.range(0, V // BLOCK, num_stages=STAGES):
-            column_B = block * BLOCK + tl.arange(0, BLOCK)
-            offset_BD = column_B[:, None] * D + column_D[None, :]
-            dright_HB = _tile(dright_TNV + head * V, row_H, N * V, column_B, is_H)
-            update_HB = _tile(update_TNV + head * V, row_H, N * V, column_B, is_H)
-            state_BD = tl.load(state_VD + offset_BD)
-            dstate_BD = tl.load(dstate_VD + offset_BD)
-            right_HD = tl.dot(dright_HB, state_BD, right_HD)
-            end_HD = tl.dot(update_HB, dstate_BD, end_HD)
-            # Each half of the chunk sums half of the blocks.
-            if (2 * block < V // BLOCK) == (first == 0):
-                kept_D += tl.sum(state_BD.to(tl.float32) * dstate_BD.to(tl.float32), axis=0)
         total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
         end = tl.load(total_TN + (length - 1) * N + head)
-        tl.store(dkept_N + head, tl.sum(kept_D, axis=0) * tl.exp(end))
-        keys_HD = _tile(k_LD, row_H, k_stride, column_D, is_H).to(tl.float32)
-        end_HD *= (tl.exp(end - total_H) * inverse_H)[:, None]
-        by_end_H = tl.sum(keys_HD * end_HD, axis=1)
-        tl.store(dlast_TN + row_H * N + head, by_end_H, mask=is_H)
+        beta_H = tl.load(beta_TN + row_H * beta_stride + head, mask=is_H, other=0.0)
+        beta_H = beta_H.to(tl.float32)
+        dlower_LL = dlower_TNL + head * _CHUNK
 
-        # Against the rows before.
-        keys_LD = _tile(k_LD, row_L, k_stride, column_D, is_L)
+        # Against the state before the chunk, and the rows before.
+        right_HD = tl.zeros([_HALF, D], tl.float32)
+        for block in tl.range(0, V // BLOCK, num_stages=STAGES):
+            column_B = block * BLOCK + tl.arange(0, BLOCK)
+            dright_HB = _tile(dright_TNV + head * V, row_H, N * V, column_B, is_H)
+            state_BD = tl.load(state_VD + column_B[:, None] * D + column_D[None, :])
+            right_HD = tl.dot(dright_HB, state_BD, right_HD)
         right_HD *= (tl.exp(total_H) * inverse_H)[:, None]
-        dlower_HL = _tile(dlower_TNL + head * _CHUNK, row_H, N * _CHUNK, row_L, is_H)
-        right_HD = tl.dot(dlower_HL, keys_LD, right_HD)
+        for half in tl.range(0, 2, num_stages=STAGES):
+            row_O = half * _HALF + tl.arange(0, _HALF)
+            dlower_HO = _tile(dlower_LL, row_H, N * _CHUNK, row_O, is_H)
+            keys_OD = _tile(k_LD, row_O, k_stride, column_D, row_O < length)
+            right_HD = tl.dot(dlower_HO, keys_OD, right_HD)
+        keys_HD = _tile(k_LD, row_H, k_stride, column_D, is_H).to(tl.float32)
         by_right_H = -tl.sum(keys_HD * right_HD, axis=1)
         dbeta_H = tl.load(dbeta_value_TN + row_H * N + head, mask=is_H, other=0.0)
         tl.store(dbeta_TN + row_H * N + head, (dbeta_H + by_right_H).to(dtype), mask=is_H)
+        dk_HD -= right_HD * beta_H[:, None]
 
-        # Against the rows behind.
-        beta_L = tl.load(beta_TN + row_L * beta_stride + head, mask=is_L, other=0.0)
-        dlower_HL = _tile_transposed(dlower_TNL + head * _CHUNK, row_L, N * _CHUNK, row_H, is_L)
-        dlower_HL = -dlower_HL.to(tl.float32) * beta_L.to(tl.float32)[None, :]
-        end_HD = tl.dot(dlower_HL.to(dtype), keys_LD, end_HD)
-        dscore_HL = _tile_transposed(dscore_TNL + head * _CHUNK, row_L, N * _CHUNK, row_H, is_L)
-        end_HD = tl.dot(dscore_HL, _tile(q_LD, row_L, q_stride, column_D, is_L), end_HD)
-
-        beta_H = tl.load(beta_TN + row_H * beta_stride + head, mask=is_H, other=0.0)
-        beta_H = beta_H.to(tl.float32)
+        # Against the gradient of the state behind the chunk, and the rows behind.
+        end_HD = tl.zeros([_HALF, D], tl.float32)
+        for block in tl.range(0, V // BLOCK, num_stages=STAGES):
+            column_B = block * BLOCK + tl.arange(0, BLOCK)
+            update_HB = _tile(update_TNV + head * V, row_H, N * V, column_B, is_H)
+            dstate_BD = tl.load(dstate_VD + column_B[:, None] * D + column_D[None, :])
+            end_HD = tl.dot(update_HB, dstate_BD, end_HD)
+        end_HD *= (tl.exp(end - total_H) * inverse_H)[:, None]
+        keys_HD = _tile(k_LD, row_H, k_stride, column_D, is_H).to(tl.float32)
+        tl.store(dlast_TN + row_H * N + head, tl.sum(keys_HD * end_HD, axis=1), mask=is_H)
+        for half in tl.range(0, 2, num_stages=STAGES):
+            row_O = half * _HALF + tl.arange(0, _HALF)
+            is_O = row_O < length
+            beta_O = tl.load(beta_TN + row_O * beta_stride + head, mask=is_O, other=0.0)
+            dlower_HO = _tile_transposed(dlower_LL, row_O, N * _CHUNK, row_H, is_O)
+            dlower_HO = -dlower_HO.to(tl.float32) * beta_O.to(tl.float32)[None, :]
+            dscore_HO = _tile_transposed(dscore_TNL + head * _CHUNK, row_O, N * _CHUNK, row_H, is_O)
+            keys_OD = _tile(k_LD, row_O, k_stride, column_D, is_O)
+            queries_OD = _tile(q_LD, row_O, q_stride, column_D, is_O)
+            end_HD = tl.dot(dlower_HO.to(dtype), keys_OD, end_HD)
+            end_HD = tl.dot(dscore_HO, queries_OD, end_HD)
+        # Keys are read again, so that no registers keep them through products.
+        keys_HD = _tile(k_LD, row_H, k_stride, column_D, is_H).to(tl.float32)
         by_behind_H = tl.sum(keys_HD * end_HD, axis=1) - beta_H * by_right_H
         tl.store(dbehind_TN + row_H * N + head, by_behind_H, mask=is_H)
-        dk_HD += end_HD - right_HD * beta_H[:, None]
+        dk_HD += end_HD
+
+        # Each half of the chunk sums half of the state times its gradient.
+        kept_BD = tl.zeros([_SUMMED, D], tl.float32)
+        for block in tl.range(0, V // 2 // _SUMMED, num_stages=STAGES):
+            column_B = first // _HALF * (V // 2) + block * _SUMMED + tl.arange(0, _SUMMED)
+            offset_BD = column_B[:, None] * D + column_D[None, :]
+            state_BD = tl.load(state_VD + offset_BD).to(tl.float32)
+            kept_BD += state_BD * tl.load(dstate_VD + offset_BD).to(tl.float32)
+        kept = tl.sum(tl.sum(kept_BD, axis=0), axis=0)
+        tl.store(dkept_N + head, kept * tl.exp(end))
     dk_HD = _through_norm(dk_HD, _tile(k_LD, row_H, k_stride, column_D, is_H), inverse_H)
     dk = dk_TKD + (row_H * K + key_head)[:, None] * D + column_D[None, :]
     tl.store(dk, dk_HD.to(dtype), mask=is_H[:, None])
