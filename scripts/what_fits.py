@@ -55,10 +55,10 @@ RANKS = (2, 4, 8)
 RANKS_GPUS = ("80 GB", "141 GB")
 RANKS_MODELS = (
     *("Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B"),
-    *("Qwen3.5-9B", "Qwen3.5-35B-A3B", "gpt-oss-20b", "GLM-4.5-Air"),
+    "Qwen3.5-35B-A3B",
 )
-# None of its rows would have a cell on one GPU.
-LARGE = ("GLM-4.5-Air",)
+# It fits nowhere in these tables.
+TOO_LARGE = "GLM-4.5-Air"
 STATES = (
     OptimizerStates.BF16_SPLIT,
     OptimizerStates.BF16_SPLIT_8BIT,
@@ -96,7 +96,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         head_dim=128,  # pyright: ignore[reportCallIssue] - taken, and not in its signature
         num_experts=128, num_experts_per_tok=8, tie_word_embeddings=False,
     ),
-    **{name: released(name) for name in RELEASED},
+    **{name: released(name) for name in RELEASED if name != TOO_LARGE},
 }  # fmt: skip
 
 
@@ -104,8 +104,6 @@ def table() -> list[str]:
     """The lines between the page's marks."""
     lines = ["| model | kept | " + " | ".join(GPUS) + " |", "|---|---|" + "---:|" * len(GPUS)]
     for name, config in MODELS.items():
-        if name in LARGE:
-            continue
         for kept, cells in _rows(config):
             lines.append(f"| {name} | {kept} | {' | '.join(cells)} |")
     heads = [f"{count} x {gpu}" for gpu in RANKS_GPUS for count in RANKS]
@@ -178,13 +176,18 @@ def _rows(config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
         cells = {gpu: _cell(sizes, allocated, gpu) for gpu in GPUS}
         bold = {gpu for gpu, cell in cells.items() if chosen[gpu] is kind and cell != NOTHING}
         yield f"`{kind}`", [f"**{c}**" if gpu in bold else c for gpu, c in cells.items()]
+    of_attention: list[str] = []
     if sizes.experts.is_routed:
-        yield "LoRA of attention", _lora_cells(config, tuple(family_of(config).adapted))
+        of_attention = _lora_cells(config, tuple(family_of(config).adapted))
+        yield "LoRA of attention", of_attention
     try:
-        yield "LoRA", _lora_cells(config, ())
+        everywhere = _lora_cells(config, ())
     except RatoonError as error:
-        # No adapter reaches the shared expert beside the routed ones.
+        # No adapter reaches dense layers or a shared expert beside routed ones.
         assert error.code is ErrorCode.UNSUPPORTED
+    else:
+        if everywhere != of_attention:
+            yield "LoRA", everywhere
 
 
 def _lora_cells(config: PreTrainedConfig, targets: tuple[str, ...]) -> list[str]:

@@ -272,7 +272,7 @@ def milliseconds(row: Row) -> float:
 
 def format_tables(result: Mapping[str, Any]) -> list[str]:
     """Figures with what is wanted of them, then why others are missing."""
-    cells = [list(FIGURE_COLUMNS)]
+    cells: list[list[str]] = [list(FIGURE_COLUMNS)]
     for kind, figures in headline(result).items():
         for name, value in figures.items():
             shown = f"{value:.3f}" if isinstance(value, float) else _rates(value)

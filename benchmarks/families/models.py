@@ -29,7 +29,7 @@ from ratoon.model.loader import backend_of_layers
 from ratoon.model.policy_model import PolicyModel
 from ratoon.planner.layer_kinds import Attention, GatedDelta
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.passes import run_model
+from ratoon.train.micro_batches import run_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

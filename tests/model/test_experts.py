@@ -15,7 +15,6 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ratoon.model import experts
-from ratoon.model.attention import numbered
 from ratoon.model.experts import (
     _weight_gradient,
     gated_linear,
@@ -25,6 +24,7 @@ from ratoon.model.experts import (
     to_rows,
     to_tokens,
 )
+from ratoon.model.numbered import numbered
 from ratoon.model.route_rules import RouteRule, by_softmax
 from ratoon.model.router import RouteCount, Router, route
 from ratoon.model.spec import ModelDtype

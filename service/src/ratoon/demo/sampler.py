@@ -85,7 +85,8 @@ class Sampler:
         cache = DynamicCache(config=model.config)
         model(input_ids=self._preamble, past_key_values=cache, use_cache=True)
         # Not every kind of layer repeats its state otherwise.
-        cache.reorder_cache(torch.zeros(len(query_ids), dtype=torch.int64, device=device))
+        first_row: Any = torch.zeros(len(query_ids), dtype=torch.int64, device=device)
+        cache.reorder_cache(first_row)
         self._num_draws += 1
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed * 1_000_003 + self._num_draws)

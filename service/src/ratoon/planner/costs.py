@@ -153,7 +153,7 @@ class CostModel:
         """Cost of the pairs of runs from the root of so many tokens."""
         pairs = self.pair * path_pairs(depths)
         if self.window is not None:
-            pairs = pairs + self.near_pair * path_pairs(depths, self.window)
+            pairs += self.near_pair * path_pairs(depths, self.window)
         return np.asarray(pairs, np.float64)
 
     @property
