@@ -211,7 +211,7 @@ def _logprobs_32(
 
 
 def logprobs(policy: PolicyModel, batches: list[SeededBatch]) -> Tensor:
-    """Of each response token, float64 on the host."""
+    """Log-probs of each response token, float64 on the host."""
     found = [(seeded.column_L, _terms(policy, seeded)) for seeded in batches]
     logprob_J = torch.empty(sum(len(columns) for columns, _ in found), dtype=torch.float64)
     for columns, values in found:

@@ -29,7 +29,7 @@ MIN_CAPABILITY_MAJOR: Final = 8
 _NORM_ROWS: Final = 32
 # Values of a task of the recurrence: with 32 it has products of 32 rows, as all kernels here.
 _STATE_VALUES: Final = 32
-# How each kernel is launched. Options change the time, and of `BLOCK` and warps the order of sums.
+# How each kernel is launched: the fastest measured on an H200.
 _OPTIONS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
     {
         "inverse_norms": {"num_warps": 4},
