@@ -168,7 +168,7 @@ def _words() -> dict[str, Any]:
     }
 
 
-def _sizes(*, hidden: int, layers: int, heads: int, head_dim: int) -> dict[str, int]:
+def _sizes(*, hidden: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,
