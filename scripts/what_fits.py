@@ -25,7 +25,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from ratoon.errors import RatoonError
+# Run as a script, its own folder is on the path instead of the repository's root.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness.released_models import RELEASED, released
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.families import family_of
 from ratoon.model.loader import placed_bytes
 from ratoon.model.lora import attach_adapter
 from ratoon.model.policy_model import decoder_sizes, names_by_layer
@@ -45,11 +50,15 @@ GIB = 2**30
 # By the memory that torch reports of them, rounded down.
 GPUS = {"24 GB": 23.5, "48 GB": 44.0, "80 GB": 79.0, "141 GB": 139.5}
 LORA_RANK = 32
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Several of a kind, for models that one is not enough for.
 RANKS = (2, 4, 8)
 RANKS_GPUS = ("80 GB", "141 GB")
-RANKS_MODELS = ("Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B")
+RANKS_MODELS = (
+    *("Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B"),
+    "Qwen3.5-35B-A3B",
+)
+# It fits nowhere in these tables.
+TOO_LARGE = "GLM-4.5-Air"
 STATES = (
     OptimizerStates.BF16_SPLIT,
     OptimizerStates.BF16_SPLIT_8BIT,
@@ -87,6 +96,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         head_dim=128,  # pyright: ignore[reportCallIssue] - taken, and not in its signature
         num_experts=128, num_experts_per_tok=8, tie_word_embeddings=False,
     ),
+    **{name: released(name) for name in RELEASED if name != TOO_LARGE},
 }  # fmt: skip
 
 
@@ -166,9 +176,18 @@ def _rows(config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
         cells = {gpu: _cell(sizes, allocated, gpu) for gpu in GPUS}
         bold = {gpu for gpu, cell in cells.items() if chosen[gpu] is kind and cell != NOTHING}
         yield f"`{kind}`", [f"**{c}**" if gpu in bold else c for gpu, c in cells.items()]
+    of_attention: list[str] = []
     if sizes.experts.is_routed:
-        yield "LoRA of attention", _lora_cells(config, ATTENTION)
-    yield "LoRA", _lora_cells(config, ())
+        of_attention = _lora_cells(config, tuple(family_of(config).adapted))
+        yield "LoRA of attention", of_attention
+    try:
+        everywhere = _lora_cells(config, ())
+    except RatoonError as error:
+        # No adapter reaches dense layers or a shared expert beside routed ones.
+        assert error.code is ErrorCode.UNSUPPORTED
+    else:
+        if everywhere != of_attention:
+            yield "LoRA", everywhere
 
 
 def _lora_cells(config: PreTrainedConfig, targets: tuple[str, ...]) -> list[str]:

@@ -240,7 +240,7 @@ def _routed(architecture: str, common: dict[str, Any]) -> PretrainedConfig:
     }
     if architecture == "glm4_moe":
         return Glm4MoeConfig(**common | experts | {"head_dim": 8, "use_qk_norm": True})
-    latent = {
+    latent: dict[str, Any] = {
         "num_key_value_heads": common["num_attention_heads"],
         "q_lora_rank": 12,
         "kv_lora_rank": 8,
@@ -258,5 +258,10 @@ def _routed(architecture: str, common: dict[str, Any]) -> PretrainedConfig:
         "mscale_all_dim": 0.5,
     }
     # As Moonlight, whose queries have no latent.
-    own = {"n_group": 3, "topk_group": 2, "q_lora_rank": None, "rope_parameters": yarn}
+    own: dict[str, Any] = {
+        "n_group": 3,
+        "topk_group": 2,
+        "q_lora_rank": None,
+        "rope_parameters": yarn,
+    }
     return DeepseekV3Config(**common | experts | latent | own | {"first_k_dense_replace": 1})

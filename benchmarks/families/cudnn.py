@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.families.recurrences import recording
 from benchmarks.step import varlen
 from ratoon_kernels import TreeLayout
 from ratoon_kernels.tree_attention.operands import Operands, Upstream
@@ -39,7 +40,7 @@ class CudnnAttention:
             return varlen.forward(operands)
         offsets, _ = varlen.sequence_bounds(operands.plan[0])
         given = (operands.q_QNH, operands.k_SKH, operands.v_SKH)
-        with torch.enable_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        with recording(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             q, k, v = (x.detach().requires_grad_() for x in given)
             out_TNH = attend_each((q, k, v), offsets.tolist(), operands.scale)
         self._graphs.append((out_TNH, (q, k, v)))

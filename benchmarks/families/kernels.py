@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -172,7 +172,7 @@ def measure_delta(
         inputs, dout = _recurrence(run, nodes.num_tokens)
         scale = inputs[0].shape[-1] ** -0.5
         ours = Subject(
-            run=lambda *rows, of=layout, by=scale: gated_delta_rule(*rows, of, by),
+            run=lambda *rows, of=layout, by=scale: cast("Any", gated_delta_rule)(*rows, of, by),
             inputs=inputs,
             dout=dout,
         )

@@ -17,20 +17,19 @@ from torch import Tensor
 
 from benchmarks.common.timing import release
 from benchmarks.families.cudnn import CUDNN, CudnnAttention
-from benchmarks.families.recurrences import FLA, switches
+from benchmarks.families.recurrences import FLA, reference_alone, switches
 from benchmarks.step import varlen
-from benchmarks.step.experts import reserved
 from benchmarks.step.run import Row, Run, Scale, refusal
 from benchmarks.step.subjects import Way
 from benchmarks.step.varlen import FA2
 from benchmarks.step.ways import Plan, Ways, compare_ways, load_packed, replicas, sample_in_turns
-from benchmarks.step.workload import FamilySize, Group, SeededBatch, make_batch
+from benchmarks.step.workload import FamilySize, Group, SeededBatch, make_batch, packed_batch
 from harness.released_models import released
 from ratoon.model.loader import backend_of_layers
 from ratoon.model.policy_model import PolicyModel
-from ratoon.planner.layer_kinds import GatedDelta
+from ratoon.planner.layer_kinds import Attention, GatedDelta
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.train.passes import run_model
+from ratoon.train.micro_batches import run_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ class Case:
 
     Attributes:
         model: Of `harness.released_models`.
-        layers: As many as one GPU trains beside the optimizer's states.
+        layers: As many as fit one GPU beside gradients and what libraries keep.
         precise_layers: Of `precision`, which holds the weights in float32, too.
         has_sinks: Whether its attention has sinks.
     """
@@ -52,10 +51,10 @@ class Case:
 
 CASES = {
     "qwen3.5": Case(model="Qwen3.5-9B", layers=32, precise_layers=4),
-    "qwen3.5-moe": Case(model="Qwen3.5-35B-A3B", layers=16, precise_layers=4),
-    "gpt-oss": Case(model="gpt-oss-20b", layers=12, precise_layers=4, has_sinks=True),
-    "gemma3": Case(model="Gemma-3-12B", layers=36, precise_layers=6),
-    "glm4-moe": Case(model="GLM-4.5-Air", layers=5, precise_layers=2),
+    "qwen3.5-moe": Case(model="Qwen3.5-35B-A3B", layers=20, precise_layers=4),
+    "gpt-oss": Case(model="gpt-oss-20b", layers=24, precise_layers=4, has_sinks=True),
+    "gemma3": Case(model="Gemma-3-12B", layers=48, precise_layers=6),
+    "glm4-moe": Case(model="GLM-4.5-Air", layers=7, precise_layers=2),
 }
 # What a CPU has in place of a model's sizes; fields that a configuration lacks are left out.
 _TINY = {
@@ -65,6 +64,8 @@ _TINY = {
     "vocab_size": 67, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "sliding_window": 6, "pad_token_id": 0,
 }  # fmt: skip
+PRECISE = "packed over replicated"
+CUT = "micro_batch_sequences"
 # Responses of the recorded group in `precision`, whose float32 attention is slow.
 PRECISE_RESPONSES = 4
 
@@ -106,16 +107,31 @@ def _compare(run: Run, case: Case, size: FamilySize, library: str) -> list[Row]:
     if run.device.type == "cuda":
         varlen.install()
         varlen.add_backend(CUDNN, CudnnAttention())
+    num_tokens = packed_batch(batch).forest.num_tokens
     with switches() as choose:
+
+        def activate(way: Way) -> int:
+            choose(way.recurrence)
+            return _kept_by_libraries(way, size, num_tokens)
+
         # One sample each, for the check and the memory; the timing is done in turns.
-        ways = Ways(replace(run, num_samples=1), size, lambda way: choose(way.recurrence))
-        with reserved(ways):
-            rows = compare_ways(ways, batch, order, Plan(cuts=run.scale.cuts[-2:]))
-            cut = next(
-                (row["micro_batch_sequences"] for row in rows if "micro_batch_sequences" in row), 1
-            )
-            rows = sample_in_turns(ways, batch, order, Plan(cuts=(cut,)), rows, run.num_samples)
+        ways = Ways(replace(run, num_samples=1), size, activate)
+        rows = compare_ways(ways, batch, order, Plan(cuts=run.scale.cuts[-2:]))
+        cut = next((row[CUT] for row in rows if CUT in row), 1)
+        rows = sample_in_turns(ways, batch, order, Plan(cuts=(cut,)), rows, run.num_samples)
     return [{"layers": size.config.num_hidden_layers, **row} for row in rows]
+
+
+def _kept_by_libraries(way: Way, size: FamilySize, num_tokens: int) -> int:
+    """Bytes, a little more: their own copies of inputs and results, and of the recurrence the
+    products within chunks."""
+    elements = 0
+    for mixer in (layer.mixer for layer in size.geometry.layers):
+        if isinstance(mixer, GatedDelta) and way.recurrence:
+            elements += 2 * mixer.convolved_size + mixer.output_size + 64 * mixer.num_heads
+        elif isinstance(mixer, Attention) and mixer.window is None and way.backend == CUDNN:
+            elements += 2 * mixer.head_dim * (mixer.num_heads + mixer.num_kv_heads)
+    return 2 * num_tokens * elements
 
 
 def ways_of(run: Run, case: Case, size: FamilySize, library: str) -> list[Way]:
@@ -139,7 +155,7 @@ def measure_precision(
             return
         case = CASES[name]
         size = size_of(run, case, num_layers or case.precise_layers)
-        row: Row = {"how": "packed over replicated", "model": size.name}
+        row: Row = {"how": PRECISE, "model": size.name}
         try:
             row |= _distances(run, size)
         except Exception as error:  # noqa: BLE001  the next family may be served
@@ -189,8 +205,9 @@ def _logprobs_32(
     exact = replace(run, scale=replace(run.scale, dtype=torch.float32))
     ways = Ways(exact, replace(size, config=copy.deepcopy(size.config)))
     ways.module.load_state_dict(dict(weights))
-    policy = ways.policy(Way(backend="reference", is_packed=False))
-    return logprobs(policy, replicas(batch, 1, exact))
+    with reference_alone():
+        policy = ways.policy(Way(backend="reference", is_packed=False))
+        return logprobs(policy, replicas(batch, 1, exact))
 
 
 def logprobs(policy: PolicyModel, batches: list[SeededBatch]) -> Tensor:

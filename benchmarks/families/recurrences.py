@@ -143,6 +143,18 @@ def _put(values: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)
 
 
+@contextmanager
+def recording() -> Iterator[None]:
+    """Within the context, autograd records although an op of ours is running, which is below it."""
+    of_torch: Any = torch._C
+    excluded = of_torch._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(of_torch.DispatchKey, name))
+    included = of_torch._dispatch_tls_local_include_set()
+    with torch.enable_grad(), of_torch._ForceDispatchKeyGuard(included, excluded):
+        yield
+
+
 class Switch:
     """Stands in the registry for a backend of ours, and runs a library while one is chosen.
 
@@ -171,7 +183,7 @@ class Switch:
         own, table = self._split(operands)
         if self._chosen is None:
             return self._ours.forward(own)
-        with torch.enable_grad():
+        with recording():
             rows = tuple(x.detach().requires_grad_() for x in _rows(own))
             out_TNV = by_level(self._chosen, rows, table, own.scale)
         self._graphs.append((out_TNV, rows))
@@ -215,6 +227,17 @@ def switches() -> Iterator[Callable[[str], None]]:
         yield choose
     finally:
         _install(ours)
+
+
+@contextmanager
+def reference_alone() -> Iterator[None]:
+    """Within the context, what is compiled anew runs recurrences by the reference backend."""
+    backends = registry.GATED_DELTA_BACKENDS
+    _install(MappingProxyType({"reference": backends["reference"]}))
+    try:
+        yield
+    finally:
+        _install(backends)
 
 
 def _install(backends: Mapping[str, registry.GatedDeltaBackend]) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common.forests import PAPER_LENGTHS
 from benchmarks.step.subjects import build_module
-from benchmarks.step.workload import QWEN3_1_7B, TINY, Group, ModelSize
+from benchmarks.step.workload import QWEN3_1_7B, TINY, AnySize, Group
 from harness.service import Service
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.model.safetensors_files import FileContent, plan_files, write_files, write_index
@@ -58,7 +58,7 @@ class Plan:
         host_gib: Host memory lent to activations.
     """
 
-    model: ModelSize
+    model: AnySize
     dtype: ModelDtypeName
     group: Group
     longer_by: int = 0

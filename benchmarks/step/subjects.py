@@ -282,7 +282,12 @@ class MemoryPlan:
 
 
 def keep_what_fits(
-    policy: PolicyModel, held: Sequence[HeldTokens], *, gradients_stay: bool, host_bytes: int
+    policy: PolicyModel,
+    held: Sequence[HeldTokens],
+    *,
+    gradients_stay: bool,
+    host_bytes: int,
+    spare_bytes: int = 0,
 ) -> MemoryPlan | None:
     """Limits the policy to the device's free memory; None on a CPU, where there is no limit.
 
@@ -292,10 +297,12 @@ def keep_what_fits(
         gradients_stay: Gradients exist from an earlier micro-batch or stage, instead of only from
             the end of each layer's backward on.
         host_bytes: Host memory for what does not fit the device.
+        spare_bytes: Of the device, for others.
     """
     free = activation_bytes(policy.device)
     if free is None:
         return None
+    free -= spare_bytes
     all_bytes, layer_bytes = _gradient_bytes(policy)
     # The plan counts the head's gradients itself, and the layers' too unless they stay.
     resident = all_bytes if gradients_stay else 0

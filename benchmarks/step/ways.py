@@ -58,11 +58,13 @@ class Ways:
     """Owns one model's module, and a policy around it per backend, of which one is active."""
 
     def __init__(
-        self, run: Run, size: AnySize, activate: Callable[[Way], None] = lambda _way: None
+        self, run: Run, size: AnySize, activate: Callable[[Way], int] = lambda _way: 0
     ) -> None:
-        """`activate` is told of each way before it runs."""
+        """`activate` is told of each way before it runs, and returns the bytes that its libraries
+        keep for a backward beside what is planned."""
         self.run = run
         self._activate = activate
+        self.spare_bytes = 0
         self.size = size
         self.module = run.module(size)
         self._opened: dict[str, tuple[PolicyModel, LayerCalls]] = {}
@@ -75,7 +77,7 @@ class Ways:
         if way.backend not in self._opened:
             policy = open_policy(self.module, way)
             self._opened[way.backend] = (policy, layer_calls(self.module))
-        self._activate(way)
+        self.spare_bytes = self._activate(way)
         policy, calls = self._opened[way.backend]
         restore_calls(self.module, calls)
         return policy
@@ -102,14 +104,21 @@ class Plan:
     keeps_the_least: bool = False
     host_bytes: int = 0
 
-    def limit(self, policy: PolicyModel, batches: Sequence[SeededBatch]) -> MemoryPlan | None:
-        """Limits the policy's activations for these micro-batches."""
+    def limit(
+        self, policy: PolicyModel, batches: Sequence[SeededBatch], spare_bytes: int = 0
+    ) -> MemoryPlan | None:
+        """Limits the policy's activations for these micro-batches; `spare_bytes` of the device are
+        for others."""
         held = [one for seeded in batches for one in seeded.held]
         if self.keeps_the_least:
             return keep_the_least(policy, held, host_bytes=self.host_bytes)
         gradients_stay = len(batches) > 1 or bool(batches[0].stages)
         return keep_what_fits(
-            policy, held, gradients_stay=gradients_stay, host_bytes=self.host_bytes
+            policy,
+            held,
+            gradients_stay=gradients_stay,
+            host_bytes=self.host_bytes,
+            spare_bytes=spare_bytes,
         )
 
 
@@ -147,11 +156,11 @@ def measure_way(
     row: Row = {"how": way.how, "model": ways.size.name}
     if way.is_packed:
         batches = load_packed(ways, way, batch)
-        memory = plan.limit(policy, batches)
+        memory = plan.limit(policy, batches, ways.spare_bytes)
     else:
         cut, tried = _fastest_cut(ways, way, batch, plan)
         batches = replicas(batch, cut, run)
-        memory = plan.limit(policy, batches)
+        memory = plan.limit(policy, batches, ways.spare_bytes)
         row |= {"micro_batch_sequences": cut, **tried}
     started = time.monotonic()
     # The warm-up: compiles, and fills the allocator's cache.
@@ -220,7 +229,7 @@ def sample_in_turns(
             break
         for i in turns:
             policy = ways.policy(order[i])
-            plan.limit(policy, loaded[i])
+            plan.limit(policy, loaded[i], ways.spare_bytes)
             samples[i].append(timed(partial(run_step, policy, loaded[i]), run.device))
         turns = turns[1:] + turns[:1]
     del loaded
@@ -317,7 +326,7 @@ def _fastest_cut(ways: Ways, way: Way, batch: RolloutBatch, plan: Plan) -> tuple
         batches = replicas(batch, cut, ways.run)
         first = batches[: max(plan.cuts) // cut]
         try:
-            plan.limit(policy, batches)
+            plan.limit(policy, batches, ways.spare_bytes)
             run_step(policy, first[:1])
             seconds[cut] = timed(partial(run_step, policy, first), ways.run.device)
         except (torch.OutOfMemoryError, RatoonError) as error:

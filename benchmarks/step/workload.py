@@ -89,6 +89,11 @@ class FamilySize:
     config: PreTrainedConfig
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+        return self.geometry.vocab_size
+
+    @property
     def window(self) -> int | None:
         """Tokens that a query sees in layers with a window; None: no layer has one."""
         return window_of_layers(self.geometry.layers)

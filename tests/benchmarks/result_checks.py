@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.forests import build
+from benchmarks.families.main import SECTIONS, headline
+from benchmarks.families.models import PRECISE
 from benchmarks.kernels.attention import ALL_SHAPES, GPU_BACKENDS, GPU_GEOMETRY
 from benchmarks.kernels.attention_report import OURS, targets
 from benchmarks.kernels.attention_timing import MIN_SAMPLES
@@ -28,6 +30,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}(-dirty)?")
 WITHOUT_SAMPLES = ("tests.json", "sanitizer.json", "start.json", "start_1.7b.json")
 GPU_MARKERS = {"gpu"}
 FIGURES = ("fwd", "bwd")
+# Of a step, and of how precise it is.
+_FIGURE_OF = ("seconds", "ratio")
 
 
 def staleness_problems(result: Result, source_sha256: str) -> Iterator[str]:
@@ -102,6 +106,37 @@ def attention_problems(result: Result) -> Iterator[str]:
         cell = f"{row['shape']}, {row['backend']}"
         sizes = result["shapes"].get(row["shape"], {})
         yield from (f"{cell}: {problem}" for problem in _row_problems(row, sizes))
+
+
+def families_problems(result: Result) -> Iterator[str]:
+    for kind, figures in headline(result).items():
+        if result[kind] != figures:
+            yield f"{kind}: not that of the rows"
+    cells = Counter((name, row["case"], row["how"]) for name in SECTIONS for row in result[name])
+    yield from (f"{cell}: {count} rows" for cell, count in cells.items() if count > 1)
+    for name in SECTIONS:
+        for row in result[name]:
+            problems = _family_row_problems(row)
+            yield from (f"{name}, {row['case']}, {row['how']}: {each}" for each in problems)
+
+
+def _family_row_problems(row: Result) -> Iterator[str]:
+    if "error" in row:
+        # A library may fail; its name is beside ours, or in its place.
+        if row["how"] == "ours" or not row["error"].strip():
+            yield f"error: {row['error']}"
+        return
+    samples = row["samples"]
+    of_figure = (
+        samples if isinstance(samples, dict) else {_FIGURE_OF[row["how"] == PRECISE]: samples}
+    )
+    for figure, values in of_figure.items():
+        if row[figure] != statistics.median(values):
+            yield f"{figure} is not the median of its samples"
+    for name in FIGURES:
+        rate, flops = row.get(f"{name}_tflops"), row.get(f"{name}_flops")
+        if flops and rate != flops / row[f"{name}_ms"] / 1e9:
+            yield f"{name}_tflops is not what {name}_ms gives"
 
 
 def gpu_test_files(tests_folder: Path) -> Iterator[Path]:

@@ -19,6 +19,7 @@ from harness.gpu_results import RESULTS, ROOT, source_sha256
 from tests.benchmarks.result_checks import (
     Result,
     attention_problems,
+    families_problems,
     gpu_test_files,
     provenance_problems,
     report_problems,
@@ -57,6 +58,11 @@ def test_every_gpu_test_passed(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in FILES if p.name == "sanitizer.json"], ids=str)
 def test_kernels_are_clean_under_the_sanitizer(path: Path) -> None:
     assert list(sanitizer_problems(_read(path))) == []
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "families.json"], ids=str)
+def test_figures_of_families_follow_from_their_samples(path: Path) -> None:
+    assert list(families_problems(_read(path))) == []
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.name == "attention.json"], ids=str)

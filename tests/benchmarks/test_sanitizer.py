@@ -27,9 +27,9 @@ DIRTY = {
 }
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_case_holds_for_the_reference(head_dim: int) -> None:
-    check_backend("reference", "cpu", head_dim)
+@pytest.mark.parametrize(("head_dim", "value_dim"), HEAD_DIMS)
+def test_case_holds_for_the_reference(head_dim: int, value_dim: int) -> None:
+    check_backend("reference", "cpu", head_dim, value_dim)
 
 
 def test_case_sees_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_case_sees_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reference, "partial_backward", wrong)
     with pytest.raises(AssertionError, match="dv"):
-        check_backend("reference", "cpu", 64)
+        check_backend("reference", "cpu", 64, 64)
 
 
 @pytest.mark.parametrize("tool", CLEAN)

@@ -36,8 +36,11 @@ from tests.kernels.parts import run_in_parts
 DEVICE: Final = "cuda"
 BACKEND: Final = "cuda"
 DTYPES: Final = (torch.bfloat16, torch.float16)
+# The head size of queries, keys and values, or that of queries and keys beside that of values.
+Sizes = int | tuple[int, int]
+SIZES: Final[tuple[Sizes, ...]] = (128, 64, 256, (192, 128))
 # (dtype, head_dim): the kernels that there are.
-KINDS: Final = tuple(product(DTYPES, (128, 64)))
+KINDS: Final = tuple(product(DTYPES, SIZES))
 HEADS: Final = ((4, 4), (4, 2), (4, 1), (8, 1), (5, 1), (32, 8))
 # A log-sum-exp is fp32 throughout: of logits rounded to 16 bits it would be 5e-4 off, or more.
 LSE_TOLERANCE: Final = 5e-6
@@ -149,10 +152,15 @@ def run_torch(mask: npt.NDArray[np.bool_], problem: Problem, *, with_dlse: bool 
     return run(attention, problem, with_dlse=with_dlse)
 
 
+def dims_of(sizes: Sizes) -> tuple[int, int]:
+    """Head size of queries and keys, and that of values."""
+    return (sizes, sizes) if isinstance(sizes, int) else sizes
+
+
 def make_problem(
     num_tokens: int,
     dtype: torch.dtype,
-    head_dim: int,
+    sizes: Sizes,
     *,
     heads: tuple[int, int] = (4, 2),
     seed: int = 0,
@@ -164,11 +172,12 @@ def make_problem(
         return torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE)
 
     num_heads, kv_heads = heads
+    head_dim, value_dim = dims_of(sizes)
     return Problem(
         q_TNH=draw(num_tokens, num_heads, head_dim).to(dtype),
         k_TKH=draw(num_tokens, kv_heads, head_dim).to(dtype),
-        v_TKH=draw(num_tokens, kv_heads, head_dim).to(dtype),
-        dout_TNH=draw(num_tokens, num_heads, head_dim).to(dtype),
+        v_TKH=draw(num_tokens, kv_heads, value_dim).to(dtype),
+        dout_TNH=draw(num_tokens, num_heads, value_dim).to(dtype),
         dlse_NT=draw(num_heads, num_tokens).float(),
         scale=1.7 * head_dim**-0.5,
     )

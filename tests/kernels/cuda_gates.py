@@ -41,8 +41,10 @@ class Gate:
 _LOADS_OF_FORWARD: Final = {"USETMAXREG": 2, "UTMALDG": 6, "UBLKCP": 2}
 _LOADS_OF_BACKWARD: Final = {"USETMAXREG": 2, "UTMALDG": 4, "UBLKCP": 2}
 _LOADS_OF_QUERIES: Final = {"USETMAXREG": 2, "UTMALDG": 16, "UBLKCP": 7}
-# dS goes through shared memory; each consumer's dQ is added up.
+_LOADS_OF_WIDE_QUERIES: Final = {"USETMAXREG": 2, "UTMALDG": 4, "UBLKCP": 1}
+# dS goes through shared memory; each consumer's dQ is added up, that of wide heads from registers.
 _SUMS_OF_DQ: Final = {"STSM": 4 * 5, "UBLKRED": 2}
+_SUMS_OF_WIDE_DQ: Final = {"STSM": 4 * 5}
 
 # Each kernel has exactly one.
 #
@@ -50,7 +52,8 @@ _SUMS_OF_DQ: Final = {"STSM": 4 * 5, "UBLKRED": 2}
 # forward has two: in its loop, and before or behind it. The backward has four: two stages, times
 # the first step of a piece and the others; of dQ, a step late, stages times the others and the end.
 # All copies are counted, so that no product can disappear or fall back to other instructions
-# unseen. UTMASTG stores 64 channels.
+# unseen. Of wide heads the consumers have a product of logits and one of gradients each. REDG adds
+# 16 bytes of a thread: 64 dimensions of dQ take 10. UTMASTG stores 64 channels.
 GATES: tuple[Gate, ...] = (
     Gate(
         entry="tree_attention_forward",
@@ -77,6 +80,30 @@ GATES: tuple[Gate, ...] = (
         min_opcodes={"HGMMA": 2 * (8 + 8), **_LOADS_OF_FORWARD},
     ),
     Gate(
+        entry="tree_attention_forward",
+        defines={"HEAD_DIM": 192, "PARTIAL": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 2 * (12 + 8), "UTMASTG": 2, "STSM": 8, **_LOADS_OF_FORWARD},
+    ),
+    Gate(
+        entry="tree_attention_forward",
+        defines={"HEAD_DIM": 192, "PARTIAL": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 2 * (12 + 8), **_LOADS_OF_FORWARD},
+    ),
+    Gate(
+        entry="tree_attention_forward",
+        defines={"HEAD_DIM": 256, "PARTIAL": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 2 * (16 + 4), "UTMASTG": 4, "STSM": 16, **_LOADS_OF_FORWARD},
+    ),
+    Gate(
+        entry="tree_attention_forward",
+        defines={"HEAD_DIM": 256, "PARTIAL": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 2 * (16 + 4), **_LOADS_OF_FORWARD},
+    ),
+    Gate(
         entry="tree_attention_backward",
         defines={"HEAD_DIM": 64, "WITH_DQ": 0},
         max_registers=168,
@@ -101,6 +128,40 @@ GATES: tuple[Gate, ...] = (
         min_opcodes={"HGMMA": 4 * (8 + 8 + 5 + 5 + 8), **_LOADS_OF_BACKWARD, **_SUMS_OF_DQ},
     ),
     Gate(
+        entry="tree_attention_backward",
+        defines={"HEAD_DIM": 192, "WITH_DQ": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 4 * (12 + 8 + 5 + 5), **_LOADS_OF_BACKWARD},
+    ),
+    Gate(
+        entry="tree_attention_backward",
+        defines={"HEAD_DIM": 192, "WITH_DQ": 1},
+        max_registers=168,
+        min_opcodes={
+            "HGMMA": 4 * (12 + 8 + 5 + 5 + 3 * 4),
+            "REDG": 4 * 3 * 10,
+            **_LOADS_OF_BACKWARD,
+            **_SUMS_OF_WIDE_DQ,
+        },
+    ),
+    Gate(
+        entry="tree_attention_backward",
+        defines={"HEAD_DIM": 256, "WITH_DQ": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 4 * (16 + 16 + 5 + 5), **_LOADS_OF_BACKWARD},
+    ),
+    Gate(
+        entry="tree_attention_backward",
+        defines={"HEAD_DIM": 256, "WITH_DQ": 1},
+        max_registers=168,
+        min_opcodes={
+            "HGMMA": 4 * (16 + 16 + 5 + 5 + 4 * 4),
+            "REDG": 4 * 4 * 10,
+            **_LOADS_OF_BACKWARD,
+            **_SUMS_OF_WIDE_DQ,
+        },
+    ),
+    Gate(
         entry="tree_attention_backward_queries",
         defines={"HEAD_DIM": 64, "PARTIAL": 0},
         max_registers=168,
@@ -123,6 +184,30 @@ GATES: tuple[Gate, ...] = (
         defines={"HEAD_DIM": 128, "PARTIAL": 1},
         max_registers=168,
         min_opcodes={"HGMMA": 8 + 8 + 8, **_LOADS_OF_QUERIES},
+    ),
+    Gate(
+        entry="tree_attention_backward_queries",
+        defines={"HEAD_DIM": 192, "PARTIAL": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 12 + 8 + 4, "UTMASTG": 3, "STSM": 12, **_LOADS_OF_WIDE_QUERIES},
+    ),
+    Gate(
+        entry="tree_attention_backward_queries",
+        defines={"HEAD_DIM": 192, "PARTIAL": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 12 + 8 + 4, **_LOADS_OF_WIDE_QUERIES},
+    ),
+    Gate(
+        entry="tree_attention_backward_queries",
+        defines={"HEAD_DIM": 256, "PARTIAL": 0},
+        max_registers=168,
+        min_opcodes={"HGMMA": 16 + 16 + 4, "UTMASTG": 4, "STSM": 16, **_LOADS_OF_WIDE_QUERIES},
+    ),
+    Gate(
+        entry="tree_attention_backward_queries",
+        defines={"HEAD_DIM": 256, "PARTIAL": 1},
+        max_registers=168,
+        min_opcodes={"HGMMA": 16 + 16 + 4, **_LOADS_OF_WIDE_QUERIES},
     ),
     Gate(
         entry="tree_attention_backward_prepare",

@@ -151,8 +151,10 @@ def random_problem(
     head_dim: int,
     dtype: torch.dtype,
     seed: int,
+    value_dim: int | None = None,
     device: str = "cpu",
 ) -> Problem:
+    value_dim = value_dim or head_dim
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -164,8 +166,8 @@ def random_problem(
     return Problem(
         q_TNH=draw(num_tokens, heads, head_dim),
         k_TKH=draw(num_tokens, kv_heads, head_dim),
-        v_TKH=draw(num_tokens, kv_heads, head_dim),
-        dout_TNH=draw(num_tokens, heads, head_dim),
+        v_TKH=draw(num_tokens, kv_heads, value_dim),
+        dout_TNH=draw(num_tokens, heads, value_dim),
         dlse_NT=draw(heads, num_tokens).to(lse_dtype),
         scale=1.7 * head_dim**-0.5,
     )

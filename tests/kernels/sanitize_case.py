@@ -42,13 +42,20 @@ from tests.kernels.forests import (
 ARRIVALS_PER_WARP = ("ARRIVALS_PER_WARP", 32)
 FOREST = forest_from([-1, 0, 1, 1, 0, -1, 5, 5], [40, 3, 21, 150, 17, 66, 1, 2])
 TOLERANCE = 1e-2
-HEAD_DIMS = (128, 64)
+# Head size of queries and keys, and of values.
+HEAD_DIMS = ((128, 128), (64, 64), (256, 256), (192, 128))
 
 
-def check_backend(backend: str, device: str, head_dim: int) -> None:
+def check_backend(backend: str, device: str, head_dim: int, value_dim: int) -> None:
     """Raises AssertionError where a value is wrong."""
     problem = random_problem(
-        FOREST.num_tokens, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, seed=0
+        FOREST.num_tokens,
+        heads=4,
+        kv_heads=2,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=torch.bfloat16,
+        seed=0,
     )
     expected = dense_oracle(FOREST.mask(), problem, with_dlse=False)
     layout = FOREST.layout(device)
@@ -121,8 +128,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     with mock.patch.object(cuda_launch, "kernel_spec", _kernel_spec):
-        for head_dim in HEAD_DIMS:
-            check_backend(args.backend, args.device, head_dim)
+        for head_dim, value_dim in HEAD_DIMS:
+            check_backend(args.backend, args.device, head_dim, value_dim)
     print("sanitize case: all values right")
 
 

@@ -14,6 +14,7 @@ from tests.kernels.cuda_attention import (
     KINDS,
     LONG_PROMPT,
     WIDE,
+    Sizes,
     assert_equals_reference,
     assert_no_worse_than_torch,
     assert_same_bits,
@@ -46,11 +47,11 @@ FORESTS: dict[str, Forest] = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), KINDS)
+@pytest.mark.parametrize(("dtype", "sizes"), KINDS)
 @pytest.mark.parametrize("name", FORESTS)
-def test_the_same_inputs_give_the_same_bits(name: str, dtype: torch.dtype, head_dim: int) -> None:
+def test_the_same_inputs_give_the_same_bits(name: str, dtype: torch.dtype, sizes: Sizes) -> None:
     forest = FORESTS[name]
-    problem = make_problem(forest.num_tokens, dtype, head_dim, heads=(8, 2))
+    problem = make_problem(forest.num_tokens, dtype, sizes, heads=(8, 2))
     layout = forest.layout(DEVICE)
     first = run_cuda(layout, problem, deterministic=True)
     for _ in range(NUM_REPEATS):
@@ -63,8 +64,8 @@ def test_the_same_inputs_give_the_same_bits(name: str, dtype: torch.dtype, head_
 def test_the_default_differs_in_the_order_of_sums_alone(name: str) -> None:
     forest = FORESTS[name]
     layout = forest.layout(DEVICE)
-    for index, (dtype, head_dim) in enumerate(KINDS):
-        problem = make_problem(forest.num_tokens, dtype, head_dim, heads=(4, 2), seed=index)
+    for index, (dtype, sizes) in enumerate(KINDS):
+        problem = make_problem(forest.num_tokens, dtype, sizes, heads=(4, 2), seed=index)
         expected = run_cuda(layout, problem, deterministic=True)
         got = run_cuda(layout, problem)
         for result in ("out", "lse"):
@@ -75,21 +76,21 @@ def test_the_default_differs_in_the_order_of_sums_alone(name: str) -> None:
             assert torch.equal(again[result], got[result]), result
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), KINDS)
-def test_its_values_are_no_worse_than_torch(dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize(("dtype", "sizes"), KINDS)
+def test_its_values_are_no_worse_than_torch(dtype: torch.dtype, sizes: Sizes) -> None:
     forests = {**NAMED, "chain across tiles": chain(9, 143), "star": star(517, 7, 111)}
     for index, (name, forest) in enumerate(forests.items()):
         if forest.num_tokens:
             heads = ((4, 2), (5, 1), (4, 4))[index % 3]
-            problem = make_problem(forest.num_tokens, dtype, head_dim, heads=heads, seed=index)
+            problem = make_problem(forest.num_tokens, dtype, sizes, heads=heads, seed=index)
             assert_no_worse_than_torch(forest, problem, name, deterministic=True)
-    problem = make_problem(WIDE.num_tokens, dtype, head_dim, heads=(8, 2))
+    problem = make_problem(WIDE.num_tokens, dtype, sizes, heads=(8, 2))
     assert_equals_reference(WIDE, problem, "wide", deterministic=True)
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), KINDS)
-def test_parts_give_the_same_bits(dtype: torch.dtype, head_dim: int) -> None:
-    problem = make_problem(LONG_PROMPT.num_tokens, dtype, head_dim)
+@pytest.mark.parametrize(("dtype", "sizes"), KINDS)
+def test_parts_give_the_same_bits(dtype: torch.dtype, sizes: Sizes) -> None:
+    problem = make_problem(LONG_PROMPT.num_tokens, dtype, sizes)
     layout = LONG_PROMPT.layout(DEVICE)
     cuts = [(0, 5059), (5059, LONG_PROMPT.num_tokens)]
     first = run_cuda_in_parts(layout, problem, cuts, cuts, deterministic=True)

@@ -20,6 +20,8 @@ from tests.kernels.cuda_attention import (
     DEVICE,
     KINDS,
     LSE_TOLERANCE,
+    SIZES,
+    Sizes,
     assert_no_worse_than_torch,
     assert_same_bits,
     attention_of,
@@ -91,10 +93,10 @@ def _results(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), KINDS)
+@pytest.mark.parametrize(("dtype", "sizes"), KINDS)
 @pytest.mark.parametrize("name", VIEWS)
-def test_views_give_the_bits_of_dense_tensors(name: str, dtype: torch.dtype, head_dim: int) -> None:
-    problem = make_problem(LAYOUT_TOKENS, dtype, head_dim, heads=(6, 2))
+def test_views_give_the_bits_of_dense_tensors(name: str, dtype: torch.dtype, sizes: Sizes) -> None:
+    problem = make_problem(LAYOUT_TOKENS, dtype, sizes, heads=(6, 2))
     expected = _results(problem, (problem.dout_TNH, problem.dlse_NT))
     view = VIEWS[name]
     strided = replace(
@@ -172,10 +174,10 @@ def test_a_gradient_of_none_is_a_gradient_of_zeros(deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("scale", [-0.3, -1e-3, 1e-6, 1e-30, 0.5])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_scales_of_either_sign_and_any_size(head_dim: int, scale: float) -> None:
+@pytest.mark.parametrize("sizes", SIZES)
+def test_scales_of_either_sign_and_any_size(sizes: Sizes, scale: float) -> None:
     for deterministic in (False, True):
-        problem = replace(make_problem(LAYOUT_TOKENS, torch.bfloat16, head_dim), scale=scale)
+        problem = replace(make_problem(LAYOUT_TOKENS, torch.bfloat16, sizes), scale=scale)
         assert_no_worse_than_torch(
             FOREST, problem, f"{scale} {deterministic}", deterministic=deterministic
         )
@@ -190,16 +192,16 @@ def test_a_scale_of_zero_is_the_mean_of_the_path(deterministic: bool) -> None:
     assert (got["dk"] == 0).all()
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), KINDS)
+@pytest.mark.parametrize(("dtype", "sizes"), KINDS)
 def test_large_logits_neither_overflow_nor_lose_the_largest(
-    dtype: torch.dtype, head_dim: int
+    dtype: torch.dtype, sizes: Sizes
 ) -> None:
     """Logits of several hundred: P is 0 or 1 nearly everywhere.
 
     dS is a difference of equal numbers there, of which the rounding of `out` remains: dQ and dK are
     held to that, not to their own size.
     """
-    problem = make_problem(LAYOUT_TOKENS, dtype, head_dim)
+    problem = make_problem(LAYOUT_TOKENS, dtype, sizes)
     problem = replace(problem, q_TNH=problem.q_TNH * 12, k_TKH=problem.k_TKH * 12)
     exact = dense_oracle(FOREST.mask(), problem)
     assert exact["lse"].abs().max() > 500
@@ -296,8 +298,8 @@ def test_a_wrong_argument_is_refused_by_name(
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "reason"),
     [
-        (96, torch.bfloat16, "head_dim 96, it has 64 and 128"),
-        (256, torch.float16, "head_dim 256, it has 64 and 128"),
+        (96, torch.bfloat16, "head_dim 96, it has 64, 128, 256, 192 with values of 128"),
+        (192, torch.float16, "head_dim 192, it has 64, 128, 256, 192 with values of 128"),
         (64, torch.float32, "dtype torch.float32, it has bf16 and fp16"),
         (128, torch.float64, "dtype torch.float64, it has bf16 and fp16"),
     ],

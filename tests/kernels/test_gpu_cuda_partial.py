@@ -23,6 +23,9 @@ from tests.kernels.cuda_attention import (
     KINDS,
     LONG_PROMPT,
     LSE_TOLERANCE,
+    SIZES,
+    Sizes,
+    dims_of,
     make_problem,
     num_split_tiles,
     rounding_of,
@@ -93,16 +96,16 @@ def _check(got: Results, layout: TreeLayout, problem: Problem, label: str) -> No
     assert relative_error(got["lse"], expected["lse"]) <= LSE_TOLERANCE, label
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), KINDS)
+@pytest.mark.parametrize(("dtype", "sizes"), KINDS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_random_splits_add_up_to_the_whole(
-    dtype: torch.dtype, head_dim: int, deterministic: bool
+    dtype: torch.dtype, sizes: Sizes, deterministic: bool
 ) -> None:
-    rng = np.random.default_rng(head_dim)
+    rng = np.random.default_rng(sizes)
     for seed in range(12):
         forest = random_forest(rng, max_nodes=16, max_length=int(rng.choice([3, 40, 150])))
         heads = ((4, 2), (5, 1), (4, 4))[seed % 3]
-        problem = make_problem(forest.num_tokens, dtype, head_dim, heads=heads, seed=seed)
+        problem = make_problem(forest.num_tokens, dtype, sizes, heads=heads, seed=seed)
         query_cuts, key_cuts = (random_cuts(rng, forest.num_tokens) for _ in range(2))
         layout = forest.layout(DEVICE)
         got = run_cuda_in_parts(layout, problem, query_cuts, key_cuts, deterministic=deterministic)
@@ -207,19 +210,20 @@ BUFFERS: dict[str, Buffer] = {
 
 
 @pytest.mark.parametrize("name", BUFFERS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("sizes", SIZES)
 def test_buffers_of_any_strides_are_added_to_and_nothing_beside_them(
-    name: str, head_dim: int
+    name: str, sizes: Sizes
 ) -> None:
-    problem, layout = make_problem(NUM_TOKENS, torch.bfloat16, head_dim), FOREST.layout(DEVICE)
+    problem, layout = make_problem(NUM_TOKENS, torch.bfloat16, sizes), FOREST.layout(DEVICE)
     queries, keys = Span(45, NUM_TOKENS), Span(3, 700)
     merged = _forward(problem, layout, queries, keys)
-    before = make_problem(len(keys), torch.float32, head_dim, seed=1)
+    before = make_problem(len(keys), torch.float32, sizes, seed=1)
     dense = (before.k_TKH.clone(), before.v_TKH.clone())
     expected = _backward(problem, layout, queries, keys, merged, dense, deterministic=True)
     assert relative_error(dense[0], before.k_TKH) > 0.1
+    head_dim, value_dim = dims_of(sizes)
     wide_dk, dk_acc = BUFFERS[name](len(keys), 2, head_dim)
-    wide_dv, dv_acc = BUFFERS[name](len(keys), 2, head_dim)
+    wide_dv, dv_acc = BUFFERS[name](len(keys), 2, value_dim)
     dk_acc.copy_(before.k_TKH)
     dv_acc.copy_(before.v_TKH)
     got = _backward(problem, layout, queries, keys, merged, (dk_acc, dv_acc), deterministic=True)
@@ -245,5 +249,5 @@ def test_many_waves_are_added_up_in_fp32() -> None:
 
 def test_what_it_has_no_kernel_for_is_refused_with_the_reason() -> None:
     problem, layout = make_problem(NUM_TOKENS, torch.bfloat16, 96), FOREST.layout(DEVICE)
-    with pytest.raises(BackendUnavailableError, match="head_dim 96, it has 64 and 128"):
+    with pytest.raises(BackendUnavailableError, match="head_dim 96, it has 64, 128, 256, 192 with"):
         _forward(problem, layout, Span(0, 10), Span(0, 10))

@@ -25,6 +25,8 @@ from tests.kernels.cuda_attention import (
     BACKEND,
     DEVICE,
     LONG_PROMPT,
+    SIZES,
+    Sizes,
     assert_same_bits,
     attention_of,
     make_problem,
@@ -47,20 +49,22 @@ pytestmark = pytest.mark.gpu
 FOREST = forest_from([-1, 0, 0, 0, -1, 4, 5, 5], [300, 61, 200, 1, 270, 77, 255, 129])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_both_ops_pass_opcheck(head_dim: int) -> None:
+@pytest.mark.parametrize("sizes", SIZES)
+def test_both_ops_pass_opcheck(sizes: Sizes) -> None:
     """In deterministic mode: it compares calls, and sums in another order are not equal."""
     forest = NAMED["two_trees"]
     layout = forest.layout(DEVICE)
-    problem = make_problem(forest.num_tokens, torch.bfloat16, head_dim)
+    problem = make_problem(forest.num_tokens, torch.bfloat16, sizes)
     q, k, v = (x.requires_grad_() for x in (problem.q_TNH, problem.k_TKH, problem.v_TKH))
     plan = cuda.plan(layout)
-    args: Any = (q, k, v, layout.end_T, plan, problem.scale, BACKEND, True)
-    torch.library.opcheck(torch.ops.ratoon.tree_attention.default, args)
-    out, lse = tree_attention(q, k, v, layout, problem.scale, backend=BACKEND)
-    saved = [x.detach() for x in (q, k, v, out, lse)]
-    for dlse in (None, problem.dlse_NT):
-        args = (problem.dout_TNH, dlse, *saved, layout.end_T, plan, problem.scale, BACKEND, True)
+    sink_N = torch.linspace(-1, 1, q.shape[1], device=DEVICE)
+    for dlse, sink in ((None, sink_N), (problem.dlse_NT, None)):
+        settings = plan, sink, problem.scale, None, BACKEND, True
+        args: Any = (q, k, v, layout.end_T, *settings)
+        torch.library.opcheck(torch.ops.ratoon.tree_attention.default, args)
+        out, lse = tree_attention(q, k, v, layout, problem.scale, sink_N=sink, backend=BACKEND)
+        saved = [x.detach() for x in (q, k, v, out, lse)]
+        args = (problem.dout_TNH, dlse, *saved, layout.end_T, *settings)
         torch.library.opcheck(torch.ops.ratoon.tree_attention_backward.default, args)
 
 

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ratoon_kernels import KernelArgumentError, Span, TreeLayout, build_layout, tree_attention
@@ -164,3 +167,48 @@ def test_a_plan_that_picks_the_schedule_is_traced(monkeypatch: pytest.MonkeyPatc
         np.testing.assert_array_equal(table.numpy(), layout.schedule.pack()[0])
         assert ScheduleHeader.from_tensor(header).num_keys == layout.num_tokens
     assert counter.frame_count <= 2
+
+
+def test_a_plan_of_a_window_is_traced_where_the_layout_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the cuda backend's: built before the call, or the trace stops there."""
+    given: list[torch.Tensor] = []
+
+    def plan(layout: TreeLayout, window: int) -> list[torch.Tensor]:
+        tensors = layout.windowed_schedule(window)
+        return [layout.node_table_M4, layout.position_T, tensors.table, tensors.header]
+
+    def forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        given.extend(operands.plan)
+        return reference_forward(replace(operands, plan=operands.plan[:2]))
+
+    reference_forward = reference.forward
+    monkeypatch.setattr(reference, "plan", plan)
+    monkeypatch.setattr(reference, "forward", forward)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(tree_attention, fullgraph=True, backend=counter)
+    for name in ("two_trees", "star", "comb", "binary"):
+        layout = NAMED[name].layout()
+        held = layout.windowed_schedule(9)
+        assert layout.windowed_schedule(9) is held
+        q_TNH = torch.ones((layout.num_tokens, 2, 8))
+        compiled(q_TNH, q_TNH, q_TNH, layout, 1.0, window=9)
+        assert torch.equal(given[-2], held.table)
+        header = ScheduleHeader.from_tensor(given[-1])
+        assert header.start.count >= layout.num_tokens
+    assert counter.frame_count <= 2
+    q_TNH = torch.ones((131, 2, 8))
+    with pytest.raises(Unsupported, match=r"KernelArgumentError\(\"layout\""):
+        compiled(q_TNH, q_TNH, q_TNH, NAMED["one_sequence"].layout(), 1.0, window=9)
+
+
+def test_a_window_as_long_as_all_paths_has_the_work_lists_of_none() -> None:
+    layout = NAMED["star"].layout()
+    whole = Span(0, layout.num_tokens)
+    for window in (80, 1000):
+        assert layout.window(window) is None
+        assert layout.windowed_schedule(window).table is layout.schedule_table
+        assert layout.partial_schedule(whole, whole, window).table is layout.schedule_table
+    assert layout.partial_schedule(whole, whole, 79) is layout.windowed_schedule(79)
+    assert layout.windowed_schedule(79).table is not layout.schedule_table

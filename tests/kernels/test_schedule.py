@@ -187,6 +187,7 @@ def test_every_pair_within_a_window_is_computed_once_on_random_forests(
         longest = int(forest.mask().sum(axis=1).max())
         case = replace(_whole(forest, tile, back), window=int(rng.integers(1, longest + 2)))
         schedule = _check(case)
+        assert case.window is not None
         assert (len(schedule.start) > 0) == (case.window < longest)
         num_cut += len(schedule.start) > 0
         num_branched += schedule.sweep.num_slots > 0

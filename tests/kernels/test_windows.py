@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratoon_kernels import TreeLayout, sink_gradient, tree_attention, with_sink
+from ratoon_kernels import Span, TreeLayout, sink_gradient, tree_attention, with_sink
 from ratoon_kernels.tree_attention import blocks
 from tests.kernels.forests import (
     NAMED,
@@ -205,7 +205,7 @@ def test_a_sink_far_below_changes_nothing_and_far_above_takes_all() -> None:
 def test_the_work_of_a_window_does_not_grow_with_the_path() -> None:
     """A long path was cut into one block of all pairs, whose mask has the size of their number."""
     table = chain(4, 4096).layout().node_table_M4
-    tokens = blocks.Span(0, 4 * 4096)
+    tokens = Span(0, 4 * 4096)
     cut = blocks.cut_into_blocks(table, tokens, tokens, 128)
     pairs = sum(len(block.queries) * len(block.keys) for block in cut)
     assert pairs < 2.5 * 128 * len(tokens)

@@ -25,6 +25,7 @@ from ratoon.planner.device_costs import (
     token_limits,
     with_recompute,
 )
+from ratoon.planner.layer_kinds import Attention
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import MicroBatch, Stage
@@ -100,6 +101,7 @@ def test_each_price_is_work_over_its_rate() -> None:
 def test_pairs_of_layers_with_a_window_have_a_price_of_their_own() -> None:
     """Gemma 3's way: five of six layers; a window costs no token a pair that it does not see."""
     layer = QWEN3_8B.layers[0]
+    assert isinstance(layer.mixer, Attention)
     near = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=512))
     mixed = dataclasses.replace(QWEN3_8B, layers=((near,) * 5 + (layer,)) * 6)
     costs, full = device_costs(mixed, H200_RATES), device_costs(QWEN3_8B, H200_RATES)

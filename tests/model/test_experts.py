@@ -15,7 +15,6 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ratoon.model import experts
-from ratoon.model.attention import numbered
 from ratoon.model.experts import (
     _weight_gradient,
     gated_linear,
@@ -25,6 +24,7 @@ from ratoon.model.experts import (
     to_rows,
     to_tokens,
 )
+from ratoon.model.numbered import numbered
 from ratoon.model.route_rules import RouteRule, by_softmax
 from ratoon.model.router import RouteCount, Router, route
 from ratoon.model.spec import ModelDtype
@@ -86,6 +86,7 @@ def _grouped(case: Case, leaves: dict[str, Tensor]) -> Tensor:
         gate_up_proj=leaves["gate_up"],
         down_proj=leaves["down"],
         act_fn=nn.functional.silu,
+        has_bias=False,
     )
     return grouped_experts(module, leaves["x"], case.expert_TC, leaves["weight"])
 

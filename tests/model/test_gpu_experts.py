@@ -18,7 +18,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeSparseMoeBlock,
 )
 
-from ratoon.model.attention import numbered
 from ratoon.model.experts import (
     EXPERTS_NAME,
     register_grouped_experts,
@@ -31,6 +30,7 @@ from ratoon.model.families.family import Family
 from ratoon.model.families.gpt_oss import GPT_OSS
 from ratoon.model.families.qwen3_moe import QWEN3_MOE
 from ratoon.model.lora import LoraExperts
+from ratoon.model.numbered import numbered
 from ratoon.model.route_rules import RouteRule, Scores
 from ratoon.model.router import RouteCount, Router, route
 
@@ -144,7 +144,11 @@ def _block(rank: int) -> Any:
 def _other_block(family: Family) -> Any:
     """A router by another rule and its experts, with shared ones or with biases."""
     register_grouped_experts()
-    fields = {"hidden_size": D, "num_experts_per_tok": 8, "num_local_experts": NUM_EXPERTS}
+    fields: dict[str, Any] = {
+        "hidden_size": D,
+        "num_experts_per_tok": 8,
+        "num_local_experts": NUM_EXPERTS,
+    }
     if family is GPT_OSS:
         config: Any = GptOssConfig(**fields, intermediate_size=F)
     else:

@@ -19,7 +19,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKR
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
-from ratoon.model.attention import numbered
+from ratoon.model.numbered import numbered
 from ratoon.model.route_rules import RouteRule, Scores, by_chosen, by_sigmoid, by_softmax
 from ratoon.model.router import CORRECTION, RouteCount, Router, route
 from tests.oracle.hf import DoublePrecision
@@ -172,7 +172,7 @@ class _Balance:
 
 @pytest.mark.parametrize("scores", Scores)
 def test_a_balance_is_of_scores_over_their_sum(scores: Scores) -> None:
-    """Of the softmax of all experts, also where only the chosen are weighed."""
+    """The softmax of all experts is balanced, also where only the chosen are weighed."""
     generator = torch.Generator().manual_seed(7)
     logits_TE, dprobs_TE = (
         torch.randn(T, E, generator=generator, dtype=torch.float64) for _ in range(2)

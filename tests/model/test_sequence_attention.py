@@ -91,7 +91,8 @@ class _Table:
         attention = SequenceAttention(tree, group)
         of_tokens = [x[own.start : own.stop] for x in (inputs.q, inputs.k, inputs.v)]
         leaves = [x.clone().requires_grad_() for x in (*of_tokens, inputs.sink)]
-        out = attention.attend(nn.Identity(), *leaves[:3], SCALE, **inputs.options(leaves[3]))
+        q, k, v, sink = leaves
+        out = attention.attend(nn.Identity(), q, k, v, SCALE, **inputs.options(sink))
         leaves = leaves[: 3 + inputs.form.has_sink]
         grads = torch.autograd.grad(out, leaves, inputs.dout[own.start : own.stop])
         return [out.detach(), *grads]

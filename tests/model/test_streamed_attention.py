@@ -124,7 +124,8 @@ def make_inputs(dtype: torch.dtype, seed: int = 0, form: Form = PLAIN) -> Inputs
 def whole(inputs: Inputs) -> list[Tensor]:
     """Output, dQ, dK and dV, and the sink's gradient if there is one."""
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.sink)]
-    out, _ = tree_attention(*leaves[:3], make_layout(), SCALE, **inputs.options(leaves[3]))
+    q, k, v, sink = leaves
+    out, _ = tree_attention(q, k, v, make_layout(), SCALE, **inputs.options(sink))
     leaves = leaves[: 3 + inputs.form.has_sink]
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)]
 

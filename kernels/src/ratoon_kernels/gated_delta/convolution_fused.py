@@ -174,7 +174,7 @@ class _Tables:
     entry_G1: Tensor
     entry_row: Tensor
     entry_tap: Tensor
-    last: tuple[Tensor, Tensor, Tensor, Tensor]
+    last: tuple[Tensor, ...]
     num_handed: int
     num_targets: int
 

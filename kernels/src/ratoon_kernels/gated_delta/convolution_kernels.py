@@ -177,11 +177,11 @@ def collect_gradients(
     left = tl.load(left_G + group)
     total = tl.zeros([CHANNELS], tl.float32)
     for ahead in tl.static_range(W):
-        mask = is_channel & (left >= ahead)
-        offset = (target + ahead) * C + channel
-        dsum = tl.load(dsum_TC + offset, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(weight_CW + channel * W + (W - 1 - ahead), mask=is_channel, other=0.0)
-        total += dsum * weight.to(tl.float32)
+        is_own = is_channel & (left >= ahead)
+        own = (target + ahead) * C + channel
+        own_dsum = tl.load(dsum_TC + own, mask=is_own, other=0.0).to(tl.float32)
+        own_weight = tl.load(weight_CW + channel * W + (W - 1 - ahead), mask=is_channel, other=0.0)
+        total += own_dsum * own_weight.to(tl.float32)
     stop = tl.load(entry_G1 + group + 1)
     for start in range(tl.load(entry_G1 + group), stop, ENTRIES):
         entry = start + tl.arange(0, ENTRIES)

@@ -111,7 +111,7 @@ def _build(table: bytes, first: bytes, handed: bytes, device: torch.device) -> F
         "chunk_M": chunk,
         "parent_M": parent,
         "forward_order_M": np.argsort(before, kind="stable"),
-        # Of nodes that become ready at one time, later ones first: a parent is never later.
+        # Nodes that become ready at one time are taken last to first: a parent is never later.
         "backward_order_M": num_nodes - 1 - np.argsort(behind[::-1], kind="stable"),
         "end_slot_M": end_slot,
         "begin_slot_M": begin_slot,
@@ -154,8 +154,10 @@ def _begins(row: _Int64, slot: _Int64, device: torch.device) -> list[tuple[Tenso
     entries: list[tuple[Tensor, Tensor]] = []
     while len(nodes):
         rows, places = np.unique(row[nodes], return_index=True)
-        pair = (rows, slot[nodes[places]])
-        entries.append(tuple(torch.from_numpy(each.copy()).to(device) for each in pair))
+        to_rows, from_slots = (
+            torch.from_numpy(each.copy()).to(device) for each in (rows, slot[nodes[places]])
+        )
+        entries.append((to_rows, from_slots))
         nodes = np.delete(nodes, places)
     return entries
 

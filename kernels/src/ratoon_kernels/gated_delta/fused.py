@@ -10,7 +10,9 @@ In shape suffixes C is the chunks of the forest; L the 64 rows of one.
 
 import functools
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -25,12 +27,24 @@ from ratoon_kernels.layout import TreeLayout
 SIZES: Final = (32, 64, 128)
 MIN_CAPABILITY_MAJOR: Final = 8
 _NORM_ROWS: Final = 32
-_WARPS: Final = 4
 # Values of a task of the recurrence: with 32 it has products of 32 rows, as all kernels here.
 _STATE_VALUES: Final = 32
-_STATE_STAGES: Final = 2
-_GRADIENT_VALUES: Final = 64
-_GRADIENT_STAGES: Final = 1
+# How each kernel is launched: the fastest measured on an H200.
+_OPTIONS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
+    {
+        "inverse_norms": {"num_warps": 4},
+        "invert_triangles": {"num_warps": 1},
+        "solve_chunks": {"num_warps": 2},
+        "run_states": {"num_warps": 4, "STAGES": 3},
+        "write_outputs": {"num_warps": 4, "BLOCK": 32, "STAGES": 3},
+        "begin_dupdates": {"num_warps": 4},
+        "run_dstates": {"num_warps": 4, "STAGES": 2},
+        "solve_dupdates": {"num_warps": 4},
+        "write_dqueries": {"num_warps": 4, "BLOCK": 32, "STAGES": 3},
+        "write_dkeys": {"num_warps": 4, "BLOCK": 32, "STAGES": 2},
+        "sum_decays": {"num_warps": 4},
+    }
+)
 
 
 def unavailable_reason() -> str | None:
@@ -95,7 +109,7 @@ def forward(operands: Operands) -> tuple[Tensor, Tensor]:
                 *call.q_strides,
                 *call.k_strides,
                 **call.sizes,
-                num_warps=_WARPS,
+                **_OPTIONS["write_outputs"],
             )
     return out_TNV, states.handed_ENDV
 
@@ -125,56 +139,80 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
         rows = (num_tokens, num_heads)
         dbeta_value_TN, dtotal_TN, dbehind_TN, dlast_TN = (call.wide(rows) for _ in range(4))
         dkept_CPN = call.wide((tables.num_chunks, 2, num_heads))
+        dscore_TNL, dlower_TNL = (call.narrow((*rows, CHUNK_TOKENS)) for _ in range(2))
         kernel: Any = chunk_kernels.solve_dupdates
         kernel[(tables.num_chunks * 2 * num_heads,)](
             v_TNV,
-            operands.beta_TN,
-            states.solved_TNL,
-            dupdate_TNV,
-            dright_TNV,
-            grads.dv_TNV,
-            dbeta_value_TN,
-            tables.start_C,
-            tables.length_C,
-            *call.v_strides,
-            operands.beta_TN.stride(0),
-            N=num_heads,
-            V=value_dim,
-            num_warps=_WARPS,
-        )
-        kernel = gradient_kernels.write_gradients
-        kernel[(tables.num_chunks * 2 * sizes["K"],)](
-            q_TKD,
-            k_TKD,
             operands.beta_TN,
             call.inverse_q_TK,
             call.inverse_k_TK,
             states.total_TN,
             dout_TNV,
             states.update_TNV,
+            states.solved_TNL,
+            dupdate_TNV,
             dright_TNV,
-            states.state_CNVD,
-            dstate_CNVD,
+            grads.dv_TNV,
             dbeta_value_TN,
+            dscore_TNL,
+            dlower_TNL,
+            tables.start_C,
+            tables.length_C,
+            operands.scale,
+            *call.v_strides,
+            operands.beta_TN.stride(0),
+            *dout_TNV.stride()[:2],
+            K=sizes["K"],
+            N=num_heads,
+            V=value_dim,
+            **_OPTIONS["solve_dupdates"],
+        )
+        kernel = gradient_kernels.write_dqueries
+        kernel[(tables.num_chunks * 2 * sizes["K"],)](
+            q_TKD,
+            k_TKD,
+            call.inverse_q_TK,
+            states.total_TN,
+            dout_TNV,
+            states.state_CNVD,
+            dscore_TNL,
             grads.dq_TKD,
-            grads.dk_TKD,
-            grads.dbeta_TN,
             dtotal_TN,
-            dbehind_TN,
-            dlast_TN,
-            dkept_CPN,
             tables.start_C,
             tables.length_C,
             operands.scale,
             *call.q_strides,
             *call.k_strides,
-            operands.beta_TN.stride(0),
-            dout_TNV.stride(0),
-            dout_TNV.stride(1),
+            *dout_TNV.stride()[:2],
             **sizes,
-            BLOCK=min(_GRADIENT_VALUES, value_dim),
-            STAGES=_GRADIENT_STAGES,
-            num_warps=_WARPS,
+            **_OPTIONS["write_dqueries"],
+        )
+        kernel = gradient_kernels.write_dkeys
+        kernel[(tables.num_chunks * 2 * sizes["K"],)](
+            q_TKD,
+            k_TKD,
+            operands.beta_TN,
+            call.inverse_k_TK,
+            states.total_TN,
+            states.update_TNV,
+            dright_TNV,
+            states.state_CNVD,
+            dstate_CNVD,
+            dscore_TNL,
+            dlower_TNL,
+            dbeta_value_TN,
+            grads.dk_TKD,
+            grads.dbeta_TN,
+            dbehind_TN,
+            dlast_TN,
+            dkept_CPN,
+            tables.start_C,
+            tables.length_C,
+            *call.q_strides,
+            *call.k_strides,
+            operands.beta_TN.stride(0),
+            **sizes,
+            **_OPTIONS["write_dkeys"],
         )
         kernel = chunk_kernels.sum_decays
         kernel[(tables.num_chunks,)](
@@ -188,7 +226,7 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             N=num_heads,
             HEADS=1 << (num_heads - 1).bit_length(),
             PARTS=2,
-            num_warps=_WARPS,
+            **_OPTIONS["sum_decays"],
         )
     return grads
 
@@ -232,16 +270,16 @@ class _Call:
         return {"K": num_key_heads, "N": num_heads, "D": key_dim, "V": value_dim}
 
     @property
-    def q_strides(self) -> tuple[int, int]:
+    def q_strides(self) -> tuple[int, ...]:
         """Strides of tokens and heads; and so are the others."""
         return self.operands.q_TKD.stride()[:2]
 
     @property
-    def k_strides(self) -> tuple[int, int]:
+    def k_strides(self) -> tuple[int, ...]:
         return self.operands.k_TKD.stride()[:2]
 
     @property
-    def v_strides(self) -> tuple[int, int]:
+    def v_strides(self) -> tuple[int, ...]:
         return self.operands.v_TNV.stride()[:2]
 
     def wide(self, shape: tuple[int, ...]) -> Tensor:
@@ -280,6 +318,10 @@ class _States:
     handed_ENDV: Tensor
 
 
+def _present(states: Tensor | None) -> Tensor | None:
+    return None if states is None or not len(states) else states.contiguous()
+
+
 def _inverse_norms(x_TKD: Tensor) -> Tensor:
     from ratoon_kernels.gated_delta import chunk_kernels
 
@@ -296,7 +338,7 @@ def _inverse_norms(x_TKD: Tensor) -> Tensor:
             K=num_heads,
             D=size,
             ROWS=_NORM_ROWS,
-            num_warps=_WARPS,
+            **_OPTIONS["inverse_norms"],
         )
     return inverse_TK
 
@@ -320,13 +362,32 @@ def _run_states(call: _Call) -> _States:
     )
     if not num_tokens:
         return states
-    kernel: Any = chunk_kernels.solve_chunks
+    diagonal_TNH = call.wide((num_tokens, num_heads, CHUNK_TOKENS // 2))
+    kernel: Any = chunk_kernels.invert_triangles
+    kernel[(tables.num_chunks * 2 * num_heads,)](
+        operands.k_TKD,
+        operands.g_TN,
+        operands.beta_TN,
+        call.inverse_k_TK,
+        diagonal_TNH,
+        tables.start_C,
+        tables.length_C,
+        *call.k_strides,
+        operands.g_TN.stride(0),
+        operands.beta_TN.stride(0),
+        K=sizes["K"],
+        N=num_heads,
+        D=key_dim,
+        **_OPTIONS["invert_triangles"],
+    )
+    kernel = chunk_kernels.solve_chunks
     kernel[(tables.num_chunks * num_heads,)](
         operands.k_TKD,
         operands.v_TNV,
         operands.g_TN,
         operands.beta_TN,
         call.inverse_k_TK,
+        diagonal_TNH,
         states.total_TN,
         states.solved_TNL,
         states.seen_TND,
@@ -338,9 +399,8 @@ def _run_states(call: _Call) -> _States:
         operands.g_TN.stride(0),
         operands.beta_TN.stride(0),
         **sizes,
-        num_warps=_WARPS,
+        **_OPTIONS["solve_chunks"],
     )
-    has_first = operands.first_SNDV is not None and len(operands.first_SNDV) > 0
     kernel = state_kernels.run_states
     kernel[(tables.num_nodes * num_heads * (value_dim // _STATE_VALUES),)](
         operands.k_TKD,
@@ -348,7 +408,7 @@ def _run_states(call: _Call) -> _States:
         states.total_TN,
         states.seen_TND,
         states.update_TNV,
-        operands.first_SNDV.contiguous() if has_first else None,
+        _present(operands.first_SNDV),
         call.wide((tables.num_end_slots, *state_shape)),
         states.handed_ENDV if num_handed else None,
         states.state_CNVD,
@@ -364,8 +424,7 @@ def _run_states(call: _Call) -> _States:
         *call.k_strides,
         **sizes,
         BLOCK=_STATE_VALUES,
-        STAGES=_STATE_STAGES,
-        num_warps=_WARPS,
+        **_OPTIONS["run_states"],
     )
     return states
 
@@ -400,10 +459,9 @@ def _run_dstates(
         *call.k_strides,
         *dout_strides,
         **sizes,
-        num_warps=_WARPS,
+        **_OPTIONS["begin_dupdates"],
     )
     dbegin = call.wide((tables.num_begin_slots, num_heads, sizes["D"], value_dim))
-    has_handed = dend_ENDV is not None and len(dend_ENDV) > 0
     kernel = state_kernels.run_dstates
     kernel[(tables.num_nodes * num_heads * (value_dim // _STATE_VALUES),)](
         operands.q_TKD,
@@ -414,7 +472,7 @@ def _run_dstates(
         states.seen_TND,
         dout_TNV,
         dupdate_TNV,
-        dend_ENDV.contiguous() if has_handed else None,
+        _present(dend_ENDV),
         dbegin,
         dstate_CNVD,
         call.flags(),
@@ -432,8 +490,7 @@ def _run_dstates(
         *dout_strides,
         **sizes,
         BLOCK=_STATE_VALUES,
-        STAGES=_STATE_STAGES,
-        num_warps=_WARPS,
+        **_OPTIONS["run_dstates"],
     )
     if dfirst is not None:
         for row, slot in tables.begins:

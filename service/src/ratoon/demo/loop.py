@@ -62,14 +62,26 @@ class Loop:
     """One policy and its sampler, which uses only weights that it pulled."""
 
     def __init__(
-        self, *, client: RatoonClient, folder: Path, seed: int, shuffle_rewards: bool
+        self,
+        *,
+        client: RatoonClient,
+        folder: Path,
+        seed: int,
+        shuffle_rewards: bool,
+        optim: Optim = OPTIM,
+        device: str = "cpu",
     ) -> None:
+        """`device`: where samples are drawn."""
+        self._optim = optim
         self._client = client
         self._folder = folder
         self._task = CopyTask.create(seed)
         self._session: PolicySession = client.policy(POLICY_ID)
         self._sampler = Sampler(
-            preamble=self._task.preamble, max_new_tokens=RESPONSE_TOKENS, seed=seed
+            preamble=self._task.preamble,
+            max_new_tokens=RESPONSE_TOKENS,
+            seed=seed,
+            device=device,
         )
         # The generator must be repeatable, not secret.
         self._shuffle = random.Random(seed + 1) if shuffle_rewards else None  # nosec B311
@@ -92,7 +104,7 @@ class Loop:
         loss = Loss("grpo", entropy_coefficient=ENTROPY_COEFFICIENT)
         while True:
             batch = self._sample()
-            step = self._session.update(batch.groups, loss=loss, optim=OPTIM).result()
+            step = self._session.update(batch.groups, loss=loss, optim=self._optim).result()
             self._pull()
             yield Update(reward=batch.reward, report=step.report)
 
@@ -114,7 +126,7 @@ class Loop:
                 entropy_coefficient=ENTROPY_COEFFICIENT,
             )
             first, second = (
-                self._session.update(half, loss=loss, optim=OPTIM) for half in batch.halves
+                self._session.update(half, loss=loss, optim=self._optim) for half in batch.halves
             )
             self._pull(first.result().version)
             following = self._sample()

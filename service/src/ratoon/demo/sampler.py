@@ -42,8 +42,10 @@ class Sample:
 class Sampler:
     """Owns one model and the random state of sampling; not safe across threads."""
 
-    def __init__(self, *, preamble: str, max_new_tokens: int, seed: int) -> None:
-        self._preamble = torch.tensor([tokens(preamble)])
+    def __init__(
+        self, *, preamble: str, max_new_tokens: int, seed: int, device: str = "cpu"
+    ) -> None:
+        self._preamble = torch.tensor([tokens(preamble)], device=device)
         self._max_new_tokens = max_new_tokens
         self._seed = seed
         self._num_draws = 0
@@ -58,7 +60,8 @@ class Sampler:
         """
         if self._model is None:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            self._model = AutoModelForCausalLM.from_config(config).eval()
+            with self._preamble.device:
+                self._model = AutoModelForCausalLM.from_config(config).eval()
         state: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             state.update(load_file(file))
@@ -75,13 +78,15 @@ class Sampler:
         """
         model = self._model
         assert model is not None, "load a version first"
-        query_ids = torch.tensor([tokens(query.text) for query in queries])
+        device = self._preamble.device
+        query_ids = torch.tensor([tokens(query.text) for query in queries], device=device)
         query_ids = query_ids.repeat_interleave(num_samples, dim=0)
         prompt_ids = torch.cat([self._preamble.expand(len(query_ids), -1), query_ids], dim=1)
         cache = DynamicCache(config=model.config)
         model(input_ids=self._preamble, past_key_values=cache, use_cache=True)
         # Not every kind of layer repeats its state otherwise.
-        cache.reorder_cache(torch.zeros(len(query_ids), dtype=torch.int64))
+        first_row: Any = torch.zeros(len(query_ids), dtype=torch.int64, device=device)
+        cache.reorder_cache(first_row)
         self._num_draws += 1
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed * 1_000_003 + self._num_draws)
@@ -102,7 +107,8 @@ class Sampler:
                 ),
             )
         response_ids = output.sequences[:, prompt_ids.shape[1] :]
-        logprobs = _chosen_logprobs(output.logits, response_ids)
+        logprobs = _chosen_logprobs(output.logits, response_ids).cpu()
+        response_ids = response_ids.cpu()
         rows = [
             Sample(
                 query=queries[row // num_samples],

@@ -200,11 +200,12 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
     """
     family = family_of(module.config)
     linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-    of_experts = {*_MLP} if _has_experts(module) else set[str]()
-    # Projections of either kind, but not of both.
-    available = (linear ^ of_experts).intersection((*family.adapted, *_MLP))
-    shown_names = ", ".join(sorted(available))
     has_others = family.experts is not None and not family.adapts_experts
+    of_experts = {*_MLP} if has_others or _has_experts(module) else set[str]()
+    # Projections of either kind, but not of both.
+    named = linear - of_experts if has_others else linear ^ of_experts
+    available = named.intersection((*family.adapted, *_MLP))
+    shown_names = ", ".join(sorted(available))
     if not requested and (has_others or of_experts & linear):
         raise unsupported(
             "tuning.lora.target_modules",

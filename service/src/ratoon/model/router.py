@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ratoon.model.attention import find, numbered
+from ratoon.model.numbered import find, numbered
 from ratoon.model.route_rules import RouteRule, Scores
 from ratoon_kernels.precision import accumulation_dtype
 

@@ -152,7 +152,9 @@ class CostModel:
     def of_pairs(self, depths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Cost of the pairs of runs from the root of so many tokens."""
         pairs = self.pair * path_pairs(depths)
-        return pairs + self.near_pair * path_pairs(depths, self.window) if self.window else pairs
+        if self.window is not None:
+            pairs += self.near_pair * path_pairs(depths, self.window)
+        return np.asarray(pairs, np.float64)
 
     @property
     def call_tokens(self) -> int:

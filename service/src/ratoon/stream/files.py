@@ -155,7 +155,7 @@ def remove_paths(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def digest_bytes(data: bytes) -> str:
+def digest_bytes(data: bytes | memoryview) -> str:
     """xxh3-128 of `data`, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 

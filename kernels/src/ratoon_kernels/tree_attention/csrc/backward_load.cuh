@@ -9,13 +9,13 @@ DEVICE void load_step(Shared& shared, const Problem& problem, const TensorMap* q
   const uint32_t s = n % NUM_STAGES;
   const uint32_t q_full = shared_address(&shared.q_full[s]);
   barrier_arrive_expect(q_full, Q_BYTES + STATS_BYTES + (WINDOW ? sizeof(int) * QUERY_STEP : 0));
-  tma_load(shared_address(shared.q[s]), q_map, q_full, 0, query_tile * QUERY_STEP, 0, head);
-  bulk_load(shared_address(shared.stats[s]), problem.stats + int64_t(stats_tile) * STATS_VALUES,
-            STATS_BYTES, q_full);
 #if WINDOW
   bulk_load(shared_address(shared.start[s]), problem.start + query_tile * QUERY_STEP,
             sizeof(int) * QUERY_STEP, q_full);
 #endif
+  tma_load(shared_address(shared.q[s]), q_map, q_full, 0, query_tile * QUERY_STEP, 0, head);
+  bulk_load(shared_address(shared.stats[s]), problem.stats + int64_t(stats_tile) * STATS_VALUES,
+            STATS_BYTES, q_full);
   const uint32_t d = n % DOUT_STAGES;
   const uint32_t dout_full = shared_address(&shared.dout_full[d]);
   barrier_wait(shared_address(&shared.dout_empty[d]), (n / DOUT_STAGES + 1) % 2);

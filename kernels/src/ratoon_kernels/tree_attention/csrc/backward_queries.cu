@@ -108,9 +108,6 @@ struct Consumer {
   Ring<V_STAGES> v_ring;
   float dq[HEAD_DIM / 2];
   float minus_lse[2], minus_delta[2];  // of this thread's two rows
-#if WINDOW
-  int start[2];
-#endif
 
   DEVICE void load_stats(int first_row, int head) {
 #pragma unroll
@@ -160,7 +157,7 @@ DEVICE void Consumer::add_keys(int row) {
   if (first_key != NO_MASK) {
     mask_logits(p, shared.end[s], first_key - problem.key_shift, row);
 #if WINDOW
-    mask_before(p, start, first_key);
+    mask_before(p, problem.start, row, first_key);
 #endif
   }
   hold(p);
@@ -209,9 +206,6 @@ DEVICE void consume(Shared& shared, const Problem& problem, const TensorMap* dq_
     const int num_steps = shared.item.num_key_tiles * STEPS_PER_TILE;
     const int first_row = query_tile * TILE;
     consumer.load_stats(first_row + row, head);
-#if WINDOW
-    load_starts(consumer.start, problem.start, first_row + row);
-#endif
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) consumer.dq[i] = 0.0f;
 #pragma unroll 1

@@ -48,19 +48,14 @@ DEVICE void mask_logits(float (&s)[COUNT], const int* end, int first, int row) {
 }
 
 #if WINDOW
-// The first keys that a thread's two rows see; there are values for whole tiles.
-DEVICE void load_starts(int (&start)[2], const int* starts, int row) {
-  start[0] = starts[row];
-  start[1] = starts[row + 8];
-}
-
-// Sets a thread's logits to -inf where a row does not see keys that far back; column 0 is `first`.
+// Sets a thread's logits to -inf where a row does not see keys that far back: start[q] is the first
+// that row q does, and `first` the one in column 0. There are values for whole tiles of rows.
 template <int COUNT>
-DEVICE void mask_before(float (&s)[COUNT], const int (&start)[2], int first) {
+DEVICE void mask_before(float (&s)[COUNT], const int* start, int row, int first) {
   const int column = first + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int before = start[h] - column;
+    const int before = start[row + 8 * h] - column;
 #pragma unroll
     for (int i = 0; i < COUNT / 4; ++i) {
 #pragma unroll

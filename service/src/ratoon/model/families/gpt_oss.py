@@ -6,7 +6,7 @@ A released folder has its experts in MXFP4; they are read as bfloat16, and publi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
@@ -76,6 +76,6 @@ GPT_OSS = Family(
     read_rope=_read_rope,
     check=_check,
     prepare=_prepare,
-    experts=GptOssExperts,
+    experts=cast("type[nn.Module]", GptOssExperts),
     adapts_experts=False,
 )

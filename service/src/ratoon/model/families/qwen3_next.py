@@ -78,6 +78,7 @@ QWEN3_NEXT = Family(
     check=_check,
     prepare=_prepare_next,
     experts=Qwen3NextExperts,
+    adapts_experts=False,
     exported=part_experts,
     adapted=(*ATTENTION_MAPS, "in_proj_qkvz", "in_proj_ba", "out_proj"),
 )
@@ -95,6 +96,7 @@ QWEN3_5_MOE = Family(
     check=_check,
     prepare=_prepare_moe,
     experts=Qwen3_5MoeExperts,
+    adapts_experts=False,
     exported=part_experts,
     adapted=qwen3_5.DELTA_MAPS,
 )
