@@ -201,7 +201,7 @@ def _logprobs_16(
 def _logprobs_32(
     run: Run, size: FamilySize, batch: RolloutBatch, weights: Mapping[str, Tensor]
 ) -> Tensor:
-    """Of each rollout alone, by reference kernels, with the same weights in float32."""
+    """Log-probs of each rollout alone, by reference kernels, with the same weights in float32."""
     exact = replace(run, scale=replace(run.scale, dtype=torch.float32))
     ways = Ways(exact, replace(size, config=copy.deepcopy(size.config)))
     ways.module.load_state_dict(dict(weights))
