@@ -60,7 +60,7 @@ class Form:
     has_sinks: bool = False
 
     def flops(self, pairs: int) -> tuple[int, int]:
-        """Of forward and backward: two products, and five."""
+        """FLOPs of forward and backward: two products, and five."""
         each = 2 * self.num_heads * pairs
         backward = 3 * self.head_dim + 2 * self.value_dim
         return each * (self.head_dim + self.value_dim), each * backward

@@ -201,7 +201,7 @@ def _logprobs_16(
 def _logprobs_32(
     run: Run, size: FamilySize, batch: RolloutBatch, weights: Mapping[str, Tensor]
 ) -> Tensor:
-    """Of each rollout alone, by reference kernels, with the same weights in float32."""
+    """Log-probs of each rollout alone, by reference kernels, with the same weights in float32."""
     exact = replace(run, scale=replace(run.scale, dtype=torch.float32))
     ways = Ways(exact, replace(size, config=copy.deepcopy(size.config)))
     ways.module.load_state_dict(dict(weights))
@@ -211,7 +211,7 @@ def _logprobs_32(
 
 
 def logprobs(policy: PolicyModel, batches: list[SeededBatch]) -> Tensor:
-    """Of each response token, float64 on the host."""
+    """Log-probs of each response token, float64 on the host."""
     found = [(seeded.column_L, _terms(policy, seeded)) for seeded in batches]
     logprob_J = torch.empty(sum(len(columns) for columns, _ in found), dtype=torch.float64)
     for columns, values in found:

@@ -30,7 +30,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}(-dirty)?")
 WITHOUT_SAMPLES = ("tests.json", "sanitizer.json", "start.json", "start_1.7b.json")
 GPU_MARKERS = {"gpu"}
 FIGURES = ("fwd", "bwd")
-# Of a step, and of how precise it is.
+# Figures of a step, and of how precise it is.
 _FIGURE_OF = ("seconds", "ratio")
 
 

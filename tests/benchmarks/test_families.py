@@ -158,7 +158,7 @@ def test_a_library_level_by_level_gives_our_results(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models_have_the_parameters_of_their_cards(name: str) -> None:
-    """Those of the layers that a token passes, in billions: all but embedding, head and norms."""
+    """Weights that a token passes, in billions: all but embedding, head and norms."""
     billions = {
         "Qwen3.5-4B": 3.57, "Qwen3.5-9B": 6.92, "Qwen3.5-35B-A3B": 2.44, "gpt-oss-20b": 3.03,
         "Gemma-3-12B": 10.76, "GLM-4.5-Air": 12.18,

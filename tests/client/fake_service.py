@@ -409,7 +409,7 @@ class FakeService:
             version="0.1.0",
             api_version="v1",
             device="cpu",
-            presets=["tiny", "small"],
+            presets=["tiny", "small", "tiny-qwen3.5", "tiny-gpt-oss"],
             limits=service_pb2.ServerLimits(
                 max_body_bytes=self.max_body_bytes, max_fetch_bytes=CHUNK_BYTES, max_wait_s=60
             ),

@@ -115,7 +115,7 @@ class Twin:
         attended = self.is_attended[rows, columns]
         assert attended.shape[1] == self.tile
         assert not self.is_windowed or attended.any(), "a tile pair out of reach is left out"
-        # Of a range of query tiles under a window only the first full ones are told.
+        # A range of query tiles under a window tells only its first full ones.
         assert is_full or not attended.all() or self.is_windowed, "a full tile pair needs no mask"
         counts[rows, columns] += True if is_full else attended
 

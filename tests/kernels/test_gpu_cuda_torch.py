@@ -57,12 +57,13 @@ def test_both_ops_pass_opcheck(sizes: Sizes) -> None:
     problem = make_problem(forest.num_tokens, torch.bfloat16, sizes)
     q, k, v = (x.requires_grad_() for x in (problem.q_TNH, problem.k_TKH, problem.v_TKH))
     plan = cuda.plan(layout)
-    args: Any = (q, k, v, layout.end_T, plan, None, problem.scale, None, BACKEND, True)
-    torch.library.opcheck(torch.ops.ratoon.tree_attention.default, args)
-    out, lse = tree_attention(q, k, v, layout, problem.scale, backend=BACKEND)
-    saved = [x.detach() for x in (q, k, v, out, lse)]
-    for dlse in (None, problem.dlse_NT):
-        settings = plan, problem.scale, None, BACKEND, True
+    sink_N = torch.linspace(-1, 1, q.shape[1], device=DEVICE)
+    for dlse, sink in ((None, sink_N), (problem.dlse_NT, None)):
+        settings = plan, sink, problem.scale, None, BACKEND, True
+        args: Any = (q, k, v, layout.end_T, *settings)
+        torch.library.opcheck(torch.ops.ratoon.tree_attention.default, args)
+        out, lse = tree_attention(q, k, v, layout, problem.scale, sink_N=sink, backend=BACKEND)
+        saved = [x.detach() for x in (q, k, v, out, lse)]
         args = (problem.dout_TNH, dlse, *saved, layout.end_T, *settings)
         torch.library.opcheck(torch.ops.ratoon.tree_attention_backward.default, args)
 

@@ -61,7 +61,7 @@ def make_operands(
 
 
 def exact(operands: Operands) -> Operands:
-    """The same numbers in float64."""
+    """Equal numbers in float64."""
     first = operands.first_SNDV
     return replace(
         operands,

@@ -267,6 +267,7 @@ def test_the_op_passes_opcheck(window: int | None, has_sink: bool) -> None:
     torch.library.opcheck(torch.ops.ratoon.tree_attention.default, args)
     out, lse = tree_attention(q, k, v, layout, 0.5)
     saved = [x.detach() for x in (q, k, v, out, lse)]
+    settings = (None if sink is None else sink.detach(), *settings)
     for dlse in (None, problem.dlse_NT):
         args = (problem.dout_TNH, dlse, *saved, layout.end_T, plan, *settings)
         torch.library.opcheck(torch.ops.ratoon.tree_attention_backward.default, args)

@@ -86,6 +86,7 @@ def _grouped(case: Case, leaves: dict[str, Tensor]) -> Tensor:
         gate_up_proj=leaves["gate_up"],
         down_proj=leaves["down"],
         act_fn=nn.functional.silu,
+        has_bias=False,
     )
     return grouped_experts(module, leaves["x"], case.expert_TC, leaves["weight"])
 

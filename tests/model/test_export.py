@@ -52,7 +52,7 @@ def biases_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_bits(got: nn.Module, expected: nn.Module) -> None:
-    """Of parameters, and of what routers choose by."""
+    """Parameters, and what routers choose by, are compared."""
     values, others = (
         {**dict(model.named_parameters()), **biases_of(model)} for model in (got, expected)
     )

@@ -172,7 +172,7 @@ class _Balance:
 
 @pytest.mark.parametrize("scores", Scores)
 def test_a_balance_is_of_scores_over_their_sum(scores: Scores) -> None:
-    """Of the softmax of all experts, also where only the chosen are weighed."""
+    """The softmax of all experts is balanced, also where only the chosen are weighed."""
     generator = torch.Generator().manual_seed(7)
     logits_TE, dprobs_TE = (
         torch.randn(T, E, generator=generator, dtype=torch.float64) for _ in range(2)

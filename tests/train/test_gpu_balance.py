@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ratoon.planner.layer_kinds import Mlp
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.packed import Forest
 from ratoon.rollout.prefixes import sort_sequences
@@ -30,7 +31,9 @@ def _gradients(forest: Forest, expert_LTC: Tensor, device: torch.device) -> Tens
     model: Any = SimpleNamespace(
         device=device,
         routes=SimpleNamespace(num_layers=NUM_LAYERS),
-        sizes=SimpleNamespace(num_experts=NUM_EXPERTS, experts_per_token=TOP_K),
+        sizes=SimpleNamespace(
+            experts=Mlp(size=1, num_experts=NUM_EXPERTS, experts_per_token=TOP_K)
+        ),
     )
     weight_S = np.linspace(0.5, 2.0, len(forest.sequences))
     balance = LoadBalance(model, forest, weight_S, 0.5, ALONE)

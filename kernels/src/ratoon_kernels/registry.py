@@ -198,6 +198,8 @@ _BACKENDS: Final[Mapping[str, Mapping[str, Backend]]] = MappingProxyType(
 _MAX_TOKENS: Final[Mapping[str, int]] = MappingProxyType(
     {"flash": block_plan.MAX_TOKENS, "flex": block_plan.MAX_TOKENS}
 )
+# Backends of tree attention whose whole form applies sinks, and gives their gradient, itself.
+_SINK_BACKENDS: Final = frozenset({"cuda"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +280,11 @@ def select_backend(
 def max_tokens(backend: str) -> int | None:
     """Returns the most packed tokens that a backend of tree attention serves; None: any number."""
     return _MAX_TOKENS.get(backend)
+
+
+def applies_sinks(backend: str) -> bool:
+    """Returns whether a backend of tree attention takes the operands' sinks in its whole form."""
+    return backend in _SINK_BACKENDS
 
 
 @functools.cache

@@ -265,6 +265,8 @@ def write_outputs(
     N: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Outputs of half a chunk, from the state before the chunk and from its updates."""
     chunk, start, length, first, head = _half_of(start_C, length_C, N)
@@ -283,20 +285,26 @@ def write_outputs(
     row_L = tl.arange(0, _CHUNK)
     is_H = row_H < length
     is_L = row_L < length
-    column_D = tl.arange(0, D)
     column_V = tl.arange(0, V)
     total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
     total_L = tl.load(total_TN + row_L * N + head, mask=is_L, other=0.0)
     factor_H = scale * tl.load(inverse_q_TK + row_H * K + key_head, mask=is_H, other=0.0)
     factor_L = tl.load(inverse_k_TK + row_L * K + key_head, mask=is_L, other=0.0)
-    q_HD = _tile(q_TKD + key_head * q_head_stride, row_H, q_stride, column_D, is_H)
-    k_DL = _tile_transposed(k_TKD + key_head * k_head_stride, row_L, k_stride, column_D, is_L)
-    is_seen = (row_H[:, None] >= row_L[None, :]) & is_H[:, None]
-    score_HL = tl.dot(q_HD, k_DL) * factor_H[:, None] * factor_L[None, :]
-    score_HL = score_HL * _decays(total_H, total_L, is_seen)
+    q_LD = q_TKD + key_head * q_head_stride
+    k_LD = k_TKD + key_head * k_head_stride
     state_VD = state_CNVD + (chunk.to(tl.int64) * N + head) * V * D
-    state_DV = tl.load(state_VD + column_V[None, :] * D + column_D[:, None])
-    out_HV = tl.dot(q_HD, state_DV) * (factor_H * tl.exp(total_H))[:, None]
+    score_HL = tl.zeros([_HALF, _CHUNK], tl.float32)
+    out_HV = tl.zeros([_HALF, V], tl.float32)
+    for block in tl.range(0, D // BLOCK, num_stages=STAGES):
+        column_B = block * BLOCK + tl.arange(0, BLOCK)
+        q_HB = _tile(q_LD, row_H, q_stride, column_B, is_H)
+        k_BL = _tile_transposed(k_LD, row_L, k_stride, column_B, is_L)
+        state_BV = tl.load(state_VD + column_V[None, :] * D + column_B[:, None])
+        score_HL = tl.dot(q_HB, k_BL, score_HL)
+        out_HV = tl.dot(q_HB, state_BV, out_HV)
+    is_seen = (row_H[:, None] >= row_L[None, :]) & is_H[:, None]
+    score_HL *= factor_H[:, None] * factor_L[None, :] * _decays(total_H, total_L, is_seen)
+    out_HV *= (factor_H * tl.exp(total_H))[:, None]
     update_LV = _tile(update_TNV + head * V, row_L, N * V, column_V, is_L)
     out_HV = tl.dot(score_HL.to(update_LV.dtype), update_LV, out_HV)
     out = out_TNV + (row_H * N + head)[:, None] * V + column_V[None, :]
@@ -364,31 +372,53 @@ def begin_dupdates(
 def solve_dupdates(
     v_TNV,
     beta_TN,
+    inverse_q_TK,
+    inverse_k_TK,
+    total_TN,
+    dout_TNV,
+    update_TNV,
     solved_TNL,
     dupdate_TNV,
     dright_TNV,
     dv_TNV,
     dbeta_TN,
+    dscore_TNL,
+    dlower_TNL,
     start_C,
     length_C,
+    scale,
     v_stride,
     v_head_stride,
     beta_stride,
+    dout_stride,
+    dout_head_stride,
+    K: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
 ):
-    """Gradients of the right sides, of values, and of what strengths take from values."""
+    """Gradients of the right sides, of values, and of what strengths take from values.
+
+    And of products of rows, as they enter gradients of queries and keys that have norms.
+    """
     _chunk, start, length, first, head = _half_of(start_C, length_C, N)
     if first >= length:
         return
     # From here on rows count from the chunk's first.
     v_TNV += start * v_stride
     beta_TN += start * beta_stride
+    inverse_q_TK += start * K
+    inverse_k_TK += start * K
+    total_TN += start * N
+    dout_TNV += start * dout_stride
+    update_TNV += start * (N * V)
     solved_TNL += start * (N * _CHUNK)
     dupdate_TNV += start * (N * V)
     dright_TNV += start * (N * V)
     dv_TNV += start * (N * V)
     dbeta_TN += start * N
+    dscore_TNL += start * (N * _CHUNK)
+    dlower_TNL += start * (N * _CHUNK)
+    key_head = head // (N // K)
     row_H = first + tl.arange(0, _HALF)
     row_L = tl.arange(0, _CHUNK)
     is_H = row_H < length
@@ -400,11 +430,28 @@ def solve_dupdates(
     beta_H = tl.load(beta_TN + row_H * beta_stride + head, mask=is_H, other=0.0).to(tl.float32)
     offset = (row_H * N + head)[:, None] * V + column_V[None, :]
     dtype = dv_TNV.dtype.element_ty
-    tl.store(dright_TNV + offset, dright_HV.to(dtype), mask=is_H[:, None])
+    narrow_HV = dright_HV.to(dtype)
+    tl.store(dright_TNV + offset, narrow_HV, mask=is_H[:, None])
     tl.store(dv_TNV + offset, (dright_HV * beta_H[:, None]).to(dtype), mask=is_H[:, None])
     v_HV = _tile(v_TNV + head * v_head_stride, row_H, v_stride, column_V, is_H)
     dbeta_H = tl.sum(dright_HV * v_HV.to(tl.float32), axis=1)
     tl.store(dbeta_TN + row_H * N + head, dbeta_H, mask=is_H)
+
+    update_VL = _tile_transposed(update_TNV + head * V, row_L, N * V, column_V, is_L)
+    total_H = tl.load(total_TN + row_H * N + head, mask=is_H, other=0.0)
+    total_L = tl.load(total_TN + row_L * N + head, mask=is_L, other=0.0)
+    inverse_q_H = tl.load(inverse_q_TK + row_H * K + key_head, mask=is_H, other=0.0)
+    inverse_k_H = tl.load(inverse_k_TK + row_H * K + key_head, mask=is_H, other=0.0)
+    inverse_k_L = tl.load(inverse_k_TK + row_L * K + key_head, mask=is_L, other=0.0)
+    is_pair = (row_H[:, None] >= row_L[None, :]) & is_H[:, None]
+    decay_HL = _decays(total_H, total_L, is_pair) * inverse_k_L[None, :]
+    offset = (row_H * N + head)[:, None] * _CHUNK + row_L[None, :]
+    dout_HV = _tile(dout_TNV + head * dout_head_stride, row_H, dout_stride, column_V, is_H)
+    dscore_HL = tl.dot(dout_HV, update_VL) * decay_HL * (inverse_q_H * scale)[:, None]
+    tl.store(dscore_TNL + offset, dscore_HL.to(dtype), mask=is_H[:, None])
+    dlower_HL = tl.dot(narrow_HV, update_VL) * decay_HL * inverse_k_H[:, None]
+    dlower_HL = tl.where(row_H[:, None] > row_L[None, :], dlower_HL, 0.0)
+    tl.store(dlower_TNL + offset, dlower_HL.to(dtype), mask=is_H[:, None])
 
 
 @triton.jit

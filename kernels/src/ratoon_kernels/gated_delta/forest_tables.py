@@ -111,7 +111,7 @@ def _build(table: bytes, first: bytes, handed: bytes, device: torch.device) -> F
         "chunk_M": chunk,
         "parent_M": parent,
         "forward_order_M": np.argsort(before, kind="stable"),
-        # Of nodes that become ready at one time, later ones first: a parent is never later.
+        # Nodes that become ready at one time are taken last to first: a parent is never later.
         "backward_order_M": num_nodes - 1 - np.argsort(behind[::-1], kind="stable"),
         "end_slot_M": end_slot,
         "begin_slot_M": begin_slot,

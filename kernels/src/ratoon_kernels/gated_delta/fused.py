@@ -29,19 +29,19 @@ MIN_CAPABILITY_MAJOR: Final = 8
 _NORM_ROWS: Final = 32
 # Values of a task of the recurrence: with 32 it has products of 32 rows, as all kernels here.
 _STATE_VALUES: Final = 32
-# How each kernel is launched. Eight warps halve the registers of the one that spills with four.
+# How each kernel is launched: the fastest measured on an H200.
 _OPTIONS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
     {
         "inverse_norms": {"num_warps": 4},
         "invert_triangles": {"num_warps": 1},
-        "solve_chunks": {"num_warps": 4},
-        "run_states": {"num_warps": 4, "STAGES": 2},
-        "write_outputs": {"num_warps": 4},
+        "solve_chunks": {"num_warps": 2},
+        "run_states": {"num_warps": 4, "STAGES": 3},
+        "write_outputs": {"num_warps": 4, "BLOCK": 32, "STAGES": 3},
         "begin_dupdates": {"num_warps": 4},
         "run_dstates": {"num_warps": 4, "STAGES": 2},
         "solve_dupdates": {"num_warps": 4},
-        "write_dqueries": {"num_warps": 4, "BLOCK": 32, "STAGES": 1},
-        "write_dkeys": {"num_warps": 4, "BLOCK": 32, "STAGES": 1},
+        "write_dqueries": {"num_warps": 4, "BLOCK": 32, "STAGES": 3},
+        "write_dkeys": {"num_warps": 4, "BLOCK": 32, "STAGES": 2},
         "sum_decays": {"num_warps": 4},
     }
 )
@@ -139,19 +139,30 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
         rows = (num_tokens, num_heads)
         dbeta_value_TN, dtotal_TN, dbehind_TN, dlast_TN = (call.wide(rows) for _ in range(4))
         dkept_CPN = call.wide((tables.num_chunks, 2, num_heads))
+        dscore_TNL, dlower_TNL = (call.narrow((*rows, CHUNK_TOKENS)) for _ in range(2))
         kernel: Any = chunk_kernels.solve_dupdates
         kernel[(tables.num_chunks * 2 * num_heads,)](
             v_TNV,
             operands.beta_TN,
+            call.inverse_q_TK,
+            call.inverse_k_TK,
+            states.total_TN,
+            dout_TNV,
+            states.update_TNV,
             states.solved_TNL,
             dupdate_TNV,
             dright_TNV,
             grads.dv_TNV,
             dbeta_value_TN,
+            dscore_TNL,
+            dlower_TNL,
             tables.start_C,
             tables.length_C,
+            operands.scale,
             *call.v_strides,
             operands.beta_TN.stride(0),
+            *dout_TNV.stride()[:2],
+            K=sizes["K"],
             N=num_heads,
             V=value_dim,
             **_OPTIONS["solve_dupdates"],
@@ -161,11 +172,10 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             q_TKD,
             k_TKD,
             call.inverse_q_TK,
-            call.inverse_k_TK,
             states.total_TN,
             dout_TNV,
-            states.update_TNV,
             states.state_CNVD,
+            dscore_TNL,
             grads.dq_TKD,
             dtotal_TN,
             tables.start_C,
@@ -182,14 +192,14 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             q_TKD,
             k_TKD,
             operands.beta_TN,
-            call.inverse_q_TK,
             call.inverse_k_TK,
             states.total_TN,
-            dout_TNV,
             states.update_TNV,
             dright_TNV,
             states.state_CNVD,
             dstate_CNVD,
+            dscore_TNL,
+            dlower_TNL,
             dbeta_value_TN,
             grads.dk_TKD,
             grads.dbeta_TN,
@@ -198,11 +208,9 @@ def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> 
             dkept_CPN,
             tables.start_C,
             tables.length_C,
-            operands.scale,
             *call.q_strides,
             *call.k_strides,
             operands.beta_TN.stride(0),
-            *dout_TNV.stride()[:2],
             **sizes,
             **_OPTIONS["write_dkeys"],
         )

@@ -121,6 +121,7 @@ def _launch_forward(call: Call) -> tuple[Tensor, Tensor]:
             *(q_map, k_map, v_map, out_map),
             *(call.section(header.forward_items), call.section(header.runs)),
             *(call.section(header.end), call.section(header.start), counter, out_QNV, lse_NQ),
+            0 if call.sink_N is None else call.sink_N,
             *(num_items, num_heads, call.heads_per_kv_head, num_queries, header.delta),
             call.scale_log2,
         ),

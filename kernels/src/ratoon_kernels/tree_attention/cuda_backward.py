@@ -32,7 +32,7 @@ def launch(call: Call, upstream: Upstream, dk_SKH: Tensor, dv_SKH: Tensor) -> Te
 
     Args:
         call: The operands.
-        upstream: Gradients, output and log-sum-exp of the queries.
+        upstream: Gradients, output and log-sum-exp of the queries; its `dsink_N` is written.
         dk_SKH: dtype of k, fp32 in the partial form.
         dv_SKH: The same.
     """
@@ -40,6 +40,8 @@ def launch(call: Call, upstream: Upstream, dk_SKH: Tensor, dv_SKH: Tensor) -> Te
     dq_dtype = torch.float32 if call.is_partial else call.q_QNH.dtype
     dq_QNH = torch.empty(call.q_QNH.shape, dtype=dq_dtype, device=call.device)
     if num_queries == 0 or call.header.num_keys == 0:
+        if upstream.dsink_N is not None:
+            upstream.dsink_N.zero_()
         return dq_QNH.zero_()
     num_query_tiles = -(-num_queries // BACKWARD_QUERY_TILE)
     stats = call.empty(num_heads, num_query_tiles, _STATS_PER_QUERY * BACKWARD_QUERY_TILE)
@@ -49,6 +51,8 @@ def launch(call: Call, upstream: Upstream, dk_SKH: Tensor, dv_SKH: Tensor) -> Te
     counters = torch.empty(2, dtype=torch.int32, device=call.device)
     dout_QNH = aligned(upstream.dout_QNH)
     _prepare(call, upstream, dout_QNH, stats, dq_acc, counters)
+    if call.sink_N is not None and upstream.dsink_N is not None:
+        _add_up_sinks(call, call.sink_N, stats, upstream.dsink_N)
     _add_up_keys(call, dout_QNH, stats, dq_acc, counters, dk_SKH, dv_SKH)
     if dq_acc is None:
         _launch_queries(call, dout_QNH, stats, counters, dq_QNH)
@@ -91,6 +95,13 @@ def _prepare(
             *(call.q_QNH.shape[0], call.scale),
         ),
     )
+
+
+def _add_up_sinks(call: Call, sink_N: Tensor, stats: Tensor, dsink_N: Tensor) -> None:
+    """Writes the sinks' gradient, for which `sink_gradient` would read output and dout again."""
+    minus_lse, minus_delta = stats.unflatten(2, (_STATS_PER_QUERY, -1)).unbind(2)
+    share = torch.add(sink_N[:, None, None], minus_lse, alpha=call.scale).exp_()
+    torch.sum(share.mul_(minus_delta), dim=(1, 2), out=dsink_N)
 
 
 def _rows(x_QNH: Tensor) -> tuple[Tensor, int, int]:

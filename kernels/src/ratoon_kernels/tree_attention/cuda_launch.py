@@ -34,6 +34,7 @@ class Call:
             the caller's q is that of `q_QNH` times it.
         is_partial: Results in fp32, dK and dV added to buffers.
         is_deterministic: Same bits on every call are required.
+        sink_N: Logits that join the softmax's denominator, fp32, or None.
     """
 
     q_QNH: Tensor
@@ -45,6 +46,7 @@ class Call:
     sign: int
     is_partial: bool
     is_deterministic: bool
+    sink_N: Tensor | None
 
     @staticmethod
     def of(operands: Operands, *, is_partial: bool) -> "Call":
@@ -52,6 +54,7 @@ class Call:
         table, header = operands.plan
         sign = int(math.copysign(1, operands.scale)) if operands.scale else 0
         q_QNH = operands.q_QNH if sign == 1 else operands.q_QNH * sign
+        sink_N = operands.sink_N
         return Call(
             q_QNH=aligned(q_QNH),
             k_SKH=aligned(operands.k_SKH),
@@ -62,6 +65,7 @@ class Call:
             sign=sign,
             is_partial=is_partial,
             is_deterministic=operands.is_deterministic,
+            sink_N=None if sink_N is None else sink_N.float().contiguous(),
         )
 
     @property

@@ -33,7 +33,7 @@ _INT, _LONG, _FLOAT = Param.INT32, Param.INT64, Param.FLOAT32
 
 _ROWS: Final = (_POINTER, _LONG, _LONG)
 _PARAMS: Final = {
-    "forward": (_MAP,) * 4 + (_POINTER,) * 7 + (_INT,) * 5 + (_FLOAT,),
+    "forward": (_MAP,) * 4 + (_POINTER,) * 8 + (_INT,) * 5 + (_FLOAT,),
     "backward_prepare": (_ROWS, _ROWS, _POINTER, _LONG, _POINTER, _LONG)
     + (_POINTER,) * 3
     + (_INT, _FLOAT),

@@ -22,6 +22,7 @@ from ratoon_kernels.registry import (
     TREE_ATTENTION,
     TREE_ATTENTION_BACKENDS,
     TreeAttentionBackend,
+    applies_sinks,
     select_backend,
 )
 from ratoon_kernels.tiles import Span
@@ -110,9 +111,12 @@ def _forward(
     backend: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    operands = _whole(q_TNH, k_TKH, v_TKV, end_T, plan, scale, window, deterministic)
+    own_sink_N = sink_N if applies_sinks(backend) else None
+    operands = _whole(q_TNH, k_TKH, v_TKV, end_T, plan, own_sink_N, scale, window, deterministic)
     out_TNV, lse_NT = TREE_ATTENTION_BACKENDS[backend].forward(operands)
-    return (out_TNV, lse_NT) if sink_N is None else with_sink(out_TNV, lse_NT, sink_N)
+    if sink_N is None or own_sink_N is not None:
+        return out_TNV, lse_NT
+    return with_sink(out_TNV, lse_NT, sink_N)
 
 
 @_forward.register_fake
@@ -133,16 +137,30 @@ def _backward(
     lse_NT: Tensor,
     end_T: Tensor,
     plan: Sequence[Tensor],
+    sink_N: Tensor | None,
     scale: float,
     window: int | None,
     backend: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    operands = _whole(q_TNH, k_TKH, v_TKV, end_T, plan, scale, window, deterministic)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    own_sink_N = sink_N if applies_sinks(backend) else None
+    operands = _whole(q_TNH, k_TKH, v_TKV, end_T, plan, own_sink_N, scale, window, deterministic)
     # Autograd gives expanded gradients (of a sum, say), which kernels do not read.
     dout_TNV = dout_TNV if dout_TNV.stride(-1) == 1 else dout_TNV.contiguous()
-    upstream = Upstream(dout_QNH=dout_TNV, dlse_NQ=dlse_NT, out_QNH=out_TNV, lse_NQ=lse_NT)
-    return TREE_ATTENTION_BACKENDS[backend].backward(operands, upstream)
+    # An op returns tensors, so without sinks their gradient is an empty one.
+    dsink_N = lse_NT.new_empty(0 if sink_N is None else sink_N.shape[0])
+    upstream = Upstream(
+        dout_QNH=dout_TNV,
+        dlse_NQ=dlse_NT,
+        out_QNH=out_TNV,
+        lse_NQ=lse_NT,
+        dsink_N=None if own_sink_N is None else dsink_N,
+    )
+    # With a sink in output and log-sum-exp these are the gradients beside it; see `with_sink`.
+    grads = TREE_ATTENTION_BACKENDS[backend].backward(operands, upstream)
+    if sink_N is not None and own_sink_N is None:
+        dsink_N = sink_gradient(dout_TNV, out_TNV, lse_NT, sink_N, dlse_NQ=dlse_NT)
+    return *grads, dsink_N
 
 
 @_backward.register_fake
@@ -152,9 +170,15 @@ def _(
     q_TNH: Tensor,
     k_TKH: Tensor,
     v_TKV: Tensor,
-    *_others: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q_TNH.new_empty(q_TNH.shape), k_TKH.new_empty(k_TKH.shape), v_TKV.new_empty(v_TKV.shape)
+    _out_TNV: Tensor,
+    lse_NT: Tensor,
+    _end_T: Tensor,
+    _plan: Sequence[Tensor],
+    sink_N: Tensor | None,
+    *_settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq_TNH, dk_TKH, dv_TKV = (x.new_empty(x.shape) for x in (q_TNH, k_TKH, v_TKV))
+    return dq_TNH, dk_TKH, dv_TKV, lse_NT.new_empty(0 if sink_N is None else sink_N.shape[0])
 
 
 def _whole(
@@ -163,6 +187,7 @@ def _whole(
     v_TKV: Tensor,
     end_T: Tensor,
     plan: Sequence[Tensor],
+    sink_N: Tensor | None,
     scale: float,
     window: int | None,
     is_deterministic: bool,
@@ -179,6 +204,7 @@ def _whole(
         queries=tokens,
         keys=tokens,
         is_deterministic=is_deterministic,
+        sink_N=sink_N,
     )
 
 
@@ -193,14 +219,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _differentiate(ctx: Any, dout_TNV: Tensor | None, dlse_NT: Tensor | None) -> tuple[Any, ...]:
     q_TNH, k_TKH, v_TKV, out_TNV, lse_NT, end_T, sink_N, *plan = ctx.saved_tensors
     dout_TNV = torch.zeros_like(out_TNV) if dout_TNV is None else dout_TNV
-    # With a sink in output and log-sum-exp these are the gradients beside it; see `with_sink`.
-    grads = _backward(
-        dout_TNV, dlse_NT, q_TNH, k_TKH, v_TKV, out_TNV, lse_NT, end_T, plan, *ctx.settings
+    *grads, dsink_N = _backward(
+        dout_TNV, dlse_NT, q_TNH, k_TKH, v_TKV, out_TNV, lse_NT, end_T, plan, sink_N, *ctx.settings
     )
-    dsink_N = None
-    if sink_N is not None:
-        dsink_N = sink_gradient(dout_TNV, out_TNV, lse_NT, sink_N, dlse_NQ=dlse_NT)
-        dsink_N = dsink_N.to(sink_N.dtype)
+    dsink_N = None if sink_N is None else dsink_N.to(sink_N.dtype)
     return *grads, None, [None] * len(plan), dsink_N, *(None for _ in ctx.settings)
 
 

@@ -36,6 +36,8 @@ class Operands:
         queries: Packed range of the queries.
         keys: Packed range of the keys and values.
         is_deterministic: Same bits on every call are required, not only likely.
+        sink_N: Logits that join the softmax's denominator, in the whole form of a backend that
+            applies them itself (`registry.applies_sinks`); None elsewhere, and without sinks.
     """
 
     q_QNH: Tensor
@@ -48,6 +50,7 @@ class Operands:
     queries: Span
     keys: Span
     is_deterministic: bool
+    sink_N: Tensor | None = None
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -86,12 +89,15 @@ class Upstream:
         dlse_NQ: Gradient of the log-sum-exp in the accumulation dtype, or None where it is zero.
         out_QNH: Output over *all* keys that the queries attend, in the dtype of q.
         lse_NQ: Log-sum-exp over all those keys, in the accumulation dtype.
+        dsink_N: Where the operands have sinks: what their gradient is written to, in the
+            accumulation dtype. Output and log-sum-exp have the sinks in them then.
     """
 
     dout_QNH: Tensor
     dlse_NQ: Tensor | None
     out_QNH: Tensor
     lse_NQ: Tensor
+    dsink_N: Tensor | None = None
 
     def narrow(self, rows: slice) -> "Upstream":
         """Returns the part of some rows."""

@@ -184,15 +184,19 @@ def _initialize(module: PreTrainedModel, seed: int) -> None:
     """Linear maps keep the variance of their input; those that write to the residual stream, two a
     layer, are scaled down by 1 / sqrt(2 layers) (Radford et al., 2019).
 
-    Norms and offsets are as transformers makes them, which is without chance.
+    Norms are as transformers makes them, which is without chance.
     """
     residual_scale = 1 / math.sqrt(2 * module.config.num_hidden_layers)
     for name, parameter in module.named_parameters():
         generator = tensor_generator(seed, name)
+        # Decays as Mamba-2 begins with them (Dao and Gu, 2024, arXiv:2405.21060): rates within
+        # [1, 16], and steps within [0.001, 0.1], which are the softplus of what is stored.
         if name.endswith(".A_log"):
-            # As in Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060): decays of many lengths.
             parameter.copy_(1 + 15 * torch.rand(parameter.shape, generator=generator)).log_()
-        elif name.endswith((".sinks", "bias")) and not name.endswith("dt_bias"):
+        elif name.endswith(".dt_bias"):
+            step = 10 ** (2 * torch.rand(parameter.shape, generator=generator) - 3)
+            parameter.copy_(step + torch.log(-torch.expm1(-step)))
+        elif name.endswith((".sinks", "bias")):
             nn.init.zeros_(parameter)
         elif parameter.ndim > 1:
             std = 1 / math.sqrt(_inputs(name, parameter))

@@ -115,7 +115,7 @@ def _add(tensors: dict[str, Tensor], file: str, data: bytes, family: Family, bas
     aside = base.aside.digests if base.aside else {}
     for name, tensor in found.items():
         if name in aside:
-            if digest_bytes(tensor.reshape(-1).view(torch.uint8).numpy().data) != aside[name]:
+            if digest_bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()) != aside[name]:
                 expected = "the bytes of the policy's own folder: it is not trained"
                 raise invalid(tensor_field(name), "another tensor", expected)
             continue

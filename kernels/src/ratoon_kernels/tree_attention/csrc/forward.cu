@@ -1,7 +1,8 @@
 // Tree attention, forward: out = softmax(scale q k^T) v over the keys on each query's own path.
 //
 // Enters: q, k, v by tensor maps, the work table of the forest (schedule.py). Leaves: out (16 bits
-// by tensor map, or fp32 where PARTIAL) and the natural log-sum-exp. Invariant: every row of `out`
+// by tensor map, or fp32 where PARTIAL) and the natural log-sum-exp, each head's sink in both
+// where there is one. Invariant: every row of `out`
 // and `lse` below num_queries is written, once, whatever it attends.
 //
 // One warpgroup loads (a thread of it drives the copy engine), two multiply: each owns 64 of the
@@ -57,14 +58,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                            const __grid_constant__ TensorMap v_map,
                            const __grid_constant__ TensorMap out_map, const ForwardItem* items,
                            const int2* runs, const int* end, const int* start, int* counter,
-                           float* out, float* lse, int num_items, int num_heads,
-                           int heads_per_kv_head, int num_queries, int key_shift,
+                           float* out, float* lse, const float* sink, int num_items,
+                           int num_heads, int heads_per_kv_head, int num_queries, int key_shift,
                            float scale_log2) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const Problem problem{items,     runs,      end,               start,       counter,   out,
-                        lse,       num_items, num_heads,         heads_per_kv_head, num_queries,
-                        key_shift, scale_log2};
+  const Problem problem{items,     runs,      end,       start,             counter,
+                        out,       lse,       sink,      num_items,         num_heads,
+                        heads_per_kv_head,    num_queries, key_shift,       scale_log2};
   if (threadIdx.x == 0) {
     for (int s = 0; s < NUM_Q_BUFFERS; ++s) {
       barrier_init(shared_address(&shared.q_full[s]), 1);

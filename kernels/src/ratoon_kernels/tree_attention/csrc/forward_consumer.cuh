@@ -190,16 +190,29 @@ DEVICE void Consumer::attend(int num_steps, int tile_row, bool& has_pending_stor
   finish_pv();
 }
 
+// Lets a sink (log2) join a row's sum of exponentials above `max` (log2), which moves both; returns
+// what earlier results are to be multiplied with.
+DEVICE float join_sink(float sink, float& max, float& sum) {
+  const float top = fmaxf(max, sink);
+  const float factor = exp2_approximate(max - top);
+  sum = fmaf(sum, factor, exp2_approximate(sink - top));
+  max = top;
+  return factor;
+}
+
 // Normalises and writes the output and the log-sum-exp of one item.
 DEVICE void Consumer::store(int query_tile, int head) {
   const int first_row = query_tile * TILE;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float sum = quad_sum(rows.sum[h]);
-    factor[h] = sum > 0.0f ? 1.0f / sum : 0.0f;
+    float sum = quad_sum(rows.sum[h]);
+    float max = rows.max[h] * problem.scale_log2;
+    float share = 1.0f;
+    if (problem.sink != nullptr) share = join_sink(problem.sink[head] / LN_2, max, sum);
+    factor[h] = sum > 0.0f ? share * (1.0f / sum) : 0.0f;
     const int q = first_row + row + 8 * h;
     if (threadIdx.x % 4 == 0 && q < problem.num_queries) {
-      const float lse = (rows.max[h] * problem.scale_log2 + __log2f(sum)) * LN_2;
+      const float lse = (max + __log2f(sum)) * LN_2;
       problem.lse[int64_t(head) * problem.num_queries + q] = sum > 0.0f ? lse : NEGATIVE_INFINITY;
     }
   }

@@ -41,6 +41,7 @@ struct Problem {
   int* counter;
   float* out;  // [num_queries, num_heads, VALUE_DIM], PARTIAL only
   float* lse;  // [num_heads, num_queries]
+  const float* sink;  // [num_heads]: logits that join the denominators; or null
   int num_items, num_heads, heads_per_kv_head, num_queries, key_shift;
   float scale_log2;  // scale / ln 2
 };

@@ -68,7 +68,7 @@ class Names:
 
     @classmethod
     def of_wrapped(cls, names: Iterable[str]) -> Names:
-        """Those of a wrapper's folder with tensors of these names."""
+        """Names in a wrapper's folder whose tensors have these names."""
         found = list(names)
         ((decoder, _), _) = _FORMS[1]
         return cls(
