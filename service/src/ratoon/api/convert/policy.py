@@ -175,6 +175,7 @@ def policy_message(policy: Policy, models_root: Path) -> wire.Policy:
             "experts_per_token",
             "uses_gpu",
             "sliding_window",
+            "media_tokens",
         )
         write(message, policy.info, skip=own)
     return message
