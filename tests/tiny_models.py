@@ -263,5 +263,6 @@ def _routed(architecture: str, common: dict[str, Any]) -> PretrainedConfig:
         "topk_group": 2,
         "q_lora_rank": None,
         "rope_parameters": yarn,
+        "first_k_dense_replace": 1,
     }
-    return DeepseekV3Config(**common | experts | latent | own | {"first_k_dense_replace": 1})
+    return DeepseekV3Config(**common | experts | latent | own)

@@ -35,7 +35,15 @@ from benchmarks.common.document import (
 from benchmarks.common.forests import PAPER_LENGTHS
 from benchmarks.service.run import MODEL, SMALL, Plan, rollouts, write_model
 from benchmarks.service.start import FULL, PATIENCE_S, POLICY, settings_of
-from benchmarks.step.workload import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_ROUTED, Group, RoutedSize
+from benchmarks.step.workload import (
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    TINY,
+    TINY_ROUTED,
+    Group,
+    ModelSize,
+    RoutedSize,
+)
 from harness.gpu_results import describe_gpu, write_result
 from harness.service import Service
 from ratoon_client import Group as Rollouts
@@ -169,6 +177,7 @@ def parallel_of(policy: str, num_workers: int) -> Parallel:
 def _plan_of(args: argparse.Namespace) -> Plan:
     plan = FULL if is_for_gpu(args) else SMALL
     size = plan.model if args.model is None else SIZES[args.model]
+    assert isinstance(size, ModelSize), "its sizes are those of Qwen3 models"
     layers = size.num_layers if args.layers is None else args.layers
     model = replace(size, num_layers=layers)
     return replace(plan, model=model, host_gib=args.host_gib if plan is FULL else 0)

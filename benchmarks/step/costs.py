@@ -62,6 +62,7 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
     # No optimizer step runs, so the smallest states leave the most memory.
     trainer = open_trainer(ways, OptimizerStates.BF16_8BIT, has_reference=False)
     free_bytes = activation_bytes(run.device)
+    assert isinstance(ways.size, ModelSize), "prices are of Qwen3 models"
     for shape in run.scale.costs:
         if shape.name not in wanted or run.is_out_of_time:
             continue

@@ -94,6 +94,11 @@ class FamilySize:
         return self.geometry.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """Elements of a hidden state."""
+        return self.geometry.hidden_size
+
+    @property
     def window(self) -> int | None:
         """Tokens that a query sees in layers with a window; None: no layer has one."""
         return window_of_layers(self.geometry.layers)

@@ -114,7 +114,7 @@ def preset_config(name: str) -> PreTrainedConfig:
             return Qwen3Config(**_words(), **_sizes(hidden=128, layers=4, heads=4, head_dim=32))
         case "small":
             sizes = _sizes(hidden=384, layers=8, heads=6, head_dim=64)
-            return Qwen3Config(**_words(), **sizes | {"intermediate_size": 1024})
+            return Qwen3Config(**_words(), **{**sizes, "intermediate_size": 1024})
         case "tiny-qwen3.5":
             return Qwen3_5TextConfig(
                 **_words(),
@@ -128,7 +128,7 @@ def preset_config(name: str) -> PreTrainedConfig:
             sizes = _sizes(hidden=128, layers=4, heads=4, head_dim=32)
             return GptOssConfig(
                 **_words(),
-                **sizes | {"intermediate_size": 128},
+                **{**sizes, "intermediate_size": 128},
                 num_local_experts=8,
                 num_experts_per_tok=2,
                 sliding_window=32,
