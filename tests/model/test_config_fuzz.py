@@ -153,7 +153,7 @@ def outcome(folder: Path, version: Path) -> bool:
     shutil.rmtree(version, ignore_errors=True)
     version.mkdir()
     export_weights(model, version)
-    assert read_config(ModelFolder.of(version))[0].hidden_size == 16
+    assert read_config(ModelFolder.of(version))[0].hidden_size == hidden_TD.shape[1]
     return True
 
 

@@ -17,10 +17,10 @@ def num_ancestors(stages: Sequence[Stage]) -> list[int]:
     return depths
 
 
-def held_tokens(stages: Sequence[Stage]) -> list[HeldTokens]:
-    """What each stage says of itself."""
+def held_tokens(stages: Sequence[Stage], states: int = 0) -> list[HeldTokens]:
+    """What each stage says of itself; `states`: those of nodes that are held for later stages."""
     resident, parents = resident_tokens(stages), {stage.parent for stage in stages}
-    stream = StreamTokens(held=peak_tokens(stages), waiting=max(resident))
+    stream = StreamTokens(held=peak_tokens(stages), waiting=max(resident), states=states)
     return [
         HeldTokens(tokens=stage.num_tokens, above=above, waits=index in parents, stream=stream)
         for index, (stage, above) in enumerate(zip(stages, resident, strict=True))

@@ -108,8 +108,8 @@ def test_healthy_runs_are_below_the_limits(
 def _first_tokens_lost(patch: Patch) -> None:
     """The first token of every node of a forest is another: a gather that is off by one."""
 
-    def lossy(packed: Any, device: torch.device) -> Any:
-        batch = to_device(packed, device)
+    def lossy(packed: Any, *others: Any) -> Any:
+        batch = to_device(packed, *others)
         if len(packed.forest.sequences) == 1:
             return batch
         tokens_T = batch.tokens_T.clone()
