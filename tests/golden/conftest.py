@@ -19,6 +19,10 @@ class Golden:
     def __init__(self, *, writes: bool) -> None:
         self._writes = writes
 
+    def has(self, name: str) -> bool:
+        """Whether a value is recorded under `name`, or will be."""
+        return self._writes or (_FOLDER / f"{name}.json").is_file()
+
     def recorded(self, name: str, found: object) -> object:
         """The value recorded under `name`; with `--write-golden`, `found`, which is recorded."""
         path = _FOLDER / f"{name}.json"

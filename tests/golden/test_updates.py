@@ -96,7 +96,8 @@ def made(kind: str, root: Path) -> Trainer:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_updates(golden: Golden, kind: str, tmp_path: Path) -> None:
-    """Digests are compared on a machine like the one that recorded them, figures on every one."""
+    """Digests are compared on a machine like the one that recorded them, figures on every one; in
+    bfloat16, which CPUs round in different orders, on those of the kinds that have a record."""
     trainer = made(kind, tmp_path / "base")
     digests, reports = [trainer.state_digest()], list[dict[str, Any]]()
     for seed, loss_kind in enumerate(LOSSES):
@@ -110,7 +111,12 @@ def test_three_updates(golden: Golden, kind: str, tmp_path: Path) -> None:
         reports.append({k: v for k, v in asdict(report).items() if k not in UNREPEATED})
     numerics = {k: v for k, v in trainer.fingerprint().items() if k not in ("ratoon", "kernels")}
     found = {"digests": digests, "reports": reports, "numerics": numerics}
-    recorded = cast("dict[str, Any]", golden.recorded(f"updates_{kind}", found))
+    name = f"updates_{kind}"
+    if KINDS[kind][1] is ModelDtype.BFLOAT16:
+        name += f"_{numerics['device_model'].split()[-1].lower()}"
+    if not golden.has(name):
+        pytest.skip(f"nothing is recorded of {numerics['device_model']}")
+    recorded = cast("dict[str, Any]", golden.recorded(name, found))
     if recorded["numerics"] == numerics:
         assert digests == recorded["digests"]
     _same_figures(reports, recorded["reports"], kind)
