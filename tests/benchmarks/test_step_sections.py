@@ -140,7 +140,7 @@ def _asked(seeded: SeededBatch) -> list[HeldTokens]:
 
 def _stages(prompt: int, *sizes: int) -> list[HeldTokens]:
     """A prompt and its waves."""
-    stream = StreamTokens(held=prompt + max(sizes), waiting=prompt)
+    stream = StreamTokens(held=prompt + max(sizes), waiting=prompt, states=1)
     return [
         HeldTokens(tokens=prompt, above=0, waits=True, stream=stream),
         *(HeldTokens(tokens=n, above=prompt, waits=False, stream=stream) for n in sizes),

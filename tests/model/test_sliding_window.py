@@ -60,7 +60,9 @@ def test_packed_run_with_windows_equals_each_sequence_alone(
     sequences = [*branching_sequences(0), [(7 * n + 3) % 60 for n in range(20)]]
     stock = load_stock(folder, dtype=torch.float64, attention=attention)
     tolerance = 1e-10 if attention == "sdpa" else 1e-6
-    assert_equal_run(model, stock, sequences, tolerance=tolerance)
+    # A token that sees itself alone has no gradient by its key: what is there is rounding.
+    floor = 1e-3 if window == 1 else 1e-6
+    assert_equal_run(model, stock, sequences, tolerance=tolerance, floor=floor)
 
 
 @pytest.mark.parametrize("other", [WINDOW - 1, WINDOW + 1])
