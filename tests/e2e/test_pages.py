@@ -194,7 +194,8 @@ def test_the_example_adapts_a_folder_by_its_own_template_after_a_warm_start(
     turns = [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}]
     data, sft = tmp_path / "data.jsonl", tmp_path / "sft.jsonl"
     rewards = ROOT / "examples" / "case" / "reward.py"
-    data.write_text(json.dumps({"messages": turns[:1], "letters": "4"}) + "\n")
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    data.write_text(json.dumps({"messages": turns[:1], "letters": letters}) + "\n")
     sft.write_text(json.dumps({"messages": turns}) + "\n")
     url = f"grpc://{service.addresses.grpc}"
     options = ["--url", url, "--policy", "chat", "--work", str(tmp_path / "work"), "--updates", "2"]
