@@ -233,10 +233,10 @@ class Run:
         options, client = self._options, self._client
         # Another call of the same arguments finds the policy that is there.
         base = "preset" if options.model.startswith("tiny") else "model_folder"
-        lora = {"lora": Lora(rank=options.lora, alpha=2.0 * options.lora)} if options.lora else {}
-        client.create_policy(
-            options.policy, dtype=options.dtype, seed=options.seed, **{base: options.model}, **lora
-        ).result()
+        spec: dict[str, Any] = {base: options.model, "dtype": options.dtype, "seed": options.seed}
+        if options.lora:
+            spec["lora"] = Lora(rank=options.lora, alpha=2.0 * options.lora)
+        client.create_policy(options.policy, **spec).result()
         pulled = client.pull_weights(options.policy, options.work)
         self.version = pulled.version
         tokens = AutoTokenizer.from_pretrained(options.base or pulled.folder)
@@ -274,8 +274,8 @@ class Run:
             print(f"saved {saved.checkpoint_id}", flush=True)
             return True
         groups, loss = self._batch(call)
-        divide_by = {"divide_by": "tokens"} if call.kind == "sft" else {}
-        optim = Optim(learning_rate=options.learning_rate, **divide_by)
+        divide_by = "tokens" if call.kind == "sft" else None
+        optim = Optim(learning_rate=options.learning_rate, divide_by=divide_by)
         report = self._session.update(groups, loss=loss, optim=optim).result().report
         self.reports.append(report)
         print(f"{call.kind} {call.number + 1}: {report}", flush=True)
