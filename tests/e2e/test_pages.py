@@ -6,15 +6,14 @@ import json
 import math
 import random
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
@@ -23,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from examples import hf_loop
+from examples import grpo
 from ratoon.model.presets import EOS_TOKEN
 from ratoon_client import RatoonClient
 from tests.running_service import Service
@@ -142,30 +141,93 @@ def _save_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
+def _commands() -> list[list[str]]:
+    """Arguments of every run of the example that the page names."""
+    text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    return [
+        shlex.split(line)
+        for line in re.findall(r"^    python examples/grpo.py (.*)$", text, re.MULTILINE)
+    ]
+
+
+def test_every_command_of_the_page_on_training_is_known() -> None:
+    assert len([grpo.parse(command) for command in _commands()]) >= 5
+
+
 @pytest.mark.more
-def test_a_transformers_sampler_learns_with_the_newest_weights(
+def test_the_example_learns_and_goes_on_where_it_was_stopped(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's first command, stopped in between."""
+    url = f"grpc://{service.addresses.grpc}"
+    monkeypatch.chdir(ROOT)
+
+    def runs(*options: str) -> grpo.Run:
+        return grpo.main([*_commands()[0], "--url", url, *options])
+
+    first = runs("--updates", "20", "--work", str(tmp_path / "work"))
+    # Another directory and process state: only the service knows what was done.
+    second = runs("--work", str(tmp_path / "again"))
+    assert (len(first.reports), len(second.reports)) == (20, NUM_UPDATES - 20)
+    assert first.rewards.keys() | second.rewards.keys() == {0, 10, 20, 30, 40}
+    assert second.rewards[40] > first.rewards[0] + 0.2
+    assert second.reports[0].staleness_max == 0
+    # What the sampler said of its tokens is what the trainer says of them.
+    gaps = [report.sampler_kl for report in (*first.reports, *second.reports)]
+    assert max(abs(gap) for gap in gaps if gap is not None) < 1e-4
+    with RatoonClient(url) as client:
+        saved = [checkpoint.checkpoint_id for checkpoint in client.list_checkpoints("case")]
+        assert [name for name in saved if name.startswith("update-")] == ["update-15", "update-30"]
+        # Where all rewards are equal there is no step.
+        taken = [report for report in (*first.reports, *second.reports) if not report.skipped]
+        assert client.get_policy("case").version == len(taken) > NUM_UPDATES - 10
+        client.delete_policy("case").result()
+
+
+@pytest.mark.more
+def test_the_example_adapts_a_folder_by_its_own_template_after_a_warm_start(
     service: Service, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
+    assert service.config.models_root is not None
+    folder = service.config.models_root / "chat"
+    _save_model(folder)
+    turns = [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}]
+    data, sft = tmp_path / "data.jsonl", tmp_path / "sft.jsonl"
+    rewards = ROOT / "examples" / "case" / "reward.py"
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    data.write_text(json.dumps({"messages": turns[:1], "letters": letters}) + "\n")
+    sft.write_text(json.dumps({"messages": turns}) + "\n")
     url = f"grpc://{service.addresses.grpc}"
-    sampler, reports = hf_loop.run(
-        url, policy_id="hf-loop", num_updates=NUM_UPDATES, folder=tmp_path
-    )
+    options = ["--url", url, "--policy", "chat", "--work", str(tmp_path / "work"), "--updates", "2"]
+    warm = ["--sft", str(sft), "--sft-updates", "8", "--learning-rate", "1e-2", "--prompts", "1"]
+    lora = ["--lora", "4", "--base", str(folder), "--dtype", "float32", "--max-tokens", "4"]
+    run = grpo.main(["chat", str(data), str(rewards), *options, *warm, *lora])
+    losses = [report.loss for report in run.reports[:8]]
+    assert None not in losses
+    assert cast("float", losses[-1]) < cast("float", losses[0]) - 0.5
+    assert run.version == len(run.reports) == 10
     with RatoonClient(url) as client:
-        newest = client.pull_weights("hf-loop", tmp_path / "newest")
-    assert (sampler.version, newest.version) == (NUM_UPDATES, NUM_UPDATES)
-    state = sampler.model.state_dict()
-    files = load_file(newest.folder / "model.safetensors")
-    assert len(files) > 40
-    assert all(torch.equal(state[name], value) for name, value in files.items())
-    # What the sampler said of its tokens is what the trainer says of them.
-    assert all(report.sampler_kl is not None for report in reports)
-    assert max(abs(report.sampler_kl or 0.0) for report in reports) < 1e-4
-    rewards = [report.reward_mean or 0.0 for report in reports]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
-    # A second run goes on where this one ended, and says so of its samples.
-    _, (again,) = hf_loop.run(url, policy_id="hf-loop", num_updates=1, folder=tmp_path / "again")
-    assert again.staleness_max == 0
+        client.delete_policy("chat").result()
+
+
+@pytest.mark.parametrize(("sft", "every"), [(0, 0), (3, 0), (0, 4), (5, 2)])
+def test_every_seq_is_one_call_of_the_example(sft: int, every: int) -> None:
+    calls = [grpo.call_of(seq, sft_updates=sft, save_every=every) for seq in range(1, 40)]
+    assert [call.number for call in calls if call.kind == "sft"] == list(range(sft))
+    updates = [call.number for call in calls if call.kind == "grpo"]
+    assert updates == list(range(len(updates)))
+    saves = [place for place, call in enumerate(calls) if call.kind == "save"]
+    for place in saves:
+        assert calls[place].number == calls[place - 1].number + 1
+        assert calls[place].number % every == 0
+    assert len(saves) == (len(updates) // every if every else 0)
+
+
+def test_an_epoch_of_the_example_has_every_prompt_once() -> None:
+    examples = [{"n": n} for n in range(12)]
+    for epoch in range(3):
+        batches = [grpo.batch_of(examples, 4 * epoch + number, 3) for number in range(4)]
+        assert sorted(each["n"] for batch in batches for each in batch) == list(range(12))
 
 
 @pytest.mark.more
