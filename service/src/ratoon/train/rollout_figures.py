@@ -122,11 +122,11 @@ def rollout_figures(prepared: Prepared, columns_4J: NDArray[np.float64]) -> Roll
     batch, columns, offsets = prepared.batch, prepared.columns, prepared.batch.response_offsets
     group_S = group_of_sequence(batch)
     logprob_J, gradient_J, log_ratio_J, clipped_J = columns_4J
-    gap_J = np.abs(sampler_gaps(batch, logprob_J))
-    advantages = Segments(np.flatnonzero(columns.counted_J), offsets)
-    run = Segments(np.flatnonzero(columns.counted_J & ~np.isnan(clipped_J)), offsets)
+    gap_J = np.abs(_sampler_gaps(batch, logprob_J))
+    advantages = _Segments(np.flatnonzero(columns.counted_J), offsets)
+    run = _Segments(np.flatnonzero(columns.counted_J & ~np.isnan(clipped_J)), offsets)
     gap_max_S, gap_max_token_S = run.largest(gap_J)
-    ratio_max_S, ratio_max_token_S = run.largest(ratios(log_ratio_J))
+    ratio_max_S, ratio_max_token_S = run.largest(_ratios(log_ratio_J))
     weight_S = np.where(run.is_held_S, run.sum(np.abs(gradient_J)), 0.0)
     with np.errstate(invalid="ignore"):  # of an infinite weight
         weight_S /= weight_S.sum() or np.nan
@@ -165,8 +165,20 @@ class FoundRollouts:
         figures = rollout_figures(prepared, columns_4J)
         return cls(prepared=prepared, columns_4J=columns_4J, figures=figures)
 
+    def gaps(self) -> NDArray[np.float64]:
+        """log p - log p_sampler of each response token; NaN where they do not compare."""
+        return _sampler_gaps(self.prepared.batch, self.columns_4J[0])
 
-def sampler_gaps(batch: RolloutBatch, logprob_J: NDArray[np.float64]) -> NDArray[np.float64]:
+    def ratios(self) -> NDArray[np.float64]:
+        """The loss's ratio at each response token; NaN where there is none."""
+        return _ratios(self.columns_4J[2])
+
+    def clipped(self) -> NDArray[np.bool_]:
+        """Tokens that the clip holds."""
+        return self.columns_4J[3] > 0
+
+
+def _sampler_gaps(batch: RolloutBatch, logprob_J: NDArray[np.float64]) -> NDArray[np.float64]:
     """log p - log p_sampler of each response token, float64 [J]; NaN where they do not compare."""
     if batch.sampler_logprobs is None:
         return np.full(len(logprob_J), np.nan)
@@ -176,12 +188,12 @@ def sampler_gaps(batch: RolloutBatch, logprob_J: NDArray[np.float64]) -> NDArray
     return gap_J
 
 
-def ratios(log_ratio_J: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ratios(log_ratio_J: NDArray[np.float64]) -> NDArray[np.float64]:
     """Ratios of the loss, after its clamp."""
     return np.exp(np.clip(log_ratio_J, -MAX_GAP, MAX_GAP))
 
 
-class Segments:
+class _Segments:
     """Reduces values of some response tokens over each rollout that has one of them.
 
     A result is float64 [S], NaN for the other rollouts.
