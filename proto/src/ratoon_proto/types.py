@@ -985,6 +985,31 @@ class GroupReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offender:
+    """Whom a warning is about, by index in request order."""
+
+    group: int = 0
+    group_id: str = ""
+    rollout: int = 0
+    """Index within the group; -1: the whole group."""
+    token: int | None = None
+    """Index among the rollout's response tokens; absent: the whole rollout."""
+    value: float | None = None
+    """In the unit of the warning's message; absent where it is about no number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWarning(bases.StepWarningMethods):
+    """What is wrong or unusual about a batch or a step."""
+
+    kind: str = ""
+    """One word in snake_case, a heading of docs/runbook.md."""
+    message: str = ""
+    offenders: tuple[Offender, ...] = ()
+    """At most 8, worst first; of one batch, as several may be in a window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport(bases.StepReportMethods):
     """Figures of one ForwardBackward or Update, or of an OptimStep's whole window. Means and
     fractions are over what the loss counts (each counted token once, but loss,
@@ -1049,7 +1074,7 @@ class StepReport(bases.StepReportMethods):
     """Whether an optimizer step was skipped: its window was discarded, and weights and version are
     as before.
     """
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[StepWarning, ...] = ()
     self_check: SelfCheckReport | None = None
     """The self-check; absent where none was due."""
     skip_reason: SkipReason | None = None
@@ -1150,6 +1175,18 @@ class StepReport(bases.StepReportMethods):
     """The most that an optimizer step's peak_memory_bytes was planned to be, on the GPU that was
     planned the most; absent on a CPU.
     """
+    update_norm: float | None = None
+    """Norms of the trained weights after the step and of what it changed, estimated from at most
+    2^17 weights spread evenly over all; absent where no step was taken.
+    """
+    weight_norm: float | None = None
+    step_kl: float | None = None
+    """k3 estimate of KL(weights before the step || after), in nats per token, on a few response
+    tokens of the window's last batch. Measured only where update_norm is unusually large beside
+    weight_norm.
+    """
+    step_kl_tokens: int = 0
+    """Tokens that step_kl is the mean of."""
     groups: tuple[GroupReport, ...] = ()
     """The groups in request order, where LossConfig.report_groups asks for them; not of an
     OptimStep.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -51,14 +52,15 @@ def write_rollouts(
     folder: Path,
     seq: int,
     found: FoundRollouts,
-    named: Collection[tuple[int, int]],
+    named: AbstractSet[tuple[int, int]],
     *,
     keep: KeepRollouts,
     max_bytes: int,
 ) -> None:
     """Write the file of a step, and delete those of the oldest for which there is no room.
 
-    `named`: group and rollout, by index, of those that warnings name. Raises `OSError`.
+    `named`: group and rollout, by index, of those that warnings name; -1: all of the group. Raises
+    `OSError`.
     """
     make_folder(folder)
     batch = found.prepared.batch
@@ -104,7 +106,7 @@ def read_rollout(folder: Path, seq: int, group: int, rollout: int) -> KeptRollou
 
 
 def _by_conspicuousness(
-    figures: RolloutFigures, named: Collection[tuple[int, int]], keep: KeepRollouts
+    figures: RolloutFigures, named: AbstractSet[tuple[int, int]], keep: KeepRollouts
 ) -> Sequence[int]:
     """Sequences to keep, the most conspicuous first, ties in request order."""
     place_S = np.full(len(figures.length_S), len(figures.length_S))
@@ -114,7 +116,7 @@ def _by_conspicuousness(
         order = there[np.argsort(-value_S[there], kind="stable")]
         place_S[order] = np.minimum(place_S[order], np.arange(len(order)))
     places = zip(figures.group_S.tolist(), figures.rollout_S.tolist(), strict=True)
-    place_S[[place in named for place in places]] = -1
+    place_S[[not named.isdisjoint([place, (place[0], -1)]) for place in places]] = -1
     order = np.argsort(place_S, kind="stable")
     if keep is KeepRollouts.WORST:
         order = order[place_S[order] < NUM_WORST]
