@@ -970,6 +970,7 @@ class GroupReport:
     """The rewards and lengths of one group, dropped rollouts too."""
 
     group_id: str = ""
+    """At most its first 256 characters."""
     num_rollouts: int = 0
     reward_mean: float | None = None
     """Over the rewards as sent, before any penalty; the standard deviation is of the values
@@ -1341,8 +1342,9 @@ class KeptRollout:
 
     group: int
     """Indexes of the group in the request, and of the rollout in the group."""
-    group_id: str
     rollout: int
+    group_id: str
+    """At most its first 256 characters."""
     prompt_tokens: int
     response_tokens: int
     reward: float | None = None

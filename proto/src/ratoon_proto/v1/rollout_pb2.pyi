@@ -342,8 +342,8 @@ class KeptRollout(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
-    GROUP_ID_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
@@ -368,8 +368,9 @@ class KeptRollout(_message.Message):
     TRAINED_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Indexes of the group in the request, and of the rollout in the group."""
-    group_id: _builtins.str
     rollout: _builtins.int
+    group_id: _builtins.str
+    """At most its first 256 characters."""
     prompt_tokens: _builtins.int
     response_tokens: _builtins.int
     reward: _builtins.float
@@ -421,8 +422,8 @@ class KeptRollout(_message.Message):
         self,
         *,
         group: _builtins.int = ...,
-        group_id: _builtins.str = ...,
         rollout: _builtins.int = ...,
+        group_id: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         response_tokens: _builtins.int = ...,
         reward: _builtins.float | None = ...,

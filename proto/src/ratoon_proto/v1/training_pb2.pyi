@@ -980,6 +980,7 @@ class GroupReport(_message.Message):
     RESPONSE_LENGTH_MEAN_FIELD_NUMBER: _builtins.int
     ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
+    """At most its first 256 characters."""
     num_rollouts: _builtins.int
     reward_mean: _builtins.float
     """Over the rewards as sent, before any penalty; the standard deviation is of the values themselves.

@@ -21,6 +21,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.rollout.batch import prompt_lengths
 from ratoon.rollout.forest import build_forest, sequences_through
 from ratoon.rollout.packed import Forest
+from ratoon.rollout.raw import MAX_ID
 from ratoon.stream.files import (
     SEAL_BYTES,
     DamagedFileError,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 # Of each criterion.
 NUM_WORST = 16
 MAX_KEPT = 10_000
-# Characters of a group's id that are kept.
-_MAX_ID = 256
 _HEAD = struct.Struct("<Q")
 # Columns of a block by response token, after the int32 ids of all tokens.
 _COLUMNS = (("advantages", "<f4"), ("gaps", "<f4"), ("ratios", "<f4"))
@@ -129,7 +128,7 @@ def _summary(found: FoundRollouts, forest: Forest, s: int) -> KeptRollout:
     version = int(batch.policy_version[s])
     return KeptRollout(
         group=group,
-        group_id=batch.group_ids[group][:_MAX_ID],
+        group_id=batch.group_ids[group][:MAX_ID],
         rollout=int(figures.rollout_S[s]),
         prompt_tokens=int(batch.prompt_offsets[group + 1] - batch.prompt_offsets[group]),
         response_tokens=int(figures.length_S[s]),

@@ -74,6 +74,7 @@ TAGS: dict[str, type] = {
     "router": proto.RouterReport,
     "warning": proto.StepWarning,
     "offender": proto.Offender,
+    "group_report": proto.GroupReport,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _PLAIN = (bool, int, float, str)
