@@ -1400,6 +1400,14 @@ class PrefixForest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """The kept rollouts of a step in request order, and the forest of all."""
+
+    rollouts: tuple[KeptRollout, ...]
+    forest: PrefixForest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFile:
     """A file of a version's weights."""
 

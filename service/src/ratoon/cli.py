@@ -212,8 +212,8 @@ def create_key(
     scope: Annotated[
         list[Scope],
         typer.Option(
-            help="read: look and pull; train: also train; admin: everything but kept rollouts, which "
-            "read:rollouts adds to any of them."
+            help="read: look and pull; train: also train; admin: everything. None of them sees kept "
+            "rollouts: give read:rollouts as well."
         ),
     ],
     policy: Annotated[

@@ -331,6 +331,8 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     get_operation = blocking(AsyncRatoonClient.get_operation)
     cancel_operation = blocking(AsyncRatoonClient.cancel_operation)
     list_checkpoints = blocking(AsyncRatoonClient.list_checkpoints)
+    rollouts = blocking(AsyncRatoonClient.rollouts)
+    rollout = blocking(AsyncRatoonClient.rollout)
     weight_manifest = blocking(AsyncRatoonClient.weight_manifest)
     watch_weights = blocking(AsyncRatoonClient.watch_weights)
     ack_weights = blocking(AsyncRatoonClient.ack_weights)

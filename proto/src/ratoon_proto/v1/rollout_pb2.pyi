@@ -533,3 +533,29 @@ class PrefixForest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefixForest: _TypeAlias = PrefixForest  # noqa: Y015
+
+@_typing.final
+class StepRollouts(_message.Message):
+    """The kept rollouts of a step in request order, and the forest of all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    FOREST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptRollout]: ...
+    @_builtins.property
+    def forest(self) -> Global___PrefixForest: ...
+    def __init__(
+        self,
+        *,
+        rollouts: _abc.Iterable[Global___KeptRollout] | None = ...,
+        forest: Global___PrefixForest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forest", b"forest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forest", b"forest", "rollouts", b"rollouts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRollouts: _TypeAlias = StepRollouts  # noqa: Y015

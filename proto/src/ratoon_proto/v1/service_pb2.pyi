@@ -505,32 +505,6 @@ class ListRolloutsRequest(_message.Message):
 Global___ListRolloutsRequest: _TypeAlias = ListRolloutsRequest  # noqa: Y015
 
 @_typing.final
-class ListRolloutsResponse(_message.Message):
-    """The kept rollouts in request order, and the forest of all."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROLLOUTS_FIELD_NUMBER: _builtins.int
-    FOREST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.KeptRollout]: ...
-    @_builtins.property
-    def forest(self) -> _rollout_pb2.PrefixForest: ...
-    def __init__(
-        self,
-        *,
-        rollouts: _abc.Iterable[_rollout_pb2.KeptRollout] | None = ...,
-        forest: _rollout_pb2.PrefixForest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["forest", b"forest"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forest", b"forest", "rollouts", b"rollouts"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListRolloutsResponse: _TypeAlias = ListRolloutsResponse  # noqa: Y015
-
-@_typing.final
 class GetRolloutRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

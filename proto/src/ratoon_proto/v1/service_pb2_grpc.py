@@ -108,7 +108,7 @@ class PolicyServiceStub(object):
         self.ListRollouts = channel.unary_unary(
                 '/ratoon.v1.PolicyService/ListRollouts',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsRequest.SerializeToString,
-                response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsResponse.FromString,
+                response_deserializer=ratoon__proto_dot_v1_dot_rollout__pb2.StepRollouts.FromString,
                 _registered_method=True)
         self.GetRollout = channel.unary_unary(
                 '/ratoon.v1.PolicyService/GetRollout',
@@ -433,7 +433,7 @@ def add_PolicyServiceServicer_to_server(servicer, server):
             'ListRollouts': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRollouts,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsRequest.FromString,
-                    response_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsResponse.SerializeToString,
+                    response_serializer=ratoon__proto_dot_v1_dot_rollout__pb2.StepRollouts.SerializeToString,
             ),
             'GetRollout': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRollout,
@@ -875,7 +875,7 @@ class PolicyService(object):
             target,
             '/ratoon.v1.PolicyService/ListRollouts',
             ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsRequest.SerializeToString,
-            ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsResponse.FromString,
+            ratoon__proto_dot_v1_dot_rollout__pb2.StepRollouts.FromString,
             options,
             channel_credentials,
             insecure,

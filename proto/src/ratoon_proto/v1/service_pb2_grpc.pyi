@@ -65,7 +65,7 @@ class PolicyServiceStub:
     """The operation now and as it changes, up to its end; leaving does not cancel it."""
     CancelOperation: _grpc.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]
     """Stops it before its optimizer step; one that has ended stays as it is."""
-    ListRollouts: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _service_pb2.ListRolloutsResponse]
+    ListRollouts: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _rollout_pb2.StepRollouts]
     """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
     of its rollouts. Needs the scope read:rollouts.
     """
@@ -131,7 +131,7 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """The operation now and as it changes, up to its end; leaving does not cancel it."""
     CancelOperation: _aio.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Stops it before its optimizer step; one that has ended stays as it is."""
-    ListRollouts: _aio.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
+    ListRollouts: _aio.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _rollout_pb2.StepRollouts]  # type: ignore[assignment]
     """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
     of its rollouts. Needs the scope read:rollouts.
     """
@@ -278,7 +278,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.ListRolloutsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_service_pb2.ListRolloutsResponse, _abc.Awaitable[_service_pb2.ListRolloutsResponse]]:
+    ) -> _typing.Union[_rollout_pb2.StepRollouts, _abc.Awaitable[_rollout_pb2.StepRollouts]]:
         """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
         of its rollouts. Needs the scope read:rollouts.
         """

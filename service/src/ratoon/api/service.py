@@ -181,7 +181,7 @@ class PolicyService:
 
     async def list_rollouts(
         self, request: service_pb2.ListRolloutsRequest
-    ) -> service_pb2.ListRolloutsResponse:
+    ) -> rollout_pb2.StepRollouts:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         return await self._engine.rollouts(policy_id, at_least("seq", request.seq, 1))
 

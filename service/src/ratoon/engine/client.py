@@ -26,8 +26,7 @@ from ratoon.metrics import Change
 from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import file_path, open_chunk, read_manifest
 from ratoon_proto.types import WeightFile
-from ratoon_proto.v1.rollout_pb2 import KeptRollout
-from ratoon_proto.v1.service_pb2 import ListRolloutsResponse
+from ratoon_proto.v1.rollout_pb2 import KeptRollout, StepRollouts
 
 if TYPE_CHECKING:
     from ratoon.engine.engine import Engine as Engine  # noqa: PLC0414 - its callers take it from here
@@ -134,7 +133,7 @@ class EngineClient:
         await self.call(Engine.weight_manifest, policy_id, version)
         return await self._read(policy_id, read)
 
-    async def rollouts(self, policy_id: str, seq: int) -> ListRolloutsResponse:
+    async def rollouts(self, policy_id: str, seq: int) -> StepRollouts:
         """Kept rollouts of a step, without columns. Raises POLICY_NOT_FOUND, ROLLOUTS_NOT_FOUND."""
         return await self._read(policy_id, lambda paths: read_rollouts(paths.rollouts, seq))
 

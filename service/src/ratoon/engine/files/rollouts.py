@@ -1,7 +1,7 @@
 """Stores rollouts of a step with what was found of them, for those who look at a run.
 
 One file a step, named by its seq: the size of its head in 8 bytes, the sealed head, a serialized
-`ListRolloutsResponse`, and a sealed block of columns for each of the head's rollouts. Replay writes
+`StepRollouts`, and a sealed block of columns for each of the head's rollouts. Replay writes
 the same file again. Files are bounded in bytes, and the oldest go first.
 """
 
@@ -31,8 +31,7 @@ from ratoon.stream.files import (
     write_atomic,
 )
 from ratoon_proto.types import KeepRollouts
-from ratoon_proto.v1.rollout_pb2 import KeptRollout, PrefixForest
-from ratoon_proto.v1.service_pb2 import ListRolloutsResponse
+from ratoon_proto.v1.rollout_pb2 import KeptRollout, PrefixForest, StepRollouts
 
 if TYPE_CHECKING:
     from ratoon.train.rollout_figures import FoundRollouts, RolloutFigures
@@ -64,7 +63,7 @@ def write_rollouts(
     make_folder(folder)
     batch = found.prepared.batch
     forest = build_forest(batch, found.prepared.prefixes, None)
-    head = ListRolloutsResponse(forest=_forest_message(forest, batch.rewards))
+    head = StepRollouts(forest=_forest_message(forest, batch.rewards))
     room = max_bytes - _HEAD.size - SEAL_BYTES - head.ByteSize()
     sizes_S = prompt_lengths(batch) * 4 + found.figures.length_S * _TOKEN_BYTES + SEAL_BYTES
     chosen: list[int] = []
@@ -85,7 +84,7 @@ def write_rollouts(
         write_atomic(folder / str(seq), data)
 
 
-def read_rollouts(folder: Path, seq: int) -> ListRolloutsResponse:
+def read_rollouts(folder: Path, seq: int) -> StepRollouts:
     """Everything of a step but columns. Raises ROLLOUTS_NOT_FOUND."""
     with _opened(folder, seq) as file:
         return _read_head(file)
@@ -237,12 +236,12 @@ def _opened(folder: Path, seq: int) -> Iterator[BinaryIO]:
         raise _not_found(text, "seq", str(seq), kept) from err
 
 
-def _read_head(file: BinaryIO) -> ListRolloutsResponse:
+def _read_head(file: BinaryIO) -> StepRollouts:
     (size,) = _HEAD.unpack(file.read(_HEAD.size))
     rest = file.seek(0, 2) - file.seek(_HEAD.size)
     if size > rest:
         raise DamagedFileError(f"a head of {size} bytes in {rest}")
-    return ListRolloutsResponse.FromString(unseal_bytes(file.read(size)))
+    return StepRollouts.FromString(unseal_bytes(file.read(size)))
 
 
 def _not_found(message: str, field: str, got: str, expected: str) -> RatoonError:

@@ -171,8 +171,8 @@ class TaskRunner:
 
     def _keep_rollouts(self, task: Task, report: StepReport) -> None:
         """Write what the policy keeps of the task's rollouts; training goes on without them."""
-        keep, found = self._spec.keep_rollouts, self.trainer.found
-        if keep is KeepRollouts.NONE or found is None:
+        keep = self._spec.keep_rollouts
+        if keep is KeepRollouts.NONE or (found := self.trainer.found) is None:
             return
         named = {(who.group, who.rollout) for each in report.warnings for who in each.offenders}
         folder, most = task.paths.rollouts, self._spec.keep_rollouts_bytes
