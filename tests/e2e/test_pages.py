@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from examples import grpo
-from ratoon.model.presets import EOS_TOKEN
+from ratoon.model.tokenizer import EOS_TOKEN
 from ratoon_client import RatoonClient
 from tests.running_service import Service
 
