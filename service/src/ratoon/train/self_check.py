@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.policy_model import PolicyModel
@@ -162,18 +161,10 @@ def _packed_and_alone(prepared: Prepared, sequence: int) -> tuple[Prepared, Prep
 
 def _run(model: PolicyModel, hooks: PassHooks, prepared: Prepared) -> NDArray[np.float64]:
     """The log-probs of the rollout's trained tokens, whose gradients are added up."""
-    tokens: list[NDArray[np.int64]] = []
-    logprobs: list[Tensor] = []
-
-    def keep(tokens_L: NDArray[np.int64], logprob_L: Tensor) -> None:
-        tokens.append(tokens_L)
-        logprobs.append(logprob_L.detach())
-
-    forward_backward_pass(model, prepared, hooks, on_logprobs=keep)
+    trained_J = prepared.columns.trained_J
+    found = forward_backward_pass(model, prepared, hooks).tokens
     # A token that did not run is no number, and so is its difference.
-    logprob_J = np.full(len(prepared.columns.trained_J), np.nan)
-    logprob_J[np.concatenate(tokens)] = torch.cat(logprobs).double().cpu().numpy()
-    return logprob_J[prepared.columns.trained_J]
+    return found.columns(len(trained_J))[0, trained_J]
 
 
 def _compared(
