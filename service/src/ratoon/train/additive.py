@@ -101,7 +101,7 @@ class Lengths:
         return float(self.values.mean()) if len(self.values) else 0.0
 
     def quantiles(self, *percents: int) -> list[int]:
-        """For each percentage, in (0, 100], the least length that at least as many do not exceed."""
+        """For each percentage, the least length that at least so many do not exceed."""
         count = len(self.values)
         if not count:
             return [0] * len(percents)

@@ -135,6 +135,7 @@ class Journal:
     find_lifecycle_operation = _awaited(SqlStore.find_lifecycle_operation)
     orphaned_lifecycle_operations = _awaited(SqlStore.orphaned_lifecycle_operations)
     checkpoints = _awaited(SqlStore.checkpoints)
+    last_reports = _awaited(SqlStore.last_reports)
     count_operations = _awaited(SqlStore.count_operations)
 
     def check(self) -> None:
