@@ -68,6 +68,8 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         ("KL", "kl", "old_kl", "sampler_kl"),
         ("Gradient norm", "grad_norm"),
         "learning_rate",
+        ("Norms of update and weights", "update_norm", "weight_norm"),
+        ("KL of a step", "step_kl"),
         ("Clipped tokens", "clip_fraction"),
         ("Clipped tokens by sign of advantage", "clip_fraction_by_sign"),
         ("Importance ratio", "ratio_quantile", "ratio_mean"),

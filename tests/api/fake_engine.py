@@ -50,6 +50,7 @@ from ratoon_proto.types import (
     EmptyResult,
     GradientManifest,
     ImportResult,
+    Offender,
     OperationKind,
     OperationState,
     PhaseSeconds,
@@ -57,6 +58,7 @@ from ratoon_proto.types import (
     Progress,
     StepReport,
     StepResult,
+    StepWarning,
     TensorGradNorm,
     WeightFile,
     WeightKind,
@@ -79,7 +81,13 @@ REPORT = StepReport(
     trained_tokens=2,
     seconds=PhaseSeconds(plan=0.1, forward=0.2),
     ratio_max=float("inf"),
-    warnings=("sampled with top_p",),
+    warnings=(
+        StepWarning(
+            kind="truncated_sampling",
+            message="sampled with top_p",
+            offenders=(Offender(group_id="g", rollout=1, value=0.5),),
+        ),
+    ),
     tensor_grad_norms=(TensorGradNorm(name="lm_head.weight", norm=1.25, max_abs=0.75),),
 )
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from ratoon.warning_kinds import WarningKind
 from ratoon_proto.types import SkipReason
 
 POLICY_LABEL = "policy_id"
@@ -180,7 +181,8 @@ SKIPPED_STEPS = _counter(
 WARNINGS = _counter(
     "ratoon_warnings_total",
     "Warnings of reports, by the kinds of docs/runbook.md.",
-    *(POLICY_LABEL, "kind"),
+    POLICY_LABEL,
+    kind=WarningKind,
 )
 TOKENS = _counter(
     "ratoon_tokens_total",
@@ -310,6 +312,10 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, str]] = {
         "routes.",
         learning_rate="Learning rate of the step.",
         grad_norm="Gradient norm of the step, before clipping.",
+        weight_norm="Norm of the trained weights after the step, estimated from a sample.",
+        update_norm="Norm of what the step changed of them, estimated from the same sample.",
+        step_kl="KL(weights before the step || after), k3 estimate, nats per token; measured only "
+        "where the update is unusually large.",
         changed_share="Share of bfloat16 weights whose bits the step changed, if it was asked to "
         "count them.",
         planned_memory_bytes="Planned maximum memory use of a GPU; the planner is wrong if the "

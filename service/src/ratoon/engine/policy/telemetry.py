@@ -85,9 +85,8 @@ def policy(policy_id: str, trainer: TrainerSpec, info: ModelInfo | None) -> list
         case FolderBase(folder=folder):
             model = Path(folder).name
     tuning = f"lora, rank {spec.tuning.rank}" if isinstance(spec.tuning, LoraTuning) else "full"
-    layout = (
-        f"{num_workers} workers, {info.shard if info else ''}" if num_workers > 1 else "1 worker"
-    )
+    shard = info.shard if info is not None else ""
+    layout = "1 worker" if num_workers == 1 else f"{num_workers} workers, shard {shard}"
     what = (model, preset, tuning, spec.dtype, trainer.device, layout)
     changes: list[Change] = [metrics.POLICY.sample(1, policy_id, *what)]
     if info is not None:

@@ -47,6 +47,7 @@ from ratoon.train.loss.spec import Normalisation, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
+from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     EmptyResult,
     ImportMode,
@@ -69,9 +70,10 @@ if TYPE_CHECKING:
 OnProgress = Callable[[int, int, int], None]
 IsCancelled = Callable[[], bool]
 
-NEEDLESS_FORWARD = (
+NEEDLESS_FORWARD = warn(
+    WarningKind.NEEDLESS_FORWARD,
     "the Forward that loss.old_logprobs names is of the version trained here, and of these "
-    "rollouts alone: on_policy is the same without a Forward, unless a later pass names it"
+    "rollouts alone: on_policy is the same without a Forward, unless a later pass names it",
 )
 
 
