@@ -362,13 +362,13 @@ async def test_counters_are_the_journals(machine: Machine) -> None:
             counted[change.labels] = counted.get(change.labels, 0) + change.value
     states = {"applied": "done", "failed": "failed", "cancelled": "cancelled"}
     journal = {
-        (kind, states[state]): count
-        for (kind, state), count in machine.journal.store.count_operations().items()
+        (policy_id, kind, states[state]): count
+        for (policy_id, kind, state), count in machine.journal.store.count_operations().items()
         if state in states
     }
-    ended = {labels: n for labels, n in counted.items() if labels[1] in states.values()}
+    ended = {labels: n for labels, n in counted.items() if labels[2] in states.values()}
     assert ended == journal
-    assert counted["update", "queued"] == 3
+    assert counted["p", "update", "queued"] == 3
 
 
 async def test_a_submission_does_not_wait_for_a_long_recovery(

@@ -254,14 +254,25 @@ async def test_calls_of_an_engine_that_cannot_read_its_journal_are_refused_in_ti
     await house.done("a", 1)
 
 
-async def test_counters_of_a_new_engine_are_the_journals(house: House) -> None:
-    line = b'ratoon_operations_total{kind="update",state="done"} 2.0'
+async def test_counters_and_gauges_of_a_new_engine_are_the_journals(house: House) -> None:
+    """Gauges of a policy were gone until its next batch, and its kernel backend for good."""
+
+    def shown() -> set[bytes]:
+        gauges = b"ratoon_report_seq{", b"ratoon_loss{", b"ratoon_last_step", b"ratoon_policy_info{"
+        names = (*gauges, b"ratoon_backend_info{", b"ratoon_open_operations{")
+        counts = b'ratoon_operations_total{kind="update"'
+        lines = house.engine._metrics.render().splitlines()
+        return {line for line in lines if line.startswith((*names, counts))}
+
     for name in NAMES:
         await house.done(name, 1)
-    await until(lambda: line in house.engine._metrics.render())
+    await until(lambda: b'ratoon_report_seq{policy_id="a"} 1.0' in shown())
+    before = shown()
+    assert len(before) >= 9 * len(NAMES)
     await house.crash()
     await house.engine.recover()
-    assert line in await house.engine.metrics_text()
+    await until(lambda: shown() == before)
+    assert b"ratoon_build_info{" in await house.engine.metrics_text()
 
 
 async def test_a_policy_that_is_deleted_while_it_starts_is_deleted(

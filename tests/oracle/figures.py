@@ -190,15 +190,27 @@ def _of_batch(paths: list[Path]) -> dict[str, float | None]:
     return {
         "reward_mean": _mean(rewards),
         "reward_std": _std(rewards),
+        "reward_min": min(rewards, default=None),
+        "reward_max": max(rewards, default=None),
         "zero_variance_fraction": _mean([float(is_flat) for is_flat in flat]),
         "truncated_fraction": _mean([float(path.truncated) for path in paths]),
         "response_length_mean": _mean([float(length) for length in lengths]),
         "response_length_max": max(lengths),
+        **{f"response_length_p{share}": _quantile(lengths, share) for share in (50, 90, 99)},
     }
 
 
 def _mean(values: list[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
+
+
+def _quantile(lengths: list[int], percent: int) -> int:
+    """The least length that at least `percent` of a hundred rollouts do not exceed."""
+    return next(
+        length
+        for length in sorted(lengths)
+        if 100 * sum(other <= length for other in lengths) >= percent * len(lengths)
+    )
 
 
 def _std(values: list[float]) -> float | None:

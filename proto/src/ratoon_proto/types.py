@@ -1193,6 +1193,15 @@ class StepReport(bases.StepReportMethods):
     """The most that an optimizer step's peak_memory_bytes was planned to be, on the GPU that was
     planned the most; absent on a CPU.
     """
+    reward_min: float | None = None
+    """Least and largest reward of all rollouts as sent; absent without rewards."""
+    reward_max: float | None = None
+    response_length_p50: int = 0
+    """Quantiles of response_length_max's lengths: the least that at least this share does not
+    exceed.
+    """
+    response_length_p90: int = 0
+    response_length_p99: int = 0
     update_norm: float | None = None
     """Norms of the trained weights after the step and of what it changed, estimated from at most
     2^17 weights spread evenly over all; absent where no step was taken.
@@ -1208,6 +1217,10 @@ class StepReport(bases.StepReportMethods):
     groups: tuple[GroupReport, ...] = ()
     """The groups in request order, where LossConfig.report_groups asks for them; not of an
     OptimStep.
+    """
+    learning_rate: float | None = None
+    """Learning rate of the step that was asked for, taken or skipped; absent before an optimizer
+    step.
     """
 
 

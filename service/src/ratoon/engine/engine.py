@@ -10,8 +10,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
+from platform import python_version
 from typing import TYPE_CHECKING
 
+from ratoon import __version__, metrics
 from ratoon.engine.commands import NOBODY, Holder, Submission
 from ratoon.engine.controllers import Controllers
 from ratoon.engine.crash_points import make_reach
@@ -298,7 +301,8 @@ class Engine:
 
     async def _recover(self) -> None:
         counts = await until_room(self._journal.count_operations)
-        self._metrics.send(telemetry.journal_counts(counts))
+        build = (__version__, python_version(), version("torch"))
+        self._metrics.send([metrics.BUILD.sample(1, *build), *telemetry.journal_counts(counts)])
         await self._lifecycle.recover()
 
     async def _recovered(self) -> None:

@@ -105,6 +105,7 @@ def run_optimizer_step(
         base,
         skipped=reason is not None,
         skip_reason=reason,
+        learning_rate=step.learning_rate,
         grad_norm=norm,
         tensor_grad_norms=norms,
         changed_share=_changed_share(named, stepped) if step.changed_share else None,

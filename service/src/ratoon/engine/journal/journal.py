@@ -138,6 +138,7 @@ class Journal:
     checkpoints = _awaited(SqlStore.checkpoints)
     list_operations = _awaited(SqlStore.list_operations)
     steps = _awaited(SqlStore.steps)
+    last_reports = _awaited(SqlStore.last_reports)
     count_operations = _awaited(SqlStore.count_operations)
 
     def check(self) -> None:

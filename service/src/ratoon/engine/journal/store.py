@@ -7,7 +7,7 @@ before they are read, so another process's writes come wholly before or wholly a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
 from sqlalchemy import (
@@ -61,6 +61,8 @@ from ratoon_proto.types import OperationKind, PolicyState
 _SCANNED = 5000
 _FINAL = tuple(state for state in JournalState if state.is_final)
 _LIFECYCLE = tuple(kind for kind in OperationKind if kind.is_lifecycle)
+_BATCHES = tuple(kind for kind in OperationKind if effect_of(kind).computes_gradients)
+_STEPS = tuple(kind for kind in OperationKind if effect_of(kind).takes_step)
 _CLOSING = tuple(kind for kind in OperationKind if effect_of(kind).closes_window)
 
 
@@ -289,12 +291,20 @@ class SqlStore:
             rows = connection.execute(query.order_by(STEPS.c.seq).limit(most)).mappings()
             return tuple(to_step(row) for row in rows)
 
-    def count_operations(self) -> Mapping[tuple[str, str], int]:
-        """Number of records by (kind, journal state)."""
-        columns = (OPERATIONS.c.kind, OPERATIONS.c.state)
+    def last_reports(self, policy_id: str) -> tuple[OperationRecord, ...]:
+        """The newest applied operations with a batch, and with a step, in seq order: one, if it
+        has both."""
+        with self._engine.begin() as connection:
+            newest = (_newest_applied(connection, policy_id, kinds) for kinds in (_BATCHES, _STEPS))
+            seqs = [seq for seq in newest if seq]
+            return select_operations(connection, policy_id, OPERATIONS.c.seq.in_(seqs))
+
+    def count_operations(self) -> Mapping[tuple[str, str, str], int]:
+        """Number of records by (policy, kind, journal state)."""
+        columns = (OPERATIONS.c.policy_id, OPERATIONS.c.kind, OPERATIONS.c.state)
         with self._engine.begin() as connection:
             rows = connection.execute(select(*columns, func.count()).group_by(*columns))
-            return {(str(kind), str(state)): int(count) for kind, state, count in rows}
+            return {(str(row[0]), str(row[1]), str(row[2])): int(row[3]) for row in rows}
 
 
 def _matches(
@@ -317,6 +327,18 @@ def _max_seq(connection: Connection, policy_id: str, condition: ColumnElement[bo
     """Highest seq of the policy's operations that match a condition; 0: none."""
     query = select(func.max(OPERATIONS.c.seq)).where(OPERATIONS.c.policy_id == policy_id, condition)
     return connection.execute(query).scalar_one() or 0
+
+
+def _newest_applied(
+    connection: Connection, policy_id: str, kinds: Sequence[OperationKind]
+) -> int | None:
+    """Seq of the policy's newest applied operation of these kinds; read from the end."""
+    query = select(OPERATIONS.c.seq).where(
+        OPERATIONS.c.policy_id == policy_id,
+        OPERATIONS.c.kind.in_(kinds),
+        OPERATIONS.c.state == JournalState.APPLIED,
+    )
+    return connection.execute(query.order_by(OPERATIONS.c.seq.desc()).limit(1)).scalar()
 
 
 def _life(policy_id: str, kind: OperationKind) -> ColumnElement[bool]:

@@ -175,7 +175,7 @@ class Checkpointer:
             self._failed(info, err)
         else:
             _LOG.info("checkpoint", policy_id=run.policy_id, checkpoint_id=info.checkpoint_id)
-            run.send([metrics.CHECKPOINTS.sample(1, "written")])
+            run.send([metrics.CHECKPOINTS.sample(1, run.policy_id, "written")])
 
     async def _write(self, checkpoint: Checkpoint) -> None:
         run, info = self._run, checkpoint.info
@@ -217,7 +217,7 @@ class Checkpointer:
             checkpoint_id=info.checkpoint_id,
             reason=f"{type(error).__name__}: {error}",
         )
-        run.send([metrics.CHECKPOINTS.sample(1, "failed")])
+        run.send([metrics.CHECKPOINTS.sample(1, run.policy_id, "failed")])
         self._retry_at = _clock() + _RETRY_S
 
 

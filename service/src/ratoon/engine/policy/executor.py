@@ -249,8 +249,8 @@ class Executor:
         live.set_record(replace(live.record, version=version))
         live.end(state, result, run.ports.now())
         run.settle(live)
-        run.send(telemetry.result(run.policy_id, live.record.kind, result))
-        run.send(telemetry.versions(run.policy_id, run.version, run.published))
+        now = telemetry.versions(run.policy_id, run.version, run.published)
+        run.send([*telemetry.ended(live.record), *now])
 
 
 def _has_subset(record: OperationRecord) -> bool:

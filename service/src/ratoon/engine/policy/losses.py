@@ -200,7 +200,7 @@ async def refused(run: PolicyRun, loss: JournalLoss, reason: str = "") -> Journa
         if version not in run.published and (version > newest or version in loss.versions)
     ]
     run.published = (*run.published, *(version for _, version in sorted(later)))
-    run.send([metrics.RECOVERIES.sample(1, "stopped")])
+    run.send([metrics.RECOVERIES.sample(1, run.policy_id, "stopped")])
     return JournalLostError(loss.text + reason)
 
 
@@ -289,7 +289,7 @@ async def carry_out(
         what=loss.text,
         set_aside=str(place),
     )
-    run.send([metrics.RECOVERIES.sample(1, "adopted" if is_adopted else "lost")])
+    run.send([metrics.RECOVERIES.sample(1, policy_id, "adopted" if is_adopted else "lost")])
     return await journal.history(policy_id)
 
 

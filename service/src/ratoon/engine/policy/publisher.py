@@ -339,7 +339,7 @@ class Publisher(Awaited):
             return
         await self._show(version)
         seconds = time.perf_counter() - started
-        run.send([metrics.PUBLISH_SECONDS.sample(seconds)])
+        run.send([metrics.PUBLISH_SECONDS.sample(seconds, run.policy_id)])
         _LOG.info(
             "version published",
             policy_id=run.policy_id,
@@ -395,7 +395,7 @@ class Publisher(Awaited):
         """Note why a version cannot be published; only a read that asks for it tries again."""
         policy_id = self._run.policy_id
         _LOG.error("publish failed", policy_id=policy_id, version=version, error=error.message)
-        self._run.send([metrics.PUBLISH_FAILURES.sample(1)])
+        self._run.send([metrics.PUBLISH_FAILURES.sample(1, policy_id)])
         self._refused = (version, error)
         self._leave()
         self._stopped = None

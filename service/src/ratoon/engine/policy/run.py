@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from ratoon import metrics
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files.archive import Archive
@@ -110,6 +111,7 @@ class PolicyRun:
     def enter(self, state: PolicyState, failure: str = "") -> None:
         """Change the policy's state. `failure`: why it failed; "": it has not."""
         self.state, self.failure = state, failure
+        self.send([metrics.POLICY_FAILED.sample(int(state is PolicyState.FAILED), self.policy_id)])
 
     async def set_published(self, published: tuple[int, ...]) -> None:
         """Change which versions can be fetched, in the journal first."""

@@ -70,7 +70,7 @@ class TurnLoop:
         self._prefers_between = False
         self._publications: list[asyncio.Future[None]] = []
         # Queued and running counts as last sent to the metrics.
-        self._reported = (0, 0)
+        self._reported: tuple[int, int] | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
