@@ -95,7 +95,7 @@ def show(context: typer.Context, value: object, fields: Mapping[str, object]) ->
 
 def show_line(context: typer.Context, value: object, text: str) -> None:
     """`value` whole as JSON, or `text`; at once, for who reads as it comes."""
-    typer.echo(json.dumps(_plain(value)) if settings_of(context).as_json else text)
+    typer.echo(json.dumps(_plain(value)) if settings_of(context).as_json else printable(text))
     sys.stdout.flush()
 
 
@@ -123,7 +123,14 @@ def _text(value: object) -> str:
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
     # Messages and names may have brackets, which are no markup.
-    return escape(str(value))
+    return escape(printable(str(value)))
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey, or show nothing of, written as an escape: \\x1b."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def _plain(value: object) -> Any:

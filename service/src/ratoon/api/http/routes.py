@@ -33,10 +33,10 @@ from ratoon.api.gate import AuthorizedCall, Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.bodies import BodyRoute, fill_request
 from ratoon.api.http.errors import error_response, error_responses
-from ratoon.api.http.schema import WireModel, body_of, comment, error_body, model_of
+from ratoon.api.http.schema import WireModel, body_of, error_body, model_of
 from ratoon.api.service import PolicyService
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon_proto.fields import fields_of, http_route
+from ratoon_proto.fields import comment, fields_of, http_route
 from ratoon_proto.json_form import to_json
 from ratoon_proto.v1 import service_pb2 as wire
 from ratoon_proto.v1.operation_pb2 import Operation
