@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.models import OptionInfo
 
-from ratoon_client.cli import training, weights
+from ratoon_client.cli import history, runs, training, weights
 from ratoon_client.cli.context import Settings, open_client, printable, show
 from ratoon_client.cli.policies import checkpoints, policies
 from ratoon_client.config import (
@@ -47,6 +47,10 @@ cli = typer.Typer(
 cli.add_typer(policies, name="policies", help="Create, list and delete policies.")
 cli.add_typer(weights.cli, name="weights", help="Pull, list, follow and import weights.")
 cli.add_typer(checkpoints, name="checkpoints", help="Save, load and list checkpoints.")
+cli.add_typer(history.operations, name="operations", help="List and show operations.")
+cli.command()(runs.runs)
+cli.command()(runs.top)
+cli.command()(history.log)
 cli.command()(training.update)
 cli.command()(training.watch)
 

@@ -89,7 +89,7 @@ def show(context: typer.Context, value: object, fields: Mapping[str, object]) ->
         return
     table = Table(box=None, show_header=False)
     for name, field in fields.items():
-        table.add_row(name, _text(field))
+        table.add_row(name, text_of(field))
     Console(soft_wrap=True).print(table)
 
 
@@ -111,18 +111,18 @@ def show_rows(
         return
     table = Table(*columns, box=None)
     for row in rows:
-        table.add_row(*map(_text, row))
+        table.add_row(*map(text_of, row))
     Console(soft_wrap=True).print(table)
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A cell of a table: what it says is shown as it is, and neither obeyed nor taken for markup."""
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
-    # Messages and names may have brackets, which are no markup.
     return escape(printable(str(value)))
 
 
