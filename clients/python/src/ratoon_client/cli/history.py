@@ -92,10 +92,17 @@ def log(
     sends to one tracker.
     """
     chosen = tuple(name.strip() for name in figures.split(",") if name.strip())
-    given = {"--tensorboard": tensorboard, "--wandb": wandb, "--mlflow": mlflow, "--trackio": trackio}
+    given = {
+        "--tensorboard": tensorboard,
+        "--wandb": wandb,
+        "--mlflow": mlflow,
+        "--trackio": trackio,
+    }
     targets = {option: place for option, place in given.items() if place}
     if len(targets) > 1:
-        raise InvalidArgumentError(" and ".join(targets), "several trackers", "one for each command")
+        raise InvalidArgumentError(
+            " and ".join(targets), "several trackers", "one for each command"
+        )
     if jsonl and as_csv:
         raise InvalidArgumentError("--csv", "beside --jsonl", "one form")
     is_jsonl = jsonl or settings_of(context).as_json
@@ -241,7 +248,10 @@ def list_operations(
         found = list(
             islice(
                 client.operations(
-                    policy or None, kinds=tuple(kind or ()), states=tuple(state or ()), seq=seq or None
+                    policy or None,
+                    kinds=tuple(kind or ()),
+                    states=tuple(state or ()),
+                    seq=seq or None,
                 ),
                 limit,
             )
