@@ -101,11 +101,11 @@ def show_line(context: typer.Context, value: object, text: str) -> None:
 
 def show_rows(
     context: typer.Context,
-    values: Sequence[object],
+    values: object,
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
 ) -> None:
-    """`values` as a JSON list, or `rows` as a table."""
+    """`values` as JSON, or `rows` as a table."""
     if settings_of(context).as_json:
         typer.echo(json.dumps(_plain(values)))
         return
@@ -116,7 +116,7 @@ def show_rows(
 
 
 def text_of(value: object) -> str:
-    """A cell of a table: what it says is shown as it is, and neither obeyed nor taken for markup."""
+    """A cell of a table: what it says is shown, and neither obeyed nor taken for markup."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -6,10 +6,11 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import fields
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any
 
@@ -31,8 +32,8 @@ from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.operation import describe
 from ratoon_proto.types import (
     Operation,
-    OperationKindName,
-    OperationStateName,
+    OperationKind,
+    OperationState,
     Policy,
     StepReport,
 )
@@ -92,52 +93,32 @@ def log(
     sends to one tracker.
     """
     chosen = tuple(name.strip() for name in figures.split(",") if name.strip())
-    given = {
-        "--tensorboard": tensorboard,
-        "--wandb": wandb,
-        "--mlflow": mlflow,
-        "--trackio": trackio,
-    }
-    targets = {option: place for option, place in given.items() if place}
+    places = {TensorBoard: tensorboard, Wandb: wandb, Mlflow: mlflow, Trackio: trackio}
+    targets = [(kind, place) for kind, place in places.items() if place]
     if len(targets) > 1:
-        raise InvalidArgumentError(
-            " and ".join(targets), "several trackers", "one for each command"
-        )
+        options = " and ".join(f"--{kind.__name__.lower()}" for kind, _ in targets)
+        raise InvalidArgumentError(options, "several trackers", "one for each command")
     if jsonl and as_csv:
         raise InvalidArgumentError("--csv", "beside --jsonl", "one form")
     is_jsonl = jsonl or settings_of(context).as_json
     write = _json_line if is_jsonl else _csv_writer(chosen) if as_csv else _table_writer(chosen)
 
-    def opened(policy: Policy) -> Target:
-        ((option, place),) = targets.items()
-        kinds: Mapping[str, Callable[[str, str], Target]] = {
-            "--tensorboard": TensorBoard,
-            "--wandb": Wandb,
-            "--mlflow": Mlflow,
-            "--trackio": Trackio,
-        }
-        return kinds[option](place, run_name(policy))
-
     # A table needs no more than it shows.
     asked = chosen or (() if targets or is_jsonl or as_csv else tuple(_SHOWN.values()))
     with suppress(KeyboardInterrupt), open_client(context) as client:
         policy = client.get_policy(policy_id)
-        if targets:
+        for kind, place in targets:
+            opened = partial(kind, place, run_name(policy))
             _export(client, policy, opened, asked, write, is_following=follow)
-        else:
-            batches = (
-                follow_steps(client, policy, after_seq=after_seq, figures=asked, tell=_tell)
-                if follow
-                else read_steps(client, policy, after_seq=after_seq, figures=asked)
-            )
-            for steps in batches:
+        if not targets:
+            for steps in _steps(client, policy, after_seq, asked, is_following=follow):
                 _print(steps, write)
 
 
 def _export(
     client: RatoonClient,
     policy: Policy,
-    opened: Callable[[Policy], Target],
+    opened: Callable[[], Target],
     figures: Sequence[str],
     write: Callable[[Step], None],
     *,
@@ -147,14 +128,9 @@ def _export(
     pause_s = 0.5
     while True:
         try:
-            with closing(opened(policy)) as target:
-                after = {"after_seq": target.last_seq, "figures": figures}
-                batches = (
-                    follow_steps(client, policy, tell=_tell, **after)
-                    if is_following
-                    else read_steps(client, policy, **after)
-                )
-                for batch in batches:
+            with closing(opened()) as target:
+                after_seq = target.last_seq
+                for batch in _steps(client, policy, after_seq, figures, is_following=is_following):
                     steps = [step for step in batch if step.is_step]
                     target.write(steps)
                     _print(steps, write)
@@ -166,6 +142,19 @@ def _export(
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             _tell(f"{error} (again in {pause_s:.1f} s)")
             time.sleep(pause_s)
+
+
+def _steps(
+    client: RatoonClient,
+    policy: Policy,
+    after_seq: int,
+    figures: Sequence[str],
+    *,
+    is_following: bool,
+) -> Iterator[list[Step]]:
+    if is_following:
+        return follow_steps(client, policy, after_seq=after_seq, figures=figures, tell=_tell)
+    return read_steps(client, policy, after_seq=after_seq, figures=figures)
 
 
 def _print(steps: Sequence[Step], write: Callable[[Step], None]) -> None:
@@ -233,11 +222,11 @@ def list_operations(
     context: typer.Context,
     policy: Annotated[str, typer.Option(help="Only this policy's.")] = "",
     kind: Annotated[
-        list[OperationKindName] | None,
+        list[OperationKind] | None,
         typer.Option(help="Only operations of this kind; may be given again.", show_default=False),
     ] = None,
     state: Annotated[
-        list[OperationStateName] | None,
+        list[OperationState] | None,
         typer.Option(help="Only operations in this state; may be given again.", show_default=False),
     ] = None,
     seq: Annotated[int, typer.Option(help="Only operations with this seq; 0: any.", min=0)] = 0,
@@ -245,17 +234,10 @@ def list_operations(
 ) -> None:
     """List operations, newest first."""
     with open_client(context) as client:
-        found = list(
-            islice(
-                client.operations(
-                    policy or None,
-                    kinds=tuple(kind or ()),
-                    states=tuple(state or ()),
-                    seq=seq or None,
-                ),
-                limit,
-            )
+        listed = client.operations(
+            policy or None, kinds=kind or (), states=state or (), seq=seq or None
         )
+        found = list(islice(listed, limit))
     columns = ("operation", "policy", "kind", "seq", "state", "version", "created", "s", "note")
     show_rows(context, found, columns, map(_operation_row, found))
 
@@ -321,12 +303,12 @@ def _figures(report: StepReport) -> dict[str, object]:
             rows[each.name] = value
     for number, warning in enumerate(report.warnings, 1):
         rows[f"warning {number}"] = str(warning)
-        named = [_offender(each) for each in warning.offenders]
+        named = [_offender(each) for each in getattr(warning, "offenders", ())]
         rows |= {f"{number}.{place}": text for place, text in enumerate(named, 1)}
     return rows
 
 
-def _offender(offender: Offender) -> str:
+def _offender(offender: Any) -> str:
     places = [f"group {offender.group} ({offender.group_id})"]
     places += [f"rollout {offender.rollout}"] if offender.rollout >= 0 else []
     places += [f"token {offender.token}"] if offender.token is not None else []

@@ -54,7 +54,7 @@ class Step:
 
 
 def figure_names() -> tuple[str, ...]:
-    """Every figure that a step may have: numbers of StepReport, and `seconds.forward` and others."""
+    """Every figure that a step may have: numbers of a StepReport, `seconds.forward` and such."""
     message = training_pb2.StepReport.DESCRIPTOR
     numbers = [
         field.name
