@@ -261,6 +261,7 @@ class AsyncRatoonClient:
         figures: Sequence[str] = (),
         *,
         after_seq: int = 0,
+        before_seq: int = 0,
         max_points: int = 1000,
     ) -> StepHistory:
         """Read the figures of a policy's optimizer steps, oldest first, as columns.
@@ -269,6 +270,7 @@ class AsyncRatoonClient:
             policy_id: The policy.
             figures: Names of a report's figures: `loss`, `seconds.forward`. Default: all.
             after_seq: Only steps after this seq: `history.seq[-1]` of an earlier answer.
+            before_seq: Only steps before this seq; 0: up to the newest.
             max_points: Where there are more steps, neighbours are joined into one point, with their
                 mean, least and greatest values.
         """
@@ -277,6 +279,7 @@ class AsyncRatoonClient:
             policy_id=policy_id,
             figures=all_of("figures", figures, str),
             after_seq=after_seq,
+            before_seq=before_seq,
             max_points=max_points,
         )
         return decode(message, StepHistory)

@@ -560,11 +560,14 @@ class ListStepsRequest(_message.Message):
     FIGURES_FIELD_NUMBER: _builtins.int
     AFTER_SEQ_FIELD_NUMBER: _builtins.int
     MAX_POINTS_FIELD_NUMBER: _builtins.int
+    BEFORE_SEQ_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     after_seq: _builtins.int
     """Only steps after this seq."""
     max_points: _builtins.int
     """At most 10,000. Default: 1,000."""
+    before_seq: _builtins.int
+    """Only steps before this seq, so that a range has at most so many steps; 0: up to the newest."""
     @_builtins.property
     def figures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of figures: `loss`, `grad_norm`, `seconds.forward`. Empty: all that any of the steps has."""
@@ -576,10 +579,11 @@ class ListStepsRequest(_message.Message):
         figures: _abc.Iterable[_builtins.str] | None = ...,
         after_seq: _builtins.int = ...,
         max_points: _builtins.int = ...,
+        before_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seq", b"after_seq", "figures", b"figures", "max_points", b"max_points", "policy_id", b"policy_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seq", b"after_seq", "before_seq", b"before_seq", "figures", b"figures", "max_points", b"max_points", "policy_id", b"policy_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -215,9 +215,11 @@ class PolicyService:
     async def list_steps(self, request: service_pb2.ListStepsRequest) -> service_pb2.StepHistory:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         after_seq = at_least("after_seq", request.after_seq, 0)
+        before_seq = at_least("before_seq", request.before_seq, 0)
         max_points = _bounded("max_points", request.max_points, POINTS, MAX_POINTS)
+        seqs = (after_seq, before_seq)
         history = await self._engine.call(
-            Engine.list_steps, policy_id, tuple(request.figures), after_seq, max_points
+            Engine.list_steps, policy_id, tuple(request.figures), seqs, max_points
         )
         return await asyncio.to_thread(write, service_pb2.StepHistory(), history)
 

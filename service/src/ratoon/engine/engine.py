@@ -176,9 +176,10 @@ class Engine:
         return tuple(o for o in seen if not asked.states or o.state in asked.states), goes_on
 
     async def list_steps(
-        self, policy_id: str, figures: tuple[str, ...], after_seq: int, max_points: int
+        self, policy_id: str, figures: tuple[str, ...], seqs: tuple[int, int], max_points: int
     ) -> StepHistory:
-        """Steps after a seq, as at most `max_points` points; `figures` empty: all that there are.
+        """Steps after the first of `seqs` and before the second (0: up to the newest), as at most
+        `max_points` points; `figures` empty: all that there are.
 
         Rows are read in portions, between which the journal takes other calls. Raises
         INVALID_ARGUMENT for an unknown figure, and POLICY_NOT_FOUND, also where the policy is
@@ -186,7 +187,8 @@ class Engine:
         """
         curves = Curves(figures, max_points)
         created_at = (await self._lifecycle.policy(policy_id)).created_at
-        while rows := await self._journal.steps(policy_id, after_seq, _STEPS_READ):
+        after_seq, before_seq = seqs
+        while rows := await self._journal.steps(policy_id, after_seq, before_seq, _STEPS_READ):
             await asyncio.to_thread(curves.add, rows)
             after_seq = rows[-1].seq
         if (await self._lifecycle.policy(policy_id)).created_at != created_at:

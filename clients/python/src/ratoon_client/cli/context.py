@@ -89,41 +89,48 @@ def show(context: typer.Context, value: object, fields: Mapping[str, object]) ->
         return
     table = Table(box=None, show_header=False)
     for name, field in fields.items():
-        table.add_row(name, _text(field))
+        table.add_row(name, text_of(field))
     Console(soft_wrap=True).print(table)
 
 
 def show_line(context: typer.Context, value: object, text: str) -> None:
     """`value` whole as JSON, or `text`; at once, for who reads as it comes."""
-    typer.echo(json.dumps(_plain(value)) if settings_of(context).as_json else text)
+    typer.echo(json.dumps(_plain(value)) if settings_of(context).as_json else printable(text))
     sys.stdout.flush()
 
 
 def show_rows(
     context: typer.Context,
-    values: Sequence[object],
+    values: object,
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
 ) -> None:
-    """`values` as a JSON list, or `rows` as a table."""
+    """`values` as JSON, or `rows` as a table."""
     if settings_of(context).as_json:
         typer.echo(json.dumps(_plain(values)))
         return
     table = Table(*columns, box=None)
     for row in rows:
-        table.add_row(*map(_text, row))
+        table.add_row(*map(text_of, row))
     Console(soft_wrap=True).print(table)
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A cell of a table: what it says is shown, and neither obeyed nor taken for markup."""
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
-    # Messages and names may have brackets, which are no markup.
-    return escape(str(value))
+    return escape(printable(str(value)))
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey, or show nothing of, written as an escape: \\x1b."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def _plain(value: object) -> Any:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 from rich.markup import escape
 
 from ratoon_client.cli.context import Seq, open_client, show, show_rows
-from ratoon_client.values import Checkpoint, Lora, PolicyOptions
-from ratoon_proto.types import ModelDtypeName, Policy, SequencingName
+from ratoon_client.cli.options import MessageOptions, takes
+from ratoon_client.values import Checkpoint, PolicyOptions
+from ratoon_proto.types import Policy, PolicySpec
+from ratoon_proto.v1 import policy_pb2
 
 policies = typer.Typer(no_args_is_help=True)
 checkpoints = typer.Typer(no_args_is_help=True)
 
 PolicyId = Annotated[str, typer.Argument(help=escape("[a-z0-9][a-z0-9_-]{0,63}"))]
+POLICY = MessageOptions(
+    message=policy_pb2.PolicySpec,
+    title="Policy",
+    # The id is the argument, and `full` what there is without an adapter.
+    skip=("policy_id", "full"),
+    names={"parallel": "", "numerics_guard": ""},
+    bounds={"seed": (0, 2**64 - 1), "lora.rank": (1, None)},
+)
 _COLUMNS = ("policy", "state", "version", "next seq", "base", "parameters", "trainable")
 _CHECKPOINT_COLUMNS = ("checkpoint", "version", "seq", "bytes", "created")
 
 
 @policies.command("list")
 def list_policies(context: typer.Context) -> None:
+    """List the policies; `ratoonctl runs` shows how they train."""
     with open_client(context) as client:
         found = client.list_policies()
     show_rows(context, found, _COLUMNS, map(_row, found))
@@ -28,58 +39,27 @@ def list_policies(context: typer.Context) -> None:
 
 @policies.command()
 def get(context: typer.Context, policy_id: PolicyId) -> None:
+    """Show a policy."""
     with open_client(context) as client:
         policy = client.get_policy(policy_id)
     show(context, policy, _fields(policy))
 
 
 @policies.command()
-def create(
-    context: typer.Context,
-    policy_id: PolicyId,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="Built-in random model: tiny, small, tiny-qwen3.5, tiny-gpt-oss."),
-    ] = None,
-    model_folder: Annotated[
-        str | None, typer.Option(help="Model folder below the service's models root.")
-    ] = None,
-    lora_rank: Annotated[
-        int | None, typer.Option(help="Train a LoRA adapter of this rank.", min=1)
-    ] = None,
-    lora_alpha: Annotated[
-        float | None, typer.Option(help="Scale of the adapter. Default: twice the rank.", min=0.0)
-    ] = None,
-    lora_targets: Annotated[
-        str | None,
-        typer.Option(help="Projections to adapt, as q_proj,v_proj. Default: all."),
-    ] = None,
-    dtype: Annotated[
-        ModelDtypeName | None,
-        typer.Option(help="Dtype of the weights on the device."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random weights.", min=0, max=2**64 - 1)] = 0,
-    sequencing: Annotated[
-        SequencingName | None,
-        typer.Option(help="Who numbers the policy's calls."),
-    ] = None,
-) -> None:
-    """Create a policy and wait until it can be trained."""
-    options = PolicyOptions(seed=seed)
-    if preset is not None:
-        options["preset"] = preset
-    if model_folder is not None:
-        options["model_folder"] = model_folder
-    if dtype is not None:
-        options["dtype"] = dtype
-    if sequencing is not None:
-        options["sequencing"] = sequencing
-    if lora_rank is not None:
-        alpha = 2.0 * lora_rank if lora_alpha is None else lora_alpha
-        targets = lora_targets.split(",") if lora_targets else ()
-        options["lora"] = Lora(rank=lora_rank, alpha=alpha, target_modules=targets)
+@takes(POLICY)
+def create(context: typer.Context, policy_id: PolicyId, **options: Any) -> None:
+    """Create a policy and wait until it can be trained.
+
+    --lora-rank trains an adapter instead of every parameter; --lora-alpha is then twice the rank
+    unless it is given.
+    """
+    given = POLICY.given(options)
+    if "rank" in given.get("lora", {}):
+        given["lora"].setdefault("alpha", 2.0 * given["lora"]["rank"])
+    spec = POLICY.value(PolicySpec, {"policy_id": policy_id, **given})
+    chosen = cast("PolicyOptions", {name: getattr(spec, name) for name in given})
     with open_client(context) as client:
-        policy = client.create_policy(policy_id, **options).result()
+        policy = client.create_policy(policy_id, **chosen).result()
     show(context, policy, _fields(policy))
 
 
@@ -118,6 +98,7 @@ def _fields(policy: Policy) -> dict[str, object]:
 
 @checkpoints.command("list")
 def list_checkpoints(context: typer.Context, policy_id: str) -> None:
+    """List a policy's checkpoints."""
     with open_client(context) as client:
         found = client.list_checkpoints(policy_id)
     show_rows(context, found, _CHECKPOINT_COLUMNS, map(_checkpoint_row, found))

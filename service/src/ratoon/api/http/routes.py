@@ -33,10 +33,10 @@ from ratoon.api.gate import AuthorizedCall, Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.bodies import BodyRoute, fill_request
 from ratoon.api.http.errors import error_response, error_responses
-from ratoon.api.http.schema import WireModel, body_of, comment, enum_of, error_body, model_of
+from ratoon.api.http.schema import WireModel, body_of, enum_of, error_body, model_of
 from ratoon.api.service import MAX_PAGE_SIZE, MAX_POINTS, PolicyService
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon_proto.fields import fields_of, http_route
+from ratoon_proto.fields import comment, fields_of, http_route
 from ratoon_proto.fill import fill
 from ratoon_proto.json_form import to_json
 from ratoon_proto.v1 import service_pb2 as wire
@@ -154,6 +154,7 @@ _IN_QUERY: Mapping[str, tuple[Any, Any]] = MappingProxyType(
         "page_token": (Annotated[str, Query()], ""),
         "figures": (Annotated[list[str], Query()], []),
         "after_seq": (Annotated[int, Query(ge=0, lt=2**63)], 0),
+        "before_seq": (Annotated[int, Query(ge=0, lt=2**63)], 0),
         "max_points": (Annotated[int, Query(ge=0, le=MAX_POINTS)], 0),
     }
 )

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from enum import StrEnum
 from functools import cache
-from importlib.resources import files
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
@@ -37,6 +35,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from ratoon.api.contract import SERVICE
 from ratoon_proto.codec import encode_array
 from ratoon_proto.fields import (
+    comment,
     enum_name,
     enum_names,
     fields_of,
@@ -267,16 +266,6 @@ def error_body() -> type[WireModel]:
     detail = model_of(operation_pb2.ErrorDetail.DESCRIPTOR)
     doc = "The body of every answer that is no success."
     return _made("ErrorBody", doc, {"error": (detail, ...)})
-
-
-@cache
-def _comments() -> Mapping[str, str]:
-    return json.loads(files("ratoon_proto.v1").joinpath("comments.json").read_text("utf-8"))
-
-
-def comment(full_name: str) -> str:
-    """The .proto comment of a message, field or method; "": none."""
-    return _comments().get(full_name, "")
 
 
 def _made(name: str, doc: str, fields: Mapping[str, Any]) -> type[WireModel]:

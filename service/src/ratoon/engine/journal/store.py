@@ -284,9 +284,13 @@ class SqlStore:
             return records, (records[-1].created_at, records[-1].operation_id)
         return records, None if last is None else (last.created_at, last.operation_id)
 
-    def steps(self, policy_id: str, after_seq: int, most: int) -> tuple[StepRow, ...]:
-        """The next rows of a policy's steps, in seq order, at most so many."""
+    def steps(
+        self, policy_id: str, after_seq: int, before_seq: int, most: int
+    ) -> tuple[StepRow, ...]:
+        """The next rows of a policy's steps, in seq order, at most so many; `before_seq` 0: any."""
         query = select(STEPS).where(STEPS.c.policy_id == policy_id, STEPS.c.seq > after_seq)
+        if before_seq:
+            query = query.where(STEPS.c.seq < before_seq)
         with self._engine.begin() as connection:
             rows = connection.execute(query.order_by(STEPS.c.seq).limit(most)).mappings()
             return tuple(to_step(row) for row in rows)
