@@ -39,7 +39,7 @@ ResponseT = TypeVar("ResponseT", bound=Message | FileChunk)
 # Called with the reason of a refusal, and the id of the key.
 OnRefusal = Callable[[str, str], None]
 # Calls about no single policy. ListPolicies returns those that its caller may see.
-OF_NO_POLICY = frozenset({"list_policies", "get_server_info", "health", "api_document"})
+OF_NO_POLICY = frozenset({"list_policies", "get_server_info", "health", "api_document", "page"})
 # Calls that wait for something to happen; they change nothing.
 WAITING = frozenset({"get_operation", "get_weight_manifest", "get_gradient_manifest"})
 RECHECK_S = 5.0
