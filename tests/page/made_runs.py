@@ -33,70 +33,12 @@ NAMES = (
 )
 HOSTILE = '<img src=x onerror="document.title=1">\x1b[31m\u202eevil'
 BEGUN = 1_790_000_000.0
-WORDS = [
-    "So",
-    "we",
-    "need",
-    "to",
-    "find",
-    "how",
-    "many",
-    "apples",
-    "remain",
-    "after",
-    "she",
-    "gives",
-    "three",
-    "of",
-    "the",
-    "twelve",
-    "to",
-    "her",
-    "brother",
-    ",",
-    "then",
-    "half",
-    "of",
-    "what",
-    "is",
-    "left",
-    "to",
-    "a",
-    "friend",
-    ".",
-    "12",
-    "-",
-    "3",
-    "=",
-    "9",
-    "and",
-    "9",
-    "/",
-    "2",
-    "=",
-    "4.5",
-    ",",
-    "so",
-    "she",
-    "has",
-    "4.5",
-    "apples",
-    ".\n",
-    "Let",
-    "me",
-    "check",
-    "that",
-    "again",
-    ":",
-    "yes",
-    ".",
-    "The",
-    "answer",
-    "is",
-    "\\boxed{",
-    "4.5",
-    "}",
-]
+TEXT = (
+    "So we need to find how many apples remain after she gives three of the twelve to her "
+    "brother , then half of what is left to a friend . 12 - 3 = 9 and 9 / 2 = 4.5 , so she "
+    "has 4.5 apples .\n Let me check that again : yes . The answer is \\boxed{ 4.5 }"
+)
+WORDS = tuple(TEXT.split(" "))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
