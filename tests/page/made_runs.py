@@ -150,7 +150,7 @@ def list_steps(run: MadeRun, figures: list[str], after_seq: int, max_points: int
         "finished_at": [BEGUN + 4.0 * few[-1] for few in bins],
         "series": series,
         "marks": marks,
-        "num_steps": run.num_steps,
+        "num_steps": len(seqs),
     }
 
 
@@ -230,6 +230,7 @@ def kept(run: MadeRun, seq: int, group: int, index: int, *, whole: bool) -> dict
         "ratio_max_token": worst,
         "clip_fraction": sum(abs(ratio - 1) > 0.2 for ratio in ratios) / length,
         "policy_version": seq - 1,
+        "weight_share": 0.93 if is_bad else 0.001,
         "truncated": length == len(WORDS) + 30,
         "dropped": False,
         "leaf": NUM_GROUPS + group * NUM_ROLLOUTS + index,

@@ -48,6 +48,18 @@ export const steps = (id, query, signal) => get(["policies", id, "steps"], query
 export const versions = (id, signal) => get(["policies", id, "weights"], {}, signal);
 export const checkpoints = (id, signal) => get(["policies", id, "checkpoints"], {}, signal);
 export const operations = (query, signal) => get(["operations"], query, signal);
+
+// The operation of a seq, or null: a page may be empty and not the last.
+export async function operationAt(id, seq, signal) {
+  let token = "";
+  for (let page = 0; page < 100; page += 1) {
+    const answer = await operations({ policy_id: id, seq, page_token: token }, signal);
+    token = answer.next_page_token;
+    if (answer.operations.length || !token) return answer.operations[0] ?? null;
+  }
+  return null;
+}
+
 export const rollouts = (id, seq, signal) => get(["policies", id, "steps", seq, "rollouts"], {}, signal);
 export const rollout = (id, seq, group, index, signal) =>
   get(["policies", id, "steps", seq, "rollouts", group, index], {}, signal);

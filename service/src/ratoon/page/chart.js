@@ -184,7 +184,9 @@ export function chart({ label, unit = "step", tall = false, point = pointer(), o
     ink.textAlign = "center";
     ink.textBaseline = "alphabetic";
     for (const tick of ticks(range[0], range[1], Math.max(2, width / 110))) {
-      if (Number.isInteger(tick)) ink.fillText(number(tick), Math.min(toX(tick), width - 14), height - 4);
+      if (!Number.isInteger(tick)) continue;
+      const text = number(tick);
+      ink.fillText(text, Math.min(toX(tick), width - ink.measureText(text).width / 2), height - 4);
     }
   }
 
@@ -302,7 +304,7 @@ export function chart({ label, unit = "step", tall = false, point = pointer(), o
     const i = point.x === null ? xs.length - 1 : nearest(xs, point.x);
     const page = Math.max(1, Math.round(xs.length / 10));
     const moves = {
-      ArrowLeft: i - (point.x === null ? 0 : 1),
+      ArrowLeft: i - 1,
       ArrowRight: i + 1,
       ArrowDown: i - 1,
       ArrowUp: i + 1,

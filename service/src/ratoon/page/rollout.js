@@ -83,7 +83,9 @@ export function rolloutView([id, seq, group, index], query) {
   const tokenOf = (i) => data.tokens[data.prompt_tokens + i];
   function shownText(i) {
     const own = data.texts[data.prompt_tokens + i];
-    return own === undefined ? String(tokenOf(i)) : visible(own).replaceAll("␊", "⏎");
+    if (own === undefined) return String(tokenOf(i));
+    // Of a character that several tokens share, the last has the text.
+    return own === "" ? "·" : visible(own).replaceAll("␊", "⏎");
   }
 
   function tokenNode(i, spec, values) {
@@ -178,7 +180,7 @@ export function rolloutView([id, seq, group, index], query) {
         fact("Mean |gap|", number(data.gap_abs_mean)), fact("Largest gap", number(data.gap_max)),
         fact("Largest ratio", number(data.ratio_max)), fact("Clipped", percent(data.clip_fraction)),
         fact("Prompt", `${number(data.prompt_tokens)} tokens`), fact("Response", `${number(data.response_tokens)} tokens`),
-        fact("Sampled at version", number(data.policy_version)),
+        fact("Share of the gradient", percent(data.weight_share)), fact("Sampled at version", number(data.policy_version)),
       ]);
       const shownPrompt = data.tokens.slice(0, data.prompt_tokens).map((token, i) => data.texts[i] ?? `${token} `);
       prompt.replaceChildren(

@@ -9,7 +9,8 @@ const MOST_MARKS = 2000;
 /**
  * read(signal) resolves to whether anything changed. Afterwards `seq`, `version`, `finishedAt` and
  * `figures` (name -> {mean, low, high}; low and high null where no point stands for several steps)
- * are columns, oldest first; `marks` has the newest MOST_MARKS; `numSteps` counts all steps.
+ * are columns, oldest first; `marks` has the newest MOST_MARKS; `numSteps` counts the steps that they
+ * stand for.
  * `figures()` names what to read: [] for all.
  */
 export function stepSeries(policyId, figures, { most = MOST, last = null } = {}) {
@@ -44,7 +45,7 @@ export function stepSeries(policyId, figures, { most = MOST, last = null } = {})
     all.version.push(...answer.version);
     all.finishedAt.push(...answer.finished_at);
     all.marks = [...all.marks, ...answer.marks].slice(-MOST_MARKS);
-    all.numSteps = answer.num_steps;
+    all.numSteps += answer.num_steps;
     const told = new Map(answer.series.map((one) => [one.figure, one]));
     const absent = Array(answer.seq.length).fill(null);
     for (const [name, kept] of all.figures) {
@@ -66,10 +67,6 @@ export function stepSeries(policyId, figures, { most = MOST, last = null } = {})
       }
       const after = all.seq.at(-1) ?? 0;
       const answer = await steps(policyId, { after_seq: after, max_points: most, figures: figures() }, signal);
-      if (answer.num_steps < all.numSteps || answer.num_steps - all.numSteps > answer.seq.length) {
-        await whole(signal);
-        return true;
-      }
       if (!answer.seq.length && !answer.marks.length) return false;
       const known = new Set(all.marks.map((mark) => mark.seq));
       answer.marks = answer.marks.filter((mark) => !known.has(mark.seq));

@@ -1,7 +1,7 @@
 // One step: what is said about it and whom that names, its figures, its groups with their rollouts,
 // and its prefix forest.
 
-import { operations, orNone, rollouts } from "./api.js";
+import { operationAt, orNone, rollouts } from "./api.js";
 import { chip, fill, h, panel, short, visible } from "./dom.js";
 import { labelOf, policyLink, rolloutLink, stepLink } from "./figures.js";
 import { between, clock, duration, NONE, number, percent } from "./format.js";
@@ -9,6 +9,7 @@ import { icicle } from "./icicle.js";
 
 const MOST_GROUPS = 60;
 const MOST_ROLLOUTS = 200;
+const MOST_PASSES = 8;
 const HEADLINES = ["reward_mean", "loss", "grad_norm", "sampler_kl", "ratio_max", "entropy", "response_length_mean", "token_reduction"];
 // What else a report has is listed below them by these parts of its names, the first that fits.
 const FAMILIES = [
@@ -56,8 +57,11 @@ export function stepView([id, seq], _, left) {
     }
     const rows = all.map((group) => rowOf(group, byGroup.get(group) ?? [], told[group], accused));
     rows.sort((a, b) => b.accused - a.accused || b.gap - a.gap || a.group - b.group);
-    fill(groups, [rows, [...opened], why], () => {
-      if (!rows.length) return h("p", { class: "empty" }, why || "This step has kept no rollouts: set keep_rollouts of the policy to worst or all.");
+    fill(groups, [rows, [...opened], why, passes], () => {
+      if (!rows.length) return [
+        h("p", { class: "empty" }, why || "This step has kept no rollouts: set keep_rollouts of the policy to worst or all."),
+        passes.length ? h("p", null, "They came with ", passes.map((one) => [h("a", { href: stepLink(id, one) }, `forward-backward ${one}`), " "])) : null,
+      ];
       return [groupTable(rows.slice(0, MOST_GROUPS), accused), rows.length > MOST_GROUPS ? h("p", { class: "note" }, `${rows.length - MOST_GROUPS} groups more are not shown.`) : null];
     });
   }
@@ -95,7 +99,7 @@ export function stepView([id, seq], _, left) {
   function rolloutRow(one, kind) {
     return h("tr", null,
       h("td", null, h("a", { href: rolloutLink(id, seq, one.group, one.rollout, one.gap_max === null ? null : one.gap_max_token), "data-key": `rollout-${one.group}-${one.rollout}` }, `rollout ${one.rollout}`)),
-      h("td", { class: "number note" }, `version ${one.policy_version}`),
+      h("td", { class: "number note" }, one.policy_version === null ? "" : `version ${one.policy_version}`),
       h("td", { class: "number" }, number(one.reward)),
       h("td", { class: "number" }, one.advantage === null ? "" : `advantage ${number(one.advantage, 3)}`),
       h("td", { class: "number" }, number(one.response_tokens)),
@@ -104,7 +108,19 @@ export function stepView([id, seq], _, left) {
       h("td", null, kind ? chip(kind, "warn") : null, one.truncated ? chip("truncated") : null, one.dropped ? chip("dropped") : null, one.clip_fraction ? chip(`clipped ${percent(one.clip_fraction)}`) : null));
   }
 
+  // Seqs of the ForwardBackwards right before an OptimStep: its rollouts came with them.
+  async function passesOf(operation, signal) {
+    const found = [];
+    if (operation?.kind !== "optim_step") return found;
+    for (let before = Number(seq) - 1; before > 0 && found.length < MOST_PASSES; before -= 1) {
+      if ((await operationAt(id, before, signal))?.kind !== "forward_backward") break;
+      found.unshift(before);
+    }
+    return found;
+  }
+
   let report = null;
+  let passes = [];
   return {
     title: `Step ${seq} of ${short(id)}`,
     element: h("div", null,
@@ -118,12 +134,12 @@ export function stepView([id, seq], _, left) {
       forest,
       panel("All figures", families)),
     async refresh(signal) {
-      const [listed, ofRollouts] = await Promise.all([
-        operations({ policy_id: id, seq, page_size: 1 }, signal),
+      const [operation, ofRollouts] = await Promise.all([
+        operationAt(id, seq, signal),
         orNone(rollouts(id, seq, signal)),
       ]);
-      const operation = listed.operations[0] ?? null;
       report = operation?.step?.report ?? null;
+      passes = await passesOf(operation, signal);
       fill(head, operation, () => (operation ? headOf(operation) : "No operation has this seq."));
       fill(said, [report, operation?.error], () => saidOf(id, seq, operation, report));
       fill(headlines, report, () => HEADLINES.filter((name) => isFigure(report?.[name])).map((name) => h("div", null, h("dt", null, labelOf(name)), h("dd", null, number(report[name])))));
