@@ -52,6 +52,7 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         # HTTP only. `auth.metrics` may make it free.
         "metrics": Scope.READ,
         "api_document": None,
+        "page": None,
     }
 )
 
