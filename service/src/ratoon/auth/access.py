@@ -36,6 +36,7 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "save_checkpoint": Scope.TRAIN,
         "load_checkpoint": Scope.TRAIN,
         "list_checkpoints": Scope.READ,
+        "delete_checkpoint": Scope.TRAIN,
         "get_weight_manifest": Scope.READ,
         "watch_weights": Scope.READ,
         "ack_weights": Scope.READ,
