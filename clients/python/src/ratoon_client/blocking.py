@@ -331,6 +331,7 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     get_operation = blocking(AsyncRatoonClient.get_operation)
     cancel_operation = blocking(AsyncRatoonClient.cancel_operation)
     list_checkpoints = blocking(AsyncRatoonClient.list_checkpoints)
+    delete_checkpoint = blocking(AsyncRatoonClient.delete_checkpoint)
     weight_manifest = blocking(AsyncRatoonClient.weight_manifest)
     watch_weights = blocking(AsyncRatoonClient.watch_weights)
     ack_weights = blocking(AsyncRatoonClient.ack_weights)

@@ -55,6 +55,13 @@ LOAD_CHECKPOINT = Rpc("LoadCheckpoint", service_pb2.LoadCheckpointRequest, _Oper
 LIST_CHECKPOINTS = Rpc(
     "ListCheckpoints", service_pb2.ListCheckpointsRequest, service_pb2.ListCheckpointsResponse
 )
+# A second delete could meet a checkpoint that was saved under that name in between.
+DELETE_CHECKPOINT = Rpc(
+    "DeleteCheckpoint",
+    service_pb2.DeleteCheckpointRequest,
+    operation_pb2.CheckpointInfo,
+    is_idempotent=False,
+)
 GET_WEIGHT_MANIFEST = Rpc(
     "GetWeightManifest", service_pb2.GetWeightManifestRequest, weights_pb2.WeightManifest
 )
