@@ -29,7 +29,7 @@ from ratoon.engine.commands import (
     Submission,
 )
 from ratoon.engine.journal.codec import payload_hash
-from ratoon.engine.refusals import policy_replaced
+from ratoon.engine.refusals import checkpoint_not_found, policy_replaced
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
@@ -225,7 +225,10 @@ class FakeEngine(EngineClient):
         result: OperationResult = StepResult(version=policy.version, report=REPORT)
         if isinstance(submission.command, SaveCheckpointCommand):
             result = CheckpointInfo(
-                checkpoint_id=submission.command.checkpoint_id or f"seq-{operation.seq}",
+                checkpoint_id=f"folder-{operation.seq}",
+                name=submission.command.checkpoint_id or f"seq-{operation.seq}",
+                pinned=submission.command.pinned,
+                expires_at=submission.command.ttl_s,
                 version=policy.version,
                 seq=operation.seq,
                 replay_from_seq=operation.seq + 1,
@@ -344,6 +347,12 @@ class FakeEngine(EngineClient):
         await self.policy(policy_id)
         results = [operation.result for operation in self.operations.values()]
         return [result for result in results if isinstance(result, CheckpointInfo)]
+
+    async def delete_checkpoint(self, policy_id: str, name: str) -> CheckpointInfo:
+        found = [info for info in await self.list_checkpoints(policy_id) if info.name == name]
+        if not found:
+            raise checkpoint_not_found(name)
+        return found[0]
 
     async def weight_manifest(
         self,

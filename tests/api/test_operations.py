@@ -6,7 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from ratoon.engine.commands import ForwardCommand, ImportWeightsCommand, NoKey
+from ratoon.engine.commands import (
+    ForwardCommand,
+    ImportWeightsCommand,
+    NoKey,
+    SaveCheckpointCommand,
+)
 from ratoon_proto.codec import decode_tensor, encode_array
 from ratoon_proto.types import ImportMode
 from ratoon_proto.v1 import operation_pb2, rollout_pb2, service_pb2, training_pb2
@@ -82,7 +87,14 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
         ),
         (
             "SaveCheckpoint",
-            service_pb2.SaveCheckpointRequest(policy_id=policy_id, key=key(4), checkpoint_id="a.b"),
+            service_pb2.SaveCheckpointRequest(
+                policy_id=policy_id,
+                key=key(4),
+                checkpoint_id="a.b",
+                overwrite=True,
+                ttl_s=60.0,
+                keep_last=2,
+            ),
         ),
         (
             "LoadCheckpoint",
@@ -109,6 +121,13 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
     )
     (checkpoint,) = listed.checkpoints
     assert (checkpoint.checkpoint_id, checkpoint.seq, checkpoint.replay_from_seq) == ("a.b", 4, 5)
+    assert (checkpoint.pinned, checkpoint.expires_at.seconds) == (False, 60)
+    saved = api.engine.log[3].command
+    assert saved == SaveCheckpointCommand(
+        checkpoint_id="a.b", overwrite=True, pinned=False, ttl_s=60.0, keep_last=2
+    )
+    delete = service_pb2.DeleteCheckpointRequest(policy_id=policy_id, checkpoint_id="a.b")
+    assert await wire.call("DeleteCheckpoint", delete) == checkpoint
 
 
 async def test_a_folder_is_imported_as_it_is_asked_for(api: Api, wire_name: str) -> None:

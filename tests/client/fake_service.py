@@ -356,6 +356,12 @@ class FakeService:
         info = operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3, size_bytes=10)
         return service_pb2.ListCheckpointsResponse(checkpoints=[info])
 
+    def _delete_checkpoint(self, request: service_pb2.DeleteCheckpointRequest) -> Message:
+        self._policy(request.policy_id)
+        if request.checkpoint_id != "c-1":
+            raise RefusalError("CHECKPOINT_NOT_FOUND")
+        return operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3, pinned=True)
+
     def _get_weight_manifest(self, request: service_pb2.GetWeightManifestRequest) -> Message:
         policy = self._policy(request.policy_id)
         if not request.HasField("version") and request.HasField("known_version"):

@@ -263,3 +263,18 @@ def test_the_handle_of_somebody_elses_operation(client: RatoonClient):
     result = client.operation(first.operation_id).result()
     assert result == first.result()
     assert client.list_checkpoints("p")[0].size_bytes == 10
+
+
+def test_a_checkpoint_is_saved_for_a_while_and_deleted(service: FakeService, client: RatoonClient):
+    session = client.policy("p")
+    session.save_checkpoint("c-1", overwrite=True, ttl_s=60.0, keep_last=3).result()
+    session.save_checkpoint(pinned=True).result()
+    first, second = [r for name, r in service.requests if name == "SaveCheckpoint"]
+    sent: Any = first
+    assert (sent.overwrite, sent.pinned, sent.ttl_s, sent.keep_last) == (True, False, 60.0, 3)
+    assert second.pinned  # pyright: ignore[reportAttributeAccessIssue]
+    assert not second.HasField("ttl_s")
+    assert client.delete_checkpoint("p", "c-1").pinned
+    with pytest.raises(RatoonApiError) as caught:
+        client.delete_checkpoint("p", "c-2")
+    assert caught.value.code == "CHECKPOINT_NOT_FOUND"

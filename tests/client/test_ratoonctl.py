@@ -227,7 +227,7 @@ def _leaves(message: Any, path: str = "") -> Iterator[str]:
     [(LOSS, set()), (OPTIM, set()), (POLICY, {"policy_id", "full"})],
 )
 def test_every_field_of_a_call_has_an_option(options: MessageOptions, without: set[str]):
-    """Only 14 of 60 fields had one; the id is an argument, and `full` what there is without --lora."""
+    """Once 14 of 60 had one; the id is an argument, and `full` is what there is without --lora."""
     names = [option.name for option in options.options()]
     assert len(set(names)) == len(names)
     had = {".".join(option.path) for option in options.options()}
@@ -417,7 +417,12 @@ def test_checkpoints_are_saved_loaded_and_listed(service: FakeService, ctl: Ctl)
     assert ctl.json("checkpoints", "save", "p", "c-1")["checkpoint_id"] == "c-1"
     assert ctl.json("checkpoints", "load", "p", "c-1")["spec"]["policy_id"] == "p"
     assert [c["checkpoint_id"] for c in ctl.json("checkpoints", "list", "p")] == ["c-1"]
-    assert sorted(service.policies["p"].keys) == [1, 2]
+    assert ctl("checkpoints", "save", "p", "c-1", "--overwrite", "--keep-last", "2")[0] == 0
+    sent: Any = [r for name, r in service.requests if name == "SaveCheckpoint"][-1]
+    assert (sent.overwrite, sent.keep_last, sent.HasField("ttl_s")) == (True, 2, False)
+    assert ctl.json("checkpoints", "delete", "p", "c-1")["checkpoint_id"] == "c-1"
+    assert ctl("checkpoints", "delete", "p", "c-2")[0] == 1
+    assert sorted(service.policies["p"].keys) == [1, 2, 3]
 
 
 def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):

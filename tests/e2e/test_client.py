@@ -118,10 +118,14 @@ def train(client: RatoonClient, policy_id: str, folder: Path):
     session.discard_gradients().result()
     parts = session.forward_backward(groups, loss=Loss("ppo_clip", clip_high=0.3)).result()
     second = session.optim_step(optim=replace(OPTIM, weight_decay=0.0)).result()
-    saved = session.save_checkpoint("after-two").result()
+    session.save_checkpoint("after-two", ttl_s=3600.0).result()
+    saved = session.save_checkpoint("after-two", overwrite=True, keep_last=1).result()
     third = session.update(groups, loss=Loss("reinforce"), optim=OPTIM, expected_version=2)
     assert third.result().version == 3
     loaded = session.load_checkpoint("after-two").result()
+    listed = client.list_checkpoints(policy_id)
+    deleted = client.delete_checkpoint(policy_id, "after-two")
+    assert [deleted, *client.list_checkpoints(policy_id)] == listed
     pulled = client.pull_weights(policy_id, folder)
     return {
         "logprobs": [array.tobytes() for array in before.logprobs],

@@ -1266,6 +1266,10 @@ class CheckpointInfo:
     """
     created_at: datetime
     size_bytes: int
+    pinned: bool
+    """Whether `keep_last` of later ones neither counts nor deletes it."""
+    expires_at: datetime | None = None
+    """When the service deletes it; absent: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -318,6 +318,23 @@ class AsyncRatoonClient:
         place = {"policy_id": policy_id, "seq": seq, "group": group, "rollout": rollout}
         return decode(await self._caller.ask(rpcs.GET_ROLLOUT, **place), KeptRollout)
 
+    async def delete_checkpoint(self, policy_id: str, checkpoint_id: str) -> Checkpoint:
+        """Delete a checkpoint, whatever the policy does meanwhile.
+
+        Its name is free at once; its files go as soon as no recovery begins at it. The call is sent
+        once: a second one could meet a checkpoint saved under that name in between.
+
+        Returns:
+            What was deleted.
+
+        Raises:
+            RatoonApiError: CHECKPOINT_NOT_FOUND, where there is none of this name.
+        """
+        answer = await self._caller.ask(
+            rpcs.DELETE_CHECKPOINT, policy_id=policy_id, checkpoint_id=checkpoint_id
+        )
+        return decode(answer, Checkpoint)
+
     async def weight_manifest(
         self,
         policy_id: str,

@@ -336,6 +336,7 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     list_checkpoints = blocking(AsyncRatoonClient.list_checkpoints)
     rollouts = blocking(AsyncRatoonClient.rollouts)
     rollout = blocking(AsyncRatoonClient.rollout)
+    delete_checkpoint = blocking(AsyncRatoonClient.delete_checkpoint)
     weight_manifest = blocking(AsyncRatoonClient.weight_manifest)
     watch_weights = blocking(AsyncRatoonClient.watch_weights)
     ack_weights = blocking(AsyncRatoonClient.ack_weights)

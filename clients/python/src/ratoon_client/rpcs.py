@@ -62,6 +62,13 @@ LIST_CHECKPOINTS = Rpc(
 )
 LIST_ROLLOUTS = Rpc("ListRollouts", service_pb2.ListRolloutsRequest, rollout_pb2.StepRollouts)
 GET_ROLLOUT = Rpc("GetRollout", service_pb2.GetRolloutRequest, rollout_pb2.KeptRollout)
+# A second delete could meet a checkpoint that was saved under that name in between.
+DELETE_CHECKPOINT = Rpc(
+    "DeleteCheckpoint",
+    service_pb2.DeleteCheckpointRequest,
+    operation_pb2.CheckpointInfo,
+    is_idempotent=False,
+)
 GET_WEIGHT_MANIFEST = Rpc(
     "GetWeightManifest", service_pb2.GetWeightManifestRequest, weights_pb2.WeightManifest
 )

@@ -925,9 +925,23 @@ class SaveCheckpointRequest(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    OVERWRITE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    KEEP_LAST_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     checkpoint_id: _builtins.str
     """[a-zA-Z0-9._-]{1,64}. Default: from seq and version."""
+    overwrite: _builtins.bool
+    """Whether it takes the place of a checkpoint of this name, which stays until this one is journaled."""
+    pinned: _builtins.bool
+    """Whether `keep_last` neither counts nor deletes it."""
+    ttl_s: _builtins.float
+    """Seconds after which the service deletes it; above 0, and not of a pinned one. Default: never."""
+    keep_last: _builtins.int
+    """How many of the policy's checkpoints that are not pinned stay, this one and the newest before it; the
+    others are deleted. Default: 0, all.
+    """
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     def __init__(
@@ -936,12 +950,18 @@ class SaveCheckpointRequest(_message.Message):
         policy_id: _builtins.str = ...,
         key: Global___OperationKey | None = ...,
         checkpoint_id: _builtins.str = ...,
+        overwrite: _builtins.bool = ...,
+        pinned: _builtins.bool = ...,
+        ttl_s: _builtins.float | None = ...,
+        keep_last: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "key", b"key", "ttl_s", b"ttl_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "key", b"key", "policy_id", b"policy_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "checkpoint_id", b"checkpoint_id", "keep_last", b"keep_last", "key", b"key", "overwrite", b"overwrite", "pinned", b"pinned", "policy_id", b"policy_id", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__ttl_s: _TypeAlias = _typing.Literal["ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__ttl_s: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_s) -> _WhichOneofReturnType__ttl_s | None: ...
 
 Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 
@@ -991,6 +1011,28 @@ class ListCheckpointsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListCheckpointsRequest: _TypeAlias = ListCheckpointsRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCheckpointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    checkpoint_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "policy_id", b"policy_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCheckpointRequest: _TypeAlias = DeleteCheckpointRequest  # noqa: Y015
 
 @_typing.final
 class ListCheckpointsResponse(_message.Message):

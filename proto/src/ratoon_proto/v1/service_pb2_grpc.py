@@ -140,6 +140,11 @@ class PolicyServiceStub(object):
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsResponse.FromString,
                 _registered_method=True)
+        self.DeleteCheckpoint = channel.unary_unary(
+                '/ratoon.v1.PolicyService/DeleteCheckpoint',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.FromString,
+                _registered_method=True)
         self.ListVersions = channel.unary_unary(
                 '/ratoon.v1.PolicyService/ListVersions',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListVersionsRequest.SerializeToString,
@@ -335,6 +340,14 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteCheckpoint(self, request, context):
+        """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
+        as no recovery begins there. Answers with what it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListVersions(self, request, context):
         """The published versions, and the receivers that have acknowledged any since the service's start.
         """
@@ -502,6 +515,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'DeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCheckpoint,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.SerializeToString,
             ),
             'ListVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListVersions,
@@ -1091,6 +1109,33 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/ListCheckpoints',
             ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/DeleteCheckpoint',
+            ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.FromString,
             options,
             channel_credentials,
             insecure,

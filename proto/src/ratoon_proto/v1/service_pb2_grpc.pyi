@@ -85,6 +85,10 @@ class PolicyServiceStub:
     """Back to the state of a checkpoint of this policy."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListCheckpointsRequest, _service_pb2.ListCheckpointsResponse]
     """The policy's checkpoints."""
+    DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_service_pb2.DeleteCheckpointRequest, _operation_pb2.CheckpointInfo]
+    """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
+    as no recovery begins there. Answers with what it was.
+    """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]
     """The published versions, and the receivers that have acknowledged any since the service's start."""
     GetWeightManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]
@@ -161,6 +165,10 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Back to the state of a checkpoint of this policy."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_service_pb2.ListCheckpointsRequest, _service_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """The policy's checkpoints."""
+    DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_service_pb2.DeleteCheckpointRequest, _operation_pb2.CheckpointInfo]  # type: ignore[assignment]
+    """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
+    as no recovery begins there. Answers with what it was.
+    """
     ListVersions: _aio.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]  # type: ignore[assignment]
     """The published versions, and the receivers that have acknowledged any since the service's start."""
     GetWeightManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
@@ -354,6 +362,16 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.ListCheckpointsResponse, _abc.Awaitable[_service_pb2.ListCheckpointsResponse]]:
         """The policy's checkpoints."""
+
+    @_abc_1.abstractmethod
+    def DeleteCheckpoint(
+        self,
+        request: _service_pb2.DeleteCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operation_pb2.CheckpointInfo, _abc.Awaitable[_operation_pb2.CheckpointInfo]]:
+        """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
+        as no recovery begins there. Answers with what it was.
+        """
 
     @_abc_1.abstractmethod
     def ListVersions(

@@ -45,7 +45,6 @@ from ratoon_proto.v1.training_pb2 import ForwardOutput
 # Results that the message holds as they are.
 _FIELDS: Mapping[type, str] = MappingProxyType(
     {
-        CheckpointInfo: "checkpoint",
         EmptyResult: "empty",
         ImportResult: "imported",
         StepResult: "step",
@@ -70,6 +69,8 @@ def operation_message(
             message.policy.CopyFrom(policy_message(policy, models_root))
         case ForwardResult() as result:
             _set_forward(message.forward, result, forward_output)
+        case CheckpointInfo() as result:
+            message.checkpoint.CopyFrom(checkpoint_message(result))
         case FailedResult(error=error):
             message.error.CopyFrom(detail_of(RatoonError.from_dict(error)))
         case None:
@@ -106,6 +107,11 @@ def place_of(token: str, asked: OperationFilter) -> Place | None:
 
 def _digest(asked: OperationFilter) -> str:
     return xxhash.xxh3_64_hexdigest(repr(asked).encode())
+
+
+def checkpoint_message(info: CheckpointInfo) -> wire.CheckpointInfo:
+    """A checkpoint by the name that its caller gave it."""
+    return write(wire.CheckpointInfo(checkpoint_id=info.name), info, skip=("checkpoint_id", "name"))
 
 
 def _set_forward(message: wire.ForwardResult, result: ForwardResult, output: bytes | None) -> None:

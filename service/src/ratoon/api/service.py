@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from ratoon.api import submissions
 from ratoon.api.answers import (
     FileChunk,
+    checkpoint_message,
     operation_message,
     page_token,
     place_of,
@@ -26,6 +27,7 @@ from ratoon.api.answers import (
 )
 from ratoon.api.contract import current_holder
 from ratoon.api.convert.checks import (
+    CHECKPOINT_ID,
     DIGEST,
     FILE_NAME,
     OPERATION_ID,
@@ -262,9 +264,16 @@ class PolicyService:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         checkpoints = await self._engine.call(Engine.list_checkpoints, policy_id)
         answer = service_pb2.ListCheckpointsResponse()
-        for checkpoint in checkpoints:
-            write(answer.checkpoints.add(), checkpoint)
+        answer.checkpoints.extend(map(checkpoint_message, checkpoints))
         return answer
+
+    async def delete_checkpoint(
+        self, request: service_pb2.DeleteCheckpointRequest
+    ) -> operation_pb2.CheckpointInfo:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        name = matched("checkpoint_id", request.checkpoint_id, CHECKPOINT_ID)
+        call = self._engine.call(Engine.delete_checkpoint, policy_id, name)
+        return checkpoint_message(await self._finish(call))
 
     async def get_weight_manifest(
         self, request: service_pb2.GetWeightManifestRequest

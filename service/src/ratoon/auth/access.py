@@ -41,6 +41,7 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "get_rollout": Scope.READ_ROLLOUTS,
         "list_checkpoints": Scope.READ,
         "list_versions": Scope.READ,
+        "delete_checkpoint": Scope.TRAIN,
         "get_weight_manifest": Scope.READ,
         "watch_weights": Scope.READ,
         "ack_weights": Scope.READ,

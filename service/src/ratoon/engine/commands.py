@@ -210,6 +210,12 @@ class SaveCheckpointCommand(BaseCommand):
 
     # "": named after seq and version when it runs.
     checkpoint_id: str
+    overwrite: bool = False
+    pinned: bool = False
+    # None: it does not expire.
+    ttl_s: float | None = None
+    # 0: all.
+    keep_last: int = 0
 
     @property
     def own_checkpoint_id(self) -> str | None:

@@ -240,7 +240,11 @@ class Engine:
         """The checkpoints that callers have saved, by seq. Raises POLICY_NOT_FOUND."""
         await self._lifecycle.policy(policy_id)
         known = await self._journal.checkpoints(policy_id)
-        return tuple(checkpoint.info for checkpoint in known if not checkpoint.is_automatic)
+        return tuple(checkpoint.info for checkpoint in known if checkpoint.info.name)
+
+    async def delete_checkpoint(self, policy_id: str, name: str) -> CheckpointInfo:
+        """Delete a caller's checkpoint. Raises what `Controller.delete_checkpoint` raises."""
+        return await (await self._controller(policy_id)).delete_checkpoint(name)
 
     async def weight_manifest(
         self,

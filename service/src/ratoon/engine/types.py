@@ -115,15 +115,19 @@ class ForwardResult:
 class CheckpointInfo:
     """`replay_from_seq`: first operation of the window open at `seq`; 0: no recovery begins here.
 
-    Times in Unix seconds.
+    `checkpoint_id` names its folder. `name` is what its caller calls it; "": it is the service's
+    own, taken by itself or left by a caller. Times in Unix seconds; `expires_at` None: never.
     """
 
     checkpoint_id: str
+    name: str = ""
     version: int
     seq: int
     replay_from_seq: int
     created_at: float
     size_bytes: int
+    pinned: bool = False
+    expires_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

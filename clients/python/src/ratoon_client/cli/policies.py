@@ -26,7 +26,7 @@ POLICY = MessageOptions(
     bounds={"seed": (0, 2**64 - 1), "lora.rank": (1, None)},
 )
 _COLUMNS = ("policy", "state", "version", "next seq", "base", "parameters", "trainable")
-_CHECKPOINT_COLUMNS = ("checkpoint", "version", "seq", "bytes", "created")
+_CHECKPOINT_COLUMNS = ("checkpoint", "version", "seq", "bytes", "created", "pinned", "expires")
 
 
 @policies.command("list")
@@ -111,6 +111,19 @@ def save(
     checkpoint_id: Annotated[
         str, typer.Argument(help="Default: named after seq and version.")
     ] = "",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint of this name.")
+    ] = False,
+    pinned: Annotated[
+        bool, typer.Option("--pinned", help="Keep it whatever --keep-last of later ones says.")
+    ] = False,
+    ttl_s: Annotated[
+        float | None, typer.Option(help="Seconds until it is deleted. Default: never.", min=0.001)
+    ] = None,
+    keep_last: Annotated[
+        int,
+        typer.Option(help="Keep the newest so many that are not pinned; 0: all.", min=0),
+    ] = 0,
     seq: Seq = None,
 ) -> None:
     """Save model, optimizer, version and seq, and wait for it.
@@ -119,7 +132,15 @@ def save(
     that trains it meanwhile then gets KEY_REUSED until its resync().
     """
     with open_client(context) as client:
-        saved = client.policy(policy_id).save_checkpoint(checkpoint_id, seq=seq).result()
+        handle = client.policy(policy_id).save_checkpoint(
+            checkpoint_id,
+            overwrite=overwrite,
+            pinned=pinned,
+            ttl_s=ttl_s,
+            keep_last=keep_last,
+            seq=seq,
+        )
+        saved = handle.result()
     show(context, saved, dict(zip(_CHECKPOINT_COLUMNS, _checkpoint_row(saved), strict=True)))
 
 
@@ -136,6 +157,14 @@ def load(context: typer.Context, policy_id: str, checkpoint_id: str, seq: Seq = 
     show(context, policy, {"loaded": checkpoint_id, "version": policy.version})
 
 
+@checkpoints.command("delete")
+def delete_checkpoint(context: typer.Context, policy_id: str, checkpoint_id: str) -> None:
+    """Delete a checkpoint; its files go as soon as no recovery begins at it."""
+    with open_client(context) as client:
+        deleted = client.delete_checkpoint(policy_id, checkpoint_id)
+    show(context, deleted, {"deleted": checkpoint_id, "version": deleted.version})
+
+
 def _checkpoint_row(checkpoint: Checkpoint) -> tuple[object, ...]:
     return (
         checkpoint.checkpoint_id,
@@ -143,4 +172,6 @@ def _checkpoint_row(checkpoint: Checkpoint) -> tuple[object, ...]:
         checkpoint.seq,
         checkpoint.size_bytes,
         checkpoint.created_at,
+        "yes" if checkpoint.pinned else None,
+        checkpoint.expires_at,
     )

@@ -77,6 +77,15 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
         "DeletePolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY)),
         "SaveCheckpoint": ("policies", _KEYED),
         "ListCheckpoints": ("policies", (ErrorCode.POLICY_NOT_FOUND,)),
+        "DeleteCheckpoint": (
+            "policies",
+            (
+                ErrorCode.POLICY_NOT_FOUND,
+                ErrorCode.POLICY_NOT_READY,
+                ErrorCode.POLICY_FAILED,
+                ErrorCode.CHECKPOINT_NOT_FOUND,
+            ),
+        ),
         "LoadCheckpoint": ("policies", (*_KEYED, ErrorCode.CHECKPOINT_NOT_FOUND)),
         "Update": ("training", _BATCH),
         "ForwardBackward": ("training", _BATCH),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Engine, and_, delete, or_, select
+from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, or_, select
 from sqlalchemy.exc import IntegrityError
 
 from ratoon.engine.journal.codec import to_text
@@ -31,6 +31,7 @@ from ratoon.engine.journal.records import (
     kept_checkpoints,
     lost_records,
     rolled_back,
+    surplus,
 )
 from ratoon.engine.journal.steps import ROLLED_BACK, step_row
 from ratoon.engine.journal.tables import (
@@ -51,6 +52,7 @@ from ratoon.engine.journal.tables import (
     to_columns,
 )
 from ratoon.engine.refusals import operation_not_found, policy_not_found
+from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import FencedError, Numerics
 from ratoon.model.spec import ModelInfo
 from ratoon_proto.types import OperationKind, PolicyState
@@ -214,7 +216,12 @@ class FencedStore:
             if end.numerics is not None:
                 _know_numerics(connection, end.numerics)
             if end.checkpoint is not None:
+                named = CHECKPOINTS.c.name == end.checkpoint.info.name
+                _release(connection, policy_id, named)
                 insert_checkpoint(connection, policy_id, end.checkpoint)
+                doomed = surplus(select_checkpoints(connection, policy_id), end.keep_last)
+                ids = [checkpoint.info.checkpoint_id for checkpoint in doomed]
+                _release(connection, policy_id, CHECKPOINTS.c.checkpoint_id.in_(ids))
             if end.frees_window:
                 _free(connection, policy_id, (operation["seq"] or 0) + 1)
             return position + 1
@@ -246,15 +253,42 @@ class FencedStore:
                 for checkpoint in known
                 if checkpoint.is_automatic and checkpoint not in kept
             )
-            mine = CHECKPOINTS.c.policy_id == policy_id
-            connection.execute(
-                delete(CHECKPOINTS).where(mine, CHECKPOINTS.c.checkpoint_id.in_(doomed))
-            )
             freed = _free(connection, policy_id, first_uncovered_seq(known, keep))
             bodies = tuple((r.operation_id, r.body_digest) for r in freed if r.body_digest)
-            position = (policy["position"] or 0) + bool(bodies or doomed)
-            update_row(connection, POLICIES, policy, {"position": position})
-            return Covered(bodies=bodies, checkpoint_ids=doomed, position=position)
+            return _dropped(connection, policy, doomed, bodies)
+
+    def release(self, token: int, policy_id: str, name: str) -> tuple[CheckpointInfo | None, int]:
+        """Take a checkpoint's name away. Returns what it was, None: there is none, and the policy's
+        position."""
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            known = select_checkpoints(connection, policy_id)
+            found = next((c.info for c in known if name and c.info.name == name), None)
+            position = (policy["position"] or 0) + (found is not None)
+            if found is not None:
+                _release(connection, policy_id, CHECKPOINTS.c.name == name)
+                update_row(connection, POLICIES, policy, {"position": position})
+            return found, position
+
+    def collect(self, token: int, policy_id: str, keep: int, now: float) -> Covered:
+        """Drop checkpoints that have no name, or that expired before `now`, and are not needed.
+
+        Recovery may begin at the newest `keep`, and replays every LoadCheckpoint whose command is
+        kept.
+        """
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            _release(connection, policy_id, CHECKPOINTS.c.expires_at <= now)
+            known = select_checkpoints(connection, policy_id)
+            is_load = OPERATIONS.c.kind == OperationKind.LOAD_CHECKPOINT
+            loads = select_operations(
+                connection, policy_id, is_load, OPERATIONS.c.command.is_not(None)
+            )
+            named = {load.choices.checkpoint for load in loads if load.choices is not None}
+            needed = {info.checkpoint_id for info in named if info is not None}
+            needed |= {c.info.checkpoint_id for c in kept_checkpoints(known, keep)}
+            ids = tuple(c.info.checkpoint_id for c in known if not c.info.name)
+            return _dropped(connection, policy, tuple(c for c in ids if c not in needed))
 
     def rebase(
         self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
@@ -312,6 +346,27 @@ class FencedStore:
             }
             update_row(connection, POLICIES, policy, columns)
             return changed
+
+
+def _release(connection: Connection, policy_id: str, condition: ColumnElement[bool]) -> None:
+    """Make checkpoints of callers the service's own."""
+    mine = and_(CHECKPOINTS.c.policy_id == policy_id, CHECKPOINTS.c.name.is_not(None), condition)
+    columns = {"name": None, "pinned": None, "expires_at": None}
+    update_rows(connection, CHECKPOINTS, mine, columns)
+
+
+def _dropped(
+    connection: Connection,
+    policy: Mapping[str, Any],
+    doomed: tuple[str, ...],
+    bodies: tuple[tuple[str, str], ...] = (),
+) -> Covered:
+    """Delete the rows of `doomed`, and count the write where files will be deleted by it."""
+    mine = CHECKPOINTS.c.policy_id == policy["policy_id"]
+    connection.execute(delete(CHECKPOINTS).where(mine, CHECKPOINTS.c.checkpoint_id.in_(doomed)))
+    position = (policy["position"] or 0) + bool(bodies or doomed)
+    update_row(connection, POLICIES, policy, {"position": position})
+    return Covered(bodies=bodies, checkpoint_ids=doomed, position=position)
 
 
 def _above(policy: Mapping[str, Any], position: int, version: int) -> dict[str, int]:

@@ -113,6 +113,8 @@ class Journal:
     accept = _awaited(FencedStore.accept)
     end = _awaited(FencedStore.end)
     cover = _awaited(FencedStore.cover)
+    release = _awaited(FencedStore.release)
+    collect = _awaited(FencedStore.collect)
     rebase = _awaited(FencedStore.rebase)
     roll_back = _awaited(FencedStore.roll_back)
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     ColumnElement,
     Connection,
@@ -172,7 +173,12 @@ CHECKPOINTS = Table(
     "checkpoints",
     METADATA,
     Column("policy_id", String(64), primary_key=True),
+    # Its folder.
     Column("checkpoint_id", String(64), primary_key=True),
+    # What its caller calls it; null: it is the service's own.
+    Column("name", String(64)),
+    Column("pinned", Boolean),
+    Column("expires_at", Float),
     Column("version", _WIDE, nullable=False),
     Column("seq", _WIDE, nullable=False),
     Column("replay_from_seq", _WIDE, nullable=False),
@@ -294,6 +300,8 @@ def insert_checkpoint(connection: Connection, policy_id: str, checkpoint: Checkp
         "policy_id": policy_id,
         "weights_digest": checkpoint.weights_digest or None,
         **dataclasses.asdict(checkpoint.info),
+        "name": checkpoint.info.name or None,
+        "pinned": checkpoint.info.pinned or None,
     }
     insert_row(connection, CHECKPOINTS, values)
 
@@ -376,6 +384,7 @@ def to_policy(row: RowMapping) -> PolicyRow:
 
 def _to_checkpoint(row: RowMapping) -> Checkpoint:
     values = verified(CHECKPOINTS, row)
+    values |= {"name": values["name"] or "", "pinned": bool(values["pinned"])}
     names = [field.name for field in dataclasses.fields(CheckpointInfo)]
     info = CheckpointInfo(**{name: values[name] for name in names})
     return Checkpoint(info=info, weights_digest=values["weights_digest"] or "")

@@ -36,7 +36,13 @@ from ratoon.engine.files.losses import (
     write_position,
 )
 from ratoon.engine.files.paths import PolicyPaths, move_to, names_in
-from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyHistory
+from ratoon.engine.journal.records import (
+    AUTOMATIC_PREFIX,
+    Checkpoint,
+    JournalState,
+    OperationRecord,
+    PolicyHistory,
+)
 from ratoon.engine.journal.tables import is_promoted_since
 from ratoon.engine.policy.recovery import (
     RecoveryStoppedError,
@@ -396,6 +402,7 @@ def _to_checkpoint(name: str, saved: SavedState, now: float) -> Checkpoint:
     """The checkpoint as the journal would have it."""
     info = CheckpointInfo(
         checkpoint_id=name,
+        name="" if name.startswith(AUTOMATIC_PREFIX) else name,
         version=saved.version,
         seq=saved.as_of.seq,
         replay_from_seq=saved.as_of.replay_from_seq,

@@ -345,7 +345,9 @@ class Replayer:
             return
         await self._select(record)
         if isinstance(record.command, LoadCheckpointCommand):
-            await run.archive.restore_checkpoint(record.command.checkpoint_id)
+            assert record.choices is not None
+            assert record.choices.checkpoint is not None
+            await run.archive.restore_checkpoint(record.choices.checkpoint.checkpoint_id)
         outcome = await run.ports.worker.call(
             WorkerCore.apply, run.token, record.to_task(run.paths)
         )

@@ -198,7 +198,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
         seq=base.info.seq,
         replay_from_seq=base.info.replay_from_seq,
         version=base.info.version,
-        checkpoint_id=base.info.checkpoint_id,
+        checkpoint_id=base.info.name or base.info.checkpoint_id,
         finished_at=run.ports.now(),
     )
     changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)

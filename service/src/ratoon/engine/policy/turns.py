@@ -136,6 +136,11 @@ class TurnLoop:
         self._restarts += 1
         self.wake()
 
+    def collect(self) -> None:
+        """Delete checkpoints that nothing needs, between two turns."""
+        self._checkpointer.must_collect = True
+        self.wake()
+
     async def publish(self) -> None:
         """Begin to publish the current version between two turns."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -253,6 +258,9 @@ class TurnLoop:
             return None, self._publish
         if self._checkpointer.wait_s() == 0.0:
             return None, partial(self._checkpointer.take, self.wake)
+        # The outcome of a LoadCheckpoint that is not journaled yet says what must stay.
+        if self._checkpointer.must_collect and self._run.stored_outcome is None:
+            return None, self._checkpointer.collect
         if self._gradients.is_waiting:
             return None, self._gradients.run_next
         for live in self._run.ledger.open_operations():
