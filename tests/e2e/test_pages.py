@@ -75,20 +75,29 @@ def _blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_readme_example_runs(run: Run, tmp_path: Path) -> None:
+def test_readme_example_learns(run: Run, tmp_path: Path) -> None:
     (code,) = _blocks(README)
-    out = run(code)
-    assert re.search(r"^version 2, reward [01](\.\d+)?, loss ", out, re.MULTILINE)
-    assert (tmp_path / "weights" / "version-1" / "config.json").is_file()
+    assert "next_seq() <= 20" in code
+    # Stopped half-way, and run again.
+    halves = [run(code.replace("<= 20", "<= 10")), run(code)]
+    rewards = [
+        [float(text) for text in re.findall(r"^version \d+, reward (\S+),", half, re.MULTILINE)]
+        for half in halves
+    ]
+    assert [len(half) for half in rewards] == [10, 10]
+    assert rewards[1][-1] > rewards[0][0] + 0.5
+    assert (tmp_path / "weights" / "version-19" / "config.json").is_file()
     # What the sampler said of its tokens is what the trainer says of them.
-    gaps = [abs(float(gap)) for gap in re.findall(r"sampler KL (\S+),", out)]
-    assert len(gaps) == 2
+    gaps = [abs(float(gap)) for half in halves for gap in re.findall(r"sampler KL (\S+),", half)]
+    assert len(gaps) == 20
     assert max(gaps) < 1e-5
     # Where all rewards are equal nothing is run, and a figure that was not computed ended the loop
     # in a TypeError.
     code, number = re.subn(r"reward=sum\(.*", "reward=1.0,", code)
     assert number == 1
-    equal = re.findall(r"^version \d, reward 1, .*sampler KL none,", run(code), re.MULTILINE)
+    for old, new in (("<= 20", "<= 2"), ('"first"', '"equal"'), ('"weights"', '"equal"')):
+        code = code.replace(old, new)
+    equal = re.findall(r"^version 0, reward 1, .*sampler KL none,", run(code), re.MULTILINE)
     assert len(equal) == 2
 
 
@@ -98,7 +107,11 @@ def test_readme_example_runs_on_a_model_folder(run: Run, service: Service, tmp_p
     assert service.config.models_root is not None
     _save_model(service.config.models_root / "own")
     (code,) = _blocks(README)
-    for old, new in (('preset="tiny"', 'model_folder="own"'), ('"first"', '"own"')):
+    for old, new in (
+        ('preset="tiny"', 'model_folder="own"'),
+        ('"first"', '"own"'),
+        ("<= 20", "<= 2"),
+    ):
         assert old in code
         code = code.replace(old, new)
     assert "version 2, reward" in run(code)
