@@ -220,8 +220,8 @@ def create_key(
     scope: Annotated[
         list[Scope],
         typer.Option(
-            help="read: look and pull; train: also train; admin: everything. None of them sees "
-            "kept rollouts: give read:rollouts as well."
+            help="read: look and pull; train: also train; admin: everything; read:rollouts: see "
+            "kept rollouts too, beside any of them."
         ),
     ],
     policy: Annotated[

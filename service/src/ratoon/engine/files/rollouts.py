@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ _HEAD = struct.Struct("<Q")
 # Columns of a block by response token, after the int32 ids of all tokens.
 _COLUMNS = (("advantages", "<f4"), ("gaps", "<f4"), ("ratios", "<f4"))
 _FLAGS = ("clipped", "trained")
-_TOKEN_BYTES = 3 * 4 + 2
+_Size = TypeVar("_Size", int, NDArray[np.int64])
 
 
 def write_rollouts(
@@ -65,7 +65,7 @@ def write_rollouts(
     forest = build_forest(batch, found.prepared.prefixes, None)
     head = StepRollouts(forest=_forest_message(forest, batch.rewards))
     room = max_bytes - _HEAD.size - SEAL_BYTES - head.ByteSize()
-    sizes_S = prompt_lengths(batch) * 4 + found.figures.length_S * _TOKEN_BYTES + SEAL_BYTES
+    sizes_S = _block_bytes(prompt_lengths(batch), found.figures.length_S)
     chosen: list[int] = []
     messages: dict[int, KeptRollout] = {}
     for sequence in _by_conspicuousness(found.figures, named, keep):
@@ -94,8 +94,7 @@ def read_rollout(folder: Path, seq: int, group: int, rollout: int) -> KeptRollou
     """One kept rollout whole, but for texts. Raises ROLLOUTS_NOT_FOUND."""
     with _opened(folder, seq) as file:
         for kept in _read_head(file).rollouts:
-            num_bytes = 4 * (kept.prompt_tokens + kept.response_tokens)
-            num_bytes += _TOKEN_BYTES * kept.response_tokens + SEAL_BYTES
+            num_bytes = _block_bytes(kept.prompt_tokens, kept.response_tokens)
             if (kept.group, kept.rollout) == (group, rollout):
                 return _with_columns(kept, unseal_bytes(file.read(num_bytes)))
             file.seek(num_bytes, 1)
@@ -166,6 +165,12 @@ def _forest_message(forest: Forest, reward_S: NDArray[np.float64] | None) -> Pre
         num_rollouts=num_through.tolist(),
         reward_mean=reward_mean.tolist(),
     )
+
+
+def _block_bytes(prompt_tokens: _Size, response_tokens: _Size) -> _Size:
+    """Bytes of a rollout's sealed columns."""
+    own = 4 * len(_COLUMNS) + len(_FLAGS)
+    return 4 * (prompt_tokens + response_tokens) + own * response_tokens + SEAL_BYTES
 
 
 def _blocks(found: FoundRollouts, sequences: Sequence[int]) -> list[bytes]:
