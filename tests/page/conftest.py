@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-WAIT_MS = 30_000
+# Long: tests share few cores.
+WAIT_MS = 60_000
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +22,7 @@ def browser() -> Iterator[Browser]:
         # `.ci/run` installs it, so there its absence is a failure.
         assert not os.environ.get("CI"), "chromium is not installed"
         pytest.skip("chromium is not installed: scripts/install-test-services.sh")
+    expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=binary, args=["--no-sandbox"] if os.geteuid() == 0 else []
