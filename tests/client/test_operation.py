@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ratoon_client import (
     ResultTimeoutError,
     TransportError,
 )
+from ratoon_client import operation as operations
 from ratoon_proto.v1 import service_pb2
 from tests.client.fake_service import CHUNK_BYTES, FakeService, Fault, LostAnswerError, RefusalError
 from tests.client.samples import LOSS, OPTIM, one_group
@@ -190,6 +192,26 @@ def test_the_progress_bar_is_on_standard_error(
     written = capsys.readouterr()
     assert written.out == ""
     assert "update done" in written.err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_wait_is_drawn_on_a_terminal_alone(
+    service: FakeService,
+    client: RatoonClient,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+):
+    monkeypatch.setattr(operations, "_LONG_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    handles = [client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM) for _ in range(2)]
+    for handle in handles:
+        service.polls_until_done = 6
+        assert handle.result().version >= 1
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert ("update running" in written.err) == is_terminal
+    assert not operations._DRAWING.locked()
 
 
 def test_forward_gives_one_array_a_rollout(client: RatoonClient):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from ratoon_client import RatoonApiError, RatoonClient, TransportError
-from tests.client.conftest import CONFIG
+from ratoon_client import ClientConfig, RatoonApiError, RatoonClient, TransportError
+from tests.client.conftest import CONFIG, serving
 from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
 from tests.client.samples import LOSS, OPTIM, bad_group, one_group
 
@@ -111,6 +111,40 @@ def test_nobody_there_is_a_transport_error_after_the_timeout(wire: str):
         with pytest.raises(TransportError):
             client.weight_manifest("p")
         assert time.monotonic() - start < 10.0
+
+
+def test_a_service_that_was_never_there_is_asked_about_within_three_seconds(wire: str):
+    """A minute of silence, then a text about a socket."""
+    scheme = "grpc" if wire == "grpc" else "http"
+    with RatoonClient(f"{scheme}://127.0.0.1:9") as client:
+        start = time.monotonic()
+        for call in (client.list_policies, client.health, lambda: client.weight_manifest("p")):
+            with pytest.raises(TransportError) as caught:
+                call()
+            assert str(caught.value) == (
+                f"nothing answers at {scheme}://127.0.0.1:9 (Connection refused); is `ratoon serve`"
+                " running?"
+            )
+            assert time.monotonic() - start < 3.0
+            start = time.monotonic()
+
+
+def test_a_service_that_comes_back_is_waited_for(service: FakeService, wire: str):
+    """Longer than for one that was never there: the run goes on."""
+    with serving(service, wire) as url:
+        address = url
+        client = RatoonClient(url, config=ClientConfig(connect_timeout_s=0.1, timeout_s=20.0))
+        client.get_policy("p")
+    port = int(address.rpartition(":")[2])
+    asked = Thread(target=client.list_policies)
+    asked.start()
+    time.sleep(1.0)
+    assert asked.is_alive()
+    with serving(service, wire, port):
+        asked.join(20.0)
+        assert not asked.is_alive()
+        client.close()
+    assert service.calls["ListPolicies"] == 1
 
 
 def test_a_proxy_without_routes_is_asked_again():

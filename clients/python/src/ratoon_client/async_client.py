@@ -26,6 +26,7 @@ from ratoon_client.transport.target import (
     check_key_target,
     check_target,
     open_transport,
+    reach,
 )
 from ratoon_client.values import Checkpoint, ForwardResult, Health, OperationResult, PolicyOptions
 from ratoon_client.weights.calls import (
@@ -91,7 +92,9 @@ class AsyncRatoonClient:
         self._config = with_tls_files(
             keyed, ca_file, cert_file, key_file, is_tls=scheme in TLS_SCHEMES
         )
-        self._caller = Caller(partial(open_transport, target, self._config), self._config)
+        self._caller = Caller(
+            partial(open_transport, target, self._config), partial(reach, target), self._config
+        )
 
     async def __aenter__(self) -> Self:
         return self

@@ -196,7 +196,7 @@ class OperationHandle(_Face[AsyncOperationHandle[ResultT]]):
         """The operation's place in its policy's order; 0: it has none."""
         return self._async.seq
 
-    def result(self, timeout_s: float | None = None, *, progress: bool = False) -> ResultT:
+    def result(self, timeout_s: float | None = None, *, progress: bool | None = None) -> ResultT:
         """Wait for what the operation makes; see `AsyncOperationHandle.result`."""
         return self._loop.run(self._async.result(timeout_s, progress=progress))
 
