@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -196,21 +199,22 @@ def test_the_progress_bar_is_on_standard_error(
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_long_wait_is_drawn_on_a_terminal_alone(
-    service: FakeService,
-    client: RatoonClient,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    is_terminal: bool,
+    service: FakeService, client: RatoonClient, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(operations, "_LONG_S", 0.0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    handles = [client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM) for _ in range(2)]
-    for handle in handles:
-        service.polls_until_done = 6
-        assert handle.result().version >= 1
-    written = capsys.readouterr()
-    assert written.out == ""
-    assert ("update running" in written.err) == is_terminal
+    service.is_holding = True
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(handle.result)
+        deadline = time.monotonic() + (30.0 if is_terminal else 0.3)
+        while "update running" not in terminal.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        service.is_holding = False
+        assert ended.result(30.0).version == 1
+    assert ("update running" in terminal.getvalue()) == is_terminal
     assert not operations._DRAWING.locked()
 
 

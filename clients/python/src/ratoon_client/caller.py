@@ -94,8 +94,8 @@ class _Wait(tenacity.wait_random_exponential):
 class Caller:
     """A transport, opened on first use, and the timeouts of a client.
 
-    A service that was there once is waited for as long as a call may take; one that never was, for
-    the client's `connect_timeout_s`.
+    A service that was there once (`is_reached`) is waited for as long as a call may take; one that
+    never was, for the client's `connect_timeout_s`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Caller:
         """`reach`: returns once something takes a connection, or raises TransportError in time."""
         self._open_transport = open_transport
         self._reach = reach
-        self._is_reached = False
+        self.is_reached = False
         self._transport: Transport | None = None
         self._process = 0
         self._is_closed = False
@@ -190,9 +190,9 @@ class Caller:
     async def _reach_once(self, timeout_s: float) -> None:
         """Raises UnusableClientError and TransportError."""
         _ = self.transport
-        if not self._is_reached:
+        if not self.is_reached:
             await self._reach(min(self.config.connect_timeout_s, timeout_s))
-            self._is_reached = True
+            self.is_reached = True
 
 
 async def retried(attempt: Callable[[float], Awaitable[T]], *, timeout_s: float) -> T:

@@ -45,7 +45,7 @@ class ClientConfig:
 
     timeout_s: float = 60.0
     attempt_timeout_s: float = 30.0
-    connect_timeout_s: float = 2.5
+    connect_timeout_s: float = 2.0
     max_message_bytes: int = 256 * MIB
     upload_above_bytes: int = 32 * MIB
     part_bytes: int = 16 * MIB
