@@ -36,6 +36,7 @@ from ratoon_client.weights.calls import (
     fetch_result_file,
     weight_manifest,
 )
+from ratoon_client.weights.export import export_weights
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.weights.receiver import Adapter, AsyncWeightReceiver, ReceiverEvent, log_event
 from ratoon_client.wire import decode, group_messages, policy_spec_message, request_message
@@ -401,6 +402,33 @@ class AsyncRatoonClient:
             IntegrityError: Bytes are not what their digests say.
         """
         return await pull_weights(self._caller, policy_id, Path(folder), version=version, keep=keep)
+
+    async def export_weights(
+        self,
+        policy_id: str,
+        folder: Path | str,
+        version: int | None = None,
+        *,
+        base: Path | str | None = None,
+        merge: bool = False,
+    ) -> PulledWeights:
+        """Write a version as a Hugging Face folder of its own, with tokenizer and README.md.
+
+        Args:
+            policy_id: The policy.
+            folder: A folder that is new or empty.
+            version: The version. Default: the newest published.
+            base: For an adapter: the folder of its base, or the base's id on a hub, which the
+                adapter's config then names.
+            merge: Whether to merge the adapter into the folder `base`, which makes a whole model.
+
+        Raises:
+            InvalidArgumentError: There is something in `folder`, or `base` is not of the version.
+            IntegrityError: Bytes are not what their digests say.
+        """
+        return await export_weights(
+            self._caller, policy_id, Path(folder), version=version, base=base, merge=merge
+        )
 
     def weight_receiver(
         self,

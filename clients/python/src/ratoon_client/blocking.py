@@ -339,6 +339,7 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     fetch_file = blocking(AsyncRatoonClient.fetch_file)
     fetch_weights = blocking(AsyncRatoonClient.fetch_weights)
     pull_weights = blocking(AsyncRatoonClient.pull_weights)
+    export_weights = blocking(AsyncRatoonClient.export_weights)
     weight_receiver = blocking(AsyncRatoonClient.weight_receiver)
     server_info = blocking(AsyncRatoonClient.server_info)
     health = blocking(AsyncRatoonClient.health)
