@@ -233,9 +233,12 @@ class Run:
         options, client = self._options, self._client
         # Another call of the same arguments finds the policy that is there.
         base = "preset" if options.model.startswith("tiny") else "model_folder"
-        lora = {"lora": Lora(rank=options.lora, alpha=2.0 * options.lora)} if options.lora else {}
         client.create_policy(
-            options.policy, dtype=options.dtype, seed=options.seed, **{base: options.model}, **lora
+            options.policy,
+            dtype=options.dtype,
+            seed=options.seed,
+            lora=Lora(rank=options.lora, alpha=2.0 * options.lora) if options.lora else None,
+            **{base: options.model},
         ).result()
         pulled = client.pull_weights(options.policy, options.work)
         self.version = pulled.version
@@ -274,8 +277,7 @@ class Run:
             print(f"saved {saved.checkpoint_id}", flush=True)
             return True
         groups, loss = self._batch(call)
-        divide_by = {"divide_by": "tokens"} if call.kind == "sft" else {}
-        optim = Optim(learning_rate=options.learning_rate, **divide_by)
+        optim = Optim(learning_rate=options.learning_rate)
         report = self._session.update(groups, loss=loss, optim=optim).result().report
         self.reports.append(report)
         print(f"{call.kind} {call.number + 1}: {report}", flush=True)

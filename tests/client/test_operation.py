@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from ratoon_client import (
     ResultTimeoutError,
     TransportError,
 )
+from ratoon_client import operation as operations
 from ratoon_proto.v1 import service_pb2
 from tests.client.fake_service import CHUNK_BYTES, FakeService, Fault, LostAnswerError, RefusalError
 from tests.client.samples import LOSS, OPTIM, one_group
@@ -190,6 +195,27 @@ def test_the_progress_bar_is_on_standard_error(
     written = capsys.readouterr()
     assert written.out == ""
     assert "update done" in written.err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_wait_is_drawn_on_a_terminal_alone(
+    service: FakeService, client: RatoonClient, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(operations, "_LONG_S", 0.0)
+    service.is_holding = True
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(handle.result)
+        deadline = time.monotonic() + (30.0 if is_terminal else 0.3)
+        while "update running" not in terminal.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        service.is_holding = False
+        assert ended.result(30.0).version == 1
+    assert ("update running" in terminal.getvalue()) == is_terminal
+    assert not operations._DRAWING.locked()
 
 
 def test_forward_gives_one_array_a_rollout(client: RatoonClient):

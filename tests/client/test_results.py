@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 
 import numpy as np
@@ -40,6 +41,20 @@ def test_a_step_is_a_line_of_figures_and_says_which_are_missing():
         "ratio 0.500 to 1.500, clipped 37.5%, staleness 1.5, at most 2, dropped 3, "
         "skipped: reference_kl"
     )
+
+
+def test_a_report_is_a_dictionary_without_what_is_missing():
+    report = training_pb2.StepReport(loss=-1.5, kl=0.0, skipped=True)
+    report.skip_reason = training_pb2.SKIP_REASON_REFERENCE_KL
+    report.seconds.backward = 2.0
+    report.tensor_grad_norms.add(name="w", norm=1.0)
+    step = decode(operation_pb2.StepResult(version=3, report=report), StepResult)
+    assert step.skipped
+    figures = json.loads(json.dumps(step.report.to_dict()))
+    assert (figures["loss"], figures["kl"], figures["skip_reason"]) == (-1.5, 0.0, "reference_kl")
+    assert figures["seconds"]["backward"] == 2.0
+    assert figures["tensor_grad_norms"] == [{"name": "w", "norm": 1.0, "max_abs": 0.0}]
+    assert "grad_norm" not in figures
 
 
 def test_absent_is_none_and_zero_is_zero():

@@ -350,5 +350,8 @@ def test_every_recipe_runs(run: Run, sampler: str) -> None:
     code = "\n".join(blocks)
     assert code.count("http://127.0.0.1:8100") == 1
     out = run(code.replace("http://127.0.0.1:8100", sampler) + CHECKS)
-    for recipe in ("grpo", "turns", "asynchronous", "dapo", "gspo", "kl", "lora", "custom"):
+    losses = [float(text) for text in re.findall(r"sft: loss (\S+) a token", out)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True), "three steps on the same demonstrations"
+    for recipe in ("grpo", "sft", "turns", "asynchronous", "dapo", "gspo", "kl", "lora", "custom"):
         assert f"{recipe}: " in out, out

@@ -26,6 +26,7 @@ from ratoon_client.transport.target import (
     check_key_target,
     check_target,
     open_transport,
+    reach,
 )
 from ratoon_client.values import Checkpoint, ForwardResult, Health, OperationResult, PolicyOptions
 from ratoon_client.weights.calls import (
@@ -35,6 +36,7 @@ from ratoon_client.weights.calls import (
     fetch_result_file,
     weight_manifest,
 )
+from ratoon_client.weights.export import export_weights
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.weights.receiver import Adapter, AsyncWeightReceiver, ReceiverEvent, log_event
 from ratoon_client.wire import decode, group_messages, policy_spec_message, request_message
@@ -99,7 +101,9 @@ class AsyncRatoonClient:
         self._config = with_tls_files(
             keyed, ca_file, cert_file, key_file, is_tls=scheme in TLS_SCHEMES
         )
-        self._caller = Caller(partial(open_transport, target, self._config), self._config)
+        self._caller = Caller(
+            partial(open_transport, target, self._config), partial(reach, target), self._config
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -490,6 +494,33 @@ class AsyncRatoonClient:
             IntegrityError: Bytes are not what their digests say.
         """
         return await pull_weights(self._caller, policy_id, Path(folder), version=version, keep=keep)
+
+    async def export_weights(
+        self,
+        policy_id: str,
+        folder: Path | str,
+        version: int | None = None,
+        *,
+        base: Path | str | None = None,
+        merge: bool = False,
+    ) -> PulledWeights:
+        """Write a version as a Hugging Face folder of its own, with tokenizer and README.md.
+
+        Args:
+            policy_id: The policy.
+            folder: A folder that is new or empty.
+            version: The version. Default: the newest published.
+            base: For an adapter: the folder of its base, or the base's id on a hub, which the
+                adapter's config then names.
+            merge: Whether to merge the adapter into the folder `base`, which makes a whole model.
+
+        Raises:
+            InvalidArgumentError: There is something in `folder`, or `base` is not of the version.
+            IntegrityError: Bytes are not what their digests say.
+        """
+        return await export_weights(
+            self._caller, policy_id, Path(folder), version=version, base=base, merge=merge
+        )
 
     def weight_receiver(
         self,

@@ -117,7 +117,7 @@ class AsyncPolicySession:
         """Add the gradient of a loss of the caller's own to the window.
 
         The session makes two calls, with two keys: a Forward, whose result it waits for, and a
-        ForwardBackward with `cross_entropy` and the token weights that have the gradient of
+        ForwardBackward with `reinforce` and the advantages that have the gradient of
         `loss_of`. That gradient is a sum: an OptimStep divides it by nothing unless told otherwise.
         Where another producer has stepped in between, the operation fails with VERSION_MISMATCH.
 

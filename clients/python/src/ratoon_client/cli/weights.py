@@ -89,6 +89,27 @@ def pull(
     show(context, pulled, fields)
 
 
+@cli.command()
+def export(
+    context: typer.Context,
+    policy_id: str,
+    folder: Annotated[Path, typer.Argument(help="Folder that is new or empty.", file_okay=False)],
+    version: Version = None,
+    base: Annotated[
+        str | None, typer.Option(help="For an adapter: its base's folder, or id on a hub.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the adapter into the folder --base.")
+    ] = False,
+    weights_root: WeightsRoot = None,
+) -> None:
+    """Write a version as a Hugging Face folder, with tokenizer and README.md."""
+    with open_client(context, ClientConfig(weights_root=weights_root)) as client:
+        out = client.export_weights(policy_id, folder, version, base=base, merge=merge)
+    names = ", ".join(sorted(path.name for path in out.folder.iterdir()))
+    show(context, out, {"version": out.version, "folder": out.folder, "files": names})
+
+
 @cli.command("import")
 def import_weights(
     context: typer.Context,
