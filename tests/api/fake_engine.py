@@ -356,12 +356,16 @@ class FakeEngine(EngineClient):
         return page, None if is_over else (page[-1].created_at, page[-1].operation_id)
 
     async def list_steps(
-        self, policy_id: str, figures: tuple[str, ...], after_seq: int, max_points: int
+        self, policy_id: str, figures: tuple[str, ...], seqs: tuple[int, int], max_points: int
     ) -> StepHistory:
         curves = Curves(figures, max_points)
         await self.policy(policy_id)
         for one in self.operations.values():
-            if one.policy_id == policy_id and one.seq > after_seq and one.result is not None:
+            if (
+                one.policy_id == policy_id
+                and seqs[0] < one.seq < (seqs[1] or one.seq + 1)
+                and one.result is not None
+            ):
                 row = step_row(one.kind, one.seq, one.result, one.seq, one.finished_at or 0.0)
                 curves.add([] if row is None else [row])
         return curves.history()
