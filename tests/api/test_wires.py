@@ -86,6 +86,8 @@ async def test_create_policy_keeps_what_is_said(api: Api, wire_name: str) -> Non
             max_sampler_kl_to_step=0.5,
             max_skipped_in_row=0,
         ),
+        keep_rollouts=policy_pb2.KEEP_ROLLOUTS_WORST,
+        keep_rollouts_bytes=2**40,
     )
     request = service_pb2.CreatePolicyRequest(spec=spec)
     operation = await api.wire(wire_name).call("CreatePolicy", request)
