@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install the services that tests talk to, Prometheus and PostgreSQL, from Debian's packages.
+# Install the services that tests talk to, Prometheus (with promtool) and PostgreSQL, from Debian's
+# packages.
 # Where that cannot be done the tests that need them skip; with CI set this fails instead.
 set -euo pipefail
 
