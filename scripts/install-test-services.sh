@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install what tests talk to, Prometheus, PostgreSQL and the browser Chromium, from Debian's packages.
+# Install what tests talk to, Prometheus (with promtool), PostgreSQL and the browser Chromium, from
+# Debian's packages.
 # Where that cannot be done the tests that need them skip; with CI set this fails instead.
 set -euo pipefail
 

@@ -89,14 +89,6 @@ def test_variables_that_are_no_settings_are_listed() -> None:
         assert f"`{name}`" in SETTINGS
 
 
-def test_every_metric_is_listed_with_its_labels() -> None:
-    documented = [
-        (row[0].strip("`"), row[1], tuple(re.findall(r"`(\w+)`", row[2])))
-        for row in _rows(OPERATIONS, "| metric | kind | labels |")
-    ]
-    assert documented == [(metric.name, str(metric.kind), metric.labels) for metric in METRICS]
-
-
 def test_every_metric_that_is_named_exists() -> None:
     names = {metric.name for metric in METRICS}
     named = set(re.findall(r"\bratoon_[a-z_]+\b", OPERATIONS))
@@ -105,7 +97,7 @@ def test_every_metric_that_is_named_exists() -> None:
 
 
 @cache
-def _anchors(page: Path) -> frozenset[str]:
+def anchors(page: Path) -> frozenset[str]:
     """Anchors of the headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -120,7 +112,7 @@ def _broken_links(page: Path) -> Iterator[str]:
             continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        is_there = linked.exists() and (not anchor or anchor in _anchors(linked))
+        is_there = linked.exists() and (not anchor or anchor in anchors(linked))
         if not is_there:
             yield f"{page.relative_to(ROOT)}: {target}"
 

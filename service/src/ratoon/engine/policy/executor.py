@@ -102,7 +102,7 @@ class Executor:
             call = run.ports.worker.call(WorkerCore.forward, run.token, task)
             outcome = await self._lost_workers.counted(live.operation_id, call)
         await run.bodies.release(live.operation_id, live.record.body_digest)
-        self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
+        self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result, run.ports.now())
 
     async def restore_window(self) -> None:
         """Make the worker's gradients those of the window's applied operations."""
@@ -183,7 +183,7 @@ class Executor:
         self._checkpointer.note(replace(record, state=state))
         if end.checkpoint is not None:
             await self._checkpointer.cover_saved()
-        self._settle(live, state, end.result, version=version if done else None)
+        self._settle(live, state, end.result, end.finished_at, version if done else None)
         if record.kind is OperationKind.SAVE_CHECKPOINT and not done:
             await self._drop_unsaved(outcome.choices)
         if outcome.must_restore or (not done and _has_subset(record)):
@@ -253,12 +253,13 @@ class Executor:
         live: LiveOperation,
         state: JournalState,
         result: OperationResult,
+        finished_at: float,
         version: int | None = None,
     ) -> None:
         """Report the end of the operation to its callers and the metrics."""
         run = self._run
         live.set_record(replace(live.record, version=version))
-        live.end(state, result, run.ports.now())
+        live.end(state, result, finished_at)
         run.settle(live)
         now = telemetry.versions(run.policy_id, run.version, run.published)
         run.send([*telemetry.ended(live.record), *now])
