@@ -15,13 +15,13 @@ from typer.main import get_command
 
 import ratoon_client
 from ratoon_client import EngineError, RatoonClient, VllmAdapter
-from ratoon_client.cli import main
 from ratoon_client.cli.app import cli
 from ratoon_client.cli.options import MessageOptions
 from ratoon_client.cli.policies import POLICY
 from ratoon_client.cli.training import LOSS, OPTIM
 from ratoon_client.config import DEFAULT_URL, default_url
 from ratoon_proto.v1 import service_pb2
+from tests.client.ctl import Ctl
 from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
 
 LINE = json.dumps(
@@ -38,27 +38,6 @@ NOBODY = "127.0.0.1:9"
 def wire() -> str:
     """Commands are the same over both wires."""
     return "grpc"
-
-
-class Ctl:
-    """Runs `ratoonctl` in this process."""
-
-    def __init__(self, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self._url = url
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str, url: str | None = None) -> tuple[int, str, str]:
-        """(exit status, standard output, standard error)."""
-        with pytest.raises(SystemExit) as caught:
-            main(["--url", url or self._url, "--timeout-s", "2", *arguments])
-        written = self._capsys.readouterr()
-        status = caught.value.code
-        return (int(status) if status else 0), written.out, written.err
-
-    def json(self, *arguments: str) -> Any:
-        status, out, _ = self("--json", *arguments)
-        assert status == 0
-        return json.loads(out)
 
 
 @pytest.fixture
@@ -227,7 +206,7 @@ def _leaves(message: Any, path: str = "") -> Iterator[str]:
     [(LOSS, set()), (OPTIM, set()), (POLICY, {"policy_id", "full"})],
 )
 def test_every_field_of_a_call_has_an_option(options: MessageOptions, without: set[str]):
-    """Once 14 of 60 had one; the id is an argument, and `full` is what there is without --lora."""
+    """Only 14 of 60 fields had one; the id is an argument, `full` what there is without LoRA."""
     names = [option.name for option in options.options()]
     assert len(set(names)) == len(names)
     had = {".".join(option.path) for option in options.options()}
@@ -364,18 +343,16 @@ def test_weights_are_pulled_and_listed(service: FakeService, ctl: Ctl, tmp_path:
     assert ctl("weights", "pull", "p", str(tmp_path / "w"), "--version", "9")[0] == 1
 
 
-def test_the_versions_that_can_be_fetched_are_listed_newest_first(service: FakeService, ctl: Ctl):
+def test_versions_and_who_serves_them_are_listed(service: FakeService, ctl: Ctl):
     """The help of `weights` promised a list, and there was none."""
-    assert ctl.json("weights", "list", "p") == []
+    assert ctl.json("weights", "list", "p") == {"versions": [], "receivers": []}
     for version in (3, 7, 8):
         service.publish(version, {"model.safetensors": b"abc" * version, "config.json": b"{}"})
-    listed = ctl.json("weights", "list", "p")
-    assert [each["version"] for each in listed] == [8, 7, 3]
-    rows = ctl("weights", "list", "p")[1].splitlines()
-    assert [row.split() for row in rows[:2]] == [
-        ["version", "files", "bytes", "kind"],
-        ["8", "2", "26", "full"],
-    ]
+    service.acks.append(service_pb2.AckWeightsRequest(receiver_id="vllm-0", version=7))
+    assert [each["version"] for each in ctl.json("weights", "list", "p")["versions"]] == [3, 7, 8]
+    rows = [row.split() for row in ctl("weights", "list", "p")[1].splitlines()]
+    assert [row[:2] for row in rows[1:4]] == [["8", "26"], ["7", "23"], ["3", "11"]]
+    assert rows[5][:2] == ["vllm-0", "7"]
     assert ctl("weights", "list", "nobody")[0] == 1
 
 

@@ -179,7 +179,7 @@ class Wandb:
     def close(self) -> None:
         """Wait until everything has been sent, or lies in the run's folder."""
         with _refusals("wandb", self._error, OSError):
-            self._run.finish(quiet=True)
+            self._run.finish()
 
 
 class Trackio:

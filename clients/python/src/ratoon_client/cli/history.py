@@ -50,6 +50,8 @@ _SHOWN: Mapping[str, str] = {
     "length": "response_length_mean",
     "tokens/s": "tokens_per_second",
 }
+# Seconds after which a target that failed is opened again, at first and at most.
+_PAUSE_S = 1.0
 _MOST_PAUSE_S = 30.0
 
 
@@ -125,7 +127,7 @@ def _export(
     is_following: bool,
 ) -> None:
     """Send steps to a target; one that fails is opened again, and says where it was."""
-    pause_s = 0.5
+    pause_s = _PAUSE_S
     while True:
         try:
             with closing(opened()) as target:
@@ -134,14 +136,14 @@ def _export(
                     steps = [step for step in batch if step.is_step]
                     target.write(steps)
                     _print(steps, write)
-                    pause_s = 0.5
+                    pause_s = _PAUSE_S
                 return
         except ExportError as error:
             if not is_following:
                 raise
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             _tell(f"{error} (again in {pause_s:.1f} s)")
             time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
 
 def _steps(
