@@ -459,10 +459,11 @@ class FakeService:
         policy = self._policy(policy_id)
         if version not in policy.weights:
             raise RefusalError("WEIGHTS_NOT_FOUND", field="version")
+        is_adapter = "adapter_config.json" in policy.weights[version]
         return weights_pb2.WeightManifest(
             policy_id=policy_id,
             version=version,
-            kind=weights_pb2.WEIGHT_KIND_FULL,
+            kind=weights_pb2.WEIGHT_KIND_ADAPTER if is_adapter else weights_pb2.WEIGHT_KIND_FULL,
             files=[_weight_file(name, data) for name, data in policy.weights[version].items()],
             deltas=[
                 weights_pb2.WeightDelta(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import WEIGHTS_NAME, FileContent, write_files
 from ratoon.model.spec import PRESET_NAMES, ModelDtype, PresetBase
 from ratoon.stream.files import digest_file
+from ratoon_client.weights.export import merge_adapter
+from ratoon_proto.types import LoraTuning
 from tests.model.builders import (
     FULL,
     LORA,
@@ -212,6 +215,26 @@ def test_adapter_export_loads_bit_for_bit(tmp_path: Path) -> None:
     ours = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
     theirs = adapted(input_ids=torch.tensor([sequence])).logits[0]
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize(("family", "tuning"), [("qwen3", LORA), ("qwen3_moe", LORA)])
+def test_a_merged_adapter_is_the_model_with_it(
+    tmp_path: Path, family: str, tuning: LoraTuning
+) -> None:
+    folder = write_folder(tmp_path / "base", family)
+    model = load(folder, tuning=tuning, dtype=ModelDtype.FLOAT32)
+    randomize(model, seed=6)
+    export(model, tmp_path / "out")
+    before = reload(folder).state_dict()
+    shutil.copytree(folder, tmp_path / "merged")
+    merge_adapter(tmp_path / "out", tmp_path / "merged")
+    sequence = branching_sequences(0)[0]
+    ours = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
+    merged = cast("Any", reload(tmp_path / "merged"))
+    theirs = merged(input_ids=torch.tensor([sequence])).logits[0]
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    changed = [name for name, value in merged.state_dict().items() if (value != before[name]).any()]
+    assert len(changed) == 2 * (7 if family == "qwen3" else 6), "fused experts count as two"
 
 
 # The fields of peft's first LoraConfig; up to peft 0.13 any other field was a TypeError of its

@@ -1,9 +1,9 @@
 """A version as a Hugging Face folder of its own: to publish, to serve, to keep.
 
-In: a version, and for an adapter its base. Out: a new folder with weights, config, tokenizer and a
+In: a version, and for an adapter its base. Out: a new folder with weights, config, tokenizer and
 README.md, which gets its name once it is whole. An adapter names its base, or is merged into it:
-each adapted weight is W + alpha / r B A, computed in float32 and rounded once to W's dtype. The base
-and the pulled files are never written to.
+each adapted weight is W + alpha / r B A, computed in float32 and rounded once to W's dtype. The
+base and the pulled files are never written to.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ async def export_weights(
     merge: bool,
 ) -> PulledWeights:
     """See `AsyncRatoonClient.export_weights`; the answer's folder is `folder`."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidArgumentError("folder", str(folder), "a folder that is new or empty")
-    if merge and (base is None or not Path(base).is_dir()):
-        raise InvalidArgumentError("base", repr(base), "the folder that the adapter is merged into")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    await in_thread(_check, folder, base, merge)
     # On the same file system, so that the last step is a rename.
     with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         place = Path(temporary)
@@ -59,6 +55,14 @@ async def export_weights(
         await in_thread(_write, pulled, place / "export", base, merge)
         (place / "export").rename(folder)
     return replace(pulled, folder=folder)
+
+
+def _check(folder: Path, base: str | Path | None, merge: bool) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidArgumentError("folder", str(folder), "a folder that is new or empty")
+    if merge and (base is None or not Path(base).is_dir()):
+        raise InvalidArgumentError("base", repr(base), "the folder that the adapter is merged into")
+    folder.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _write(pulled: PulledWeights, out: Path, base: str | Path | None, merge: bool) -> None:

@@ -5,10 +5,10 @@ ones changed weights. That an operation is running is known in memory only. Wher
 part, records change once more, and what is lost fails explicitly: after a rollback the state lacks
 what the journal has; after an adoption it has what the journal lost.
 
-A caller's checkpoint stays until its name is taken away: by a deletion, by another of the same name,
-by `keep_last` of a later one, or once it expires. From then on it is the service's own, as automatic
-ones are from the start, and deleted once recovery no longer needs it. Folders of the service's own
-choice start with `AUTOMATIC_PREFIX`, which is refused to callers.
+A caller's checkpoint stays until its name is taken away: by a deletion, by another of the same
+name, by `keep_last` of a later one, or once it expires. From then on it is the service's own, as
+automatic ones are from the start, and deleted once recovery no longer needs it. Folders of the
+service's own choice start with `AUTOMATIC_PREFIX`, which is refused to callers.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def first_uncovered_seq(checkpoints: tuple[Checkpoint, ...], keep: int) -> int:
 
 
 def surplus(checkpoints: tuple[Checkpoint, ...], keep_last: int) -> tuple[Checkpoint, ...]:
-    """Callers' checkpoints, of `checkpoints` in seq order, that `keep_last` of the newest deletes."""
+    """Callers' checkpoints, of all in seq order, that `keep_last` of the newest deletes."""
     own = [c for c in checkpoints if c.info.name and not c.info.pinned]
     return tuple(own[:-keep_last]) if keep_last else ()
 

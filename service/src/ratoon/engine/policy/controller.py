@@ -321,7 +321,7 @@ class Controller:
         return found
 
     async def sweep(self) -> None:
-        """Delete uploads, results and checkpoints that have expired, if the policy has not failed."""
+        """Delete uploads, results and checkpoints that have expired, unless the policy failed."""
         if self._run.failure:
             return
         now = self._run.ports.now()
