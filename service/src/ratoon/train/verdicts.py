@@ -17,7 +17,7 @@ from ratoon.train.loss.ratios import MAX_GAP, MAX_K3, clamp_k3
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.rollout_figures import FoundRollouts, Segments, sampler_gaps
-from ratoon.train.step_probe import LARGE_SHARE, update_share
+from ratoon.train.step_probe import update_share
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     Offender,
@@ -43,8 +43,11 @@ _MAX_SHARE = 0.5
 _FAR_GAP = 8.0
 # Nats per token; below it a policy has one answer.
 _MIN_ENTROPY = 0.01
-# Nats per token of weights before and after a step; a trust region is a hundredth.
-MAX_STEP_KL = 0.2
+# Nats per token of weights before and after a step. A trust region is a hundredth; the first steps
+# of AdamW on random weights make 0.15, a hundred times their learning rate 0.6 and more.
+MAX_STEP_KL = 0.3
+# update_norm / weight_norm where no KL could be measured.
+_MAX_SHARE_OF_WEIGHTS = 0.5
 
 
 def pass_warnings(found: FoundRollouts, sums: LossSums) -> tuple[StepWarning, ...]:
@@ -72,7 +75,7 @@ def step_warnings(report: StepReport) -> tuple[StepWarning, ...]:
             "checkpoint if rewards fall"
         )
         return (warn(WarningKind.LARGE_STEP, text),)
-    if kl is None and share > LARGE_SHARE:
+    if kl is None and share > _MAX_SHARE_OF_WEIGHTS:
         text = (
             f"the step is too large: it changed the weights by {100 * share:.2g}% of their norm; "
             "lower the learning rate, and go back to a checkpoint if rewards fall"
