@@ -17,7 +17,7 @@ from ratoon.train.loss.ratios import MAX_GAP, MAX_K3, clamp_k3
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.rollout_figures import FoundRollouts, Segments, sampler_gaps
-from ratoon.train.step_probe import LARGE_SHARE, update_share
+from ratoon.train.step_probe import update_share
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     Offender,
@@ -31,8 +31,9 @@ from ratoon_proto.types import (
 # Share of the terms of one sign; beyond it the clip decides more than the advantages.
 _MAX_CLIPPED = 0.5
 # Mean k3 in nats per token between sampler and trainer of the same version. Their numerics make
-# 0.003 at most (bfloat16, fp8 in the sampler, experts); a temperature of 0.6 for 1 makes 0.02.
-MAX_SAMPLER_KL = 0.01
+# 0.003 at most (bfloat16, fp8 in the sampler, experts); a temperature of 0.6 for 1 makes 0.01
+# where tokens are all but equally likely, and more elsewhere.
+MAX_SAMPLER_KL = 0.005
 # From here on the log-probs are of something else, whatever the version: no staleness does it.
 _FOREIGN_KL = 0.5
 # Fewer tokens are too few for a mean, and fewer rollouts for a share.
@@ -43,13 +44,16 @@ _MAX_SHARE = 0.5
 _FAR_GAP = 8.0
 # Nats per token; below it a policy has one answer.
 _MIN_ENTROPY = 0.01
-# Nats per token of weights before and after a step; a trust region is a hundredth.
-MAX_STEP_KL = 0.2
+# Nats per token of weights before and after a step. A trust region is a hundredth; the first steps
+# of AdamW on random weights make 0.15, a hundred times their learning rate 0.6 and more.
+MAX_STEP_KL = 0.3
+# update_norm / weight_norm where no KL could be measured.
+_MAX_SHARE_OF_WEIGHTS = 0.5
 
 
 def pass_warnings(found: FoundRollouts, sums: LossSums) -> tuple[StepWarning, ...]:
     """Warnings about one forward-backward: the batch's own, then what its log-probs show."""
-    logprobs = _logprob_warnings(found)
+    logprobs = _logprob_warnings(found, sums)
     return (
         *found.prepared.warnings,
         *logprobs,
@@ -72,7 +76,7 @@ def step_warnings(report: StepReport) -> tuple[StepWarning, ...]:
             "checkpoint if rewards fall"
         )
         return (warn(WarningKind.LARGE_STEP, text),)
-    if kl is None and share > LARGE_SHARE:
+    if kl is None and share > _MAX_SHARE_OF_WEIGHTS:
         text = (
             f"the step is too large: it changed the weights by {100 * share:.2g}% of their norm; "
             "lower the learning rate, and go back to a checkpoint if rewards fall"
@@ -136,7 +140,7 @@ def _k3(gap_J: NDArray[np.float64]) -> NDArray[np.float64]:
     return clamp_k3(torch.from_numpy(gap_J))[0].numpy()
 
 
-def _logprob_warnings(found: FoundRollouts) -> list[StepWarning]:
+def _logprob_warnings(found: FoundRollouts, sums: LossSums) -> list[StepWarning]:
     """Sampler log-probs that no numerics explain: of rollouts of this very version, or of any."""
     prepared, gap_J = found.prepared, _gaps(found)
     batch, version = prepared.batch, prepared.version
@@ -161,7 +165,7 @@ def _logprob_warnings(found: FoundRollouts) -> list[StepWarning]:
         text = (
             f"the log-probs are wrong: sampler_logprobs of {num} rollouts sampled {whose} are "
             f"{kl:.3g} nats per token (k3) from the policy's own, and numerics make less than "
-            f"{MAX_SAMPLER_KL:g}; {_cause(found, gap_J, is_meant_J, kl)}"
+            f"{MAX_SAMPLER_KL:g}; {_cause(found, sums, is_meant_J, kl)}"
         )
         gap_S, token_S = segments.largest(np.abs(gap_J))
         named = offenders(batch, worst, value_S=gap_S, token_S=token_S)
@@ -169,22 +173,21 @@ def _logprob_warnings(found: FoundRollouts) -> list[StepWarning]:
     return []
 
 
-def _cause(
-    found: FoundRollouts, gap_J: NDArray[np.float64], is_meant_J: NDArray[np.bool_], kl: float
-) -> str:
+def _cause(found: FoundRollouts, sums: LossSums, is_meant_J: NDArray[np.bool_], kl: float) -> str:
     """What to look at first."""
     if kl >= _FOREIGN_KL:
         return (
             "they are of other tokens, another prompt (chat template, end of turn) or other "
             "weights than were named"
         )
-    sampler = float((found.columns_4J[0] - gap_J)[is_meant_J].mean())
-    own = float(found.columns_4J[0][is_meant_J].mean())
-    slope = "more" if sampler > own else "less"
+    sampler_J = found.prepared.batch.sampler_logprobs
+    assert sampler_J is not None, "there is a gap"
+    # A sampler's own tokens estimate its entropy; the policy's is that of its distributions.
+    sampler, own = -float(sampler_J[is_meant_J].mean(dtype=np.float64)), sums.entropy / sums.weight
     return (
-        f"the sampler was {slope} certain ({sampler:.3g} against {own:.3g} nats a token): check "
-        "its temperature against the one declared, top-p and top-k, and whether its log-probs are "
-        "processed or raw"
+        f"the sampler was {'more' if sampler < own else 'less'} certain than the policy (entropy "
+        f"{sampler:.3g} against {own:.3g} nats): check its temperature against the one declared, "
+        "top-p and top-k, and whether its log-probs are processed or raw"
     )
 
 
@@ -302,8 +305,8 @@ def clip_text(loss: Loss, sign: str, share: float, *, has_advice: bool) -> str:
     if not has_advice or old is None or old.kind is not OldLogprobsKind.SAMPLER:
         return text
     return (
-        f"{text}: the numerics of sampler and trainer differ by more than the clip allows, perhaps; take "
-        "old_logprobs on_policy, or from_forward where a batch is several updates, and a "
+        f"{text}: the numerics of sampler and trainer differ by more than the clip allows, "
+        "perhaps; take old_logprobs on_policy, or from_forward where a batch is several updates, and a "
         "correction for the difference"
     )
 
