@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import xxhash
@@ -29,6 +30,7 @@ from ratoon.engine.commands import (
     Submission,
 )
 from ratoon.engine.journal.codec import payload_hash
+from ratoon.engine.journal.steps import Curves, step_row
 from ratoon.engine.refusals import policy_replaced
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
@@ -36,7 +38,9 @@ from ratoon.engine.types import (
     CheckpointInfo,
     ForwardResult,
     Operation,
+    OperationFilter,
     OperationResult,
+    Place,
     Policy,
     PolicyResult,
     PolicySpec,
@@ -55,9 +59,13 @@ from ratoon_proto.types import (
     PhaseSeconds,
     PolicyState,
     Progress,
+    ReceiverInfo,
+    StepHistory,
     StepReport,
     StepResult,
     TensorGradNorm,
+    VersionInfo,
+    VersionList,
     WeightFile,
     WeightKind,
 )
@@ -307,6 +315,57 @@ class FakeEngine(EngineClient):
                 await self._changed.wait()
             operation = self.operations[operation_id]
             yield operation
+
+    async def list_operations(
+        self,
+        asked: OperationFilter,
+        policies: tuple[str, ...] | None,
+        after: Place | None,
+        most: int,
+    ) -> tuple[tuple[Operation, ...], Place | None]:
+        if asked.policy_id:
+            await self.policy(asked.policy_id)
+        found = [
+            operation
+            for operation in reversed(self.operations.values())
+            if asked.policy_id in ("", operation.policy_id)
+            and (policies is None or operation.policy_id in policies)
+            and (not asked.kinds or operation.kind in asked.kinds)
+            and (not asked.states or operation.state in asked.states)
+            and asked.seq in (0, operation.seq)
+        ]
+        ids = [operation.operation_id for operation in found]
+        start = 0 if after is None or after[1] not in ids else ids.index(after[1]) + 1
+        page = tuple(found[start : start + most])
+        is_over = start + most >= len(found)
+        return page, None if is_over else (page[-1].created_at, page[-1].operation_id)
+
+    async def list_steps(
+        self, policy_id: str, figures: tuple[str, ...], after_seq: int, max_points: int
+    ) -> StepHistory:
+        curves = Curves(figures, max_points)
+        await self.policy(policy_id)
+        for one in self.operations.values():
+            if one.policy_id == policy_id and one.seq > after_seq and one.result is not None:
+                row = step_row(one.kind, one.seq, one.result, one.seq, one.finished_at or 0.0)
+                curves.add([] if row is None else [row])
+        return curves.history()
+
+    async def list_versions(self, policy_id: str) -> VersionList:
+        policy = await self.policy(policy_id)
+        published = datetime.fromtimestamp(2.5, UTC)
+        version = VersionInfo(
+            version=policy.version,
+            size_bytes=2**40,
+            delta_bytes=7,
+            published_at=published,
+            is_held=True,
+        )
+        receivers = tuple(
+            ReceiverInfo(receiver_id=ack.receiver_id, version=ack.version, last_seen=published)
+            for ack in self.acks
+        )
+        return VersionList(versions=(version,), receivers=receivers)
 
     async def cancel_operation(self, operation_id: str) -> Operation:
         operation = self._operation(operation_id)

@@ -325,6 +325,20 @@ class OperationKind(bases.OperationKindMethods, bases.WireEnum):
     IMPORT_WEIGHTS = "import_weights"
 
 
+OperationKindName = Literal[
+    "create_policy",
+    "delete_policy",
+    "update",
+    "forward_backward",
+    "optim_step",
+    "discard_gradients",
+    "forward",
+    "save_checkpoint",
+    "load_checkpoint",
+    "import_weights",
+]
+
+
 class OperationState(bases.OperationStateMethods, bases.WireEnum):
     """Where an operation stands; the last three states are final."""
 
@@ -333,6 +347,9 @@ class OperationState(bases.OperationStateMethods, bases.WireEnum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+OperationStateName = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 class SamplerLogprobsKind(bases.WireEnum):
@@ -1295,6 +1312,88 @@ class GradientManifest:
     trained_tokens: int
     num_sequences: int
     num_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeries:
+    """One figure, a value a point; NaN where no step of the point has it."""
+
+    figure: str
+    """Its name: that of a field of StepReport, or `seconds.` and that of a field of PhaseSeconds.
+    """
+    mean: tuple[float, ...]
+    """Mean, least and greatest value over the point's steps. `low` and `high` are empty where every
+    point stands for one step.
+    """
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMark:
+    """What stands out at a step, or an operation between steps that set the weights. Those of one
+    point with the same kind and reason are one mark, which stands at the last of them.
+    """
+
+    seq: int
+    version: int
+    """The policy's version after the operation."""
+    kind: OperationKind
+    warnings: tuple[str, ...]
+    """Kinds of the warnings."""
+    skip_reason: SkipReason | None = None
+    """Why the step was skipped; absent unless it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHistory:
+    """Steps as columns: a point stands for one step or for several neighbours, and has seq, version
+    and time of the last of these.
+    """
+
+    seq: tuple[int, ...]
+    version: tuple[int, ...]
+    finished_at: tuple[float, ...]
+    """Unix seconds; a clock that was set back makes it fall."""
+    series: tuple[StepSeries, ...]
+    marks: tuple[StepMark, ...]
+    num_steps: int
+    """How many steps the points stand for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInfo:
+    """A published version."""
+
+    version: int
+    size_bytes: int
+    """Bytes of its files, and of the deltas that lead to it."""
+    delta_bytes: int
+    published_at: datetime
+    is_held: bool
+    """Whether a receiver holds it now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverInfo:
+    """A receiver by its last acknowledgement."""
+
+    receiver_id: str
+    version: int | None = None
+    """The version that it serves; absent: none."""
+    lag: int | None = None
+    """Versions from that one to the newest published."""
+    holds_version: int | None = None
+    """The version that is kept for it now."""
+    last_seen: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionList:
+    """A policy's published versions, in the order of their publication, and its receivers."""
+
+    versions: tuple[VersionInfo, ...]
+    receivers: tuple[ReceiverInfo, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

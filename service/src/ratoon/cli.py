@@ -97,21 +97,29 @@ def _reported(*errors: type[Exception]) -> Generator[None, None, None]:
 
 
 @cli.command()
-def serve(config: ConfigOption = None) -> None:
+def serve(
+    config: ConfigOption = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show what Ray and Serve say of themselves too.")
+    ] = False,
+) -> None:
     """Run the service on this machine until SIGTERM or Ctrl-C; exit 1 if its Ray has ended."""
     settings = _read_config(config)
     with frozen_imports():
         from ratoon import app
         from ratoon.cluster.local_ray import ended_processes, exit_without_ray
+        from ratoon.log import ShownLogs
 
     stop = threading.Event()
     # The handler comes before the start: callers are answered while it is under way, and SIGTERM
     # must drain their calls.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    with _reported(RatoonError), app.running(settings, show_logs=True) as addresses:
+    shown = ShownLogs.ALL if verbose else ShownLogs.OWN
+    with _reported(RatoonError), app.running(settings, shown=shown) as addresses:
         signal.signal(signal.SIGINT, lambda *_: stop.set())
-        typer.echo(f"http  {addresses.http}")
-        typer.echo(f"grpc  {addresses.grpc}")
+        for name, value in app.describe(settings, addresses).items():
+            typer.echo(f"{name:<12} {value}")
+        typer.echo("ready        stop it with Ctrl-C or SIGTERM")
         while not stop.wait(RAY_POLL_S):
             if ended := ended_processes():
                 typer.echo(f"{ended[0]} of Ray has ended: start the service again", err=True)

@@ -41,8 +41,14 @@ from ratoon_client.wire import decode, group_messages, policy_spec_message, requ
 from ratoon_proto.types import (
     GradientManifest,
     Operation,
+    OperationKind,
+    OperationKindName,
+    OperationState,
+    OperationStateName,
     Policy,
     ServerInfo,
+    StepHistory,
+    VersionList,
     WeightFile,
     WeightManifest,
 )
@@ -215,6 +221,68 @@ class AsyncRatoonClient:
             self._caller, operation_id, wait_s, timeout_s=wait_s + self._caller.config.timeout_s
         )
         return decode(message, Operation)
+
+    async def operations(
+        self,
+        policy_id: str | None = None,
+        *,
+        kinds: Sequence[OperationKind | OperationKindName] = (),
+        states: Sequence[OperationState | OperationStateName] = (),
+        seq: int | None = None,
+    ) -> AsyncGenerator[Operation, None]:
+        """List operations, newest first, a page at a time as they are iterated over.
+
+        Args:
+            policy_id: The policy. Default: all policies that the caller may see.
+            kinds: Only operations of these kinds.
+            states: Only operations in these states.
+            seq: Only the policy's operation with this seq.
+        """
+        request = request_message(
+            rpcs.LIST_OPERATIONS.request,
+            policy_id=policy_id,
+            kinds=all_of("kinds", kinds, str),
+            states=all_of("states", states, str),
+            seq=seq,
+        )
+        while True:
+            page = await self._caller.call(rpcs.LIST_OPERATIONS, request)
+            for operation in page.operations:
+                yield decode(operation, Operation)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def steps(
+        self,
+        policy_id: str,
+        figures: Sequence[str] = (),
+        *,
+        after_seq: int = 0,
+        max_points: int = 1000,
+    ) -> StepHistory:
+        """Read the figures of a policy's optimizer steps, oldest first, as columns.
+
+        Args:
+            policy_id: The policy.
+            figures: Names of a report's figures: `loss`, `seconds.forward`. Default: all.
+            after_seq: Only steps after this seq: `history.seq[-1]` of an earlier answer.
+            max_points: Where there are more steps, neighbours are joined into one point, with their
+                mean, least and greatest values.
+        """
+        message = await self._caller.ask(
+            rpcs.LIST_STEPS,
+            policy_id=policy_id,
+            figures=all_of("figures", figures, str),
+            after_seq=after_seq,
+            max_points=max_points,
+        )
+        return decode(message, StepHistory)
+
+    async def versions(self, policy_id: str) -> VersionList:
+        """Read which versions of a policy are published, and what its receivers serve."""
+        message = await self._caller.ask(rpcs.LIST_VERSIONS, policy_id=policy_id)
+        return decode(message, VersionList)
 
     async def cancel_operation(self, operation_id: str) -> Operation:
         """Stop an operation before its optimizer step; one that has ended stays as it is."""

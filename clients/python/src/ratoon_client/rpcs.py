@@ -49,6 +49,11 @@ FORWARD = Rpc("Forward", service_pb2.ForwardRequest, _Operation)
 UPLOAD_PART = Rpc("UploadPart", service_pb2.UploadPartRequest, service_pb2.UploadPartResponse)
 GET_OPERATION = Rpc("GetOperation", service_pb2.GetOperationRequest, _Operation)
 WATCH_OPERATION = Rpc("WatchOperation", service_pb2.WatchOperationRequest, _Operation)
+LIST_OPERATIONS = Rpc(
+    "ListOperations", service_pb2.ListOperationsRequest, service_pb2.ListOperationsResponse
+)
+LIST_STEPS = Rpc("ListSteps", service_pb2.ListStepsRequest, service_pb2.StepHistory)
+LIST_VERSIONS = Rpc("ListVersions", service_pb2.ListVersionsRequest, service_pb2.VersionList)
 CANCEL_OPERATION = Rpc("CancelOperation", service_pb2.CancelOperationRequest, _Operation)
 SAVE_CHECKPOINT = Rpc("SaveCheckpoint", service_pb2.SaveCheckpointRequest, _Operation)
 LOAD_CHECKPOINT = Rpc("LoadCheckpoint", service_pb2.LoadCheckpointRequest, _Operation)

@@ -9,6 +9,8 @@ changes there were.
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import platform
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,8 +26,16 @@ from google.protobuf.message import DecodeError
 from ratoon.api.convert.checks import write
 from ratoon.api.convert.policy import policy_message
 from ratoon.config import LimitsConfig
-from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, Operation, PolicyResult
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.engine.types import (
+    CheckpointInfo,
+    FailedResult,
+    ForwardResult,
+    Operation,
+    OperationFilter,
+    Place,
+    PolicyResult,
+)
+from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.model.spec import PRESET_NAMES
 from ratoon_proto.types import BackendInfo, EmptyResult, ImportResult, StepResult
 from ratoon_proto.v1 import operation_pb2 as wire
@@ -67,6 +77,35 @@ def operation_message(
         case result:
             write(message, {_FIELDS[type(result)]: result})
     return message
+
+
+def page_token(place: Place | None, asked: OperationFilter) -> str:
+    """The token of the page that goes on behind `place`; "": there is none."""
+    if place is None:
+        return ""
+    return base64.urlsafe_b64encode(json.dumps([*place, _digest(asked)]).encode()).decode()
+
+
+def place_of(token: str, asked: OperationFilter) -> Place | None:
+    """The place that a list goes on behind; None: it begins.
+
+    Raises INVALID_ARGUMENT for a token that `page_token` has not made for the same question.
+    """
+    if not token:
+        return None
+    try:
+        created_at, operation_id, digest = json.loads(base64.urlsafe_b64decode(token))
+    except ValueError:
+        created_at = operation_id = digest = None
+    is_ours = isinstance(created_at, float) and isinstance(operation_id, str)
+    if not is_ours or digest != _digest(asked):
+        expected = "the next_page_token of an answer to the same question"
+        raise invalid("page_token", shown(token), expected)
+    return created_at, operation_id
+
+
+def _digest(asked: OperationFilter) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(asked).encode())
 
 
 def _set_forward(message: wire.ForwardResult, result: ForwardResult, output: bytes | None) -> None:

@@ -38,7 +38,7 @@ def open_engine(settings: EngineSettings) -> Engine:
     if settings.weights_root is not None:
         make_folder(settings.weights_root, 0o700)
         remove_leftovers(settings.weights_root)
-    journal = Journal(await_database(settings.database_url))
+    journal = Journal(await_database(settings.database_url), settings.limits.max_steps)
     known = [row.spec.policy_id for row in journal.store.policies()]
     require_known(settings.data_root, known)
     remove_leftovers(settings.data_root / POLICIES)

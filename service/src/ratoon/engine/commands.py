@@ -274,10 +274,14 @@ def _forward_id(loss: LossConfig) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The API key that an operation belongs to. `key_id` "": none; `limits` do not apply then."""
+    """The API key that a call came with. `key_id` "": none; `limits` do not apply then.
+
+    `policies`: those that it is for; None: all.
+    """
 
     key_id: str
     limits: KeyLimits | None
+    policies: tuple[str, ...] | None = None
 
 
 NOBODY = Holder(key_id="", limits=None)

@@ -66,6 +66,20 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperationFilter:
+    """Which operations to list; what is empty or 0 asks for any."""
+
+    policy_id: str
+    kinds: tuple[OperationKind, ...]
+    states: tuple[OperationState, ...]
+    seq: int
+
+
+# An operation's place among all, by when it was accepted: seconds since the epoch, then its id.
+Place = tuple[float, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledgement:
     """What a receiver of weights says of itself.
 

@@ -315,7 +315,8 @@ def _answer_field(field: FieldDescriptor) -> tuple[Any, Any]:
         return _described(field, dict[str, str]), ...
     kind = _type(field, is_request=False)
     if field.is_repeated:
-        return _described(field, list[kind]), ...
+        item = kind | None if field.type in FLOATS else kind
+        return _described(field, list[item]), ...
     may_be_null = not is_required(field) and (field.has_presence or field.type in FLOATS)
     return _described(field, kind | None if may_be_null else kind), ...
 
@@ -330,13 +331,14 @@ def _type(field: FieldDescriptor, *, is_request: bool) -> Any:
         is_time = field.message_type.full_name == Timestamp.DESCRIPTOR.full_name
         return datetime if is_time else model_of(field.message_type)
     if field.enum_type is not None:
-        return _enum(field.enum_type)
+        return enum_of(field.enum_type)
     strict, plain = _SCALARS[field.type]
     return strict if is_request else plain
 
 
 @cache
-def _enum(enum: EnumDescriptor) -> type[StrEnum]:
+def enum_of(enum: EnumDescriptor) -> type[StrEnum]:
+    """The enum's short names, with their comments."""
     members = {name.upper(): name for name in enum_names(enum)}
     made = cast("type[StrEnum]", StrEnum(enum.name, members))
     own = [

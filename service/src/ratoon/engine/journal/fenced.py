@@ -32,11 +32,13 @@ from ratoon.engine.journal.records import (
     lost_records,
     rolled_back,
 )
+from ratoon.engine.journal.steps import ROLLED_BACK, step_row
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     NUMERICS,
     OPERATIONS,
     POLICIES,
+    STEPS,
     insert_checkpoint,
     is_before,
     last_token,
@@ -45,21 +47,25 @@ from ratoon.engine.journal.tables import (
     select_operations,
     set_last_token,
     set_operation,
+    step_columns,
     to_columns,
 )
 from ratoon.engine.refusals import operation_not_found, policy_not_found
 from ratoon.engine.worker.tasks import FencedError, Numerics
 from ratoon.model.spec import ModelInfo
-from ratoon_proto.types import PolicyState
+from ratoon_proto.types import OperationKind, PolicyState
 
+ALL_STEPS = 2**62
 _FINAL = tuple(state for state in JournalState if state.is_final)
 
 
 class FencedStore:
     """Shares the database, and its one thread, with `SqlStore`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, kept_steps: int = ALL_STEPS) -> None:
+        """`kept_steps`: the last seqs of a policy whose steps are kept."""
         self._engine = engine
+        self._kept_steps = kept_steps
 
     def acquire(self, policy_id: str, above: int = 0) -> int:
         """A new fencing token, above `above` and all tokens of all policies.
@@ -203,6 +209,8 @@ class FencedStore:
                 "position": position + 1,
             }
             update_row(connection, POLICIES, policy, columns)
+            if is_applied:
+                self._add_step(connection, operation, end)
             if end.numerics is not None:
                 _know_numerics(connection, end.numerics)
             if end.checkpoint is not None:
@@ -210,6 +218,18 @@ class FencedStore:
             if end.frees_window:
                 _free(connection, policy_id, (operation["seq"] or 0) + 1)
             return position + 1
+
+    def _add_step(
+        self, connection: Connection, operation: Mapping[str, Any], end: OperationEnd
+    ) -> None:
+        """Add the operation's step, if it is one, and drop those that are too old."""
+        seq, policy_id = operation["seq"], operation["policy_id"]
+        kind = OperationKind(operation["kind"])
+        step = step_row(kind, seq, end.result, end.version, end.finished_at)
+        if step is not None:
+            insert_row(connection, STEPS, step_columns(policy_id, step))
+            is_old = and_(STEPS.c.policy_id == policy_id, STEPS.c.seq <= seq - self._kept_steps)
+            connection.execute(delete(STEPS).where(is_old))
 
     def cover(self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int) -> Covered:
         """Add an automatic checkpoint, and free what the newest `keep` of all make superfluous."""
@@ -275,6 +295,14 @@ class FencedStore:
             for record in changed:
                 columns = to_columns(record)
                 set_operation(connection, columns.pop("operation_id"), **columns)
+            is_undone = and_(STEPS.c.policy_id == policy_id, STEPS.c.seq > roll_back.seq)
+            columns = {
+                "version": roll_back.version,
+                "figures": None,
+                "warnings": ROLLED_BACK,
+                "skip_reason": None,
+            }
+            update_rows(connection, STEPS, is_undone, columns)
             is_past = and_(CHECKPOINTS.c.policy_id == policy_id, CHECKPOINTS.c.seq > roll_back.seq)
             update_rows(connection, CHECKPOINTS, is_past, {"replay_from_seq": NO_RECOVERY})
             columns = {

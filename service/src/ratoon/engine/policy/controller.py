@@ -44,7 +44,7 @@ from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightManifest
-from ratoon_proto.types import GradientManifest, PolicyState
+from ratoon_proto.types import GradientManifest, PolicyState, VersionList
 
 # How long a submission, whose body is in memory, waits for a recovery: less than a client's try.
 _QUEUE_S = 20.0
@@ -243,6 +243,12 @@ class Controller:
             self._check_ready()
         async with self._lock:  # A rollback of versions holds it.
             return await self._publisher.acknowledge(ack)
+
+    async def versions(self) -> VersionList:
+        """See `Publisher.versions`. Raises POLICY_NOT_READY; a failed policy answers."""
+        if not self._run.failure:
+            self._check_ready()
+        return await self._publisher.versions()
 
     async def read_gradients(self, names: tuple[str, ...]) -> GradientManifest:
         """Gradient sums of the open window, of the tensors of these names in exported weights.
