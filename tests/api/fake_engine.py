@@ -7,6 +7,7 @@ Operations whose turn has come are done at once, unless `hold` is set: then they
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -54,6 +55,7 @@ from ratoon_proto.types import (
     EmptyResult,
     GradientManifest,
     ImportResult,
+    Offender,
     OperationKind,
     OperationState,
     PhaseSeconds,
@@ -63,12 +65,14 @@ from ratoon_proto.types import (
     StepHistory,
     StepReport,
     StepResult,
+    StepWarning,
     TensorGradNorm,
     VersionInfo,
     VersionList,
     WeightFile,
     WeightKind,
 )
+from ratoon_proto.v1.rollout_pb2 import KeptRollout, PrefixForest, StepRollouts
 
 INFO = ModelInfo(
     num_parameters=1000,
@@ -87,7 +91,13 @@ REPORT = StepReport(
     trained_tokens=2,
     seconds=PhaseSeconds(plan=0.1, forward=0.2),
     ratio_max=float("inf"),
-    warnings=("sampled with top_p",),
+    warnings=(
+        StepWarning(
+            kind="truncated_sampling",
+            message="sampled with top_p",
+            offenders=(Offender(group_id="g", rollout=1, value=0.5),),
+        ),
+    ),
     tensor_grad_norms=(TensorGradNorm(name="lm_head.weight", norm=1.25, max_abs=0.75),),
 )
 
@@ -110,6 +120,8 @@ class FakeEngine(EngineClient):
         self.operations: dict[str, Operation] = {}
         self.known_policies: dict[str, Policy] = {}
         self.files: dict[str, bytes] = {}
+        # Whole, by seq.
+        self.kept: dict[int, list[KeptRollout]] = {}
         self.submissions: dict[str, Submission] = {}
         self.is_draining = False
         self._folder = folder
@@ -469,6 +481,26 @@ class FakeEngine(EngineClient):
                 ErrorCode.RANGE_NOT_SATISFIABLE, f"the file has {len(data)} bytes", field="offset"
             )
         return data[offset : offset + length]
+
+    async def rollouts(self, policy_id: str, seq: int) -> StepRollouts:
+        await self.policy(policy_id)
+        if seq not in self.kept:
+            raise RatoonError(ErrorCode.ROLLOUTS_NOT_FOUND, f"none of seq {seq}", field="seq")
+        step = StepRollouts(forest=PrefixForest(parent=[-1], num_tokens=[3], num_rollouts=[1]))
+        step.forest.reward_mean.append(math.nan)
+        for kept in self.kept[seq]:
+            listed = step.rollouts.add()
+            listed.CopyFrom(kept)
+            for name in ("tokens", "gaps"):
+                listed.ClearField(name)
+        return step
+
+    async def rollout(self, policy_id: str, seq: int, group: int, rollout: int) -> KeptRollout:
+        await self.rollouts(policy_id, seq)
+        for kept in self.kept[seq]:
+            if (kept.group, kept.rollout) == (group, rollout):
+                return KeptRollout.FromString(kept.SerializeToString())
+        raise RatoonError(ErrorCode.ROLLOUTS_NOT_FOUND, "it is not kept", field="rollout")
 
     async def weight_file(self, policy_id: str, version: int, name: str) -> tuple[Path, WeightFile]:
         manifest = await self.weight_manifest(policy_id, version)

@@ -218,7 +218,11 @@ def demo(
 @keys.command("create")
 def create_key(
     scope: Annotated[
-        Scope, typer.Option(help="read: look and pull; train: also train; admin: everything.")
+        list[Scope],
+        typer.Option(
+            help="read: look and pull; train: also train; admin: everything; read:rollouts: see "
+            "kept rollouts too, beside any of them."
+        ),
     ],
     policy: Annotated[
         list[str] | None,
@@ -249,6 +253,9 @@ def create_key(
     config: ConfigOption = None,
 ) -> None:
     """Create a key and show it once, on standard output."""
+    ranked = {*scope} - {Scope.READ_ROLLOUTS}
+    if len(ranked) != 1:
+        raise typer.BadParameter("--scope: one of read, train and admin, and read:rollouts or not")
     settings = _read_config(config)
     now = time.time()
     with _reported(RatoonError, ValidationError):
@@ -263,12 +270,13 @@ def create_key(
             max_queued_bytes=max_queued_bytes,
         )
         key, text = new_key(
-            scope=scope,
+            scope=ranked.pop(),
             policies=names or None,
             note=note,
             created_at=now,
             expires_at=None if expires_days is None else now + expires_days * DAY_S,
             limits=limits,
+            reads_rollouts=Scope.READ_ROLLOUTS in scope,
         )
         KeyFile(settings.data_root.absolute()).add(key)
     _audit(settings, "keys.create", key.key_id)
@@ -292,7 +300,8 @@ def list_keys(config: ConfigOption = None) -> None:
         times = (_day(key.created_at), "never" if key.expires_at is None else _day(key.expires_at))
         own = key.limits.model_dump(exclude_none=True)
         limits = ", ".join(f"{name} {value:g}" for name, value in own.items())
-        table.add_row(key.key_id, key.scope, policies, state, *times, limits, escape(key.note))
+        scopes = f"{key.scope}, {Scope.READ_ROLLOUTS}" if key.reads_rollouts else key.scope
+        table.add_row(key.key_id, scopes, policies, state, *times, limits, escape(key.note))
     # Ids are never truncated, however narrow the terminal.
     Console(soft_wrap=True, width=LIST_COLUMNS).print(table)
 

@@ -20,6 +20,7 @@ from ratoon.train.optim.state import StateBounds
 from ratoon.train.ranks.group import RankGroup
 from ratoon.train.ranks.rank import Rank, Stepped
 from ratoon.train.spec import TrainerSpec
+from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import NumericsGuard, SkipReason, StepReport, TensorGradNorm
 
 WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
@@ -96,7 +97,8 @@ def run_optimizer_step(
         stepped = ranks.all(Rank.step, norm, divisor, step)
         warnings = rounding_warning(spec.kept_states, step.learning_rate)
     else:
-        warnings = (f"{WARNINGS[reason]}: the step was skipped",)
+        text = f"{WARNINGS[reason]}: the step was skipped"
+        warnings = (warn(WarningKind.STEP_SKIPPED, text),)
     planned = [each.planned_memory_bytes for each in stepped] or [own.planned_memory_bytes]
     peaks = [each.peak_memory_bytes for each in stepped]
     return replace(

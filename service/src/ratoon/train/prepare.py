@@ -33,6 +33,7 @@ from ratoon.rollout.selection import (
 )
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.warnings import batch_warnings
+from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     AdvantageKind,
     OldLogprobsKind,
@@ -40,6 +41,7 @@ from ratoon_proto.types import (
     OverlongPenalty,
     SharedTokens,
     StalenessAction,
+    StepWarning,
     TokenWeight,
 )
 
@@ -110,7 +112,7 @@ class Prepared:
     group_keys: frozenset[bytes]
     not_run_S: NDArray[np.bool_]
     plan: UpdatePlan
-    warnings: tuple[str, ...]
+    warnings: tuple[StepWarning, ...]
     route_conflicts: int
     seconds: float
 
@@ -294,12 +296,14 @@ def _advantages(batch: RolloutBatch, loss: Loss) -> NDArray[np.float64]:
     return np.repeat(advantage_S, lengths_S)
 
 
-def _warnings(counted: Counters, plan: UpdatePlan) -> tuple[str, ...]:
+def _warnings(counted: Counters, plan: UpdatePlan) -> tuple[StepWarning, ...]:
     """What drops and advantages leave to train on, where it is nothing."""
     if counted.tokens == 0:
-        return ("every rollout was dropped: there is nothing to train on",)
+        text = "every rollout was dropped: there is nothing to train on"
+        return (warn(WarningKind.ALL_DROPPED, text),)
     if not plan.micro_batches:
-        return ("every advantage is zero: nothing was run, and the gradient is zero",)
+        text = "every advantage is zero: nothing was run, and the gradient is zero"
+        return (warn(WarningKind.ZERO_ADVANTAGES, text),)
     return ()
 
 

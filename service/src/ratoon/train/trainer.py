@@ -63,6 +63,7 @@ from ratoon.train.ranks.layout import lend_activations, load
 from ratoon.train.ranks.rank import Rank
 from ratoon.train.rates import rates_of
 from ratoon.train.report import UsageMeter, forward_backward_report, forward_report, step_report
+from ratoon.train.rollout_figures import FoundRollouts
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import Shard, StepReport
@@ -122,6 +123,8 @@ class Trainer:
             spec.micro_batch_tokens, num_ranks=self.ranks.size, group_sizes=self._group_sizes
         )
         self._window = GradientWindow()
+        # What the last forward-backward found of its rollouts; None: none has run.
+        self.found: FoundRollouts | None = None
         self._meter = UsageMeter(model, self.ranks.size)
         self._snapshot_numbers = count()
         # Snapshots that somebody has; the ranks hold their states until they are written.
@@ -226,6 +229,7 @@ class Trainer:
         ranks = self.ranks.run_pass(hooks, Rank.forward_backward, prepared, is_only=is_only)
         done = PassTotals.over(ranks)
         totals = Totals.of_pass(prepared, done)
+        self.found = FoundRollouts.of(prepared, done.tokens)
         self._window.complete(prepared, totals)
         return forward_backward_report(prepared, totals, done, self._meter, self_check)
 
