@@ -18,8 +18,8 @@ from ratoon.rollout.validate import validate_groups
 from ratoon.train.gradient_window import of_prepared
 from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.prepare import prepare
+from ratoon.train.verdicts import clip_text
 from ratoon_proto.types import (
     AdvantageKind,
     CorrectionLevel,
@@ -191,10 +191,12 @@ def test_clip_of_gspo_is_narrower_than_a_samplers_numerics() -> None:
     assert sums.negative_clipped / sums.negative_terms == pytest.approx(negative.item())
     assert sums.positive_clipped / sums.positive_terms == pytest.approx(positive.item())
     old = OldLogprobs(kind=OldLogprobsKind.SAMPLER)
-    (warning,) = sum_warnings(make_loss(LossKind.GSPO, old_logprobs=old), sums)
-    share = math.floor(100 * negative.item() + 0.5)
-    assert f"{share}% of the terms with a negative advantage without a gradient" in warning.message
-    assert "from_forward" in warning.message
+    loss = make_loss(LossKind.GSPO, old_logprobs=old)
+    text = clip_text(loss, "negative", negative.item(), has_advice=True)
+    assert "75% of the terms with a negative advantage without a gradient: " in text
+    assert "from_forward" in text
+    # What is wrong with the log-probs is not to be hidden behind others.
+    assert clip_text(loss, "negative", 0.75, has_advice=False).endswith("without a gradient")
 
 
 _SAMPLER = OldLogprobs(kind=OldLogprobsKind.SAMPLER)

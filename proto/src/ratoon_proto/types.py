@@ -1009,7 +1009,7 @@ class Offender:
     group: int = 0
     group_id: str = ""
     rollout: int = 0
-    """Index within the group; -1: the whole group."""
+    """Index within the group; a whole group is named by its first rollout."""
     token: int | None = None
     """Index among the rollout's response tokens; absent: the whole rollout."""
     value: float | None = None

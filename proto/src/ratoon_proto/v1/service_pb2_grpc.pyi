@@ -63,8 +63,16 @@ class PolicyServiceStub:
     """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]
     """The operation now and as it changes, up to its end; leaving does not cancel it."""
+    ListOperations: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListOperationsRequest, _service_pb2.ListOperationsResponse]
+    """Operations, newest first: those of a policy, or of all policies that the caller may see. A Forward
+    without a key is not listed.
+    """
     CancelOperation: _grpc.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]
     """Stops it before its optimizer step; one that has ended stays as it is."""
+    ListSteps: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListStepsRequest, _service_pb2.StepHistory]
+    """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
+    there are more steps than points.
+    """
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _rollout_pb2.StepRollouts]
     """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
     of its rollouts. Needs the scope read:rollouts.
@@ -77,6 +85,8 @@ class PolicyServiceStub:
     """Back to the state of a checkpoint of this policy."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListCheckpointsRequest, _service_pb2.ListCheckpointsResponse]
     """The policy's checkpoints."""
+    ListVersions: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]
+    """The published versions, and the receivers that have acknowledged any since the service's start."""
     GetWeightManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]
     """The files of a published version, with their digests."""
     WatchWeights: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchWeightsRequest, _weights_pb2.WeightManifest]
@@ -129,8 +139,16 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _aio.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """The operation now and as it changes, up to its end; leaving does not cancel it."""
+    ListOperations: _aio.UnaryUnaryMultiCallable[_service_pb2.ListOperationsRequest, _service_pb2.ListOperationsResponse]  # type: ignore[assignment]
+    """Operations, newest first: those of a policy, or of all policies that the caller may see. A Forward
+    without a key is not listed.
+    """
     CancelOperation: _aio.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Stops it before its optimizer step; one that has ended stays as it is."""
+    ListSteps: _aio.UnaryUnaryMultiCallable[_service_pb2.ListStepsRequest, _service_pb2.StepHistory]  # type: ignore[assignment]
+    """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
+    there are more steps than points.
+    """
     ListRollouts: _aio.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _rollout_pb2.StepRollouts]  # type: ignore[assignment]
     """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
     of its rollouts. Needs the scope read:rollouts.
@@ -143,6 +161,8 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Back to the state of a checkpoint of this policy."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_service_pb2.ListCheckpointsRequest, _service_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """The policy's checkpoints."""
+    ListVersions: _aio.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]  # type: ignore[assignment]
+    """The published versions, and the receivers that have acknowledged any since the service's start."""
     GetWeightManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
     """The files of a published version, with their digests."""
     WatchWeights: _aio.UnaryStreamMultiCallable[_service_pb2.WatchWeightsRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
@@ -266,12 +286,32 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         """The operation now and as it changes, up to its end; leaving does not cancel it."""
 
     @_abc_1.abstractmethod
+    def ListOperations(
+        self,
+        request: _service_pb2.ListOperationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.ListOperationsResponse, _abc.Awaitable[_service_pb2.ListOperationsResponse]]:
+        """Operations, newest first: those of a policy, or of all policies that the caller may see. A Forward
+        without a key is not listed.
+        """
+
+    @_abc_1.abstractmethod
     def CancelOperation(
         self,
         request: _service_pb2.CancelOperationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
         """Stops it before its optimizer step; one that has ended stays as it is."""
+
+    @_abc_1.abstractmethod
+    def ListSteps(
+        self,
+        request: _service_pb2.ListStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.StepHistory, _abc.Awaitable[_service_pb2.StepHistory]]:
+        """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
+        there are more steps than points.
+        """
 
     @_abc_1.abstractmethod
     def ListRollouts(
@@ -314,6 +354,14 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.ListCheckpointsResponse, _abc.Awaitable[_service_pb2.ListCheckpointsResponse]]:
         """The policy's checkpoints."""
+
+    @_abc_1.abstractmethod
+    def ListVersions(
+        self,
+        request: _service_pb2.ListVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.VersionList, _abc.Awaitable[_service_pb2.VersionList]]:
+        """The published versions, and the receivers that have acknowledged any since the service's start."""
 
     @_abc_1.abstractmethod
     def GetWeightManifest(

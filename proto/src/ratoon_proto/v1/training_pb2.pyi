@@ -1041,7 +1041,7 @@ class Offender(_message.Message):
     group: _builtins.int
     group_id: _builtins.str
     rollout: _builtins.int
-    """Index within the group; -1: the whole group."""
+    """Index within the group; a whole group is named by its first rollout."""
     token: _builtins.int
     """Index among the rollout's response tokens; absent: the whole rollout."""
     value: _builtins.float

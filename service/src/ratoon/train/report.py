@@ -22,11 +22,12 @@ from ratoon.train.additive import mean
 from ratoon.train.gradient_window import Totals, divide_number, of_batch
 from ratoon.train.loss.ratios import clamp_k3
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor
-from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.numerics import peak_memory_bytes
 from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.prepare import Prepared, PreparedForward, run_sequences
+from ratoon.train.rollout_figures import FoundRollouts
 from ratoon.train.self_check import SelfCheckOutcome
+from ratoon.train.verdicts import pass_warnings
 from ratoon_proto.types import DivideBy, GroupReport, PhaseSeconds, RouterReport, StepReport
 
 # Dense bfloat16 peak, FLOP/s, by a part of the device's name; the first that fits.
@@ -194,7 +195,7 @@ class UsageMeter:
 
 
 def forward_backward_report(
-    prepared: Prepared,
+    found: FoundRollouts,
     totals: Totals,
     done: PassTotals,
     meter: UsageMeter,
@@ -205,13 +206,14 @@ def forward_backward_report(
     Its losses are divided by the loss's own counter; by 1 if that is a constant, which only the
     step knows.
     """
+    prepared = found.prepared
     by = prepared.loss.default_divide_by
     own = NoDivisor() if by in (DivideBy.CONSTANT, DivideBy.NONE) else CounterDivisor(counter=by)
     divisor = divide_number(own, totals.counters)
     seconds = PhaseSeconds(plan=prepared.seconds, forward=done.forward_s, backward=done.backward_s)
     usage = meter.figures(prepared, training_flops, done.rows, done.forward_s + done.backward_s)
     report = _packing_report(prepared.plan, seconds, usage, done.rank_seconds)
-    sums = sum_warnings(prepared.loss, totals.sums)
+    sums = pass_warnings(found, totals.sums)
     return replace(
         _with_totals(report, totals, divisor),
         self_check=self_check.report,

@@ -1,16 +1,16 @@
-"""What a caller should know of its batch and of the sums of its loss, though it is no error."""
+"""What a caller should know of its batch, though it is no error; `train.verdicts` has what a pass
+shows."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.columns import newest_versions
 from ratoon.rollout.offenders import offenders, worst_first
-from ratoon.train.loss.ratios import MAX_GAP, MAX_K3
 from ratoon.train.loss.spec import Loss
-from ratoon.train.loss.sums import LossSums
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     AdvantageKind,
@@ -20,8 +20,15 @@ from ratoon_proto.types import (
     StepWarning,
 )
 
-# Share of the terms of one sign; beyond it the clip decides more than the advantages.
-_MAX_CLIPPED = 0.5
+# A reward so many times as far from the median as three quarters of all, or as the median or 1.
+_FAR_REWARD = 1000.0
+# Share of truncated rollouts above which the rewards of most are of nothing whole.
+_MAX_TRUNCATED = 0.5
+_LEAST_ROLLOUTS = 8
+# Response tokens: a shorter longest response is no limit that cuts others.
+_LEAST_LIMIT = 32
+# Versions in the mean; asynchronous runs have 1 to 4.
+_MAX_STALENESS = 8.0
 _GROUP_BASELINES = (
     AdvantageKind.GROUP_MEAN_STD,
     AdvantageKind.GROUP_MEAN,
@@ -41,6 +48,8 @@ def batch_warnings(
         *_sampling_warnings(batch),
         *_unused_warnings(batch, loss),
         *_group_warnings(batch, loss),
+        *_reward_warnings(batch, loss),
+        *_length_warnings(batch),
         *_version_warnings(batch, loss, kept_S, version),
     )
 
@@ -96,6 +105,73 @@ def _group_warnings(batch: RolloutBatch, loss: Loss) -> list[StepWarning]:
     return [warn(WarningKind.SINGLE_ROLLOUT_GROUP, text, named)]
 
 
+def _reward_warnings(batch: RolloutBatch, loss: Loss) -> list[StepWarning]:
+    """Rewards that cannot be compared: equal in each group, or one far beyond the others."""
+    rewards_S = batch.rewards
+    if rewards_S is None:
+        return []
+    found: list[StepWarning] = []
+    has_several_G = np.diff(batch.group_offsets) > 1
+    is_flat_G = zero_variance_groups(rewards_S, batch.group_offsets)
+    if (
+        loss.advantage in _GROUP_BASELINES
+        and has_several_G.any()
+        and is_flat_G[has_several_G].all()
+    ):
+        text = (
+            f"the rewards within each of {np.count_nonzero(has_several_G)} groups are all equal: "
+            "there is nothing to compare, and nothing to learn"
+        )
+        named = offenders(batch, batch.group_offsets[:-1][has_several_G], value_S=rewards_S)
+        found.append(warn(WarningKind.EQUAL_REWARDS, text, named))
+    middle = float(np.median(rewards_S))
+    away_S = np.abs(rewards_S - middle)
+    usual = max(1.0, abs(middle), float(np.quantile(away_S, 0.75)))
+    is_far_S = away_S > _FAR_REWARD * usual
+    if is_far_S.any():
+        worst = worst_first(away_S, is_far_S)
+        text = (
+            f"{len(worst)} of {len(rewards_S)} rewards are more than {_FAR_REWARD:g} times as far "
+            f"from the median ({middle:.3g}) as three quarters of all, the farthest "
+            f"{rewards_S[worst[0]]:.3g}: the advantages of their groups are of them alone"
+        )
+        named = offenders(batch, worst, value_S=rewards_S)
+        found.append(warn(WarningKind.REWARD_OUTLIER, text, named))
+    return found
+
+
+def _length_warnings(batch: RolloutBatch) -> list[StepWarning]:
+    """Responses that were cut, whether marked as such or not."""
+    lengths_S, num = np.diff(batch.response_offsets), batch.num_sequences
+    cut = worst_first(lengths_S, batch.truncated)
+    if num >= _LEAST_ROLLOUTS and len(cut) > _MAX_TRUNCATED * num:
+        text = (
+            f"{len(cut)} of {num} rollouts are truncated, at {lengths_S[cut].min()} to "
+            f"{lengths_S[cut].max()} response tokens: their rewards are of answers without an end"
+        )
+        return [warn(WarningKind.TRUNCATED_MOST, text, offenders(batch, cut, value_S=lengths_S))]
+    longest = int(lengths_S.max())
+    is_longest_S = lengths_S == longest
+    if len(cut) or longest < _LEAST_LIMIT or np.count_nonzero(lengths_S > 0) < _LEAST_ROLLOUTS:
+        return []
+    # What shorter responses end with is the end of a turn.
+    last_S = batch.response_tokens[batch.response_offsets[1:] - 1]
+    ends = last_S[~is_longest_S & (lengths_S > 0)]
+    if not len(ends):
+        return []
+    values, counts = np.unique(ends, return_counts=True)
+    is_cut_S = is_longest_S & (last_S != values[counts.argmax()])
+    if counts.max() < 0.9 * len(ends) or np.count_nonzero(is_cut_S) < max(2, 0.1 * num):
+        return []
+    text = (
+        f"{np.count_nonzero(is_cut_S)} of {num} rollouts have exactly {longest} response tokens "
+        f"and do not end as the others do (token {values[counts.argmax()]}): they look truncated, "
+        "and none is marked so"
+    )
+    named = offenders(batch, np.flatnonzero(is_cut_S), value_S=lengths_S)
+    return [warn(WarningKind.UNMARKED_TRUNCATION, text, named)]
+
+
 def _version_warnings(
     batch: RolloutBatch, loss: Loss, kept_S: NDArray[np.bool_], version: int
 ) -> list[StepWarning]:
@@ -115,6 +191,16 @@ def _version_warnings(
         )
         named = offenders(batch, worst_first(-oldest_S, is_stale_S), value_S=oldest_S)
         found.append(warn(WarningKind.STALE_ON_POLICY, text, named))
+    is_dated_S = kept_S & (oldest_S >= 0) & (oldest_S <= version)
+    age_S = version - oldest_S
+    if is_dated_S.any() and age_S[is_dated_S].mean() > _MAX_STALENESS:
+        text = (
+            f"rollouts are {age_S[is_dated_S].mean():.1f} versions old in the mean, and "
+            f"{age_S[is_dated_S].max()} at most: the sampler falls behind, or its weights are not "
+            "replaced"
+        )
+        named = offenders(batch, worst_first(age_S, is_stale_S), value_S=age_S)
+        found.append(warn(WarningKind.STALE_ROLLOUTS, text, named))
     is_future_S = kept_S & (newest_S > version)
     future = newest_S[is_future_S]
     if len(future):
@@ -126,67 +212,3 @@ def _version_warnings(
         named = offenders(batch, worst_first(newest_S, is_future_S), value_S=newest_S)
         found.append(warn(WarningKind.FUTURE_VERSION, text, named))
     return found
-
-
-def sum_warnings(loss: Loss, sums: LossSums) -> tuple[StepWarning, ...]:
-    """Warnings about the sums of one forward-backward."""
-    return (*_clamp_warnings(sums), *_clip_warnings(loss, sums), *_silence_warnings(sums))
-
-
-def _clamp_warnings(sums: LossSums) -> list[StepWarning]:
-    found: list[StepWarning] = []
-    if sums.clamped_ratios:
-        text = (
-            f"{sums.clamped_ratios:.0f} log-ratios beyond {MAX_GAP:g} were clamped and have no "
-            "gradient: their old log-probs are not of these tokens, or of another policy"
-        )
-        found.append(warn(WarningKind.CLAMPED_RATIOS, text))
-    if sums.clamped_kls:
-        text = (
-            f"{sums.clamped_kls:.0f} KL terms were clamped (a gap beyond {MAX_GAP:g}, a k3 above "
-            f"{MAX_K3:g}): the reference is far from the policy there"
-        )
-        found.append(warn(WarningKind.CLAMPED_KLS, text))
-    if sums.clamped_sampler_gaps:
-        text = (
-            f"{sums.clamped_sampler_gaps:.0f} tokens have sampler log-probs so far from the "
-            f"policy's (up to {sums.sampler_gap_max:.3g}) that sampler_kl is clamped"
-        )
-        found.append(warn(WarningKind.CLAMPED_SAMPLER_GAPS, text))
-    return found
-
-
-def _clip_warnings(loss: Loss, sums: LossSums) -> list[StepWarning]:
-    """Clips that hold, and so silence, most terms of a sign."""
-    if not loss.objective.clip_is_by_sign:
-        return []
-    found: list[StepWarning] = []
-    for sign, clipped, terms in (
-        ("positive", sums.positive_clipped, sums.positive_terms),
-        ("negative", sums.negative_clipped, sums.negative_terms),
-    ):
-        if terms and clipped / terms > _MAX_CLIPPED:
-            text = (
-                f"the clip of {loss.kind} leaves {100 * clipped / terms:.0f}% of the terms with a "
-                f"{sign} advantage without a gradient{_advice(loss)}"
-            )
-            found.append(warn(WarningKind.CLIPPED_MOST, text))
-    return found
-
-
-def _silence_warnings(sums: LossSums) -> list[StepWarning]:
-    if not sums.terms or sums.silenced < sums.terms:
-        return []
-    text = f"masks and clips leave none of {sums.terms:.0f} tokens: the policy gradient is zero"
-    return [warn(WarningKind.SILENCED_ALL, text)]
-
-
-def _advice(loss: Loss) -> str:
-    old = loss.old_logprobs
-    if old is None or old.kind is not OldLogprobsKind.SAMPLER:
-        return ""
-    return (
-        ": the numerics of sampler and trainer differ by more than the clip allows, perhaps; take "
-        "old_logprobs on_policy, or from_forward where a batch is several updates, and a "
-        "correction for the difference"
-    )
