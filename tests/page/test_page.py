@@ -257,7 +257,7 @@ def test_a_forest_of_ten_thousand_nodes_is_smooth(browser: Browser, open_page: O
         box = plot.bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + box["width"] / 3, box["y"] + box["height"] / 2)
-        browser.start_tracing(page=page, categories=["devtools.timeline", "cc"])
+        browser.start_tracing(page=page, categories=["devtools.timeline", "toplevel"])
         frames = page.evaluate(
             """async (plot) => {
                 const box = plot.getBoundingClientRect();
@@ -281,16 +281,23 @@ def test_a_forest_of_ten_thousand_nodes_is_smooth(browser: Browser, open_page: O
             plot.element_handle(),
         )
         trace = json.loads(browser.stop_tracing())
-    work = _frame_work_ms(trace["traceEvents"])
-    assert len(work) > 20
-    print(f"{frames:.1f} frames/s, {sorted(work)[len(work) // 2]:.2f} ms a frame")
-    assert sorted(work)[len(work) // 2] < 1000 / 50
+    frame_ms = _frame_ms(trace["traceEvents"])
+    print(f"{frames:.1f} frames/s beside other tests, {frame_ms:.2f} ms of processor time a frame")
+    assert frame_ms < 1000 / 50
 
 
-def _frame_work_ms(events: list[dict[str, Any]]) -> list[float]:
-    """Processor time of the page's thread for each animation frame, in milliseconds."""
-    return [
-        event["tdur"] / 1000
+def _frame_ms(events: list[dict[str, Any]]) -> float:
+    """Processor time of the page's main thread over its animation frames, in milliseconds.
+
+    All of the thread's tasks count, whatever they are for.
+    """
+    frames = [event for event in events if event["name"] == "FireAnimationFrame"]
+    assert len(frames) > 10
+    thread = frames[0]["pid"], frames[0]["tid"]
+    tasks = [
+        event.get("tdur", 0)
         for event in events
-        if event["name"] == "FireAnimationFrame" and "tdur" in event
+        if event["name"].endswith("RunTask") and (event["pid"], event["tid"]) == thread
     ]
+    assert tasks
+    return sum(tasks) / 1000 / len(frames)

@@ -47,6 +47,11 @@ export function layout(forest) {
   return { x, y, order, children, roots, tokens: Math.max(tokens, 1), rollouts: Math.max(rollouts, 1) };
 }
 
+// A colour as a canvas keeps it: little-endian, red first.
+function pixel([red, green, blue]) {
+  return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+}
+
 // `onopen(node)` opens the rollout that ends at a node; it returns whether there is one.
 export function icicle({ onopen }) {
   const canvas = h("canvas", { "aria-hidden": "true" });
@@ -59,8 +64,8 @@ export function icicle({ onopen }) {
   let forest = null;
   let place = null;
   let shades = null; // of each node
-  let painted = []; // nodes in the order of their shades, so that few colours are set
-  let colors = [];
+  let colors = []; // of the shades, as pixels
+  let image = null; // ten thousand rectangles are quicker as pixels than as strokes of the canvas
   let range = null;
   let view = { x: 0, y: 0, zoomX: 1, zoomY: 1 };
   let selected = -1;
@@ -83,10 +88,9 @@ export function icicle({ onopen }) {
     colors = Array.from({ length: SHADES }, (_, i) => {
       const at = (2 * i) / (SHADES - 1);
       const [from, to, share] = at <= 1 ? [low, middle, at] : [middle, high, at - 1];
-      return `rgb(${from.map((one, c) => Math.round(one + (to[c] - one) * share)).join(" ")})`;
+      return pixel(from.map((one, c) => Math.round(one + (to[c] - one) * share)));
     });
-    colors.push(`rgb(${stop("--ramp-none").join(" ")})`);
-    return style;
+    colors.push(pixel(stop("--ramp-none")));
   }
 
   const scaleX = () => (width / place.tokens) * view.zoomX;
@@ -103,24 +107,10 @@ export function icicle({ onopen }) {
     }
     if (!colors.length) readColors();
     const ink = canvas.getContext("2d");
+    const named = paint(ratio);
+    ink.putImageData(image, 0, 0);
     ink.setTransform(ratio, 0, 0, ratio, 0, 0);
-    ink.clearRect(0, 0, width, height);
     const [byX, byY] = [scaleX(), scaleY()];
-    const named = [];
-    let shade = -1;
-    for (const i of painted) {
-      const left = (place.x[i] - view.x) * byX;
-      const top = (place.y[i] - view.y) * byY;
-      const wide = forest.num_tokens[i] * byX;
-      const high = forest.num_rollouts[i] * byY;
-      if (left > width || top > height || left + wide < 0 || top + high < 0) continue;
-      if (shades[i] !== shade) {
-        shade = shades[i];
-        ink.fillStyle = colors[shade];
-      }
-      ink.fillRect(left, top, Math.max(wide - (wide > 3 ? 1 : 0), 0.5), Math.max(high - (high > 3 ? 1 : 0), 0.5));
-      if (high >= 15 && wide >= 74) named.push(i);
-    }
     drawNames(ink, named, byX, byY);
     if (selected >= 0) {
       ink.lineWidth = 2;
@@ -132,6 +122,32 @@ export function icicle({ onopen }) {
         Math.max(forest.num_rollouts[selected] * byY - 3, 1),
       );
     }
+  }
+
+  // Fills the image; returns the nodes that have room for their name.
+  function paint(ratio) {
+    if (image?.width !== canvas.width || image.height !== canvas.height) {
+      image = new ImageData(canvas.width, canvas.height);
+    }
+    const pixels = new Uint32Array(image.data.buffer);
+    pixels.fill(0);
+    const [byX, byY] = [scaleX() * ratio, scaleY() * ratio];
+    const [wide, high] = [canvas.width, canvas.height];
+    const named = [];
+    for (const i of place.order) {
+      const left = Math.max(Math.round((place.x[i] - view.x) * byX), 0);
+      const right = Math.round((place.x[i] + forest.num_tokens[i] - view.x) * byX);
+      const top = Math.max(Math.round((place.y[i] - view.y) * byY), 0);
+      const bottom = Math.round((place.y[i] + forest.num_rollouts[i] - view.y) * byY);
+      if (left >= wide || top >= high || right < 0 || bottom < 0) continue;
+      // A gap to the next one where there is room, and a pixel at least where there is none.
+      const stop = Math.min(Math.max(right - (right - left > 3 ? 1 : 0), left + 1), wide);
+      const end = Math.min(Math.max(bottom - (bottom - top > 3 ? 1 : 0), top + 1), high);
+      const color = colors[shades[i]];
+      for (let row = top; row < end; row += 1) pixels.fill(color, row * wide + left, row * wide + stop);
+      if (end - top >= 15 * ratio && stop - left >= 74 * ratio) named.push(i);
+    }
+    return named;
   }
 
   function drawNames(ink, named, byX, byY) {
@@ -317,7 +333,6 @@ export function icicle({ onopen }) {
       const spread = range ? range[1] - range[0] : 0;
       shades = Uint8Array.from(given.reward_mean, (value) =>
         value === null ? SHADES : spread ? Math.round(((value - range[0]) / spread) * (SHADES - 1)) : (SHADES - 1) / 2);
-      painted = place.order.toSorted((a, b) => shades[a] - shades[b]);
       selected = -1;
       view = { x: 0, y: 0, zoomX: 1, zoomY: 1 };
       const packed = given.num_tokens.reduce((sum, one) => sum + one, 0);
