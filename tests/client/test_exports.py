@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -194,16 +195,28 @@ def _trackio_rows(_: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in storage.get_logs("curves", RUN)]
 
 
+def _log_records(data: bytes) -> Iterator[bytes]:
+    """Records of a log in LevelDB's format, behind 7 bytes of wandb's own."""
+    place, parts = 7, b""
+    while place + 7 <= len(data):
+        left = -place % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        if 0 < left < 7 or not kind:
+            place += left or 32768
+            continue
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # Whole, or the last of several.
+            yield parts
+            parts = b""
+
+
 def _wandb_rows(folder: Path) -> list[tuple[int, float]]:
-    """Rows of every file that an offline run has, by the library's own reader."""
-    store = import_module("wandb.sdk.internal.datastore").DataStore
+    """Rows of every file that an offline run has, which `wandb sync` would send."""
     record_type = import_module("wandb.proto.wandb_internal_pb2").Record
     rows: list[tuple[int, float]] = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        opened = store()
-        opened.open_for_scan(str(file))
-        while (data := opened.scan_data()) is not None:
-            record = record_type.FromString(data)
+        for record in map(record_type.FromString, _log_records(file.read_bytes())):
             if record.HasField("history"):
                 items = {item.key or item.nested_key[0]: item for item in record.history.item}
                 values = {name: json.loads(item.value_json) for name, item in items.items()}
