@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from ratoon_client import IntegrityError, Operation, StepReport, StepResult
+from ratoon_client import IntegrityError, Offender, Operation, StepReport, StepResult
 from ratoon_client.wire import decode, decode_forward
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import operation_pb2, training_pb2
@@ -43,12 +43,16 @@ def test_a_step_is_a_line_of_figures_and_says_which_are_missing():
 
 
 def test_absent_is_none_and_zero_is_zero():
-    message = training_pb2.StepReport(loss=-1.5, kl=0.0, warnings=["a", "b"])
+    offender = training_pb2.Offender(group_id="g", rollout=2, token=0)
+    warning = training_pb2.StepWarning(kind="a", message="b", offenders=[offender])
+    message = training_pb2.StepReport(loss=-1.5, kl=0.0, warnings=[warning])
     message.seconds.backward = 2.0
     report = decode(message, StepReport)
     assert (report.loss, report.kl, report.grad_norm) == (-1.5, 0.0, None)
     assert (report.seconds.backward, report.seconds.plan) == (2.0, 0.0)
-    assert report.warnings == ("a", "b")
+    (told,) = report.warnings
+    assert (told.kind, str(told)) == ("a", "b")
+    assert told.offenders == (Offender(group_id="g", rollout=2, token=0, value=None),)
 
 
 def test_times_are_utc_and_enum_values_short():

@@ -27,6 +27,7 @@ from tests.durability.machine import DurableMachine, commands, digests_of
 from tests.durability.recorder import Event, Kind
 from tests.engine.fake_trainer import number_batch
 from tests.engine.harness import POLICY
+from tests.engine.stores import assert_steps_are_reports
 
 Mark = Mapping[str, Any]
 # Digests of weights and of the window's gradients.
@@ -106,6 +107,10 @@ def _check_journal(machine: DurableMachine, promises: Promises, *, is_recovered:
         records[record.seq] = record
         if not record.state.is_final and record.body_digest:
             _check_body(machine, record)
+    try:
+        assert_steps_are_reports(store, POLICY)
+    except AssertionError as err:
+        raise LostError(f"steps: {err}") from err
     for mark in promises.of("ended"):
         record = records[mark["seq"]]
         if may_fail and _was_rolled_back(record):

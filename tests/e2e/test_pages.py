@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from examples import hf_loop
-from ratoon.model.presets import EOS_TOKEN
+from ratoon.model.tokenizer import EOS_TOKEN
 from ratoon_client import RatoonClient
 from tests.running_service import Service
 

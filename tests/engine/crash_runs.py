@@ -27,6 +27,7 @@ from tests.engine.harness import (
     save,
     update,
 )
+from tests.engine.stores import assert_steps_are_reports
 
 BROKEN, SKIPPED = 30.0, 8.0
 _RETRYABLE = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
@@ -90,6 +91,7 @@ class Survivor:
         machine = self.machine
         await asyncio.wait_for(self._rest(), _PATIENCE_S)
         policy = machine.journal.store.history("p").policy
+        assert_steps_are_reports(machine.journal.store, "p")
         return Told(
             states=tuple(operation.state for operation in ended),
             results=tuple(_timeless(operation.result) for operation in ended),

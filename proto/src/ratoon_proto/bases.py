@@ -81,6 +81,17 @@ class SkipReasonMethods:
         return self not in ("no_tokens", "zero_gradient")
 
 
+class StepWarningMethods:
+    """Methods of `StepWarning`."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Its message."""
+        warning: Any = self
+        return warning.message
+
+
 class StepReportMethods:
     """Methods of `StepReport`."""
 

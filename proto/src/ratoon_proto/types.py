@@ -102,6 +102,22 @@ class Shard(bases.WireEnum):
 ShardName = Literal["states", "gradients", "weights"]
 
 
+class KeepRollouts(bases.WireEnum):
+    """Which rollouts of each ForwardBackward and Update are kept on disk, for ListRollouts and
+    GetRollout.
+    """
+
+    NONE = "none"
+    WORST = "worst"
+    """Those that warnings name, and the 16 worst each by sampler gap, by |advantage| times length,
+    and by reward at either end.
+    """
+    ALL = "all"
+
+
+KeepRolloutsName = Literal["none", "worst", "all"]
+
+
 class PolicyState(bases.WireEnum):
     """Where a policy stands."""
 
@@ -539,6 +555,11 @@ class PolicySpec:
     attention_backend: str | None = None
     """An attention backend by name. Default: the best available."""
     numerics_guard: NumericsGuard = NumericsGuard()
+    keep_rollouts: KeepRollouts = KeepRollouts.NONE
+    keep_rollouts_bytes: int = 268435456
+    """Most bytes of kept rollouts: the oldest steps go first, and of a step that is larger alone
+    the least conspicuous rollouts. Default 256 MiB.
+    """
 
     if TYPE_CHECKING:
 
@@ -564,6 +585,8 @@ class PolicySpec:
             parallel: ParallelLayout = ParallelLayout(),
             attention_backend: str | None = None,
             numerics_guard: NumericsGuard = NumericsGuard(),
+            keep_rollouts: KeepRollouts | KeepRolloutsName = KeepRollouts.NONE,
+            keep_rollouts_bytes: int = 268435456,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -574,6 +597,7 @@ class PolicySpec:
             recovery=Recovery,
             on_changed_numerics=OnChangedNumerics,
             reference=ReferencePolicy,
+            keep_rollouts=KeepRollouts,
         )
 
 
@@ -792,6 +816,8 @@ class LossConfig:
     """Only this share, above 0, of the operation's counted tokens has a policy gradient: those of
     most entropy by the Forward that old_logprobs names, which must have had with_entropy.
     """
+    report_groups: bool = False
+    """Report every group: `StepReport.groups`."""
 
     if TYPE_CHECKING:
 
@@ -818,6 +844,7 @@ class LossConfig:
             tau_positive: float | None = None,
             tau_negative: float | None = None,
             top_entropy_share: float | None = None,
+            report_groups: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -956,6 +983,51 @@ class RouterReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """The rewards and lengths of one group, dropped rollouts too."""
+
+    group_id: str = ""
+    """At most its first 256 characters."""
+    num_rollouts: int = 0
+    reward_mean: float | None = None
+    """Over the rewards as sent, before any penalty; the standard deviation is of the values
+    themselves. Absent without rewards.
+    """
+    reward_std: float | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    response_length_mean: float = 0.0
+    zero_variance: bool = False
+    """The group has several rollouts whose rewards are all equal, as for drop_zero_variance_groups.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offender:
+    """Whom a warning is about, by index in request order."""
+
+    group: int = 0
+    group_id: str = ""
+    rollout: int = 0
+    """Index within the group; a whole group is named by its first rollout."""
+    token: int | None = None
+    """Index among the rollout's response tokens; absent: the whole rollout."""
+    value: float | None = None
+    """In the unit of the warning's message; absent where it is about no number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWarning(bases.StepWarningMethods):
+    """What is wrong or unusual about a batch or a step."""
+
+    kind: str = ""
+    """One word in snake_case, a heading of docs/runbook.md."""
+    message: str = ""
+    offenders: tuple[Offender, ...] = ()
+    """At most 8, worst first; of one batch, as several may be in a window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport(bases.StepReportMethods):
     """Figures of one ForwardBackward or Update, or of an OptimStep's whole window. Means and
     fractions are over what the loss counts (each counted token once, but loss,
@@ -1020,7 +1092,7 @@ class StepReport(bases.StepReportMethods):
     """Whether an optimizer step was skipped: its window was discarded, and weights and version are
     as before.
     """
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[StepWarning, ...] = ()
     self_check: SelfCheckReport | None = None
     """The self-check; absent where none was due."""
     skip_reason: SkipReason | None = None
@@ -1120,6 +1192,22 @@ class StepReport(bases.StepReportMethods):
     planned_memory_bytes: int | None = None
     """The most that an optimizer step's peak_memory_bytes was planned to be, on the GPU that was
     planned the most; absent on a CPU.
+    """
+    update_norm: float | None = None
+    """Norms of the trained weights after the step and of what it changed, estimated from at most
+    2^17 weights spread evenly over all; absent where no step was taken.
+    """
+    weight_norm: float | None = None
+    step_kl: float | None = None
+    """k3 estimate of KL(weights before the step || after), in nats per token, on a few response
+    tokens of the window's last batch. Measured only where update_norm is unusually large beside
+    weight_norm.
+    """
+    step_kl_tokens: int = 0
+    """Tokens that step_kl is the mean of."""
+    groups: tuple[GroupReport, ...] = ()
+    """The groups in request order, where LossConfig.report_groups asks for them; not of an
+    OptimStep.
     """
 
 
@@ -1259,6 +1347,81 @@ class UploadedBatch:
 
     upload_id: str
     num_parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRollout:
+    """A rollout that a ForwardBackward or Update has kept, with what was found of it. Indexes of
+    tokens are among its response tokens, figures over its counted ones. Absent is what does not
+    exist: without rewards, sampler log-probs at the sampling temperature or a ratio, or where the
+    rollout was not run.
+    """
+
+    group: int
+    """Indexes of the group in the request, and of the rollout in the group."""
+    rollout: int
+    group_id: str
+    """At most its first 256 characters."""
+    prompt_tokens: int
+    response_tokens: int
+    reward: float | None = None
+    advantage: float | None = None
+    """Mean over tokens."""
+    gap_abs_mean: float | None = None
+    """|logp - sampler logp|: mean, the largest, and its token."""
+    gap_max: float | None = None
+    gap_max_token: int | None = None
+    ratio_max: float | None = None
+    """The largest ratio of the loss, and its token."""
+    ratio_max_token: int | None = None
+    clip_fraction: float | None = None
+    """Share of the tokens that the clip holds."""
+    policy_version: int | None = None
+    """The version that sampled it, of several the oldest; absent: not said."""
+    truncated: bool
+    dropped: bool
+    """It was dropped, for its age, its length or the equal rewards of its group."""
+    leaf: int
+    """Node of the forest that holds its last token; -1: it has none."""
+    weight_share: float | None = None
+    """Share of the step's sum of |gradient of the loss with respect to a token's log-prob|."""
+    tokens: tuple[int, ...]
+    """GetRollout alone has the rest. Token ids, prompt and response."""
+    texts: tuple[str, ...]
+    """The text of each token by the policy's tokenizer; empty without one. Of a character that
+    several tokens share the last has the text.
+    """
+    advantages: tuple[float, ...]
+    """One value each a response token: advantage, logp - sampler logp, ratio; NaN where there is
+    none.
+    """
+    gaps: tuple[float, ...]
+    ratios: tuple[float, ...]
+    clipped: tuple[bool, ...]
+    """Whether the clip holds the token, and whether it was trained on."""
+    trained: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixForest:
+    """The prefixes of all rollouts of a step, kept or not: a node is a run of tokens that the same
+    rollouts share. Parents come before their children.
+    """
+
+    parent: tuple[int, ...]
+    """-1: a root."""
+    num_tokens: tuple[int, ...]
+    num_rollouts: tuple[int, ...]
+    """Rollouts through the node, and their mean reward; NaN without rewards."""
+    reward_mean: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """The kept rollouts of a step in request order, and the forest of all."""
+
+    rollouts: tuple[KeptRollout, ...]
+    forest: PrefixForest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from ratoon_client.weights.receiver import Adapter, AsyncWeightReceiver, Receive
 from ratoon_client.wire import decode, group_messages, policy_spec_message, request_message
 from ratoon_proto.types import (
     GradientManifest,
+    KeptRollout,
     Operation,
     OperationKind,
     OperationKindName,
@@ -48,6 +49,7 @@ from ratoon_proto.types import (
     Policy,
     ServerInfo,
     StepHistory,
+    StepRollouts,
     VersionList,
     WeightFile,
     WeightManifest,
@@ -296,6 +298,25 @@ class AsyncRatoonClient:
         """Read a policy's checkpoints."""
         answer = await self._caller.ask(rpcs.LIST_CHECKPOINTS, policy_id=policy_id)
         return [decode(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
+
+    async def rollouts(self, policy_id: str, seq: int) -> StepRollouts:
+        """Read what a ForwardBackward or Update has kept of its rollouts, by its seq, without
+        tokens.
+
+        Raises:
+            RatoonApiError: ROLLOUTS_NOT_FOUND, where nothing is kept of it, or no more.
+        """
+        answer = await self._caller.ask(rpcs.LIST_ROLLOUTS, policy_id=policy_id, seq=seq)
+        return decode(answer, StepRollouts)
+
+    async def rollout(self, policy_id: str, seq: int, group: int, rollout: int) -> KeptRollout:
+        """Read one kept rollout with its tokens, by the indexes of group and rollout.
+
+        Raises:
+            RatoonApiError: ROLLOUTS_NOT_FOUND, where it is not kept, or no more.
+        """
+        place = {"policy_id": policy_id, "seq": seq, "group": group, "rollout": rollout}
+        return decode(await self._caller.ask(rpcs.GET_ROLLOUT, **place), KeptRollout)
 
     async def weight_manifest(
         self,

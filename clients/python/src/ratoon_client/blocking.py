@@ -334,6 +334,8 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     steps = blocking(AsyncRatoonClient.steps)
     versions = blocking(AsyncRatoonClient.versions)
     list_checkpoints = blocking(AsyncRatoonClient.list_checkpoints)
+    rollouts = blocking(AsyncRatoonClient.rollouts)
+    rollout = blocking(AsyncRatoonClient.rollout)
     weight_manifest = blocking(AsyncRatoonClient.weight_manifest)
     watch_weights = blocking(AsyncRatoonClient.watch_weights)
     ack_weights = blocking(AsyncRatoonClient.ack_weights)

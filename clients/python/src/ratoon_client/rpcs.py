@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
+from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -60,6 +60,8 @@ LOAD_CHECKPOINT = Rpc("LoadCheckpoint", service_pb2.LoadCheckpointRequest, _Oper
 LIST_CHECKPOINTS = Rpc(
     "ListCheckpoints", service_pb2.ListCheckpointsRequest, service_pb2.ListCheckpointsResponse
 )
+LIST_ROLLOUTS = Rpc("ListRollouts", service_pb2.ListRolloutsRequest, rollout_pb2.StepRollouts)
+GET_ROLLOUT = Rpc("GetRollout", service_pb2.GetRolloutRequest, rollout_pb2.KeptRollout)
 GET_WEIGHT_MANIFEST = Rpc(
     "GetWeightManifest", service_pb2.GetWeightManifestRequest, weights_pb2.WeightManifest
 )

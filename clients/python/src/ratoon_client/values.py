@@ -16,6 +16,8 @@ from ratoon_proto.types import (
     AdamWConfig,
     CheckpointInfo,
     ImportResult,
+    KeepRollouts,
+    KeepRolloutsName,
     KlConfig,
     LoraTuning,
     LossConfig,
@@ -85,6 +87,8 @@ class PolicyOptions(TypedDict, total=False):
     parallel: Parallel
     attention_backend: str
     numerics_guard: NumericsGuard
+    keep_rollouts: KeepRollouts | KeepRolloutsName
+    keep_rollouts_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -845,6 +845,59 @@ class VersionList(_message.Message):
 Global___VersionList: _TypeAlias = VersionList  # noqa: Y015
 
 @_typing.final
+class ListRolloutsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    seq: _builtins.int
+    """Of the ForwardBackward or Update."""
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRolloutsRequest: _TypeAlias = ListRolloutsRequest  # noqa: Y015
+
+@_typing.final
+class GetRolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    seq: _builtins.int
+    """Of the ForwardBackward or Update."""
+    group: _builtins.int
+    """Indexes of the group in the request, and of the rollout in the group."""
+    rollout: _builtins.int
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        seq: _builtins.int = ...,
+        group: _builtins.int = ...,
+        rollout: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "policy_id", b"policy_id", "rollout", b"rollout", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRolloutRequest: _TypeAlias = GetRolloutRequest  # noqa: Y015
+
+@_typing.final
 class CancelOperationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

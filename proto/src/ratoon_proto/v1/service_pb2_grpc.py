@@ -5,6 +5,7 @@ import warnings
 
 from ratoon_proto.v1 import operation_pb2 as ratoon__proto_dot_v1_dot_operation__pb2
 from ratoon_proto.v1 import policy_pb2 as ratoon__proto_dot_v1_dot_policy__pb2
+from ratoon_proto.v1 import rollout_pb2 as ratoon__proto_dot_v1_dot_rollout__pb2
 from ratoon_proto.v1 import service_pb2 as ratoon__proto_dot_v1_dot_service__pb2
 from ratoon_proto.v1 import weights_pb2 as ratoon__proto_dot_v1_dot_weights__pb2
 
@@ -113,6 +114,16 @@ class PolicyServiceStub(object):
                 '/ratoon.v1.PolicyService/ListSteps',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListStepsRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.StepHistory.FromString,
+                _registered_method=True)
+        self.ListRollouts = channel.unary_unary(
+                '/ratoon.v1.PolicyService/ListRollouts',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_rollout__pb2.StepRollouts.FromString,
+                _registered_method=True)
+        self.GetRollout = channel.unary_unary(
+                '/ratoon.v1.PolicyService/GetRollout',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.GetRolloutRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_rollout__pb2.KeptRollout.FromString,
                 _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/ratoon.v1.PolicyService/SaveCheckpoint',
@@ -288,6 +299,21 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRollouts(self, request, context):
+        """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
+        of its rollouts. Needs the scope read:rollouts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRollout(self, request, context):
+        """One kept rollout with its tokens. Needs the scope read:rollouts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveCheckpoint(self, request, context):
         """Model, optimizer, version and seq at the last step boundary.
         """
@@ -451,6 +477,16 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.ListSteps,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListStepsRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_service__pb2.StepHistory.SerializeToString,
+            ),
+            'ListRollouts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRollouts,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_rollout__pb2.StepRollouts.SerializeToString,
+            ),
+            'GetRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRollout,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.GetRolloutRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_rollout__pb2.KeptRollout.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -920,6 +956,60 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/ListSteps',
             ratoon__proto_dot_v1_dot_service__pb2.ListStepsRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_service__pb2.StepHistory.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRollouts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/ListRollouts',
+            ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_rollout__pb2.StepRollouts.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/GetRollout',
+            ratoon__proto_dot_v1_dot_service__pb2.GetRolloutRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_rollout__pb2.KeptRollout.FromString,
             options,
             channel_credentials,
             insecure,

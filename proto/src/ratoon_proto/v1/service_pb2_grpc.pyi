@@ -7,6 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from ratoon_proto.v1 import operation_pb2 as _operation_pb2
 from ratoon_proto.v1 import policy_pb2 as _policy_pb2
+from ratoon_proto.v1 import rollout_pb2 as _rollout_pb2
 from ratoon_proto.v1 import service_pb2 as _service_pb2
 from ratoon_proto.v1 import weights_pb2 as _weights_pb2
 import abc as _abc_1
@@ -72,6 +73,12 @@ class PolicyServiceStub:
     """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
     there are more steps than points.
     """
+    ListRollouts: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _rollout_pb2.StepRollouts]
+    """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
+    of its rollouts. Needs the scope read:rollouts.
+    """
+    GetRollout: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetRolloutRequest, _rollout_pb2.KeptRollout]
+    """One kept rollout with its tokens. Needs the scope read:rollouts."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_service_pb2.SaveCheckpointRequest, _operation_pb2.Operation]
     """Model, optimizer, version and seq at the last step boundary."""
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_service_pb2.LoadCheckpointRequest, _operation_pb2.Operation]
@@ -142,6 +149,12 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
     there are more steps than points.
     """
+    ListRollouts: _aio.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _rollout_pb2.StepRollouts]  # type: ignore[assignment]
+    """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
+    of its rollouts. Needs the scope read:rollouts.
+    """
+    GetRollout: _aio.UnaryUnaryMultiCallable[_service_pb2.GetRolloutRequest, _rollout_pb2.KeptRollout]  # type: ignore[assignment]
+    """One kept rollout with its tokens. Needs the scope read:rollouts."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_service_pb2.SaveCheckpointRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Model, optimizer, version and seq at the last step boundary."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_service_pb2.LoadCheckpointRequest, _operation_pb2.Operation]  # type: ignore[assignment]
@@ -299,6 +312,24 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
         there are more steps than points.
         """
+
+    @_abc_1.abstractmethod
+    def ListRollouts(
+        self,
+        request: _service_pb2.ListRolloutsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.StepRollouts, _abc.Awaitable[_rollout_pb2.StepRollouts]]:
+        """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
+        of its rollouts. Needs the scope read:rollouts.
+        """
+
+    @_abc_1.abstractmethod
+    def GetRollout(
+        self,
+        request: _service_pb2.GetRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.KeptRollout, _abc.Awaitable[_rollout_pb2.KeptRollout]]:
+        """One kept rollout with its tokens. Needs the scope read:rollouts."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(

@@ -40,7 +40,7 @@ ResponseT = TypeVar("ResponseT", bound=Message | FileChunk)
 OnRefusal = Callable[[str, str], None]
 # Calls that need name no policy. Lists have only what their caller may see.
 OF_NO_POLICY = frozenset(
-    {"list_policies", "list_operations", "get_server_info", "health", "api_document"}
+    {"list_policies", "list_operations", "get_server_info", "health", "api_document", "page"}
 )
 # Calls that wait for something to happen; they change nothing.
 WAITING = frozenset({"get_operation", "get_weight_manifest", "get_gradient_manifest"})

@@ -54,6 +54,7 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
+from ratoon.model.tokenizer import base_texts
 from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
 
@@ -236,6 +237,24 @@ class PolicyService:
         return await self._message(
             await self._finish(self._engine.call(Engine.cancel_operation, operation_id))
         )
+
+    async def list_rollouts(
+        self, request: service_pb2.ListRolloutsRequest
+    ) -> rollout_pb2.StepRollouts:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        return await self._engine.rollouts(policy_id, at_least("seq", request.seq, 1))
+
+    async def get_rollout(self, request: service_pb2.GetRolloutRequest) -> rollout_pb2.KeptRollout:
+        policy = await self._policy(request.policy_id)
+        seq = at_least("seq", request.seq, 1)
+        group, rollout = (
+            at_least("group", request.group, 0),
+            at_least("rollout", request.rollout, 0),
+        )
+        kept = await self._engine.rollout(policy.spec.policy_id, seq, group, rollout)
+        base, root = policy.spec.model.base, self._defaults.models_root
+        kept.texts.extend(await asyncio.to_thread(base_texts, base, root, kept.tokens))
+        return kept
 
     async def list_checkpoints(
         self, request: service_pb2.ListCheckpointsRequest

@@ -108,6 +108,8 @@ class RayCluster:
             host_activation_bytes=self._settings.host_activation_bytes,
             self_check_every=self._settings.self_check_every,
             guard=spec.numerics_guard,
+            keep_rollouts=spec.keep_rollouts,
+            keep_rollouts_bytes=spec.keep_rollouts_bytes,
             models_root=self._settings.models_root,
         )
 

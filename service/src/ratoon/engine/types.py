@@ -14,6 +14,7 @@ from ratoon_proto.types import (
     AdamWConfig,
     EmptyResult,
     ImportResult,
+    KeepRollouts,
     NumericsGuard,
     OnChangedNumerics,
     OperationKind,
@@ -48,6 +49,8 @@ class PolicySpec:
     # "": the best available.
     attention_backend: str
     numerics_guard: NumericsGuard = DEFAULT_GUARD
+    keep_rollouts: KeepRollouts = KeepRollouts.NONE
+    keep_rollouts_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

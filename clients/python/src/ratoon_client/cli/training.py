@@ -110,7 +110,7 @@ def _show_step(context: typer.Context, handle: OperationHandle[StepResult]) -> N
         "trained tokens": report.trained_tokens,
         "token reduction": report.token_reduction,
         "tokens/s": report.tokens_per_second,
-        "warnings": "; ".join(report.warnings) or None,
+        "warnings": "; ".join(map(str, report.warnings)) or None,
     }
     show(context, {"operation_id": handle.operation_id, "seq": handle.seq, "step": step}, fields)
 

@@ -51,7 +51,8 @@ CheckpointId = Annotated[str, Path(examples=["after-warmup"])]
 KnownVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 OperationId = Annotated[str, Path(pattern=f"^{OPERATION_ID.pattern}$")]
 Version = Annotated[int, Path(ge=0, lt=2**63)]
-PartIndex = Annotated[int, Path(ge=0, lt=2**31)]
+Seq = Annotated[int, Path(ge=1, lt=2**63)]
+Index = Annotated[int, Path(ge=0, lt=2**31)]
 WaitSeconds = Annotated[float, Query(ge=0, allow_inf_nan=False, examples=[30])]
 _PLACE = re.compile(r"\{(\w+)\}")
 _KEYED = (
@@ -63,6 +64,7 @@ _KEYED = (
     ErrorCode.RESOURCE_EXHAUSTED,
 )
 _BATCH = (*_KEYED, ErrorCode.UPLOAD_NOT_FOUND, ErrorCode.OPERATION_NOT_FOUND)
+_ROLLOUTS = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.ROLLOUTS_NOT_FOUND)
 # The tag of each call's route, and its errors beyond the common ones.
 CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
     {
@@ -90,6 +92,8 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
             "weights",
             (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY, ErrorCode.POLICY_FAILED),
         ),
+        "ListRollouts": ("rollouts", _ROLLOUTS),
+        "GetRollout": ("rollouts", _ROLLOUTS),
         "GetWeightManifest": (
             "weights",
             (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND),
@@ -129,7 +133,10 @@ _IN_PATH: Mapping[str, Any] = MappingProxyType(
         "operation_id": OperationId,
         "checkpoint_id": CheckpointId,
         "upload_id": UploadId,
-        "part_index": PartIndex,
+        "part_index": Index,
+        "seq": Seq,
+        "group": Index,
+        "rollout": Index,
         "version": Version,
     }
 )

@@ -227,6 +227,7 @@ _SCALARS: Mapping[int, tuple[Any, Any]] = MappingProxyType(
         FieldDescriptor.TYPE_BOOL: (Bool, bool),
         FieldDescriptor.TYPE_BYTES: (Bytes, Bytes),
         FieldDescriptor.TYPE_DOUBLE: (Float, float),
+        FieldDescriptor.TYPE_FLOAT: (Float, float),
         FieldDescriptor.TYPE_INT32: (Int32, int),
         FieldDescriptor.TYPE_INT64: (Int64, int),
         FieldDescriptor.TYPE_STRING: (Text, str),

@@ -38,7 +38,14 @@ from ratoon.stream.versions import (
     version_folder,
     whole_version,
 )
-from ratoon_proto.types import PublishKind, StepResult, VersionInfo, VersionList
+from ratoon.warning_kinds import WarningKind, warn
+from ratoon_proto.types import (
+    PublishKind,
+    StepResult,
+    StepWarning,
+    VersionInfo,
+    VersionList,
+)
 
 _LOG = get_logger("publisher")
 # Fraction of an operation's duration during which the next operation yields to publishing.
@@ -137,7 +144,8 @@ class Publisher(Awaited):
         started = time.perf_counter()
         error = await self._hold(version)
         if error is not None:
-            return _with_warning(result, f"version {version} is not published: {error}")
+            text = f"version {version} is not published: {error}"
+            return _with_warning(result, warn(WarningKind.NOT_PUBLISHED, text))
         return _with_seconds(result, time.perf_counter() - started)
 
     def begin(self) -> None:
@@ -471,7 +479,8 @@ def _with_seconds(result: OperationResult, seconds: float) -> OperationResult:
     return replace(result, report=replace(result.report, seconds=phases))
 
 
-def _with_warning(result: OperationResult, text: str) -> OperationResult:
+def _with_warning(result: OperationResult, warning: StepWarning) -> OperationResult:
     if not isinstance(result, StepResult):
         return result
-    return replace(result, report=replace(result.report, warnings=(*result.report.warnings, text)))
+    warnings = (*result.report.warnings, warning)
+    return replace(result, report=replace(result.report, warnings=warnings))

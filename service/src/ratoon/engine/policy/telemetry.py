@@ -1,4 +1,4 @@
-"""Operations as changes of metrics. Pure.
+"""Operations as changes of metrics, and as lines of the log. Pure.
 
 The operations counter has one sample per journaled transition, so its sums match the journal's.
 """
@@ -12,10 +12,12 @@ from dataclasses import asdict
 from ratoon import metrics
 from ratoon.engine.commands import effect_of
 from ratoon.engine.journal.records import JournalState, OperationRecord
-from ratoon.engine.types import ForwardResult, OperationResult
+from ratoon.engine.journal.steps import warning_kinds
+from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, OperationResult
 from ratoon.metrics import Change, Gone, Metric
 from ratoon.model.spec import ModelInfo
 from ratoon_proto.types import (
+    ImportResult,
     OperationKind,
     OperationState,
     PhaseSeconds,
@@ -30,6 +32,46 @@ def entered(record: OperationRecord, state: JournalState) -> list[Change]:
     if record.seq == 0 and record.kind is OperationKind.FORWARD:
         return [metrics.UNSEQUENCED_FORWARDS.sample(1, state.public)]
     return [metrics.OPERATIONS.sample(1, record.kind, state.public)]
+
+
+def line(record: OperationRecord) -> dict[str, object]:
+    """The fields of the log's line about an operation that has ended; absent ones are left out."""
+    start, end, result = record.started_at, record.finished_at, record.result
+    fields: dict[str, object] = {
+        "policy_id": record.policy_id,
+        "seq": record.seq or None,
+        "kind": record.kind.value,
+        "state": record.state.public.value,
+        # A clock that was set back measures nothing.
+        "seconds": None if start is None or end is None else round(max(end - start, 0.0), 3),
+    }
+    match result:
+        case StepResult(report=report) | ForwardResult(report=report):
+            fields |= {"version": result.version, **_line(report)}
+        case CheckpointInfo() | ImportResult():
+            fields["version"] = result.version
+        case FailedResult(error=error):
+            # Its text may have what the caller has sent.
+            fields |= {"error": error["code"], "field": error["field"] or None}
+        case _:
+            pass
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _line(report: StepReport) -> dict[str, object]:
+    clips = (report.clip_fraction_low, report.clip_fraction_high)
+    return {
+        "groups": report.num_groups,
+        "token_reduction": report.token_reduction,
+        "reward": report.reward_mean,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "sampler_kl": report.sampler_kl,
+        "kl": report.kl,
+        "clip": None if clips == (None, None) else sum(clip or 0.0 for clip in clips),
+        "skip_reason": report.skip_reason and report.skip_reason.value,
+        "warnings": warning_kinds(report) or None,
+    }
 
 
 def journal_counts(counts: Mapping[tuple[str, str], int]) -> list[Change]:
