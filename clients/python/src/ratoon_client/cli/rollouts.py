@@ -58,7 +58,7 @@ def rollouts(
 ) -> None:
     """List the rollouts that a step has kept, the worst first, or show one with its tokens.
 
-    A policy keeps them with `--keep-rollouts worst` or `all`; the key needs the scope read:rollouts.
+    A policy keeps them with `--keep-rollouts worst` or `all`; a key needs the scope read:rollouts.
     """
     if (group is None) != (rollout is None):
         raise InvalidArgumentError("GROUP", "no ROLLOUT beside it", "both indexes, or none")
