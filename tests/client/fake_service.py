@@ -22,7 +22,14 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ratoon_proto.codec import encode_array
-from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2
+from ratoon_proto.v1 import (
+    operation_pb2,
+    policy_pb2,
+    rollout_pb2,
+    service_pb2,
+    training_pb2,
+    weights_pb2,
+)
 
 CHUNK_BYTES = 64
 
@@ -74,6 +81,7 @@ class FakePolicy:
     # By seq: version and figures.
     steps: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
     marks: list[service_pb2.StepMark] = field(default_factory=list)
+    kept: list[rollout_pb2.KeptRollout] = field(default_factory=list)
     failure: str = ""
     created_at: int = 0
 
@@ -428,6 +436,16 @@ class FakeService:
             marks=[mark for mark in policy.marks if request.after_seq < mark.seq < before],
             num_steps=len(seqs),
         )
+
+    def _list_rollouts(self, request: service_pb2.ListRolloutsRequest) -> Message:
+        kept = self._policy(request.policy_id).kept
+        return rollout_pb2.StepRollouts(rollouts=kept, forest=rollout_pb2.PrefixForest())
+
+    def _get_rollout(self, request: service_pb2.GetRolloutRequest) -> Message:
+        for each in self._policy(request.policy_id).kept:
+            if (each.group, each.rollout) == (request.group, request.rollout):
+                return each
+        raise RefusalError("ROLLOUTS_NOT_FOUND", field="rollout")
 
     def _list_versions(self, request: service_pb2.ListVersionsRequest) -> Message:
         policy = self._policy(request.policy_id)

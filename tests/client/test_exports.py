@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def ctl(url: str, capsys: pytest.CaptureFixture[str]) -> Ctl:
     return Ctl(url, capsys)
 
 
-def _events(folder: Path) -> list[tuple[int, dict[str, float]]]:
+def events_of(folder: Path) -> list[tuple[int, dict[str, float]]]:
     """Step and values of every record, by TensorBoard's own reader."""
     loader = import_module("tensorboard.backend.event_processing.event_file_loader")
     events = [
@@ -66,7 +67,7 @@ def test_tensorboard_gets_each_step_once_over_several_exports(
     _end_steps(service, 7)
     assert len(ctl("log", "p", "--tensorboard", str(tmp_path), "--jsonl")[1].splitlines()) == 2
     assert ctl("log", "p", "--tensorboard", str(tmp_path))[1].count("\n") == 1
-    found = _events(tmp_path / RUN)
+    found = events_of(tmp_path / RUN)
     assert [step for step, _ in found] == [1, 2, 5, 7]
     assert found[2][1] == {"loss": 2.5, "seconds/forward": 0.25, "version": 3.0, "warnings": 0.0}
 
@@ -78,7 +79,7 @@ def test_a_record_that_was_cut_is_sent_again(service: FakeService, ctl: Ctl, tmp
     (file,) = (tmp_path / RUN).iterdir()
     os.truncate(file, file.stat().st_size - 5)
     ctl("log", "p", "--tensorboard", str(tmp_path))
-    assert [step for step, _ in _events(tmp_path / RUN)] == [1, 2, 3]
+    assert [step for step, _ in events_of(tmp_path / RUN)] == [1, 2, 3]
 
 
 def test_a_policy_of_the_same_name_has_a_run_of_its_own(
@@ -90,7 +91,7 @@ def test_a_policy_of_the_same_name_has_a_run_of_its_own(
         _end_steps(service, 1, 2)
         ctl("log", "p", "--tensorboard", str(tmp_path))
     assert sorted(each.name for each in tmp_path.iterdir()) == [RUN, "p-19700102T000000Z"]
-    assert all(len(_events(each)) == 2 for each in tmp_path.iterdir())
+    assert all(len(events_of(each)) == 2 for each in tmp_path.iterdir())
 
 
 class Flaky:
@@ -151,7 +152,7 @@ def test_a_step_reaches_a_file_within_a_second(
     threading.Timer(0.6, lambda: (_end_steps(service, 2), ended.append(time.monotonic()))).start()
 
     def write(step: Step) -> None:
-        assert _events(tmp_path / RUN)[-1][0] == step.seq
+        assert events_of(tmp_path / RUN)[-1][0] == step.seq
         if step.seq == 2:
             raise KeyboardInterrupt
 
@@ -194,16 +195,28 @@ def _trackio_rows(_: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in storage.get_logs("curves", RUN)]
 
 
+def _log_records(data: bytes) -> Iterator[bytes]:
+    """Records of a log in LevelDB's format, behind 7 bytes of wandb's own."""
+    place, parts = 7, b""
+    while place + 7 <= len(data):
+        left = -place % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        if 0 < left < 7 or not kind:
+            place += left or 32768
+            continue
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # Whole, or the last of several.
+            yield parts
+            parts = b""
+
+
 def _wandb_rows(folder: Path) -> list[tuple[int, float]]:
-    """Rows of every file that an offline run has, by the library's own reader."""
-    store = import_module("wandb.sdk.internal.datastore").DataStore
+    """Rows of every file that an offline run has, which `wandb sync` would send."""
     record_type = import_module("wandb.proto.wandb_internal_pb2").Record
     rows: list[tuple[int, float]] = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        opened = store()
-        opened.open_for_scan(str(file))
-        while (data := opened.scan_data()) is not None:
-            record = record_type.FromString(data)
+        for record in map(record_type.FromString, _log_records(file.read_bytes())):
             if record.HasField("history"):
                 items = {item.key or item.nested_key[0]: item for item in record.history.item}
                 values = {name: json.loads(item.value_json) for name, item in items.items()}

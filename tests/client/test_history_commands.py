@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import threading
 import time
 from io import StringIO
@@ -17,6 +18,8 @@ from ratoon_client import RatoonApiError, RatoonClient, RatoonClientError
 from ratoon_client.cli import runs, steps
 from ratoon_client.cli.steps import Step, follow_steps, read_steps
 from ratoon_proto.v1 import operation_pb2
+from ratoon_proto.v1.rollout_pb2 import KeptRollout
+from ratoon_proto.v1.training_pb2 import Offender, StepReport, StepWarning
 from tests.client.ctl import Ctl
 from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
 
@@ -213,6 +216,57 @@ def test_an_error_of_the_service_is_shown_without_escapes(service: FakeService, 
     service.faults = [Fault(name="GetPolicy", error=RefusalError(f"NO{ESCAPE}"))]
     status, _, err = ctl("policies", "get", "p")
     assert (status, "\x1b" in err, r"\x1b" in err) == (1, False, True)
+
+
+def test_rollouts_of_a_step_are_listed_worst_first_and_one_is_shown(service: FakeService, ctl: Ctl):
+    service.policies["p"].kept = [
+        KeptRollout(group=0, rollout=0, group_id="easy", gap_max=0.1, response_tokens=9),
+        KeptRollout(group=0, rollout=1, group_id="none", response_tokens=3),
+        KeptRollout(
+            group=1,
+            rollout=0,
+            group_id=f"[red]{ESCAPE}",
+            reward=1e6,
+            gap_max=3.5,
+            gap_max_token=1,
+            prompt_tokens=1,
+            response_tokens=3,
+            tokens=[7, 8, 9, 10],
+            texts=["<b>", "one ", ESCAPE, "three"],
+            gaps=[0.5, -3.5, math.nan],
+            ratios=[1.0, 33.0, math.nan],
+            trained=[True, True, False],
+            truncated=True,
+        ),
+    ]
+    status, out, _ = ctl("rollouts", "p", "4")
+    rows = [line.split() for line in out.splitlines()]
+    assert status == 0
+    assert [row[:2] for row in rows[1:]] == [["1", "0"], ["0", "0"], ["0", "1"]]
+    assert "\x1b" not in out
+    assert r"[red]\x1b]0;owned\x07" in out
+    by_length = ctl.json("rollouts", "p", "4", "--by", "length", "--limit", "1")
+    assert [each["group_id"] for each in by_length] == ["easy"]
+    status, out, _ = ctl("rollouts", "p", "4", "1", "0")
+    assert (status, "\x1b" in out) == (0, False)
+    assert r"<b>one \x1b]0;owned\x07three" in out
+    worst = [line.split() for line in out.splitlines()[-2:]]
+    assert [[row[0], row[1], row[-3]] for row in worst] == [["1", "9", "-3.5"], ["0", "8", "0.5"]]
+    assert ctl("rollouts", "p", "4", "9", "9")[0] == 1
+    assert ctl("rollouts", "p", "4", "1")[0] == 2
+
+
+def test_a_warning_names_its_offenders(service: FakeService, ctl: Ctl):
+    service.step(1)
+    operation = service._new_operation(operation_pb2.OPERATION_KIND_UPDATE, "p", seq=1)
+    named = [Offender(group=3, group_id="q-3", rollout=17, token=5, value=2.5)]
+    warning = StepWarning(kind="sampler_kl", message="the log-probs are wrong", offenders=named)
+    report = StepReport(loss=0.5, warnings=[warning])
+    service._finish(operation, step=operation_pb2.StepResult(version=1, report=report))
+    out = ctl("operations", "show", "op-1")[1]
+    assert "the log-probs are wrong" in out
+    assert "group 3 (q-3), rollout 17, token 5: 2.5" in out
+    assert "the log-probs are wrong" in ctl("operations", "list")[1]
 
 
 @pytest.mark.usefixtures("lived")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.models import OptionInfo
 
-from ratoon_client.cli import history, runs, training, weights
+from ratoon_client.cli import history, rollouts, runs, training, weights
 from ratoon_client.cli.context import Settings, open_client, printable, show
 from ratoon_client.cli.policies import checkpoints, policies
 from ratoon_client.config import (
@@ -51,6 +51,7 @@ cli.add_typer(history.operations, name="operations", help="List and show operati
 cli.command()(runs.runs)
 cli.command()(runs.top)
 cli.command()(history.log)
+cli.command()(rollouts.rollouts)
 cli.command()(training.update)
 cli.command()(training.watch)
 

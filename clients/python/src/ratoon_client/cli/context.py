@@ -46,6 +46,9 @@ WeightsRoot = Annotated[
 ]
 
 
+_WIDE = 10_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """`api_key` and files None: the environment's."""
@@ -112,7 +115,8 @@ def show_rows(
     table = Table(*columns, box=None)
     for row in rows:
         table.add_row(*map(text_of, row))
-    Console(soft_wrap=True).print(table)
+    # A terminal folds what is wide; a file or a pipe gets one line a row.
+    Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDE).print(table)
 
 
 def text_of(value: object) -> str:

@@ -186,7 +186,7 @@ class Trackio:
     """A run of a Trackio project, on this machine or where TRACKIO_SPACE_ID says."""
 
     def __init__(self, project: str, run: str) -> None:
-        library = _library("trackio", "trackio")
+        self._library = library = _library("trackio", "trackio")
         with _refusals("trackio", RuntimeError, ValueError, OSError), redirect_stdout(sys.stderr):
             self._run: Any = library.init(
                 project=project,
@@ -209,7 +209,7 @@ class Trackio:
     def close(self) -> None:
         """Wait until everything has been written."""
         with _refusals("trackio", RuntimeError, OSError), redirect_stdout(sys.stderr):
-            self._run.finish()
+            self._library.finish()
 
 
 def _library(name: str, module: str) -> Any:

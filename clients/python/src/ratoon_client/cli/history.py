@@ -31,6 +31,7 @@ from ratoon_client.cli.steps import Step, figure_names, follow_steps, read_steps
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.operation import describe
 from ratoon_proto.types import (
+    Offender,
     Operation,
     OperationKind,
     OperationState,
@@ -305,12 +306,12 @@ def _figures(report: StepReport) -> dict[str, object]:
             rows[each.name] = value
     for number, warning in enumerate(report.warnings, 1):
         rows[f"warning {number}"] = str(warning)
-        named = [_offender(each) for each in getattr(warning, "offenders", ())]
+        named = [_offender(each) for each in warning.offenders]
         rows |= {f"{number}.{place}": text for place, text in enumerate(named, 1)}
     return rows
 
 
-def _offender(offender: Any) -> str:
+def _offender(offender: Offender) -> str:
     places = [f"group {offender.group} ({offender.group_id})"]
     places += [f"rollout {offender.rollout}"] if offender.rollout >= 0 else []
     places += [f"token {offender.token}"] if offender.token is not None else []
