@@ -29,7 +29,7 @@ from ratoon_proto.types import WeightKind
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _README = "README.md"
-# Of a base's folder: what makes tokens of text.
+# Files of a base that make tokens of text.
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 _TEMPLATE = "chat_template*"
 # By safetensors' names; numpy has no bfloat16, whose bits are the upper half of a float32's.
