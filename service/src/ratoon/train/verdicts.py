@@ -306,8 +306,8 @@ def clip_text(loss: Loss, sign: str, share: float, *, has_advice: bool) -> str:
         return text
     return (
         f"{text}: the numerics of sampler and trainer differ by more than the clip allows, "
-        "perhaps; take old_logprobs on_policy, or from_forward where a batch is several updates, and a "
-        "correction for the difference"
+        "perhaps; take old_logprobs on_policy, or from_forward where a batch is several updates, "
+        "and a correction for the difference"
     )
 
 
