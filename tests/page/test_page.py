@@ -34,7 +34,7 @@ VIEWS = {
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[MadeService]:
+def made() -> Iterator[MadeService]:
     with made_service(RUN, OTHER) as running:
         yield running
 
@@ -45,8 +45,8 @@ def _settled(page: Page) -> None:
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
-def test_a_bad_rollout_is_three_clicks_away(service: MadeService, open_page: OpenPage) -> None:
-    page = open_page(service.url)
+def test_a_bad_rollout_is_three_clicks_away(made: MadeService, open_page: OpenPage) -> None:
+    page = open_page(made.url)
     page.get_by_role("link", name="gsm8k-grpo").first.click()
     marks = page.get_by_role("group", name="Marks of reward")
     marks.get_by_role("link", name=f"Step {BAD_STEP}: sampler gap").click()
@@ -58,9 +58,9 @@ def test_a_bad_rollout_is_three_clicks_away(service: MadeService, open_page: Ope
     expect(page.get_by_role("status").filter(has_text="gap")).to_contain_text("gap −8.31")
 
 
-def test_the_keyboard_reaches_a_rollout(service: MadeService, open_page: OpenPage) -> None:
+def test_the_keyboard_reaches_a_rollout(made: MadeService, open_page: OpenPage) -> None:
     """A chart is a slider: arrows go along the steps, and say their values; Enter opens one."""
-    page = open_page(service.url + VIEWS["policy"])
+    page = open_page(made.url + VIEWS["policy"])
     slider = page.get_by_role("slider", name="gradient norm")
     slider.focus()
     for _ in range(RUN.num_steps - BAD_STEP + 1):
@@ -84,13 +84,13 @@ def test_the_keyboard_reaches_a_rollout(service: MadeService, open_page: OpenPag
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(
-    service: MadeService, open_page: OpenPage, scheme: str, request: pytest.FixtureRequest
+    made: MadeService, open_page: OpenPage, scheme: str, request: pytest.FixtureRequest
 ) -> None:
     """Every view at both widths; none is wider than its window. `--write-images` keeps pictures."""
     for width in (1440, 390):
-        page = open_page(service.url, color_scheme=scheme, viewport={"width": width, "height": 900})
+        page = open_page(made.url, color_scheme=scheme, viewport={"width": width, "height": 900})
         for name, place in VIEWS.items():
-            page.goto(service.url + place)
+            page.goto(made.url + place)
             _settled(page)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
             if width == 1440:
@@ -184,9 +184,9 @@ def test_what_goes_wrong_is_said(open_page: OpenPage) -> None:
         expect(page.get_by_text("There is no such view.")).to_be_visible()
 
 
-def test_a_page_left_open_keeps_no_more(service: MadeService, open_page: OpenPage) -> None:
+def test_a_page_left_open_keeps_no_more(made: MadeService, open_page: OpenPage) -> None:
     """A day of steps every four seconds: arrays stay bounded, and so does the heap."""
-    page = open_page(service.url + "#/no/such/view")
+    page = open_page(made.url + "#/no/such/view")
     lengths = page.evaluate(
         """async () => {
             const { stepSeries, MOST } = await import("/page/series.js");
