@@ -69,7 +69,7 @@ def assert_steps_are_reports(store: SqlStore, policy_id: str) -> None:
 
     Those that were rolled back are marks.
     """
-    steps = {row.seq: row for row in store.steps(policy_id, 0, 10**6)}
+    steps = {row.seq: row for row in store.steps(policy_id, 0, 0, 10**6)}
     for record in store.records_from(policy_id, 1):
         step, is_applied = steps.pop(record.seq, None), record.state is JournalState.APPLIED
         if not (is_applied and record.effect.changes_weights):

@@ -359,7 +359,7 @@ async def test_counters_are_the_journals(machine: Machine) -> None:
     counted: dict[tuple[str, ...], float] = {}
     for change in machine.metrics.changes:
         if isinstance(change, Sample) and change.metric == OPERATIONS.name:
-            counted[change.labels] = counted.get(change.labels, 0) + change.value
+            counted[change.labels] = counted.get(change.labels, 0.0) + (change.value or 0.0)
     states = {"applied": "done", "failed": "failed", "cancelled": "cancelled"}
     journal = {
         (policy_id, kind, states[state]): count

@@ -107,7 +107,7 @@ def test_points_are_those_of_neighbouring_steps(most: int, portion: int) -> None
         assert series.figure == names[column]
         there = [values_NF[each, column][~np.isnan(values_NF[each, column])] for each in bins]
         mean = [np.mean(one) if len(one) else np.nan for one in there]
-        np.testing.assert_allclose(series.mean, mean, rtol=1e-12)
+        np.testing.assert_allclose(series.mean, np.array(mean), rtol=1e-12)
         if stride == 1:
             assert bits(series.mean) == bits(list(values_NF[:, column]))
             assert (series.low, series.high) == ((), ())
@@ -178,7 +178,7 @@ def fill(stores: Stores, num_steps: int) -> None:
 
 
 def steps_of(stores: Stores) -> tuple[StepRow, ...]:
-    return stores.store.steps("p", 0, 1000)
+    return stores.store.steps("p", 0, 0, 1000)
 
 
 def test_a_step_is_written_with_its_end(database_url: str) -> None:
@@ -192,7 +192,7 @@ def test_a_step_is_written_with_its_end(database_url: str) -> None:
     stores.end(11, 2)
     stores.end(11, 2)
     assert [row.seq for row in steps_of(stores)] == [*range(1, 9), 11]
-    assert stores.store.steps("p", 3, 2) == steps_of(stores)[3:5]
+    assert stores.store.steps("p", 3, 0, 2) == steps_of(stores)[3:5]
     assert_steps_are_reports(stores.store, "p")
     history = curves_of(steps_of(stores), ("loss",), 100, 3)
     assert history.series[0].mean == (*(1.0 / seq for seq in range(1, 8)), 0.5)

@@ -48,7 +48,7 @@ def everything(stores: Stores) -> list[object]:
     """What the journal says, by its index of keys for some records."""
     store = stores.store
     records: list[object] = [store.find_key("p", SeqKey(seq=seq)) for seq in range(1, 41, 8)]
-    everyone, steps = store.records_from("p", 1), store.steps("p", 0, 100)
+    everyone, steps = store.records_from("p", 1), store.steps("p", 0, 0, 100)
     return [
         *store.policies(),
         *store.checkpoints("p"),

@@ -40,7 +40,8 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     contexts, complaints = [], []
 
     def open_(url: str, *, init: str = "", **options: Any) -> Page:
-        context = browser.new_context(**{"viewport": {"width": 1440, "height": 900}} | options)
+        given: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}} | options
+        context = browser.new_context(**given)
         contexts.append(context)
         context.set_default_timeout(WAIT_MS)
         if init:

@@ -245,8 +245,9 @@ _GOOD: dict[str, tuple[LossConfig, dict[str, Any], dict[str, Any]]] = {
 def test_good_run_has_no_false_word(name: str) -> None:
     request, options, step = _GOOD[name]
     run = LiveRun(**options)
-    for _ in range(2 + options.get("staleness", 0)):
-        report = run.update(run.sample(), request, **step)
+    num_updates = 2 + options.get("staleness", 0)
+    reports = [run.update(run.sample(), request, **step) for _ in range(num_updates)]
+    for report in reports:
         assert report.warnings == ()
         assert not report.skipped
-    assert (report.staleness_max or 0) == options.get("staleness", 0)
+    assert (reports[-1].staleness_max or 0) == options.get("staleness", 0)

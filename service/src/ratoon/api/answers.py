@@ -98,8 +98,11 @@ def place_of(token: str, asked: OperationFilter) -> Place | None:
         created_at, operation_id, digest = json.loads(base64.urlsafe_b64decode(token))
     except ValueError:
         created_at = operation_id = digest = None
-    is_ours = isinstance(created_at, float) and isinstance(operation_id, str)
-    if not is_ours or digest != _digest(asked):
+    if (
+        not isinstance(created_at, float)
+        or not isinstance(operation_id, str)
+        or digest != _digest(asked)
+    ):
         expected = "the next_page_token of an answer to the same question"
         raise invalid("page_token", shown(token), expected)
     return created_at, operation_id

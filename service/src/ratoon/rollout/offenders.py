@@ -28,7 +28,8 @@ def offenders(
         token_S: Index among its response tokens, [S]; None, or negative: the whole rollout.
     """
     named: list[Offender] = []
-    for sequence in sequences[:MAX_OFFENDERS].tolist():
+    worst: list[int] = sequences[:MAX_OFFENDERS].tolist()
+    for sequence in worst:
         group = int(np.searchsorted(batch.group_offsets, sequence, side="right")) - 1
         value = None if value_S is None else float(value_S[sequence])
         token = -1 if token_S is None else int(token_S[sequence])

@@ -103,8 +103,8 @@ def run_optimizer_step(
         warnings = rounding_warning(spec.kept_states, step.learning_rate)
     else:
         text = f"{WARNINGS[reason]}: the step was skipped"
-        named = () if found is None else skip_offenders(found, reason)
-        warnings = (warn(WarningKind.STEP_SKIPPED, text, named),)
+        offenders = () if found is None else skip_offenders(found, reason)
+        warnings = (warn(WarningKind.STEP_SKIPPED, text, offenders),)
     planned = [each.planned_memory_bytes for each in stepped] or [own.planned_memory_bytes]
     peaks = [each.peak_memory_bytes for each in stepped]
     return replace(

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import datetime
 from pathlib import Path
@@ -83,6 +84,17 @@ def open_client(
         timeout_s=settings.timeout_s,
     ) as client:
         yield client
+
+
+@contextmanager
+def until_stopped() -> Generator[None]:
+    """Run until SIGINT or SIGTERM, either of which ends it quietly."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def show(context: typer.Context, value: object, fields: Mapping[str, object]) -> None:

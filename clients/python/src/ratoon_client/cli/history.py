@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +17,14 @@ from typing import Annotated, Any
 import typer
 
 from ratoon_client.blocking import RatoonClient
-from ratoon_client.cli.context import open_client, printable, settings_of, show, show_rows
+from ratoon_client.cli.context import (
+    open_client,
+    printable,
+    settings_of,
+    show,
+    show_rows,
+    until_stopped,
+)
 from ratoon_client.cli.export import (
     ExportError,
     Mlflow,
@@ -108,7 +115,7 @@ def log(
 
     # A table needs no more than it shows.
     asked = chosen or (() if targets or is_jsonl or as_csv else tuple(_SHOWN.values()))
-    with suppress(KeyboardInterrupt), open_client(context) as client:
+    with until_stopped(), open_client(context) as client:
         policy = client.get_policy(policy_id)
         for kind, place in targets:
             opened = partial(kind, place, run_name(policy))

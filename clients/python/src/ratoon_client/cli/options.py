@@ -75,14 +75,16 @@ class MessageOptions:
     message: type[Message]
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     skip: tuple[str, ...] = ()
-    bounds: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[float | None, float | None]] = field(
+        default_factory=dict[str, tuple[float | None, float | None]]
+    )
     also: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: Mapping[str, str] = field(default_factory=dict[str, str])
     title: str
 
     def options(self) -> Iterator[FieldOption]:
         """Every option, in the order of the fields."""
-        yield from self._below(self.message.DESCRIPTOR, (), "")
+        yield from self._below(cast("Descriptor", self.message.DESCRIPTOR), (), "")
 
     def parameters(self) -> Iterable[inspect.Parameter]:
         """Parameters as Typer reads them; None is an option that was not given."""
@@ -116,14 +118,14 @@ class MessageOptions:
         """The arguments that were given, by the names of fields, messages as dicts."""
         values: dict[str, Any] = {}
         for option in self.options():
-            value = arguments.get(option.parameter)
+            value: Any = arguments.get(option.parameter)
             if value is None or (value is False and not _has_no(option)):
                 continue
             parent = values
             for name in option.path[:-1]:
                 parent = parent.setdefault(name, {})
             if option.field.is_repeated:
-                value = value.split(",")
+                value = str(value).split(",")
             parent[option.path[-1]] = {} if option.is_switch else value
         return values
 

@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated
@@ -18,7 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ratoon_client.blocking import RatoonClient
-from ratoon_client.cli.context import open_client, printable, settings_of, show_rows, text_of
+from ratoon_client.cli.context import (
+    open_client,
+    printable,
+    settings_of,
+    show_rows,
+    text_of,
+    until_stopped,
+)
 from ratoon_client.errors import InvalidArgumentError, RatoonApiError, TransportError
 from ratoon_client.operation import describe
 from ratoon_proto.types import Operation, Policy, StepHistory
@@ -75,7 +81,7 @@ def top(
     if not sys.stdout.isatty():
         raise InvalidArgumentError("standard output", "no terminal", "one; see `ratoonctl runs`")
     with (
-        suppress(KeyboardInterrupt),
+        until_stopped(),
         open_client(context) as client,
         Live(console=Console(), auto_refresh=False, screen=True) as live,
     ):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from ratoon_client.cli.context import (
     show,
     show_line,
     show_rows,
+    until_stopped,
 )
 from ratoon_client.config import ClientConfig
 from ratoon_client.errors import InvalidArgumentError
@@ -191,9 +191,7 @@ def follow(
             again = f"(again in {event.retry_s:.1f} s)"
             typer.echo(f"ratoonctl: {version}{event.error} {again}", err=True)
 
-    with suppress(KeyboardInterrupt), ExitStack() as stack:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        stack.callback(signal.signal, signal.SIGTERM, before)
+    with until_stopped(), ExitStack() as stack:
         vllm_adapter = {
             VllmBackend.RELOAD: VllmAdapter,
             VllmBackend.RATOON: StagedVllmAdapter,

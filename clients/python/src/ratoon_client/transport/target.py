@@ -85,7 +85,8 @@ async def reach(target: str, timeout_s: float) -> None:
                 try:
                     _, writer = await asyncio.open_connection(host, port)
                 except OSError as err:
-                    reason = os.strerror(err.errno) if err.errno in errno.errorcode else str(err)
+                    number = err.errno or 0
+                    reason = os.strerror(number) if number in errno.errorcode else str(err)
                     await asyncio.sleep(_RECONNECT_S)
                 else:
                     writer.close()

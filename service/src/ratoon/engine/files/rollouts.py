@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,7 +199,7 @@ def _blocks(found: FoundRollouts, sequences: Sequence[int]) -> list[bytes]:
 def _with_columns(kept: KeptRollout, block: bytes) -> KeptRollout:
     num_tokens, place = kept.prompt_tokens + kept.response_tokens, 0
 
-    def taken(dtype: str, count: int) -> list[int | float | bool]:
+    def taken(dtype: str, count: int) -> list[Any]:
         nonlocal place
         values = np.frombuffer(block, dtype, count, place)
         place += values.nbytes
@@ -228,7 +228,7 @@ def _make_room(folder: Path, seq: int, num_bytes: int, max_bytes: int) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, seq: int) -> Iterator[BinaryIO]:
+def _opened(folder: Path, seq: int) -> Generator[BinaryIO]:
     """The file of a step. What it raises for one that is missing or damaged is not found."""
     kept = "an Update or ForwardBackward whose rollouts are kept (keep_rollouts), and still there"
     try:

@@ -90,7 +90,8 @@ class Receivers:
 
     def described(self, newest: int | None) -> tuple[ReceiverInfo, ...]:
         """All receivers, the longest silent first, with their lags behind `newest`."""
-        now, lags = self._clock(), {} if newest is None else self.lags(newest)
+        now = self._clock()
+        lags = dict[str, int]() if newest is None else self.lags(newest)
         return tuple(
             ReceiverInfo(
                 receiver_id=name,

@@ -71,9 +71,9 @@ def _fill(connection: sa.Connection, steps: sa.Table) -> None:
 def _step_of(row: sa.RowMapping) -> dict[str, Any]:
     copied = ("policy_id", "seq", "version", "finished_at", "kind")
     values = {name: row[name] for name in copied} | {"figures": None, "skip_reason": None}
-    report = json.loads(row["result"]).get("report")
+    report: dict[str, Any] | None = json.loads(row["result"]).get("report")
     if report is not None:
-        seconds = report.get("seconds") or {}
+        seconds: dict[str, float] = report.get("seconds") or {}
         figures = {
             name: seconds.get(name.removeprefix("seconds."))
             if name.startswith("seconds.")
