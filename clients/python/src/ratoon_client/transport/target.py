@@ -85,8 +85,9 @@ async def reach(target: str, timeout_s: float) -> None:
                 try:
                     _, writer = await asyncio.open_connection(host, port)
                 except OSError as err:
-                    number = err.errno or 0
-                    reason = os.strerror(number) if number in errno.errorcode else str(err)
+                    # Of several addresses, the text would list each.
+                    is_known = err.errno is not None and err.errno in errno.errorcode
+                    reason = os.strerror(err.errno or 0) if is_known else str(err)
                     await asyncio.sleep(_RECONNECT_S)
                 else:
                     writer.close()

@@ -169,8 +169,10 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
         if weight.shape != wanted:
             raise _misfit(weight, f"{own} of shape {weight.shape}", f"{wanted}, as the adapter")
         values = weight.open("r+")
-        product = _float32(up.open("r")) @ _float32(down.open("r"))
-        values[...] = _rounded(_float32(values) + scale * product, values.dtype)
+        merged = _float32(up.open("r")) @ _float32(down.open("r"))
+        merged *= scale
+        merged += _float32(values)
+        values[...] = _rounded(merged, values.dtype)
 
 
 def _float32(values: Bits) -> NDArray[np.float32]:

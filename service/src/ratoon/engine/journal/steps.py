@@ -235,7 +235,7 @@ class Curves:
         points = self._points
         mean = np.full(points.sums.shape, np.nan)
         np.divide(points.sums, points.counts, out=mean, where=points.counts > 0)
-        shown_F: NDArray[np.bool_] = ~np.isnan(points.low).all(axis=0) | (not self._is_all)
+        shown_F = np.logical_or(~np.isnan(points.low).all(axis=0), not self._is_all)
         is_joined = self._stride > 1
         return StepHistory(
             seq=tuple(points.seq.tolist()),
