@@ -52,7 +52,7 @@ _MAX_SHARE_OF_WEIGHTS = 0.5
 
 
 def pass_warnings(found: FoundRollouts, sums: LossSums) -> tuple[StepWarning, ...]:
-    """Warnings about what one forward-backward showed; those of its batch alone are `Prepared`'s."""
+    """Warnings about what one forward-backward showed, beyond those of its batch."""
     logprobs = _logprob_warnings(found, sums)
     return (
         *logprobs,
