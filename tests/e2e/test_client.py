@@ -176,8 +176,8 @@ def test_training_does_not_depend_on_the_wire(
     }
     assert seen["gateway"] == seen["http"]
     gateway = seen["gateway"]
-    assert [seq for _, seq, _ in gateway["listed"]] == [*range(9, -1, -1)]
-    assert gateway["chosen"] == [8, 2]
+    assert [seq for _, seq, _ in gateway["listed"]] == [*range(10, -1, -1)]
+    assert gateway["chosen"] == [9, 2]
     assert gateway["logprobs"] == gateway["old"]
     assert [version for version, _ in gateway["steps"]] == [1, 1, 2]
     assert gateway["steps"][0][1].ratio_max == pytest.approx(1.0, abs=1e-5)

@@ -52,10 +52,9 @@ _MAX_SHARE_OF_WEIGHTS = 0.5
 
 
 def pass_warnings(found: FoundRollouts, sums: LossSums) -> tuple[StepWarning, ...]:
-    """Warnings about one forward-backward: the batch's own, then what its log-probs show."""
+    """Warnings about what one forward-backward showed, beyond those of its batch."""
     logprobs = _logprob_warnings(found, sums)
     return (
-        *found.prepared.warnings,
         *logprobs,
         *_share_warnings(found),
         *_entropy_warnings(found.prepared.loss, sums),
