@@ -52,10 +52,9 @@ _MAX_SHARE_OF_WEIGHTS = 0.5
 
 
 def pass_warnings(found: FoundRollouts, sums: LossSums) -> tuple[StepWarning, ...]:
-    """Warnings about one forward-backward: the batch's own, then what its log-probs show."""
+    """Warnings about what one forward-backward showed, beyond those of its batch."""
     logprobs = _logprob_warnings(found, sums)
     return (
-        *found.prepared.warnings,
         *logprobs,
         *_share_warnings(found),
         *_entropy_warnings(found.prepared.loss, sums),
@@ -306,8 +305,8 @@ def clip_text(loss: Loss, sign: str, share: float, *, has_advice: bool) -> str:
         return text
     return (
         f"{text}: the numerics of sampler and trainer differ by more than the clip allows, "
-        "perhaps; take old_logprobs on_policy, or from_forward where a batch is several updates, and a "
-        "correction for the difference"
+        "perhaps; take old_logprobs on_policy, or from_forward where a batch is several updates, "
+        "and a correction for the difference"
     )
 
 
