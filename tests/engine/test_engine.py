@@ -267,7 +267,7 @@ async def test_counters_and_gauges_of_a_new_engine_are_the_journals(house: House
 
     for name in NAMES:
         await house.done(name, 1)
-    # Of each policy 8 series, of which 2 are of open operations.
+    # Each policy has 8 series, 2 of them of open operations.
     at_rest = 2 * len(NAMES)
     await until(lambda: sum(line.endswith(b" 0.0") for line in shown()) == at_rest)
     before = shown()
