@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import structlog
@@ -236,10 +237,10 @@ def test_a_figure_that_a_newer_report_has_not_is_shown_no_more() -> None:
 
 def _gauge_series(policy: str) -> set[str]:
     """Names of all series that gauges of a report can have."""
-    whole = dict.fromkeys((*metrics.REPORT_GAUGES, *metrics.BATCH_GAUGES), 1.0)
-    check = replace(
-        SelfCheckReport(sequence=0, tokens=1), **dict.fromkeys(metrics.SELF_CHECK_GAUGES, 1.0)
-    )
+    names = (*metrics.REPORT_GAUGES, *metrics.BATCH_GAUGES)
+    whole: dict[str, Any] = dict.fromkeys(names, 1.0)
+    differences: dict[str, Any] = dict.fromkeys(metrics.SELF_CHECK_GAUGES, 1.0)
+    check = SelfCheckReport(sequence=0, tokens=1, **differences)
     router = RouterReport(layer=0, max_load=1.5, unused_experts=2, entropy=1.25)
     report = replace(StepReport(), **whole, self_check=check, routers=(router,))
     shown = shown_after(ended(report, policy=policy))

@@ -54,7 +54,7 @@ Change = Sample | Gone
 @dataclass(frozen=True, slots=True)
 class Metric:
     """`labels` in the order in which `sample` takes their values. `values`: all that a label can
-    have, of the labels for which they are known here."""
+    have, of the last labels, for which they are known here."""
 
     name: str
     kind: MetricKind
@@ -66,8 +66,8 @@ class Metric:
         """A change of the series with these labels; `value` None: the gauge has none now."""
         assert len(labels) == len(self.labels), f"{self.name} has labels {self.labels}"
         assert value is not None or self.kind is MetricKind.GAUGE
-        for name, label in zip(self.labels, labels, strict=True):
-            assert label in self.values.get(name, (label,)), f"{self.name}: {name} {label}"
+        for place, known in enumerate(self.values.values(), start=len(labels) - len(self.values)):
+            assert labels[place] in known, f"{self.name}: {labels[place]}"
         return Sample(metric=self.name, labels=labels, value=value)
 
     def zeros(self, policy_id: str) -> Iterator[Sample]:
