@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import typer
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from rich.markup import escape
 
@@ -75,7 +75,9 @@ class MessageOptions:
     message: type[Message]
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     skip: tuple[str, ...] = ()
-    bounds: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[float | None, float | None]] = field(
+        default_factory=dict[str, tuple[float | None, float | None]]
+    )
     also: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: Mapping[str, str] = field(default_factory=dict[str, str])
     title: str
@@ -116,8 +118,8 @@ class MessageOptions:
         """The arguments that were given, by the names of fields, messages as dicts."""
         values: dict[str, Any] = {}
         for option in self.options():
-            value = arguments.get(option.parameter)
-            if value is None or (value is False and not _has_no(option)):
+            value: Any = arguments.get(option.parameter)
+            if value is None or not (value or _has_no(option) or option.field.type in _NUMBERS):
                 continue
             parent = values
             for name in option.path[:-1]:
@@ -140,9 +142,7 @@ class MessageOptions:
                 names.get(err.field, err.field), err.got, err.expected
             ) from err
 
-    def _below(
-        self, message: Descriptor, path: tuple[str, ...], prefix: str
-    ) -> Iterator[FieldOption]:
+    def _below(self, message: Any, path: tuple[str, ...], prefix: str) -> Iterator[FieldOption]:
         for each in fields_of(message):
             own = (*path, each.name)
             where = ".".join(own)
