@@ -11,9 +11,10 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -397,14 +398,20 @@ class FakeService:
         return service_pb2.ListOperationsResponse(operations=page, next_page_token=token)
 
     def step(
-        self, seq: int, *, warnings: Sequence[str] = (), policy_id: str = "p", **figures: float
+        self,
+        seq: int,
+        named: Mapping[str, float] = MappingProxyType({}),
+        *,
+        warnings: Sequence[str] = (),
+        policy_id: str = "p",
+        **figures: float,
     ) -> None:
         """End an update of a policy."""
         with self.lock:
             policy = self.policies[policy_id]
             policy.version += 1
             policy.next_seq = seq + 1
-            policy.steps[seq] = (policy.version, figures)
+            policy.steps[seq] = (policy.version, dict(named) | figures)
             if warnings:
                 self.mark(seq, operation_pb2.OPERATION_KIND_UPDATE, warnings, policy_id)
 

@@ -53,8 +53,7 @@ def events_of(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
 def _end_steps(service: FakeService, *seqs: int) -> None:
     for seq in seqs:
-        figures: dict[str, Any] = {"loss": seq / 2, "seconds.forward": 0.25}
-        service.step(seq, **figures)
+        service.step(seq, {"loss": seq / 2, "seconds.forward": 0.25})
 
 
 def test_tensorboard_gets_each_step_once_over_several_exports(

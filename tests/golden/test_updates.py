@@ -119,7 +119,7 @@ def test_three_updates(golden: Golden, kind: str, tmp_path: Path) -> None:
     recorded = cast("dict[str, Any]", golden.recorded(name, found))
     if recorded["numerics"] == numerics:
         assert digests == recorded["digests"]
-    # Of a kind that was not at hand when reports changed there are digests alone.
+    # A kind that was not at hand when reports changed has digests alone.
     if "reports" in recorded:
         _same_figures(reports, recorded["reports"], kind)
 

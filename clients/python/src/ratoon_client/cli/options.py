@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import typer
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from rich.markup import escape
 
@@ -119,7 +119,7 @@ class MessageOptions:
         values: dict[str, Any] = {}
         for option in self.options():
             value: Any = arguments.get(option.parameter)
-            if value is None or (value is False and not _has_no(option)):
+            if value is None or not (value or _has_no(option) or option.field.type in _NUMBERS):
                 continue
             parent = values
             for name in option.path[:-1]:
@@ -142,9 +142,7 @@ class MessageOptions:
                 names.get(err.field, err.field), err.got, err.expected
             ) from err
 
-    def _below(
-        self, message: Descriptor, path: tuple[str, ...], prefix: str
-    ) -> Iterator[FieldOption]:
+    def _below(self, message: Any, path: tuple[str, ...], prefix: str) -> Iterator[FieldOption]:
         for each in fields_of(message):
             own = (*path, each.name)
             where = ".".join(own)

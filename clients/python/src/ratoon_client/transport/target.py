@@ -85,7 +85,7 @@ async def reach(target: str, timeout_s: float) -> None:
                 try:
                     _, writer = await asyncio.open_connection(host, port)
                 except OSError as err:
-                    # Of several addresses, the text would list each.
+                    # The text would list each of several addresses.
                     is_known = err.errno is not None and err.errno in errno.errorcode
                     reason = os.strerror(err.errno or 0) if is_known else str(err)
                     await asyncio.sleep(_RECONNECT_S)
