@@ -278,5 +278,16 @@ def test_every_recipe_runs(run: Run, sampler: str) -> None:
     losses = [float(text) for text in re.findall(r"sft: loss (\S+) a token", out)]
     assert len(losses) == 3
     assert losses == sorted(losses, reverse=True), "three steps on the same demonstrations"
-    for recipe in ("grpo", "sft", "turns", "asynchronous", "dapo", "gspo", "kl", "lora", "export", "custom"):
+    for recipe in (
+        "grpo",
+        "sft",
+        "turns",
+        "asynchronous",
+        "dapo",
+        "gspo",
+        "kl",
+        "lora",
+        "export",
+        "custom",
+    ):
         assert f"{recipe}: " in out, out
