@@ -170,7 +170,30 @@ async def test_a_deleted_checkpoint_stays_as_long_as_recovery_begins_at_it(
     assert machine.weights == [([1.0], RATE)]
 
 
-async def test_an_overwritten_checkpoint_stays_until_no_replay_loads_it(
+async def test_a_deleted_checkpoint_stays_until_no_replay_loads_it(
+    make_machine: MakeMachine,
+) -> None:
+    """The newest is damaged, so the load is run again, of a checkpoint without a name."""
+    machine = await machine_of(make_machine, keep=2)
+    await machine.end(await machine.submit(1, save("mine"), 0))
+    await machine.end(await machine.update(2, 2))
+    await machine.end(await machine.submit(3, save("older"), 0))
+    await machine.end(await machine.submit(4, load("mine"), 0))
+    await machine.end(await machine.update(5, 5))
+    await machine.end(await machine.submit(6, save("newer"), 0))
+    await machine.controller.delete_checkpoint("mine")
+    await collected(machine)
+    assert folders(machine) == ["mine", "newer", "older"]
+    for path in machine.paths.checkpoint("newer").iterdir():
+        path.write_text("damaged")
+    await lose_worker(machine)
+    assert machine.weights == [([5.0], RATE)]
+    await machine.end(await machine.submit(7, save("newest"), 0))
+    await collected(machine)
+    assert folders(machine) == ["newer", "newest", "older"], "recovery begins behind the load"
+
+
+async def test_an_overwritten_checkpoint_is_loaded_until_another_is_saved(
     make_machine: MakeMachine,
 ) -> None:
     machine = await machine_of(make_machine)
