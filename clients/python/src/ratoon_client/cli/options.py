@@ -84,7 +84,7 @@ class MessageOptions:
 
     def options(self) -> Iterator[FieldOption]:
         """Every option, in the order of the fields."""
-        yield from self._below(cast("Descriptor", self.message.DESCRIPTOR), (), "")
+        yield from self._below(self.message.DESCRIPTOR, (), "")
 
     def parameters(self) -> Iterable[inspect.Parameter]:
         """Parameters as Typer reads them; None is an option that was not given."""
