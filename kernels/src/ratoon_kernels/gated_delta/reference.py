@@ -32,7 +32,12 @@ def unavailable_reason() -> str | None:
 
 
 def unsupported_reason(
-    _device: torch.device, dtype: torch.dtype, _key_dim: int, _is_deterministic: bool
+    _device: torch.device,
+    dtype: torch.dtype,
+    _key_dim: int,
+    _is_deterministic: bool,
+    _value_dim: int | None = None,
+    _window: int | None = None,
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
     return None if dtype in ACCUMULATION_DTYPES else f"no support for dtype {dtype}"
