@@ -86,8 +86,14 @@ def test_a_power_cut_at_any_moment_loses_no_promise(recording: Recording, ram: P
     assert num_cuts == NUM_TORN
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(
+    "site",
+    [
+        # One of three in each run of CI, all of them at night: each is its own proof.
+        pytest.param(site, marks=pytest.mark.slow if index % 3 else pytest.mark.more)
+        for index, site in enumerate(SITES)
+    ],
+)
 def test_a_power_cut_without_an_fsync_is_noticed(
     recording: Recording, ram: Path, site: str
 ) -> None:

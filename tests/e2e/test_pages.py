@@ -230,10 +230,11 @@ def test_every_seq_is_one_call_of_the_example(sft: int, every: int) -> None:
     updates = [call.number for call in calls if call.kind == "grpo"]
     assert updates == list(range(len(updates)))
     saves = [place for place, call in enumerate(calls) if call.kind == "save"]
-    for place in saves:
-        assert calls[place].number == calls[place - 1].number + 1
-        assert calls[place].number % every == 0
-    assert len(saves) == (len(updates) // every if every else 0)
+    assert [calls[place].number for place in saves] == [
+        every * (index + 1) for index in range(len(saves))
+    ]
+    assert all(calls[place].number == calls[place - 1].number + 1 for place in saves)
+    assert bool(saves) == bool(every)
 
 
 def test_an_epoch_of_the_example_has_every_prompt_once() -> None:

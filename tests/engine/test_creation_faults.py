@@ -43,9 +43,8 @@ _TOLD_S = {
 _ALWAYS = {("limit_activations", 1, "exit")}
 # Each way of failing once or twice, each at another step. The rest takes hours.
 _MORE = {
-    *((step, 1, "memory") for step in ("join", "open_memory")),
-    *(("connect_groups", 0, "error"), (START, 1, "error")),
-    *(("states", 1, "exit"), ("group", 1, "stop"), ("handles", 1, "hang")),
+    *(("open_memory", 1, "memory"), ("connect_groups", 0, "error")),
+    *(("states", 1, "exit"), ("group", 1, "stop")),
 }
 _SPEC = replace(SPEC, parallel=ParallelLayout(num_workers=2, shard=Shard.WEIGHTS))
 

@@ -35,7 +35,8 @@ POINTS = (
 @pytest.mark.parametrize(
     ("sequencing", "is_whole"),
     [
-        *(pytest.param(each, False, marks=pytest.mark.more) for each in Sequencing),
+        pytest.param(Sequencing.CLIENT, False, marks=pytest.mark.more),
+        pytest.param(Sequencing.SERVER, False, marks=pytest.mark.slow),
         pytest.param(Sequencing.CLIENT, True, marks=pytest.mark.slow),
     ],
 )
@@ -88,12 +89,17 @@ def test_a_store_that_takes_nothing_fails_saves_and_nothing_else(model_folder: P
     assert run.pair.num_kills == 2
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     "build",
     [
-        *("no dedupe", "no fencing", "commit before apply", "no fsync", "window not re-run"),
-        "lost end unnoticed",
+        *(
+            pytest.param(build, marks=pytest.mark.more)
+            for build in ("no dedupe", "commit before apply", "no fsync")
+        ),
+        *(
+            pytest.param(build, marks=pytest.mark.slow)
+            for build in ("no fencing", "window not re-run", "lost end unnoticed")
+        ),
     ],
 )
 def test_a_build_that_is_broken_on_purpose_is_found_out(model_folder: Path, build: str) -> None:

@@ -26,14 +26,11 @@ from tests.kernels.cuda_kernels import SCALARS, SPILLS, TILE_COPY, kernel, tile_
 
 
 def _every_kernel() -> list[object]:
-    """The first of each entry; its other variants are left to `make test-more`, and those in fp16,
-    whose code is that of bf16 but for the types of products, to `make test-slow`."""
+    """The first of each entry; its other variants are left to `make test-slow`."""
     entries: set[str] = set()
     params: list[object] = []
     for spec in SPECS:
-        marks = [pytest.mark.more] if spec.entry in entries else []
-        if marks and dict(spec.defines).get("IS_FP16"):
-            marks.append(pytest.mark.slow)
+        marks = [pytest.mark.slow] if spec.entry in entries else []
         entries.add(spec.entry)
         params.append(pytest.param(spec, id=spec.name, marks=marks))
     return params

@@ -41,7 +41,9 @@ def _has_namespaces() -> bool:
 
 @pytest.mark.more
 @pytest.mark.skipif(not _has_namespaces(), reason="no network namespace may be made here")
-@pytest.mark.parametrize("shard", [Shard.STATES, Shard.GRADIENTS])
+@pytest.mark.parametrize(
+    "shard", [Shard.STATES, pytest.param(Shard.GRADIENTS, marks=pytest.mark.slow)]
+)
 def test_ranks_that_hear_nothing_more_give_up(shard: Shard) -> None:
     command = [*_NAMESPACE, sys.executable, "-m", "tests.train.test_ranks_dropped", shard]
     run = subprocess.run(
