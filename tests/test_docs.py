@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from ratoon.config import GIB, MIB, OTHER_VARIABLES, RatoonConfig
@@ -98,7 +99,7 @@ def test_every_metric_that_is_named_exists() -> None:
 
 
 @cache
-def anchors(page: Path) -> frozenset[str]:
+def _anchors(page: Path) -> frozenset[str]:
     """Anchors of the headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -113,7 +114,7 @@ def _broken_links(page: Path) -> Iterator[str]:
             continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        is_there = linked.exists() and (not anchor or anchor in anchors(linked))
+        is_there = linked.exists() and (not anchor or anchor in _anchors(linked))
         if not is_there:
             yield f"{page.relative_to(ROOT)}: {target}"
 
@@ -121,6 +122,19 @@ def _broken_links(page: Path) -> Iterator[str]:
 def test_every_link_leads_somewhere() -> None:
     assert len(PAGES) > 20
     assert not [link for page in PAGES for link in _broken_links(page)]
+
+
+def test_every_alert_leads_to_what_to_do() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text(encoding="utf-8"))
+    alerts = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert len(alerts) > 10
+    for rule in alerts:
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        if "ratoon_warnings_total" in rule["expr"]:
+            # Every kind has its heading there.
+            assert (page, anchor) == ("docs/runbook.md", "{{ $labels.kind }}")
+        else:
+            assert anchor in {"", *_anchors(ROOT / page)}, rule["alert"]
 
 
 @cache

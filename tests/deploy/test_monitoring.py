@@ -79,18 +79,6 @@ def test_every_kind_of_warning_is_of_one_alert() -> None:
     assert sorted(kinds) == sorted(kind.value for kind in WarningKind)
 
 
-def test_every_alert_leads_to_what_to_do() -> None:
-    from tests.test_docs import anchors
-
-    for rule in _alerts():
-        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        if "ratoon_warnings_total" in rule["expr"]:
-            # Every kind has its heading there.
-            assert (page, anchor) == ("docs/runbook.md", "{{ $labels.kind }}")
-        else:
-            assert anchor in {"", *anchors(ROOT / page)}, rule["alert"]
-
-
 def test_alerts_and_panels_ask_for_series_that_there_are() -> None:
     """A label that is misspelt selects nothing, and nobody would see it."""
     asked = [*(rule["expr"] for rule in _alerts()), *_queries()]
