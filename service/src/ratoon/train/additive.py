@@ -86,27 +86,27 @@ class Counts:
         return Counts(tuple(map(operator.add, self.bins, other.bins)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths in tokens, all of them: int64 [S]."""
+    """Lengths in tokens, all of them."""
 
-    values: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    values: tuple[int, ...] = ()
 
     def __add__(self, other: Lengths) -> Lengths:
-        return Lengths(np.concatenate((self.values, other.values)))
+        return Lengths(self.values + other.values)
 
     @property
     def mean(self) -> float:
         """0 where there is none, as are the quantiles."""
-        return float(self.values.mean()) if len(self.values) else 0.0
+        return sum(self.values) / len(self.values) if self.values else 0.0
 
     def quantiles(self, *percents: int) -> list[int]:
         """For each percentage, the least length that at least so many do not exceed."""
         count = len(self.values)
         if not count:
             return [0] * len(percents)
-        ordered = np.sort(self.values)
-        return [int(ordered[-(-percent * count // 100) - 1]) for percent in percents]
+        ordered = sorted(self.values)
+        return [ordered[-(-percent * count // 100) - 1] for percent in percents]
 
 
 @dataclass(frozen=True, slots=True)

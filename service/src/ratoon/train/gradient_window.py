@@ -81,7 +81,7 @@ class BatchSums(Merged):
 
 def of_batch(batch: RolloutBatch) -> BatchSums:
     sums = BatchSums(
-        responses=Lengths(np.diff(batch.response_offsets)),
+        responses=Lengths(tuple(np.diff(batch.response_offsets).tolist())),
         truncated=int(np.count_nonzero(batch.truncated)),
     )
     if batch.rewards is None:
