@@ -41,7 +41,7 @@ def made() -> Iterator[MadeService]:
 
 def _settled(page: Page) -> None:
     """Wait until the view has been read and drawn."""
-    page.wait_for_load_state("networkidle")
+    expect(page.locator("main")).to_have_attribute("aria-busy", "false")
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 

@@ -63,6 +63,7 @@ function open() {
   current = { view, leave, error, timer: 0, failures: 0 };
   document.title = `${view.title} · Ratoon`;
   main.replaceChildren(error, view.element);
+  main.setAttribute("aria-busy", "true");
   for (const link of document.querySelectorAll("header nav a")) {
     const isHere = link.hash === `#/${parts[0] === "operations" ? "operations" : ""}`;
     if (isHere) link.setAttribute("aria-current", "page");
@@ -99,6 +100,7 @@ async function refresh() {
     told(goesOn ? "waiting" : "");
     if (!(error instanceof ApiError)) console.error(error);
   }
+  main.setAttribute("aria-busy", "false");
   forget.hidden = !hasKey();
   if (goesOn && !document.hidden) {
     mine.timer = setTimeout(refresh, Math.min(PERIOD_MS * 2 ** mine.failures, MOST_MS));
