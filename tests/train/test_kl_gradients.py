@@ -110,13 +110,16 @@ def test_weighted_term_that_is_clamped_has_no_gradient_at_all() -> None:
 
 def _resolve(kind: LossKind, kl: KlConfig, **changes: Any) -> tuple[StepWarning, ...]:
     """Warnings of a loss with this KL term."""
-    rollout = builders.rollout(
-        [1, 2],
-        sampler_logprobs=np.array([-1.0, -2.0], np.float32),
-        reference_logprobs=np.array([-1.0, -1.0], np.float32),
-        reward=1.0,
-    )
-    batch = validate_groups([builders.group([5], [rollout, rollout])], builders.limits())
+    rollouts = [
+        builders.rollout(
+            [1, 2],
+            sampler_logprobs=np.array([-1.0, -2.0], np.float32),
+            reference_logprobs=np.array([-1.0, -1.0], np.float32),
+            reward=reward,
+        )
+        for reward in (0.0, 1.0)
+    ]
+    batch = validate_groups([builders.group([5], rollouts)], builders.limits())
     loss = resolve_loss(LossConfig(kind=kind, kl=kl, **changes), batch, has_frozen_reference=False)
     return prepare(batch, loss, version=0, plan=cpu_planner(100)).warnings
 

@@ -60,8 +60,9 @@ class TensorBoard:
     """Event files in `folder`/`run`; each step is one record, whole or absent."""
 
     def __init__(self, folder: str, run: str) -> None:
-        library = _library("tensorboard", "tensorboard.summary.writer.event_file_writer")
-        self._event = _library("tensorboard", "tensorboard.compat.proto.event_pb2").Event
+        with _installed("tensorboard"):
+            library: Any = import_module("tensorboard.summary.writer.event_file_writer")
+            self._event: Any = import_module("tensorboard.compat.proto.event_pb2").Event
         own = Path(folder) / run
         with _refusals("tensorboard", OSError):
             files = sorted(own.glob("events.out.tfevents.*"))
@@ -103,8 +104,9 @@ class Mlflow:
     """A run of the experiment `ratoon` at a tracking URI."""
 
     def __init__(self, uri: str, run: str) -> None:
-        library = _library("mlflow", "mlflow")
-        self._metric = _library("mlflow", "mlflow.entities").Metric
+        with _installed("mlflow"):
+            library: Any = import_module("mlflow")
+            self._metric: Any = import_module("mlflow.entities").Metric
         self._error: type[Exception] = library.exceptions.MlflowException
         with _refusals("mlflow", self._error, OSError):
             self._client: Any = library.MlflowClient(tracking_uri=uri)
@@ -151,7 +153,8 @@ class Wandb:
     """
 
     def __init__(self, project: str, run: str) -> None:
-        library = _library("wandb", "wandb")
+        with _installed("wandb"):
+            library: Any = import_module("wandb")
         self._error: type[Exception] = library.Error
         with _refusals("wandb", self._error, OSError):
             self._run: Any = library.init(
@@ -186,9 +189,10 @@ class Trackio:
     """A run of a Trackio project, on this machine or where TRACKIO_SPACE_ID says."""
 
     def __init__(self, project: str, run: str) -> None:
-        self._library = library = _library("trackio", "trackio")
+        with _installed("trackio"):
+            self._library: Any = import_module("trackio")
         with _refusals("trackio", RuntimeError, ValueError, OSError), redirect_stdout(sys.stderr):
-            self._run: Any = library.init(
+            self._run: Any = self._library.init(
                 project=project,
                 name=run,
                 resume="allow",
@@ -212,10 +216,11 @@ class Trackio:
             self._library.finish()
 
 
-def _library(name: str, module: str) -> Any:
-    """A module of a tracker. Raises InvalidArgumentError that says how it is installed."""
+@contextmanager
+def _installed(name: str) -> Generator[None]:
+    """Import a tracker inside. Raises InvalidArgumentError that says how it is installed."""
     try:
-        return import_module(module)
+        yield
     except ModuleNotFoundError as err:
         expected = f"its library: pip install 'ratoon-client[{name}]'"
         raise InvalidArgumentError(f"--{name}", f"no module {err.name}", expected) from err

@@ -364,10 +364,12 @@ def _dropped(
     bodies: tuple[tuple[str, str], ...] = (),
 ) -> Covered:
     """Delete the rows of `doomed`, and count the write where files will be deleted by it."""
-    mine = CHECKPOINTS.c.policy_id == policy["policy_id"]
-    connection.execute(delete(CHECKPOINTS).where(mine, CHECKPOINTS.c.checkpoint_id.in_(doomed)))
-    position = (policy["position"] or 0) + bool(bodies or doomed)
-    update_row(connection, POLICIES, policy, {"position": position})
+    position = policy["position"] or 0
+    if bodies or doomed:
+        mine = CHECKPOINTS.c.policy_id == policy["policy_id"]
+        connection.execute(delete(CHECKPOINTS).where(mine, CHECKPOINTS.c.checkpoint_id.in_(doomed)))
+        position += 1
+        update_row(connection, POLICIES, policy, {"position": position})
     return Covered(bodies=bodies, checkpoint_ids=doomed, position=position)
 
 
