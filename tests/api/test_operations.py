@@ -255,14 +255,18 @@ async def test_a_bad_question_for_operations_is_refused_by_field(api: Api, wire_
     wire = api.wire(wire_name)
     first = service_pb2.ListOperationsRequest(policy_id=requests.POLICY, page_size=1)
     token = (await wire.call("ListOperations", first)).next_page_token
-    forged = base64.urlsafe_b64encode(b'["1", 2, []]').decode()
+    texts = (b'["1", 2, []]', b"5", b"[" * 9000, b"{}", b"[1.5]")
+    forged = [base64.urlsafe_b64encode(text).decode() for text in texts]
     bad = {
         "page_size": {"page_size": 501},
         "seq": {"seq": 3},
         "policy_id": {"policy_id": "No Id"},
         "page_token": {"page_token": "no token"},
     }
-    others = [{"page_token": forged}, {"page_token": token, "policy_id": "tiny-2"}]
+    others = [
+        *({"page_token": one} for one in forged),
+        {"page_token": token, "policy_id": "tiny-2"},
+    ]
     questions = [*bad.items(), *(("page_token", other) for other in others)]
     for field, values in questions:
         request = service_pb2.ListOperationsRequest(**values)  # pyright: ignore[reportArgumentType]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -122,9 +123,23 @@ def train(client: RatoonClient, policy_id: str, folder: Path):
     saved = session.save_checkpoint("after-two").result()
     third = session.update(groups, loss=Loss("reinforce"), optim=OPTIM, expected_version=2)
     assert third.result().version == 3
+    steps = [first.report, second.report, third.result().report]
     loaded = session.load_checkpoint("after-two").result()
     pulled = client.pull_weights(policy_id, folder)
+    history = client.steps(policy_id, ("loss", "kl"))
+    assert (history.seq, history.version, history.num_steps) == ((2, 6, 8), (1, 2, 3), 3)
+    for series, name in zip(history.series, ("loss", "kl"), strict=True):
+        figures = [getattr(report, name) for report in steps]
+        assert repr(series.mean) == repr(tuple(math.nan if f is None else f for f in figures))
+    assert [(mark.kind, mark.seq, mark.version) for mark in history.marks][-1] == (
+        "load_checkpoint",
+        9,
+        2,
+    )
+    assert client.versions(policy_id).versions[-1].version == pulled.version
     return {
+        "listed": [(one.kind, one.seq, one.state) for one in client.operations(policy_id)],
+        "chosen": [one.seq for one in client.operations(policy_id, kinds=["update"])],
         "logprobs": [array.tobytes() for array in before.logprobs],
         "entropy": [array.tobytes() for array in before.entropy],
         "old": [array.tobytes() for array in old.result().logprobs],
@@ -145,6 +160,8 @@ def test_training_does_not_depend_on_the_wire(
     }
     assert seen["gateway"] == seen["http"]
     gateway = seen["gateway"]
+    assert [seq for _, seq, _ in gateway["listed"]] == [*range(9, -1, -1)]
+    assert gateway["chosen"] == [8, 2]
     assert gateway["logprobs"] == gateway["old"]
     assert [version for version, _ in gateway["steps"]] == [1, 1, 2]
     assert gateway["steps"][0][1].ratio_max == pytest.approx(1.0, abs=1e-5)

@@ -106,7 +106,7 @@ def test_points_are_those_of_neighbouring_steps(most: int, portion: int) -> None
     for column, series in enumerate(history.series):
         assert series.figure == names[column]
         there = [values_NF[each, column][~np.isnan(values_NF[each, column])] for each in bins]
-        mean = [np.mean(one) if len(one) else np.nan for one in there]
+        mean = [float(np.mean(one)) if len(one) else math.nan for one in there]
         np.testing.assert_allclose(series.mean, mean, rtol=1e-12)
         if stride == 1:
             assert bits(series.mean) == bits(list(values_NF[:, column]))

@@ -84,7 +84,7 @@ _CONSOLE = structlog.dev.ConsoleRenderer(
 _FIGURES: tuple[tuple[str, Callable[[Any], str]], ...] = (
     ("version", "v{}".format),
     ("seconds", "{:.1f} s".format),
-    ("groups", "{} groups".format),
+    ("groups", "groups {}".format),
     ("token_reduction", "rho {:.2f}".format),
     ("reward", "reward {:.3g}".format),
     ("loss", "loss {:+.3g}".format),

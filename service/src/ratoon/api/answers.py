@@ -53,6 +53,7 @@ _FIELDS: Mapping[type, str] = MappingProxyType(
 )
 MAX_TEXT = 1024
 MAX_DETAILS = 16
+_MAX_TOKEN = 512
 API_VERSION = "v1"
 _LIBRARIES = ("ratoon", "ray", "torch", "transformers", "numpy", "grpcio", "fastapi")
 _DATA = service_pb2.FetchWeightsResponse.DESCRIPTOR.fields_by_name["data"]
@@ -94,11 +95,13 @@ def place_of(token: str, asked: OperationFilter) -> Place | None:
     if not token:
         return None
     try:
-        created_at, operation_id, digest = json.loads(base64.urlsafe_b64decode(token))
-    except ValueError:
-        created_at = operation_id = digest = None
-    is_ours = isinstance(created_at, float) and isinstance(operation_id, str)
-    if not is_ours or digest != _digest(asked):
+        # What is longer is not ours, and may be nested deeper than a parser goes.
+        text = base64.urlsafe_b64decode(token[:_MAX_TOKEN])
+        created_at, operation_id, digest = json.loads(text)
+    except (ValueError, TypeError):
+        created_at, operation_id, digest = None, None, ""
+    is_same = digest == _digest(asked)
+    if not isinstance(created_at, float) or not isinstance(operation_id, str) or not is_same:
         expected = "the next_page_token of an answer to the same question"
         raise invalid("page_token", shown(token), expected)
     return created_at, operation_id

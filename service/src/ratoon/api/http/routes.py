@@ -240,7 +240,7 @@ def _signature(
     method: MethodDescriptor, verb: str, path: str, body: type[WireModel] | None
 ) -> inspect.Signature:
     """Build the signature that FastAPI reads: authorized call, path and query parameters, body."""
-    kinds = {"authorized": (AuthorizedCallOf, inspect.Parameter.empty)}
+    kinds: dict[str, tuple[Any, Any]] = {"authorized": (AuthorizedCallOf, inspect.Parameter.empty)}
     for name in _PLACE.findall(path):
         kinds[name] = (_IN_PATH[name], inspect.Parameter.empty)
     if verb in ("GET", "DELETE"):

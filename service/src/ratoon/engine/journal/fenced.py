@@ -226,8 +226,10 @@ class FencedStore:
         seq, policy_id = operation["seq"], operation["policy_id"]
         kind = OperationKind(operation["kind"])
         step = step_row(kind, seq, end.result, end.version, end.finished_at)
-        if step is not None:
-            insert_row(connection, STEPS, step_columns(policy_id, step))
+        if step is None:
+            return
+        insert_row(connection, STEPS, step_columns(policy_id, step))
+        if seq > self._kept_steps:
             is_old = and_(STEPS.c.policy_id == policy_id, STEPS.c.seq <= seq - self._kept_steps)
             connection.execute(delete(STEPS).where(is_old))
 

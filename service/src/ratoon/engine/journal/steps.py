@@ -235,7 +235,7 @@ class Curves:
         points = self._points
         mean = np.full(points.sums.shape, np.nan)
         np.divide(points.sums, points.counts, out=mean, where=points.counts > 0)
-        shown_F = ~np.isnan(points.low).all(axis=0) | (not self._is_all)
+        has_any_F = (~np.isnan(points.low)).any(axis=0).tolist()
         is_joined = self._stride > 1
         return StepHistory(
             seq=tuple(points.seq.tolist()),
@@ -249,7 +249,7 @@ class Curves:
                     high=tuple(points.high[:, column].tolist()) if is_joined else (),
                 )
                 for column, name in enumerate(self._names)
-                if shown_F[column]
+                if has_any_F[column] or not self._is_all
             ),
             marks=tuple(sorted(self._marks.values(), key=lambda mark: mark.seq)),
             num_steps=self._num_steps,

@@ -73,8 +73,8 @@ def _step_of(row: sa.RowMapping) -> dict[str, Any]:
     values = {name: row[name] for name in copied} | {"figures": None, "skip_reason": None}
     report = json.loads(row["result"]).get("report")
     if report is not None:
-        seconds = report.get("seconds") or {}
-        figures = {
+        seconds: dict[str, Any] = report.get("seconds") or {}
+        figures: dict[str, float | None] = {
             name: seconds.get(name.removeprefix("seconds."))
             if name.startswith("seconds.")
             else report.get(name)
