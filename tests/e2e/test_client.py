@@ -64,7 +64,9 @@ def clients(service: Service) -> Iterator[dict[str, RatoonClient]]:
 def policies(clients: dict[str, RatoonClient]) -> Iterator[dict[str, str]]:
     """A policy a wire, all of one seed: what is done to them is compared."""
     handles = {
-        name: clients[name].create_policy(f"client-{name}", preset="tiny", seed=3, reference="base")
+        name: clients[name].create_policy(
+            f"client-{name}", preset="tiny", seed=3, reference="base", keep_rollouts="all"
+        )
         for name in ("gateway", "http")
     }
     yield {name: handle.result().spec.policy_id for name, handle in handles.items()}
@@ -115,7 +117,16 @@ def train(client: RatoonClient, policy_id: str, folder: Path):
     assert before.entropy is not None
     old = session.forward(groups)
     loss = Loss("grpo", old_logprobs=FromForward(old.operation_id), kl=Kl("k3", 0.1, "frozen"))
+    loss = replace(loss, report_groups=True)
     first = session.update(groups, loss=loss, optim=OPTIM).result()
+    assert [each.num_rollouts for each in first.report.groups] == [3, 2]
+    seq = session.next_seq() - 1
+    kept = client.rollouts(policy_id, seq)
+    assert [(each.group_id, each.rollout) for each in kept.rollouts][-1] == ("b", 1)
+    whole = client.rollout(policy_id, seq, 0, 2)
+    assert whole.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    assert whole.trained == (True, True, False, False, False, True)
+    assert "".join(whole.texts) == bytes(whole.tokens).decode()
     session.forward_backward(groups, loss=Loss("dapo")).result()
     session.discard_gradients().result()
     parts = session.forward_backward(groups, loss=Loss("ppo_clip", clip_high=0.3)).result()
@@ -143,6 +154,8 @@ def train(client: RatoonClient, policy_id: str, folder: Path):
         "logprobs": [array.tobytes() for array in before.logprobs],
         "entropy": [array.tobytes() for array in before.entropy],
         "old": [array.tobytes() for array in old.result().logprobs],
+        # As text, in which no number equals itself.
+        "kept": (repr(kept), repr(whole)),
         "steps": [(step.version, untimed(step.report)) for step in (first, parts, second)],
         "checkpoint": (saved.checkpoint_id, saved.version, saved.seq),
         "loaded": (loaded.checkpoint_id, loaded.version),

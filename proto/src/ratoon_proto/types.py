@@ -109,8 +109,8 @@ class KeepRollouts(bases.WireEnum):
 
     NONE = "none"
     WORST = "worst"
-    """Those that warnings name, and the 16 worst each by sampler gap, by |advantage| times length,
-    and by reward at either end.
+    """The rollouts that warnings name, and the 16 first each by sampler gap, by |advantage| times
+    length, and by reward from either end.
     """
     ALL = "all"
 

@@ -195,8 +195,8 @@ class _KeepRolloutsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KeepRoll
     KEEP_ROLLOUTS_UNSPECIFIED: _KeepRollouts.ValueType  # 0
     KEEP_ROLLOUTS_NONE: _KeepRollouts.ValueType  # 1
     KEEP_ROLLOUTS_WORST: _KeepRollouts.ValueType  # 2
-    """Those that warnings name, and the 16 worst each by sampler gap, by |advantage| times length, and by
-    reward at either end.
+    """The rollouts that warnings name, and the 16 first each by sampler gap, by |advantage| times length,
+    and by reward from either end.
     """
     KEEP_ROLLOUTS_ALL: _KeepRollouts.ValueType  # 3
 
@@ -206,8 +206,8 @@ class KeepRollouts(_KeepRollouts, metaclass=_KeepRolloutsEnumTypeWrapper):
 KEEP_ROLLOUTS_UNSPECIFIED: KeepRollouts.ValueType  # 0
 KEEP_ROLLOUTS_NONE: KeepRollouts.ValueType  # 1
 KEEP_ROLLOUTS_WORST: KeepRollouts.ValueType  # 2
-"""Those that warnings name, and the 16 worst each by sampler gap, by |advantage| times length, and by
-reward at either end.
+"""The rollouts that warnings name, and the 16 first each by sampler gap, by |advantage| times length,
+and by reward from either end.
 """
 KEEP_ROLLOUTS_ALL: KeepRollouts.ValueType  # 3
 Global___KeepRollouts: _TypeAlias = KeepRollouts  # noqa: Y015

@@ -37,7 +37,7 @@ class TokenFigures:
 
     @classmethod
     def over(cls, ranks: Sequence[TokenFigures]) -> TokenFigures:
-        """Those of all ranks."""
+        """Join what the ranks have found."""
         return cls(
             token_N=np.concatenate([found.token_N for found in ranks]),
             values_4N=np.concatenate([found.values_4N for found in ranks], axis=1),

@@ -36,7 +36,7 @@ from ratoon_proto.v1.rollout_pb2 import KeptRollout, PrefixForest, StepRollouts
 if TYPE_CHECKING:
     from ratoon.train.rollout_figures import FoundRollouts, RolloutFigures
 
-# Of each criterion.
+# How many `worst` keeps by each criterion.
 NUM_WORST = 16
 MAX_KEPT = 10_000
 _HEAD = struct.Struct("<Q")
