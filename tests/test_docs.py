@@ -17,6 +17,7 @@ from ratoon.errors import ErrorCode
 from ratoon.metrics import METRICS
 from ratoon.model.families import FAMILIES, WRAPPERS
 from ratoon.model.spec import PRESET_NAMES
+from ratoon.warning_kinds import WarningKind
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -160,3 +161,12 @@ def test_the_page_of_models_is_what_the_families_say() -> None:
     assert script["page"](page) == page
     for name in (*FAMILIES, *WRAPPERS, *PRESET_NAMES):
         assert f"`{name}`" in page
+
+
+def test_every_kind_of_warning_has_its_heading_in_the_runbook() -> None:
+    """And no heading is of a kind that nothing warns of."""
+    page = (DOCS / "runbook.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^### (.+)$", page, re.MULTILINE)) == sorted(WarningKind)
+    code = "".join(path.read_text("utf-8") for path in (ROOT / "service/src").rglob("*.py"))
+    for kind in WarningKind:
+        assert code.count(f"WarningKind.{kind.name}") >= 1, kind

@@ -120,18 +120,22 @@ class LiveRun:
 
     def _weights(self) -> dict[str, torch.Tensor]:
         model: Any = self.trainer.model.module
-        if self.trainer.model.adapter is not None:
-            model.merge_adapter()
+        adapted = [each for each in model.modules() if hasattr(each, "lora_A")]
+        for each in adapted:
+            each.merge()
         found = {
-            name.removeprefix("base_model.model.").replace(
-                ".base_layer", ""
-            ): value.detach().clone()
+            _plain_name(name): value.detach().clone()
             for name, value in model.state_dict().items()
             if "lora_" not in name
         }
-        if self.trainer.model.adapter is not None:
-            model.unmerge_adapter()
+        for each in adapted:
+            each.unmerge()
         return found
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def changed(groups: Sequence[RawGroup], group: int, rollout: int, **fields: Any) -> list[RawGroup]:

@@ -238,7 +238,10 @@ def test_nothing_to_learn_is_said() -> None:
     prepared = _prepare(batch)
     assert prepared.plan.micro_batches == ()
     assert prepared.counters.tokens == 3
-    assert [each.kind for each in prepared.warnings] == ["zero_advantages"]
+    assert [each.kind for each in prepared.warnings] == ["equal_rewards"]
+    given = [replace(raw, reward=None, advantages=np.zeros(1, np.float32)) for raw in flat[1:]]
+    ready = _prepare(validate_groups([builders.group([9], given)], builders.limits()))
+    assert [each.kind for each in ready.warnings] == ["zero_advantages"]
 
 
 FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op")

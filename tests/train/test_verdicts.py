@@ -103,10 +103,10 @@ def test_wrong_logprobs_are_called_wrong(sampled: Sampled, kind: LossKind) -> No
 
 
 def test_temperature_other_than_declared_is_told(sampled: Sampled) -> None:
-    """A KL of 0.02 without staleness is no numerics."""
+    """A KL of 0.01 without staleness is no numerics."""
     report = sampled.look(sampled.run.sample(temperature=0.6))
     assert report.sampler_kl is not None
-    assert 0.01 < report.sampler_kl < 0.05
+    assert 0.005 < report.sampler_kl < 0.05
     warning = _only(report, "wrong_logprobs")
     assert "more certain" in str(warning)
     assert "temperature" in str(warning)
@@ -236,10 +236,7 @@ _GOOD: dict[str, tuple[LossConfig, dict[str, Any], dict[str, Any]]] = {
     "lora": (GRPO, {"tuning": LoraTuning(rank=8, alpha=16.0, target_modules=())}, {}),
     "bfloat16": (GRPO, {"dtype": ModelDtype.BFLOAT16}, {"learning_rate": 1e-4}),
     "small": (GRPO, {}, {"learning_rate": 1e-6}),
-    **{
-        f"async {age}": (replace(GRPO, correction=_WEIGHED), {"staleness": age}, {})
-        for age in (1, 2, 3, 4)
-    },
+    **{f"async {age}": (GRPO, {"staleness": age}, {}) for age in (1, 2, 3, 4)},
 }
 
 
@@ -248,7 +245,7 @@ _GOOD: dict[str, tuple[LossConfig, dict[str, Any], dict[str, Any]]] = {
 def test_good_run_has_no_false_word(name: str) -> None:
     request, options, step = _GOOD[name]
     run = LiveRun(**options)
-    for _ in range(4 + options.get("staleness", 0)):
+    for _ in range(2 + options.get("staleness", 0)):
         report = run.update(run.sample(), request, **step)
         assert report.warnings == ()
         assert not report.skipped

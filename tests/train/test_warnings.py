@@ -95,6 +95,57 @@ def test_groups_of_one_under_a_group_baseline_are_counted(kind: AdvantageKind) -
     assert _warnings(_batch((None, None)), advantage=kind) == ()
 
 
+def _of_lengths(lengths: list[int], **fields: Any) -> RolloutBatch:
+    """One group; a response ends with token 7 unless it has 40 tokens."""
+    rollouts = [
+        builders.rollout(
+            [1] * (length - 1) + [2 if length == 40 else 7], **({"reward": n} | fields)
+        )
+        for n, length in enumerate(lengths)
+    ]
+    return validate_groups([builders.group([9], rollouts, "g")], builders.limits())
+
+
+def _bad(name: str) -> RolloutBatch:
+    ten = list(range(30, 40))
+    batch = _of_lengths(ten)
+    rewards = np.ones(10)
+    rewards[::2] = 0.0
+    truncated = np.zeros(10, np.bool_)
+    truncated[[1, 2, 4, 6, 7, 9]] = True
+    far = rewards.copy()
+    far[6] = 1e6
+    return {
+        "equal_rewards": replace(batch, rewards=np.full(10, 0.5)),
+        "reward_outlier": replace(batch, rewards=far),
+        "truncated_most": replace(batch, rewards=rewards, truncated=truncated),
+        "unmarked_truncation": _of_lengths([*ten[:6], 40, 35, 40, 40]),
+        "stale_rollouts": replace(batch, policy_version=np.array([1, *range(2, 11)])),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "value"),
+    [
+        ("equal_rewards", 0, 0.5),
+        ("reward_outlier", 6, 1e6),
+        ("truncated_most", 9, 39),
+        ("unmarked_truncation", 6, 40),
+        ("stale_rollouts", 0, 19),
+    ],
+)
+def test_bad_batch_is_told_with_whom_it_is_about(kind: str, first: int, value: float) -> None:
+    request = LossConfig(kind=LossKind.REINFORCE, advantage=AdvantageKind.GROUP_MEAN)
+    loss = resolve_loss(request, _bad(kind), has_frozen_reference=False)
+    found = prepare(_bad(kind), loss, version=20, plan=cpu_planner(512)).warnings
+    (warning,) = found
+    assert warning.kind == kind
+    offender = warning.offenders[0]
+    assert (offender.group_id, offender.rollout, offender.value) == ("g", first, value)
+    good = prepare(_of_lengths(list(range(30, 40))), loss, version=20, plan=cpu_planner(512))
+    assert good.warnings == ()
+
+
 def test_ready_advantages_of_a_single_rollout_are_as_they_are() -> None:
     batch = _batch((None,), reward=None, advantages=np.ones(2, np.float32))
     assert _warnings(batch) == ()

@@ -42,7 +42,6 @@ class WarningKind(StrEnum):
     ROUNDED_UPDATES = "rounded_updates"
     SELF_CHECK_EXCEEDED = "self_check_exceeded"
     SELF_CHECK_NOT_RUN = "self_check_not_run"
-    RECEIVER_LAG = "receiver_lag"
     NOT_PUBLISHED = "not_published"
 
 

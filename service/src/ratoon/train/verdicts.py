@@ -31,8 +31,9 @@ from ratoon_proto.types import (
 # Share of the terms of one sign; beyond it the clip decides more than the advantages.
 _MAX_CLIPPED = 0.5
 # Mean k3 in nats per token between sampler and trainer of the same version. Their numerics make
-# 0.003 at most (bfloat16, fp8 in the sampler, experts); a temperature of 0.6 for 1 makes 0.02.
-MAX_SAMPLER_KL = 0.01
+# 0.003 at most (bfloat16, fp8 in the sampler, experts); a temperature of 0.6 for 1 makes 0.01
+# where tokens are all but equally likely, and more elsewhere.
+MAX_SAMPLER_KL = 0.005
 # From here on the log-probs are of something else, whatever the version: no staleness does it.
 _FOREIGN_KL = 0.5
 # Fewer tokens are too few for a mean, and fewer rollouts for a share.
@@ -51,10 +52,9 @@ _MAX_SHARE_OF_WEIGHTS = 0.5
 
 
 def pass_warnings(found: FoundRollouts, sums: LossSums) -> tuple[StepWarning, ...]:
-    """Warnings about one forward-backward: the batch's own, then what its log-probs show."""
-    logprobs = _logprob_warnings(found)
+    """Warnings about what one forward-backward showed, beyond those of its batch."""
+    logprobs = _logprob_warnings(found, sums)
     return (
-        *found.prepared.warnings,
         *logprobs,
         *_share_warnings(found),
         *_entropy_warnings(found.prepared.loss, sums),
@@ -139,7 +139,7 @@ def _k3(gap_J: NDArray[np.float64]) -> NDArray[np.float64]:
     return clamp_k3(torch.from_numpy(gap_J))[0].numpy()
 
 
-def _logprob_warnings(found: FoundRollouts) -> list[StepWarning]:
+def _logprob_warnings(found: FoundRollouts, sums: LossSums) -> list[StepWarning]:
     """Sampler log-probs that no numerics explain: of rollouts of this very version, or of any."""
     prepared, gap_J = found.prepared, _gaps(found)
     batch, version = prepared.batch, prepared.version
@@ -164,7 +164,7 @@ def _logprob_warnings(found: FoundRollouts) -> list[StepWarning]:
         text = (
             f"the log-probs are wrong: sampler_logprobs of {num} rollouts sampled {whose} are "
             f"{kl:.3g} nats per token (k3) from the policy's own, and numerics make less than "
-            f"{MAX_SAMPLER_KL:g}; {_cause(found, gap_J, is_meant_J, kl)}"
+            f"{MAX_SAMPLER_KL:g}; {_cause(found, sums, is_meant_J, kl)}"
         )
         gap_S, token_S = segments.largest(np.abs(gap_J))
         named = offenders(batch, worst, value_S=gap_S, token_S=token_S)
@@ -172,22 +172,21 @@ def _logprob_warnings(found: FoundRollouts) -> list[StepWarning]:
     return []
 
 
-def _cause(
-    found: FoundRollouts, gap_J: NDArray[np.float64], is_meant_J: NDArray[np.bool_], kl: float
-) -> str:
+def _cause(found: FoundRollouts, sums: LossSums, is_meant_J: NDArray[np.bool_], kl: float) -> str:
     """What to look at first."""
     if kl >= _FOREIGN_KL:
         return (
             "they are of other tokens, another prompt (chat template, end of turn) or other "
             "weights than were named"
         )
-    sampler = float((found.columns_4J[0] - gap_J)[is_meant_J].mean())
-    own = float(found.columns_4J[0][is_meant_J].mean())
-    slope = "more" if sampler > own else "less"
+    sampler_J = found.prepared.batch.sampler_logprobs
+    assert sampler_J is not None, "there is a gap"
+    # A sampler's own tokens estimate its entropy; the policy's is that of its distributions.
+    sampler, own = -float(sampler_J[is_meant_J].mean(dtype=np.float64)), sums.entropy / sums.weight
     return (
-        f"the sampler was {slope} certain ({sampler:.3g} against {own:.3g} nats a token): check "
-        "its temperature against the one declared, top-p and top-k, and whether its log-probs are "
-        "processed or raw"
+        f"the sampler was {'more' if sampler < own else 'less'} certain than the policy (entropy "
+        f"{sampler:.3g} against {own:.3g} nats): check its temperature against the one declared, "
+        "top-p and top-k, and whether its log-probs are processed or raw"
     )
 
 
@@ -305,9 +304,9 @@ def clip_text(loss: Loss, sign: str, share: float, *, has_advice: bool) -> str:
     if not has_advice or old is None or old.kind is not OldLogprobsKind.SAMPLER:
         return text
     return (
-        f"{text}: the numerics of sampler and trainer differ by more than the clip allows, perhaps; take "
-        "old_logprobs on_policy, or from_forward where a batch is several updates, and a "
-        "correction for the difference"
+        f"{text}: the numerics of sampler and trainer differ by more than the clip allows, "
+        "perhaps; take old_logprobs on_policy, or from_forward where a batch is several updates, "
+        "and a correction for the difference"
     )
 
 

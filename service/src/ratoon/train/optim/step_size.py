@@ -69,7 +69,7 @@ def sampled_weights(state: OptimizerState) -> Tensor:
 
 
 def step_size(before: Tensor, state: OptimizerState) -> StepSize:
-    """Of a step that led to `state`; `before`: `sampled_weights` ahead of it. Waits once."""
+    """Size of a step that led to `state`; `before`: `sampled_weights` ahead of it. Waits once."""
     if not len(before):
         return StepSize(weight_square=0.0, update_square=0.0)
     after = sampled_weights(state).double()
