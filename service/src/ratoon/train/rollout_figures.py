@@ -122,9 +122,9 @@ def rollout_figures(prepared: Prepared, columns_4J: NDArray[np.float64]) -> Roll
     batch, columns, offsets = prepared.batch, prepared.columns, prepared.batch.response_offsets
     group_S = group_of_sequence(batch)
     logprob_J, gradient_J, log_ratio_J, clipped_J = columns_4J
-    gap_J = np.abs(_sampler_gaps(batch, logprob_J))
-    advantages = _Segments(np.flatnonzero(columns.counted_J), offsets)
-    run = _Segments(np.flatnonzero(columns.counted_J & ~np.isnan(clipped_J)), offsets)
+    gap_J = np.abs(sampler_gaps(batch, logprob_J))
+    advantages = Segments(np.flatnonzero(columns.counted_J), offsets)
+    run = Segments(np.flatnonzero(columns.counted_J & ~np.isnan(clipped_J)), offsets)
     gap_max_S, gap_max_token_S = run.largest(gap_J)
     ratio_max_S, ratio_max_token_S = run.largest(_ratios(log_ratio_J))
     weight_S = np.where(run.is_held_S, run.sum(np.abs(gradient_J)), 0.0)
@@ -167,7 +167,7 @@ class FoundRollouts:
 
     def gaps(self) -> NDArray[np.float64]:
         """log p - log p_sampler of each response token; NaN where they do not compare."""
-        return _sampler_gaps(self.prepared.batch, self.columns_4J[0])
+        return sampler_gaps(self.prepared.batch, self.columns_4J[0])
 
     def ratios(self) -> NDArray[np.float64]:
         """The loss's ratio at each response token; NaN where there is none."""
@@ -178,7 +178,7 @@ class FoundRollouts:
         return self.columns_4J[3] > 0
 
 
-def _sampler_gaps(batch: RolloutBatch, logprob_J: NDArray[np.float64]) -> NDArray[np.float64]:
+def sampler_gaps(batch: RolloutBatch, logprob_J: NDArray[np.float64]) -> NDArray[np.float64]:
     """log p - log p_sampler of each response token, float64 [J]; NaN where they do not compare."""
     if batch.sampler_logprobs is None:
         return np.full(len(logprob_J), np.nan)
@@ -193,7 +193,7 @@ def _ratios(log_ratio_J: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.exp(np.clip(log_ratio_J, -MAX_GAP, MAX_GAP))
 
 
-class _Segments:
+class Segments:
     """Reduces values of some response tokens over each rollout that has one of them.
 
     A result is float64 [S], NaN for the other rollouts.
