@@ -14,9 +14,12 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 WAIT_MS = 60_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium, headless."""
+    """Debian's Chromium, headless.
+
+    Until it is closed an event loop runs in this thread: no module with async tests may use it.
+    """
     binary = shutil.which("chromium")
     if binary is None:
         # `.ci/run` installs it, so there its absence is a failure.
@@ -40,8 +43,8 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     contexts, complaints = [], []
 
     def open_(url: str, *, init: str = "", **options: Any) -> Page:
-        given: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}} | options
-        context = browser.new_context(**given)
+        wanted: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}, **options}
+        context = browser.new_context(**wanted)
         contexts.append(context)
         context.set_default_timeout(WAIT_MS)
         if init:

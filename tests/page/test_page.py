@@ -158,7 +158,7 @@ def test_new_steps_come_by_themselves_unless_nobody_looks(open_page: OpenPage) -
         page.evaluate("hide(true)")
         expect(page.get_by_text("Paused")).to_be_visible()
         asked = service.asked.total()
-        page.wait_for_timeout(9000)
+        page.wait_for_timeout(5000)
         assert service.asked.total() == asked
         service.runs["growing"] = MadeRun(policy_id="growing", num_steps=30, points=run.points)
         page.evaluate("hide(false)")

@@ -189,7 +189,9 @@ export function rolloutView([id, seq, group, index], query) {
       show();
       if (selected >= 0) {
         point.set(selected);
-        text.querySelector(".selected")?.scrollIntoView({ block: "nearest" });
+        const node = text.querySelector(".selected");
+        // Only the tokens are scrolled: the page stays at its heading.
+        if (node) text.scrollTop = node.offsetTop - text.offsetTop - text.clientHeight / 2;
       }
       return false;
     },
