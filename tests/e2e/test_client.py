@@ -186,7 +186,7 @@ def test_training_does_not_depend_on_the_wire(
     # Version 0 has one, version 1 has none.
     assert not gateway["steps"][0][1].self_check.exceeds_limits
     assert gateway["steps"][1][1].self_check is None
-    assert gateway["next_seq"] == 10
+    assert gateway["next_seq"] == 11
     for name in policies:
         latest = tmp_path / name / "latest"
         for file, digest in gateway["weights"].items():
