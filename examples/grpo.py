@@ -232,7 +232,7 @@ class Run:
     def run(self) -> None:
         options, client = self._options, self._client
         # Another call of the same arguments finds the policy that is there.
-        base = "preset" if options.model.startswith("tiny") else "model_folder"
+        base = "preset" if options.model in client.server_info().presets else "model_folder"
         spec: dict[str, Any] = {base: options.model, "dtype": options.dtype, "seed": options.seed}
         if options.lora:
             spec["lora"] = Lora(rank=options.lora, alpha=2.0 * options.lora)
