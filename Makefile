@@ -120,11 +120,11 @@ bench-service-gpu: env-dev ## updates through the whole service on an H200, and 
 faults: env-dev ## kill, tear and load everything, in ten minutes: nothing acknowledged is lost or doubled
 	@$(BIN)/python -m tests.faults.run $(ARGS)
 
-up: ## start the service and Prometheus in containers
-	docker compose up --build --detach --wait
+up: ## start the service, Prometheus and Grafana in containers
+	docker compose --profile monitoring up --build --detach --wait
 
 down: ## stop them
-	docker compose down
+	docker compose --profile monitoring down
 
 clean: ## remove the environments and every cache
 	rm -rf .venv .venv-proto .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis

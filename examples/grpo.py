@@ -274,8 +274,7 @@ class Run:
             print(f"saved {saved.checkpoint_id}", flush=True)
             return True
         groups, loss = self._batch(call)
-        divide_by = "tokens" if call.kind == "sft" else None
-        optim = Optim(learning_rate=options.learning_rate, divide_by=divide_by)
+        optim = Optim(learning_rate=options.learning_rate)
         report = self._session.update(groups, loss=loss, optim=optim).result().report
         self.reports.append(report)
         print(f"{call.kind} {call.number + 1}: {report}", flush=True)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install the services that tests talk to, Prometheus and PostgreSQL, from Debian's packages.
+# Install what tests talk to, Prometheus (with promtool), PostgreSQL and the browser Chromium, from
+# Debian's packages.
 # Where that cannot be done the tests that need them skip; with CI set this fails instead.
 set -euo pipefail
 
@@ -15,14 +16,14 @@ no_daemons() {
 # The program that says whether a package is there, the newest one first; nothing where it is not.
 program() {
   case $1 in
-    prometheus) command -v prometheus || true ;;
+    prometheus | chromium) command -v "$1" || true ;;
     # Debian keeps PostgreSQL's programs out of PATH, in a folder for each major version.
     postgresql) { ls /usr/lib/postgresql/*/bin/postgres 2>/dev/null || command -v postgres || true; } | sort -rV | head -n 1 ;;
   esac
 }
 
 missing=()
-for package in prometheus postgresql; do
+for package in prometheus postgresql chromium; do
   [ -n "$(program "$package")" ] || missing+=("$package")
 done
 
@@ -38,10 +39,10 @@ if [ ${#missing[@]} -gt 0 ]; then
   fi
 fi
 
-for package in prometheus postgresql; do
+for package in prometheus postgresql chromium; do
   found=$(program "$package")
   if [ -n "$found" ]; then
-    echo "test services: $("$found" --version 2>&1 | head -n 1)"
+    echo "test services: $("$found" --version 2>&1 | grep -m 1 '[0-9]\.[0-9]')"
   elif [ -n "${CI:-}" ]; then
     echo "test services: $package is required in CI" >&2
     exit 1

@@ -50,6 +50,7 @@ _SCALARS: Mapping[int, tuple[str, str]] = {
     FieldDescriptor.TYPE_BOOL: ("bool", "False"),
     FieldDescriptor.TYPE_BYTES: ("bytes", 'b""'),
     FieldDescriptor.TYPE_DOUBLE: ("float", "0.0"),
+    FieldDescriptor.TYPE_FLOAT: ("float", "0.0"),
     FieldDescriptor.TYPE_INT32: ("int", "0"),
     FieldDescriptor.TYPE_INT64: ("int", "0"),
     FieldDescriptor.TYPE_STRING: ("str", '""'),

@@ -39,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report-again", action="store_true", help=help_text)
     help_text = "record what tests/golden finds, in place of comparing it"
     parser.addoption("--write-golden", action="store_true", help=help_text)
+    help_text = "take the pictures of docs/images anew"
+    parser.addoption("--write-images", action="store_true", help=help_text)
     help_text = "record how long the test files take, in tests/durations.json"
     parser.addoption("--write-durations", action="store_true", help=help_text)
 

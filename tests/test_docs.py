@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from ratoon.config import GIB, MIB, OTHER_VARIABLES, RatoonConfig
@@ -17,6 +18,7 @@ from ratoon.errors import ErrorCode
 from ratoon.metrics import METRICS
 from ratoon.model.families import FAMILIES, WRAPPERS
 from ratoon.model.spec import PRESET_NAMES
+from ratoon.warning_kinds import WarningKind
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -89,14 +91,6 @@ def test_variables_that_are_no_settings_are_listed() -> None:
         assert f"`{name}`" in SETTINGS
 
 
-def test_every_metric_is_listed_with_its_labels() -> None:
-    documented = [
-        (row[0].strip("`"), row[1], tuple(re.findall(r"`(\w+)`", row[2])))
-        for row in _rows(OPERATIONS, "| metric | kind | labels |")
-    ]
-    assert documented == [(metric.name, str(metric.kind), metric.labels) for metric in METRICS]
-
-
 def test_every_metric_that_is_named_exists() -> None:
     names = {metric.name for metric in METRICS}
     named = set(re.findall(r"\bratoon_[a-z_]+\b", OPERATIONS))
@@ -130,6 +124,19 @@ def test_every_link_leads_somewhere() -> None:
     assert not [link for page in PAGES for link in _broken_links(page)]
 
 
+def test_every_alert_leads_to_what_to_do() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text(encoding="utf-8"))
+    alerts = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert len(alerts) > 10
+    for rule in alerts:
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        if "ratoon_warnings_total" in rule["expr"]:
+            # Every kind has its heading there.
+            assert (page, anchor) == ("docs/runbook.md", "{{ $labels.kind }}")
+        else:
+            assert anchor in {"", *_anchors(ROOT / page)}, rule["alert"]
+
+
 @cache
 def _messages() -> str:
     """All texts of the sources, what is filled in left out."""
@@ -160,3 +167,12 @@ def test_the_page_of_models_is_what_the_families_say() -> None:
     assert script["page"](page) == page
     for name in (*FAMILIES, *WRAPPERS, *PRESET_NAMES):
         assert f"`{name}`" in page
+
+
+def test_every_kind_of_warning_has_its_heading_in_the_runbook() -> None:
+    """And no heading is of a kind that nothing warns of."""
+    page = (DOCS / "runbook.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^### (.+)$", page, re.MULTILINE)) == sorted(WarningKind)
+    code = "".join(path.read_text("utf-8") for path in (ROOT / "service/src").rglob("*.py"))
+    for kind in WarningKind:
+        assert code.count(f"WarningKind.{kind.name}") >= 1, kind

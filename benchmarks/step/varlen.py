@@ -19,6 +19,8 @@ from ratoon_kernels.tree_attention.operands import Operands, Upstream
 
 FA2 = "fa2"
 _DTYPES = (torch.bfloat16, torch.float16)
+_flash_forward = torch.ops.aten._flash_attention_forward
+_flash_backward = torch.ops.aten._flash_attention_backward
 
 
 def unavailable_reason() -> str | None:
@@ -46,27 +48,28 @@ def plan(layout: TreeLayout, _window: int | None = None) -> list[Tensor]:
 
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor]:
-    """Returns out_TNH and lse_NT."""
+    """Returns out_TNH and lse_NT, contiguous: FlashAttention-2 gives the strides of q."""
     q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = _flash_forward(
         *(q, k, v, *_sequences(operands), 0.0, True, False),
         scale=operands.scale,
         **_window_sizes(operands.window),
     )
-    return out, lse
+    return out.contiguous(), lse.contiguous()
 
 
 def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq_TNH, dk_TKH and dv_TKH."""
+    """Returns dq_TNH, dk_TKH and dv_TKH, contiguous."""
     q, k, v = operands.q_QNH, operands.k_SKH, operands.v_SKH
     # RNG state, unread without dropout.
     unread = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    return torch.ops.aten._flash_attention_backward(
+    dq, dk, dv = _flash_backward(
         *(upstream.dout_QNH, q, k, v, upstream.out_QNH, upstream.lse_NQ),
         *(*_sequences(operands), 0.0, True, unread, unread),
         scale=operands.scale,
         **_window_sizes(operands.window),
     )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _window_sizes(window: int | None) -> dict[str, int]:

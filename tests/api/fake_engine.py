@@ -7,9 +7,11 @@ Operations whose turn has come are done at once, unless `hold` is set: then they
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import xxhash
@@ -29,14 +31,17 @@ from ratoon.engine.commands import (
     Submission,
 )
 from ratoon.engine.journal.codec import payload_hash
-from ratoon.engine.refusals import policy_replaced
+from ratoon.engine.journal.steps import Curves, step_row
+from ratoon.engine.refusals import checkpoint_not_found, policy_replaced
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
     ForwardResult,
     Operation,
+    OperationFilter,
     OperationResult,
+    Place,
     Policy,
     PolicyResult,
     PolicySpec,
@@ -50,17 +55,24 @@ from ratoon_proto.types import (
     EmptyResult,
     GradientManifest,
     ImportResult,
+    Offender,
     OperationKind,
     OperationState,
     PhaseSeconds,
     PolicyState,
     Progress,
+    ReceiverInfo,
+    StepHistory,
     StepReport,
     StepResult,
+    StepWarning,
     TensorGradNorm,
+    VersionInfo,
+    VersionList,
     WeightFile,
     WeightKind,
 )
+from ratoon_proto.v1.rollout_pb2 import KeptRollout, PrefixForest, StepRollouts
 
 INFO = ModelInfo(
     num_parameters=1000,
@@ -79,7 +91,13 @@ REPORT = StepReport(
     trained_tokens=2,
     seconds=PhaseSeconds(plan=0.1, forward=0.2),
     ratio_max=float("inf"),
-    warnings=("sampled with top_p",),
+    warnings=(
+        StepWarning(
+            kind="truncated_sampling",
+            message="sampled with top_p",
+            offenders=(Offender(group_id="g", rollout=1, value=0.5),),
+        ),
+    ),
     tensor_grad_norms=(TensorGradNorm(name="lm_head.weight", norm=1.25, max_abs=0.75),),
 )
 
@@ -102,6 +120,8 @@ class FakeEngine(EngineClient):
         self.operations: dict[str, Operation] = {}
         self.known_policies: dict[str, Policy] = {}
         self.files: dict[str, bytes] = {}
+        # Whole, by seq.
+        self.kept: dict[int, list[KeptRollout]] = {}
         self.submissions: dict[str, Submission] = {}
         self.is_draining = False
         self._folder = folder
@@ -217,7 +237,10 @@ class FakeEngine(EngineClient):
         result: OperationResult = StepResult(version=policy.version, report=REPORT)
         if isinstance(submission.command, SaveCheckpointCommand):
             result = CheckpointInfo(
-                checkpoint_id=submission.command.checkpoint_id or f"seq-{operation.seq}",
+                checkpoint_id=f"folder-{operation.seq}",
+                name=submission.command.checkpoint_id or f"seq-{operation.seq}",
+                pinned=submission.command.pinned,
+                expires_at=submission.command.ttl_s,
                 version=policy.version,
                 seq=operation.seq,
                 replay_from_seq=operation.seq + 1,
@@ -308,6 +331,61 @@ class FakeEngine(EngineClient):
             operation = self.operations[operation_id]
             yield operation
 
+    async def list_operations(
+        self,
+        asked: OperationFilter,
+        policies: tuple[str, ...] | None,
+        after: Place | None,
+        most: int,
+    ) -> tuple[tuple[Operation, ...], Place | None]:
+        if asked.policy_id:
+            await self.policy(asked.policy_id)
+        found = [
+            operation
+            for operation in reversed(self.operations.values())
+            if asked.policy_id in ("", operation.policy_id)
+            and (policies is None or operation.policy_id in policies)
+            and (not asked.kinds or operation.kind in asked.kinds)
+            and (not asked.states or operation.state in asked.states)
+            and asked.seq in (0, operation.seq)
+        ]
+        ids = [operation.operation_id for operation in found]
+        start = 0 if after is None or after[1] not in ids else ids.index(after[1]) + 1
+        page = tuple(found[start : start + most])
+        is_over = start + most >= len(found)
+        return page, None if is_over else (page[-1].created_at, page[-1].operation_id)
+
+    async def list_steps(
+        self, policy_id: str, figures: tuple[str, ...], seqs: tuple[int, int], max_points: int
+    ) -> StepHistory:
+        curves = Curves(figures, max_points)
+        await self.policy(policy_id)
+        for one in self.operations.values():
+            if (
+                one.policy_id == policy_id
+                and seqs[0] < one.seq < (seqs[1] or one.seq + 1)
+                and one.result is not None
+            ):
+                row = step_row(one.kind, one.seq, one.result, one.seq, one.finished_at or 0.0)
+                curves.add([] if row is None else [row])
+        return curves.history()
+
+    async def list_versions(self, policy_id: str) -> VersionList:
+        policy = await self.policy(policy_id)
+        published = datetime.fromtimestamp(2.5, UTC)
+        version = VersionInfo(
+            version=policy.version,
+            size_bytes=2**40,
+            delta_bytes=7,
+            published_at=published,
+            is_held=True,
+        )
+        receivers = tuple(
+            ReceiverInfo(receiver_id=ack.receiver_id, version=ack.version, last_seen=published)
+            for ack in self.acks
+        )
+        return VersionList(versions=(version,), receivers=receivers)
+
     async def cancel_operation(self, operation_id: str) -> Operation:
         operation = self._operation(operation_id)
         if not operation.state.is_final:
@@ -336,6 +414,12 @@ class FakeEngine(EngineClient):
         await self.policy(policy_id)
         results = [operation.result for operation in self.operations.values()]
         return [result for result in results if isinstance(result, CheckpointInfo)]
+
+    async def delete_checkpoint(self, policy_id: str, name: str) -> CheckpointInfo:
+        found = [info for info in await self.list_checkpoints(policy_id) if info.name == name]
+        if not found:
+            raise checkpoint_not_found(name)
+        return found[0]
 
     async def weight_manifest(
         self,
@@ -410,6 +494,26 @@ class FakeEngine(EngineClient):
                 ErrorCode.RANGE_NOT_SATISFIABLE, f"the file has {len(data)} bytes", field="offset"
             )
         return data[offset : offset + length]
+
+    async def rollouts(self, policy_id: str, seq: int) -> StepRollouts:
+        await self.policy(policy_id)
+        if seq not in self.kept:
+            raise RatoonError(ErrorCode.ROLLOUTS_NOT_FOUND, f"none of seq {seq}", field="seq")
+        step = StepRollouts(forest=PrefixForest(parent=[-1], num_tokens=[3], num_rollouts=[1]))
+        step.forest.reward_mean.append(math.nan)
+        for kept in self.kept[seq]:
+            listed = step.rollouts.add()
+            listed.CopyFrom(kept)
+            for name in ("tokens", "gaps"):
+                listed.ClearField(name)
+        return step
+
+    async def rollout(self, policy_id: str, seq: int, group: int, rollout: int) -> KeptRollout:
+        await self.rollouts(policy_id, seq)
+        for kept in self.kept[seq]:
+            if (kept.group, kept.rollout) == (group, rollout):
+                return KeptRollout.FromString(kept.SerializeToString())
+        raise RatoonError(ErrorCode.ROLLOUTS_NOT_FOUND, "it is not kept", field="rollout")
 
     async def weight_file(self, policy_id: str, version: int, name: str) -> tuple[Path, WeightFile]:
         manifest = await self.weight_manifest(policy_id, version)

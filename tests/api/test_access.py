@@ -42,10 +42,11 @@ def _empty(rpc: str) -> Any:
 
 def test_every_rpc_has_a_row_and_no_row_is_for_nothing() -> None:
     rpcs = {call_name(method.name) for method in SERVICE.methods}
-    assert rpcs == set(CALL_SCOPES) - {"metrics", "api_document"}
+    assert rpcs == set(CALL_SCOPES) - {"metrics", "api_document", "page"}
     assert [call for call, scope in CALL_SCOPES.items() if scope is None] == [
         "health",
         "api_document",
+        "page",
     ]
 
 
@@ -81,7 +82,7 @@ async def test_every_route_maps_to_a_row(guarded: Guarded) -> None:
         assert response.headers["www-authenticate"] == "Bearer"
         operation = document["paths"][path][method.lower()]
         assert call_of(operation["operationId"]) in CALL_SCOPES
-    for path in ("/docs", "/redoc"):
+    for path in ("/docs", "/redoc", "/", "/page/main.js"):
         assert (await guarded.client.get(path)).status_code == 200
     assert (await guarded.client.get("/nowhere")).status_code == 404
 

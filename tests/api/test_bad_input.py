@@ -34,6 +34,11 @@ async def test_unknown_names_are_not_found(api: Api, wire_name: str) -> None:
             "OPERATION_NOT_FOUND",
         ),
         (
+            "DeleteCheckpoint",
+            service_pb2.DeleteCheckpointRequest(policy_id=requests.POLICY, checkpoint_id="gone"),
+            "CHECKPOINT_NOT_FOUND",
+        ),
+        (
             "GetWeightManifest",
             service_pb2.GetWeightManifestRequest(policy_id=requests.POLICY, version=9),
             "WEIGHTS_NOT_FOUND",

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from ratoon.engine.commands import ForwardCommand, ImportWeightsCommand, NoKey
+from ratoon.auth.keys import Scope
+from ratoon.engine.commands import (
+    ForwardCommand,
+    ImportWeightsCommand,
+    NoKey,
+    SaveCheckpointCommand,
+    SeqKey,
+    Submission,
+    UpdateCommand,
+)
 from ratoon_proto.codec import decode_tensor, encode_array
-from ratoon_proto.types import ImportMode
+from ratoon_proto.types import ImportMode, LossConfig, OptimStepConfig
 from ratoon_proto.v1 import operation_pb2, rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
+from tests.api.guarded import Guarded
 from tests.api.wires import Wire, refused_by
 
 
@@ -82,7 +94,14 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
         ),
         (
             "SaveCheckpoint",
-            service_pb2.SaveCheckpointRequest(policy_id=policy_id, key=key(4), checkpoint_id="a.b"),
+            service_pb2.SaveCheckpointRequest(
+                policy_id=policy_id,
+                key=key(4),
+                checkpoint_id="a.b",
+                overwrite=True,
+                ttl_s=60.0,
+                keep_last=2,
+            ),
         ),
         (
             "LoadCheckpoint",
@@ -109,6 +128,13 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
     )
     (checkpoint,) = listed.checkpoints
     assert (checkpoint.checkpoint_id, checkpoint.seq, checkpoint.replay_from_seq) == ("a.b", 4, 5)
+    assert (checkpoint.pinned, checkpoint.expires_at.seconds) == (False, 60)
+    saved = api.engine.log[3].command
+    assert saved == SaveCheckpointCommand(
+        checkpoint_id="a.b", overwrite=True, pinned=False, ttl_s=60.0, keep_last=2
+    )
+    delete = service_pb2.DeleteCheckpointRequest(policy_id=policy_id, checkpoint_id="a.b")
+    assert await wire.call("DeleteCheckpoint", delete) == checkpoint
 
 
 async def test_a_folder_is_imported_as_it_is_asked_for(api: Api, wire_name: str) -> None:
@@ -204,3 +230,117 @@ async def test_failed_operation_carries_its_error(api: Api, wire_name: str) -> N
     assert filled.step.version == 2
     done = await wire.call("GetOperation", get)
     assert done.step.version == 3
+
+
+async def _pages(wire: Wire, request: service_pb2.ListOperationsRequest) -> list[list[int]]:
+    """Seqs of each page."""
+    pages: list[list[int]] = []
+    while True:
+        page = await wire.call("ListOperations", request)
+        pages.append([operation.seq for operation in page.operations])
+        if not page.next_page_token:
+            return pages
+        request.page_token = page.next_page_token
+
+
+async def test_operations_are_listed_in_pages(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    await api.create_policy(policy_id="tiny-2")
+    for seq in range(1, 6):
+        await api.engine.submit(_submission(seq))
+    wire = api.wire(wire_name)
+    request = service_pb2.ListOperationsRequest(policy_id=requests.POLICY, page_size=4)
+    assert await _pages(wire, request) == [[5, 4, 3, 2], [1, 0]]
+    assert await _pages(wire, service_pb2.ListOperationsRequest()) == [[5, 4, 3, 2, 1, 0, 0]]
+    chosen = service_pb2.ListOperationsRequest(
+        policy_id=requests.POLICY,
+        kinds=[operation_pb2.OPERATION_KIND_UPDATE],
+        states=[operation_pb2.OPERATION_STATE_DONE, operation_pb2.OPERATION_STATE_FAILED],
+        seq=3,
+    )
+    assert await _pages(wire, chosen) == [[3]]
+
+
+async def test_a_bad_question_for_operations_is_refused_by_field(api: Api, wire_name: str) -> None:
+    """A token is good for its own question alone: of another policy it would skip operations."""
+    await api.create_policy()
+    await api.create_policy(policy_id="tiny-2")
+    for seq in range(1, 4):
+        await api.engine.submit(_submission(seq))
+    wire = api.wire(wire_name)
+    first = service_pb2.ListOperationsRequest(policy_id=requests.POLICY, page_size=1)
+    token = (await wire.call("ListOperations", first)).next_page_token
+    texts = (b'["1", 2, []]', b"5", b"[" * 9000, b"{}", b"[1.5]")
+    forged = [base64.urlsafe_b64encode(text).decode() for text in texts]
+    bad = {
+        "page_size": {"page_size": 501},
+        "seq": {"seq": 3},
+        "policy_id": {"policy_id": "No Id"},
+        "page_token": {"page_token": "no token"},
+    }
+    others = [
+        *({"page_token": one} for one in forged),
+        {"page_token": token, "policy_id": "tiny-2"},
+    ]
+    questions = [*bad.items(), *(("page_token", other) for other in others)]
+    for field, values in questions:
+        request = service_pb2.ListOperationsRequest(**values)  # pyright: ignore[reportArgumentType]
+        error = await refused_by(wire, "ListOperations", request)
+        assert (error.detail.code, error.detail.field) == ("INVALID_ARGUMENT", field), values
+    request = service_pb2.ListStepsRequest(policy_id=requests.POLICY, figures=["loss", "lss"])
+    error = await refused_by(wire, "ListSteps", request)
+    assert (error.detail.code, error.detail.field) == ("INVALID_ARGUMENT", "figures[1]")
+    request = service_pb2.ListStepsRequest(policy_id=requests.POLICY, max_points=10_001)
+    assert (await refused_by(wire, "ListSteps", request)).detail.field == "max_points"
+    request = service_pb2.ListStepsRequest(policy_id="tiny-3")
+    assert (await refused_by(wire, "ListSteps", request)).detail.code == "POLICY_NOT_FOUND"
+
+
+async def test_steps_and_versions_are_listed(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    for seq in range(1, 6):
+        await api.engine.submit(_submission(seq))
+    wire, policy_id = api.wire(wire_name), requests.POLICY
+    request = service_pb2.ListStepsRequest(
+        policy_id=policy_id, figures=["grad_norm", "loss"], after_seq=1, max_points=2
+    )
+    history = await wire.call("ListSteps", request)
+    assert (list(history.seq), history.num_steps) == ([3, 5], 4)
+    norm, loss = history.series
+    assert (norm.figure, list(norm.mean), list(norm.high)) == ("grad_norm", [1.25] * 2, [1.25] * 2)
+    assert (loss.figure, list(loss.low)) == ("loss", [0.5, 0.5])
+    request = service_pb2.ListVersionsRequest(policy_id=policy_id)
+    (version,) = (await wire.call("ListVersions", request)).versions
+    assert (version.version, version.size_bytes, version.is_held) == (5, 2**40, True)
+
+
+@pytest.mark.parametrize("policies", [("tiny-2",), None])
+async def test_a_key_lists_operations_of_its_own_policies(
+    api: Api, guarded: Guarded, wire_name: str, policies: tuple[str, ...] | None
+) -> None:
+    await api.create_policy()
+    await api.create_policy(policy_id="tiny-2")
+    wire = guarded.wire(wire_name, guarded.key(Scope.READ, policies))
+    page = await wire.call("ListOperations", service_pb2.ListOperationsRequest())
+    seen = [operation.policy_id for operation in page.operations]
+    assert seen == (["tiny-2"] if policies else ["tiny-2", requests.POLICY])
+    if policies:
+        request = service_pb2.ListOperationsRequest(policy_id=requests.POLICY)
+        error = await refused_by(wire, "ListOperations", request)
+        assert error.detail.code == "PERMISSION_DENIED"
+
+
+def _submission(seq: int) -> Submission:
+    command = UpdateCommand(
+        loss=LossConfig("grpo"),
+        optim=OptimStepConfig(1e-3),
+        expected_version=None,
+        body_digest=f"{seq}",
+    )
+    return Submission(
+        policy_id=requests.POLICY,
+        key=SeqKey(seq=seq),
+        command=command,
+        body=b"",
+        policy_created_at=1.5,
+    )

@@ -45,7 +45,7 @@ async def key(api: Api, guarded: Guarded) -> str:
     """For `MINE` alone, beside a policy that there is."""
     await api.create_policy()
     await api.create_policy(policy_id=OTHER)
-    return guarded.key(Scope.ADMIN, (MINE,))
+    return guarded.key(Scope.ADMIN, (MINE,), reads_rollouts=True)
 
 
 async def test_the_path_is_judged_before_parameters_and_body(

@@ -38,6 +38,7 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
         for folder in ("../outside", "/etc", ".", "escape", "absent", "real\0x", "x" * 5000)
     ),
     ("keep_versions", {"keep_versions": 0}),
+    ("keep_rollouts_bytes", {"keep_rollouts_bytes": 0}),
     ("micro_batch_tokens", {"micro_batch_tokens": 0}),
     # Replay needs determinism.
     ("recovery", {"deterministic": False}),

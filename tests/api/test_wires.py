@@ -86,6 +86,8 @@ async def test_create_policy_keeps_what_is_said(api: Api, wire_name: str) -> Non
             max_sampler_kl_to_step=0.5,
             max_skipped_in_row=0,
         ),
+        keep_rollouts=policy_pb2.KEEP_ROLLOUTS_WORST,
+        keep_rollouts_bytes=2**40,
     )
     request = service_pb2.CreatePolicyRequest(spec=spec)
     operation = await api.wire(wire_name).call("CreatePolicy", request)
@@ -109,7 +111,11 @@ async def test_update_reaches_the_engine_complete(api: Api, wire_name: str) -> N
     report = operation.step.report
     assert (report.loss, report.grad_norm, report.seconds.forward) == (0.5, 1.25, 0.2)
     assert not report.HasField("kl")
-    assert list(report.warnings) == ["sampled with top_p"]
+    (warning,) = report.warnings
+    assert (warning.kind, warning.message) == ("truncated_sampling", "sampled with top_p")
+    (offender,) = warning.offenders
+    assert (offender.group_id, offender.rollout, offender.HasField("token")) == ("g", 1, False)
+    assert offender.value == 0.5
     (norm,) = report.tensor_grad_norms
     assert (norm.name, norm.norm, norm.max_abs) == ("lm_head.weight", 1.25, 0.75)
     (submission,) = api.engine.log

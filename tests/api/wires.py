@@ -171,7 +171,8 @@ def _proto_value(field: Any, value: Any) -> Any:
         return _proto_json(field.message_type, value)
     if field.enum_type is not None:
         return f"{_prefix(field.enum_type)}{value.upper()}"
-    return value
+    # Null in a list is a number that is not finite.
+    return "NaN" if value is None else value
 
 
 def _each(value: Any, convert: Any) -> Any:

@@ -30,7 +30,7 @@ def _run(*arguments: str) -> Result:
 
 def test_a_created_key_is_shown_once_and_works(tmp_path: Path) -> None:
     options = ("--policy", "b", "--policy", "a", "--expires-days", "2", "--note", "[red]x")
-    made = _run("create", "--scope", "train", *options)
+    made = _run("create", "--scope", "train", "--scope", "read:rollouts", *options)
     assert made.exit_code == 0
     pair = split_key(made.stdout.strip())
     assert pair is not None
@@ -38,8 +38,10 @@ def test_a_created_key_is_shown_once_and_works(tmp_path: Path) -> None:
     assert is_secret_of(pair[1], key)
     assert (key.scope, key.policies, key.note) == (Scope.TRAIN, ("a", "b"), "[red]x")
     assert key.expires_at == pytest.approx(key.created_at + 2 * 86_400)
+    assert key.reads_rollouts
     listed = _run("list")
     assert key.key_id in listed.stdout
+    assert "train, read:rollouts" in listed.stdout
     assert "[red]x" in listed.stdout
     assert pair[1] not in listed.output
     assert pair[1] not in made.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from ratoon.cluster.local_ray import (
 from ratoon.cluster.ray_private import LocalRay
 from ratoon.config import ray_token_file
 from ratoon.errors import RatoonError
+from ratoon.log import ShownLogs
 
 
 def test_the_token_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
@@ -162,7 +164,8 @@ def test_a_ray_of_our_own_is_small_closed_and_leaves_nothing(tmp_path: Path) -> 
         "import os, sys; from pathlib import Path; import grpc, psutil, ray;"
         "from ratoon.config import RatoonConfig;"
         "from ratoon.cluster.local_ray import connect_ray, ended_processes, leave_ray;"
-        "connect_ray(RatoonConfig(data_root=Path(sys.argv[1])), show_logs=True);"
+        "from ratoon.log import ShownLogs;"
+        "connect_ray(RatoonConfig(data_root=Path(sys.argv[1])), shown=ShownLogs.ALL);"
         "say = ray.remote(lambda: print('said by a worker'));"
         "ray.get(say.remote());"
         "nice = ray.remote(lambda: os.nice(0));"
@@ -198,7 +201,7 @@ def _append(path: Path, text: str) -> None:
 
 def test_whole_lines_are_copied_once_with_the_actor_that_wrote_them(tmp_path: Path) -> None:
     stream = io.StringIO()
-    logs = RayLogs(tmp_path, stream)
+    logs = RayLogs(tmp_path, stream, ShownLogs.ALL)
     worker = tmp_path / "worker-0a1b-01000000-77.err"
     _append(worker, ":job_id:01000000\n:actor_name:EngineActor\none\ntw")
     logs.copy()
@@ -213,7 +216,7 @@ def test_whole_lines_are_copied_once_with_the_actor_that_wrote_them(tmp_path: Pa
 
 def test_other_files_are_not_shown_and_one_that_shrank_is_read_again(tmp_path: Path) -> None:
     stream = io.StringIO()
-    logs = RayLogs(tmp_path, stream)
+    logs = RayLogs(tmp_path, stream, ShownLogs.ALL)
     _append(tmp_path / "gcs_server.out", "chatter\n")
     _append(tmp_path / "python-core-worker-1.log", "chatter\n")
     raylet = tmp_path / "raylet.err"
@@ -226,8 +229,41 @@ def test_other_files_are_not_shown_and_one_that_shrank_is_read_again(tmp_path: P
 
 def test_what_is_written_until_the_stop_is_copied(tmp_path: Path) -> None:
     stream = io.StringIO()
-    logs = RayLogs(tmp_path, stream)
+    logs = RayLogs(tmp_path, stream, ShownLogs.ALL)
     logs.start()
     _append(tmp_path / "worker-1-2-3.out", "the last words\n")
     logs.stop()
     assert stream.getvalue() == "(pid=3) the last words\n"
+
+
+EVENT = (
+    '{"component": "run", "policy_id": "p", "seq": 3, "kind": "update", "state": "done",'
+    ' "version": 2, "loss": -0.0123456, "clip": 0.25, "warnings": ["lag"],'
+    ' "event": "operation ended", "level": "warning", "timestamp": "2026-11-28T12:00:00Z"}'
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("shown", [ShownLogs.OWN, ShownLogs.ALL])
+def test_ray_and_serve_speak_of_themselves_only_where_asked(
+    tmp_path: Path, shown: ShownLogs
+) -> None:
+    """Events of the service's own processes are whole lines of JSON, or short on a terminal."""
+    piped, terminal = io.StringIO(), Terminal()
+    logs = [RayLogs(tmp_path, piped, shown), RayLogs(tmp_path, terminal, shown)]
+    serve = tmp_path / "worker-0a-01000000-5.err"
+    _append(serve, f":actor_name:ServeController\nWARNING nodes\n{EVENT}\n")
+    _append(tmp_path / "raylet.err", "a node\n")
+    _append(tmp_path / "worker-0b-01000000-6.err", ":actor_name:WorkerActor\nSegmentation fault\n")
+    for log in logs:
+        log.copy()
+    inner = {"(raylet) a node", "(ServeController pid=5) WARNING nodes"}
+    own = {EVENT, "(WorkerActor pid=6) Segmentation fault"}
+    assert {*piped.getvalue().splitlines()} == own | (inner if shown is ShownLogs.ALL else set())
+    said = "p #3 update, v2, loss -0.0123, clip 25.0%, warnings: lag"
+    assert said in re.sub(r"\x1b\[\d+m", "", terminal.getvalue())
+    assert "component" not in terminal.getvalue()

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.common import timing as step_timing
-from benchmarks.common.forests import build
+from benchmarks.common.forests import Tree, build, pack
+from benchmarks.kernels.attention_inputs import layout_of
 from benchmarks.step import main as step
 from benchmarks.step import varlen as step_varlen
 from benchmarks.step import ways as step_ways
@@ -211,6 +213,31 @@ def test_fa2_takes_separate_sequences_only() -> None:
     table[2, 3] = 1
     with pytest.raises(ValueError, match="shared prefixes"):
         step_varlen.sequence_bounds(table)
+
+
+def test_fa2_gives_contiguous_results_of_other_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled layer has its queries by heads; torch's kernel gave their strides back."""
+
+    def flash_forward(q: Tensor, *_rest: Any, **_settings: Any) -> tuple[Tensor, ...]:
+        return torch.empty_like(q).zero_(), q.new_zeros(q.shape[1::-1])
+
+    def flash_backward(_dout: Tensor, *rest: Any, **_settings: Any) -> list[Tensor]:
+        return [torch.empty_like(x).zero_() for x in rest[:3]]
+
+    monkeypatch.setattr(step_varlen, "_flash_forward", flash_forward)
+    monkeypatch.setattr(step_varlen, "_flash_backward", flash_backward)
+    backends = {**registry.TREE_ATTENTION_BACKENDS, step_varlen.FA2: step_varlen}
+    monkeypatch.setattr(op, "TREE_ATTENTION_BACKENDS", backends)
+    layout = layout_of(pack(Tree([-1, -1], [5, 3])), CPU)
+    q, k, v = (torch.randn(heads, 8, 4).transpose(0, 1) for heads in (4, 2, 2))
+    settings = (0.5, 3, step_varlen.FA2, False)
+    args: Any = (q, k, v, layout.end_T, step_varlen.plan(layout), torch.zeros(4), *settings)
+    check: Any = torch.library.opcheck
+    ops = torch.ops.ratoon
+    check(ops.tree_attention.default, args, test_utils="test_faketensor")
+    out, lse = ops.tree_attention(*args)
+    args = (torch.zeros_like(out), None, q, k, v, out, lse, *args[3:])
+    check(ops.tree_attention_backward.default, args, test_utils="test_faketensor")
 
 
 def test_sections_are_merged_into_one_file(

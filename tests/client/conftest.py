@@ -20,8 +20,8 @@ HASTY = ClientConfig(timeout_s=1.0)
 
 
 @contextmanager
-def serving(service: FakeService, wire: str) -> Iterator[str]:
-    with serving_grpc(service) if wire == "grpc" else serving_http(service) as url:
+def serving(service: FakeService, wire: str, port: int = 0) -> Iterator[str]:
+    with (serving_grpc if wire == "grpc" else serving_http)(service, port) as url:
         yield url
 
 

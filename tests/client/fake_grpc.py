@@ -27,10 +27,10 @@ _STATUS = {
 
 
 @contextmanager
-def serving_grpc(service: FakeService) -> Iterator[str]:
+def serving_grpc(service: FakeService, port: int = 0) -> Iterator[str]:
     """Gives `grpc://host:port`."""
     loop = LoopThread()
-    server, port = loop.run(_start(service))
+    server, port = loop.run(_start(service, port))
     try:
         yield f"grpc://127.0.0.1:{port}"
     finally:
@@ -38,7 +38,7 @@ def serving_grpc(service: FakeService) -> Iterator[str]:
         loop.stop()
 
 
-async def _start(service: FakeService) -> tuple[grpc.aio.Server, int]:
+async def _start(service: FakeService, port: int) -> tuple[grpc.aio.Server, int]:
     server = grpc.aio.server()
     handlers: dict[str, Any] = {}
     for method in _SERVICE.methods:
@@ -53,7 +53,7 @@ async def _start(service: FakeService) -> tuple[grpc.aio.Server, int]:
         )
     generic = grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     return server, port
 

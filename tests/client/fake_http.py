@@ -48,7 +48,7 @@ _FILE = _pattern("/v1/policies/{policy_id}/weights/{version}/files/{name}")
 
 
 @contextmanager
-def serving_http(service: FakeService) -> Iterator[str]:
+def serving_http(service: FakeService, port: int = 0) -> Iterator[str]:
     """Gives `http://host:port`."""
 
     def answer(request: Request) -> Answer | None:
@@ -59,7 +59,7 @@ def serving_http(service: FakeService) -> Iterator[str]:
         except LostAnswerError:
             return None
 
-    with serving(answer) as url:
+    with serving(answer, port=port) as url:
         yield url
 
 

@@ -7,20 +7,30 @@ digest.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import xxhash
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from ratoon_proto.codec import encode_array
-from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, training_pb2, weights_pb2
+from ratoon_proto.v1 import (
+    operation_pb2,
+    policy_pb2,
+    rollout_pb2,
+    service_pb2,
+    training_pb2,
+    weights_pb2,
+)
 
 CHUNK_BYTES = 64
 
@@ -69,6 +79,12 @@ class FakePolicy:
     # By the version that they lead to: parent and bytes.
     deltas: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     uploads: dict[str, dict[int, list[Any]]] = field(default_factory=dict)
+    # By seq: version and figures.
+    steps: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
+    marks: list[service_pb2.StepMark] = field(default_factory=list)
+    kept: list[rollout_pb2.KeptRollout] = field(default_factory=list)
+    failure: str = ""
+    created_at: int = 0
 
 
 class FakeService:
@@ -86,6 +102,8 @@ class FakeService:
         self.is_holding = False
         self.max_body_bytes = 2**28
         self.steps = 0
+        # Unix seconds: the step of seq n ends n later.
+        self.began_at = 1.7e9
         self.acks: list[service_pb2.AckWeightsRequest] = []
         self.result_files: dict[str, bytes] = {}
         self.forward_in_file = False
@@ -205,6 +223,8 @@ class FakeService:
             version=policy.version,
             next_seq=policy.next_seq,
             published_version=max(policy.weights, default=None),
+            failure=policy.failure,
+            created_at=Timestamp(seconds=policy.created_at),
         )
 
     def _list_policies(self, request: service_pb2.ListPoliciesRequest) -> Message:
@@ -356,6 +376,100 @@ class FakeService:
         info = operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3, size_bytes=10)
         return service_pb2.ListCheckpointsResponse(checkpoints=[info])
 
+    def _delete_checkpoint(self, request: service_pb2.DeleteCheckpointRequest) -> Message:
+        self._policy(request.policy_id)
+        if request.checkpoint_id != "c-1":
+            raise RefusalError("CHECKPOINT_NOT_FOUND")
+        return operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3, pinned=True)
+
+    def _list_operations(self, request: service_pb2.ListOperationsRequest) -> Message:
+        """Pages of two, so that there are several."""
+        begin = int(request.page_token or 0)
+        found = [
+            operation
+            for operation in reversed(self.operations.values())
+            if request.policy_id in ("", operation.policy_id)
+            and (not request.kinds or operation.kind in request.kinds)
+            and (not request.states or operation.state in request.states)
+            and request.seq in (0, operation.seq)
+        ]
+        token = str(begin + 2) if begin + 2 < len(found) else ""
+        page = found[begin : begin + 2]
+        return service_pb2.ListOperationsResponse(operations=page, next_page_token=token)
+
+    def step(
+        self,
+        seq: int,
+        named: Mapping[str, float] = MappingProxyType({}),
+        *,
+        warnings: Sequence[str] = (),
+        policy_id: str = "p",
+        **figures: float,
+    ) -> None:
+        """End an update of a policy."""
+        with self.lock:
+            policy = self.policies[policy_id]
+            policy.version += 1
+            policy.next_seq = seq + 1
+            policy.steps[seq] = (policy.version, dict(named) | figures)
+            if warnings:
+                self.mark(seq, operation_pb2.OPERATION_KIND_UPDATE, warnings, policy_id)
+
+    def mark(self, seq: int, kind: Any, warnings: Sequence[str] = (), policy_id: str = "p") -> None:
+        policy = self.policies[policy_id]
+        policy.marks.append(
+            service_pb2.StepMark(seq=seq, version=policy.version, kind=kind, warnings=warnings)
+        )
+
+    def _list_steps(self, request: service_pb2.ListStepsRequest) -> Message:
+        """Every step is a point: a test that asks for more of them than fit means no such thing."""
+        policy = self._policy(request.policy_id)
+        before = request.before_seq or 2**62
+        seqs = [seq for seq in sorted(policy.steps) if request.after_seq < seq < before]
+        assert len(seqs) <= (request.max_points or 1000)
+        names = {name for seq in seqs for name in policy.steps[seq][1]}
+        if request.figures:
+            names &= set(request.figures)
+        return service_pb2.StepHistory(
+            seq=seqs,
+            version=[policy.steps[seq][0] for seq in seqs],
+            finished_at=[self.began_at + seq for seq in seqs],
+            series=[
+                service_pb2.StepSeries(
+                    figure=name, mean=[policy.steps[seq][1].get(name, math.nan) for seq in seqs]
+                )
+                for name in sorted(names)
+            ],
+            marks=[mark for mark in policy.marks if request.after_seq < mark.seq < before],
+            num_steps=len(seqs),
+        )
+
+    def _list_rollouts(self, request: service_pb2.ListRolloutsRequest) -> Message:
+        kept = self._policy(request.policy_id).kept
+        return rollout_pb2.StepRollouts(rollouts=kept, forest=rollout_pb2.PrefixForest())
+
+    def _get_rollout(self, request: service_pb2.GetRolloutRequest) -> Message:
+        for each in self._policy(request.policy_id).kept:
+            if (each.group, each.rollout) == (request.group, request.rollout):
+                return each
+        raise RefusalError("ROLLOUTS_NOT_FOUND", field="rollout")
+
+    def _list_versions(self, request: service_pb2.ListVersionsRequest) -> Message:
+        policy = self._policy(request.policy_id)
+        versions = [
+            service_pb2.VersionInfo(
+                version=version,
+                size_bytes=sum(map(len, files.values())),
+                delta_bytes=sum(len(data) for _, data in policy.deltas[version]),
+            )
+            for version, files in policy.weights.items()
+        ]
+        receivers = [
+            service_pb2.ReceiverInfo(receiver_id=ack.receiver_id, version=ack.version, lag=0)
+            for ack in self.acks
+        ]
+        return service_pb2.VersionList(versions=versions, receivers=receivers)
+
     def _get_weight_manifest(self, request: service_pb2.GetWeightManifestRequest) -> Message:
         policy = self._policy(request.policy_id)
         if not request.HasField("version") and request.HasField("known_version"):
@@ -370,10 +484,11 @@ class FakeService:
         policy = self._policy(policy_id)
         if version not in policy.weights:
             raise RefusalError("WEIGHTS_NOT_FOUND", field="version")
+        is_adapter = "adapter_config.json" in policy.weights[version]
         return weights_pb2.WeightManifest(
             policy_id=policy_id,
             version=version,
-            kind=weights_pb2.WEIGHT_KIND_FULL,
+            kind=weights_pb2.WEIGHT_KIND_ADAPTER if is_adapter else weights_pb2.WEIGHT_KIND_FULL,
             files=[_weight_file(name, data) for name, data in policy.weights[version].items()],
             deltas=[
                 weights_pb2.WeightDelta(

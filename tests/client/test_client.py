@@ -18,6 +18,7 @@ import pytest
 from ratoon_client import (
     AsyncRatoonClient,
     InvalidArgumentError,
+    PolicyOptions,
     RatoonClient,
     ReceiverEvent,
     UnusableClientError,
@@ -189,6 +190,16 @@ def test_arguments_of_wrong_types_are_refused_by_field(
             call()
         assert caught.value.field == field
     assert set(service.calls) <= {"GetPolicy", "GetServerInfo"}
+
+
+def test_none_is_the_services_default(service: FakeService, client: RatoonClient):
+    """`lora=None` was refused: each caller built a dictionary of what it had."""
+    none = dict.fromkeys(PolicyOptions.__annotations__)
+    client.create_policy("q", **(none | {"preset": "tiny"}))  # pyright: ignore[reportArgumentType]
+    client.create_policy("r", preset="tiny")
+    first, second = [cast("Any", r) for name, r in service.requests if name == "CreatePolicy"]
+    second.spec.policy_id = "q"
+    assert first == second
 
 
 def test_closing_ends_the_threads(url: str):

@@ -21,7 +21,7 @@ def wire() -> str:
     return "grpc"
 
 
-def test_a_custom_loss_is_a_forward_and_weighted_cross_entropy(
+def test_a_custom_loss_is_a_forward_and_reinforce_with_its_gradients(
     service: FakeService, client: RatoonClient
 ):
     service.policies["p"].version = 5
@@ -40,13 +40,14 @@ def test_a_custom_loss_is_a_forward_and_weighted_cross_entropy(
     assert names == ["Forward", "ForwardBackward"]
     request: Any = next(sent for name, sent in service.requests if name == "ForwardBackward")
     assert request.expected_version == 5
-    assert request.loss.kind == training_pb2.LOSS_KIND_CROSS_ENTROPY
+    assert request.loss.kind == training_pb2.LOSS_KIND_REINFORCE
+    assert request.loss.advantage == training_pb2.ADVANTAGE_KIND_GIVEN
     assert request.loss.token_weight == training_pb2.TOKEN_WEIGHT_PER_TOKEN
     assert request.loss.shared_tokens == training_pb2.SHARED_TOKENS_SUM
     sent = [rollout for group in request.batch.groups for rollout in group.rollouts]
-    weights = [decode_tensor(rollout.token_weights, max_bytes=100).tolist() for rollout in sent]
+    weights = [decode_tensor(rollout.advantages, max_bytes=100).tolist() for rollout in sent]
     assert weights == [[-0.5, -0.5, -0.5], [0.0, -1.0, 2.0, -3.0]]
-    assert [rollout.WhichOneof("outcome") for rollout in sent] == [None, None]
+    assert not any(rollout.HasField("token_weights") for rollout in sent)
     step = client.policy("p").optim_step(optim=OPTIM)
     assert step.seq == 3
 

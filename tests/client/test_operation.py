@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from ratoon_client import (
     ResultTimeoutError,
     TransportError,
 )
+from ratoon_client import operation as operations
 from ratoon_proto.v1 import service_pb2
 from tests.client.fake_service import CHUNK_BYTES, FakeService, Fault, LostAnswerError, RefusalError
 from tests.client.samples import LOSS, OPTIM, one_group
@@ -192,6 +197,27 @@ def test_the_progress_bar_is_on_standard_error(
     assert "update done" in written.err
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_wait_is_drawn_on_a_terminal_alone(
+    service: FakeService, client: RatoonClient, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(operations, "_LONG_S", 0.0)
+    service.is_holding = True
+    handle = client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(handle.result)
+        deadline = time.monotonic() + (30.0 if is_terminal else 0.3)
+        while "update running" not in terminal.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        service.is_holding = False
+        assert ended.result(30.0).version == 1
+    assert ("update running" in terminal.getvalue()) == is_terminal
+    assert not operations._DRAWING.locked()
+
+
 def test_forward_gives_one_array_a_rollout(client: RatoonClient):
     handle = client.forward("p", one_group(num_tokens=2))
     assert handle.seq == 0
@@ -263,3 +289,18 @@ def test_the_handle_of_somebody_elses_operation(client: RatoonClient):
     result = client.operation(first.operation_id).result()
     assert result == first.result()
     assert client.list_checkpoints("p")[0].size_bytes == 10
+
+
+def test_a_checkpoint_is_saved_for_a_while_and_deleted(service: FakeService, client: RatoonClient):
+    session = client.policy("p")
+    session.save_checkpoint("c-1", overwrite=True, ttl_s=60.0, keep_last=3).result()
+    session.save_checkpoint(pinned=True).result()
+    first, second = [r for name, r in service.requests if name == "SaveCheckpoint"]
+    sent: Any = first
+    assert (sent.overwrite, sent.pinned, sent.ttl_s, sent.keep_last) == (True, False, 60.0, 3)
+    assert second.pinned  # pyright: ignore[reportAttributeAccessIssue]
+    assert not second.HasField("ttl_s")
+    assert client.delete_checkpoint("p", "c-1").pinned
+    with pytest.raises(RatoonApiError) as caught:
+        client.delete_checkpoint("p", "c-2")
+    assert caught.value.code == "CHECKPOINT_NOT_FOUND"

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from typer.main import get_command
 
 import ratoon_client
 from ratoon_client import EngineError, RatoonClient, VllmAdapter
-from ratoon_client.cli import main
+from ratoon_client.cli.app import cli
+from ratoon_client.cli.options import MessageOptions
+from ratoon_client.cli.policies import POLICY
+from ratoon_client.cli.training import LOSS, OPTIM
 from ratoon_client.config import DEFAULT_URL, default_url
 from ratoon_proto.v1 import service_pb2
+from tests.client.ctl import Ctl
 from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
 
 LINE = json.dumps(
@@ -32,27 +38,6 @@ NOBODY = "127.0.0.1:9"
 def wire() -> str:
     """Commands are the same over both wires."""
     return "grpc"
-
-
-class Ctl:
-    """Runs `ratoonctl` in this process."""
-
-    def __init__(self, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self._url = url
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str, url: str | None = None) -> tuple[int, str, str]:
-        """(exit status, standard output, standard error)."""
-        with pytest.raises(SystemExit) as caught:
-            main(["--url", url or self._url, "--timeout-s", "2", *arguments])
-        written = self._capsys.readouterr()
-        status = caught.value.code
-        return (int(status) if status else 0), written.out, written.err
-
-    def json(self, *arguments: str) -> Any:
-        status, out, _ = self("--json", *arguments)
-        assert status == 0
-        return json.loads(out)
 
 
 @pytest.fixture
@@ -82,7 +67,14 @@ def test_policies_are_made_listed_and_removed(service: FakeService, ctl: Ctl):
 def test_options_of_create_reach_the_service(service: FakeService, ctl: Ctl):
     ctl.json(
         *("policies", "create", "q", "--model-folder", "llama", "--lora-rank", "8"),
-        *("--lora-targets", "q_proj,v_proj", "--dtype", "bfloat16", "--sequencing", "server"),
+        *(
+            "--lora-target-modules",
+            "q_proj,v_proj",
+            "--dtype",
+            "bfloat16",
+            "--sequencing",
+            "server",
+        ),
     )
     (request,) = [r for name, r in service.requests if name == "CreatePolicy"]
     spec: Any = request.spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -201,6 +193,74 @@ def test_a_wrong_command_line_or_file_exits_2(
     assert service.steps == 0
 
 
+def _leaves(message: Any, path: str = "") -> Iterator[str]:
+    """Paths of a message's fields; of a message without fields its own."""
+    for field in message.fields:
+        own = f"{path}{field.name}"
+        below = field.message_type
+        yield from _leaves(below, f"{own}.") if below is not None and below.fields else [own]
+
+
+@pytest.mark.parametrize(
+    ("options", "without"),
+    [(LOSS, set()), (OPTIM, set()), (POLICY, {"policy_id", "full"})],
+)
+def test_every_field_of_a_call_has_an_option(options: MessageOptions, without: set[str]):
+    """Only 14 of 60 fields had one; the id is an argument, `full` what there is without LoRA."""
+    names = [option.name for option in options.options()]
+    assert len(set(names)) == len(names)
+    had = {".".join(option.path) for option in options.options()}
+    assert set(_leaves(options.message.DESCRIPTOR)) - had == without
+
+
+def test_options_of_nested_messages_reach_the_service(service: FakeService, ctl: Ctl, file: Path):
+    ctl.json(
+        *("update", "p", str(file), "--lr", "0.1", "--kl", "k3", "--kl-coefficient", "0.01"),
+        *("--kl-reference", "frozen", "--overlong-filter", "--no-drop-zero-variance-groups"),
+        *("--correction-mode", "mask", "--correction-level", "token", "--correction-high", "2"),
+        *("--old-logprobs", "from_forward", "--forward-operation-id", "op-9", "--beta1", "0.5"),
+    )
+    (sent,) = [cast("Any", r) for name, r in service.requests if name == "Update"]
+    assert (sent.loss.kl.kind, sent.loss.kl.coefficient, sent.loss.kl.reference) == (3, 0.01, 2)
+    assert sent.loss.WhichOneof("overlong") == "overlong_filter"
+    assert sent.loss.HasField("drop_zero_variance_groups")
+    assert not sent.loss.drop_zero_variance_groups
+    assert (sent.loss.correction.mode, sent.loss.correction.high) == (2, 2.0)
+    assert sent.loss.old_logprobs.forward_operation_id == "op-9"
+    assert (sent.optim.beta1, sent.optim.HasField("beta2")) == (0.5, False)
+    create = ("policies", "create", "q", "--preset", "tiny", "--publish", "every_n")
+    ctl.json(*create, "--publish-every-n", "4", "--no-deterministic", "--num-workers", "2")
+    (spec,) = [cast("Any", r).spec for name, r in service.requests if name == "CreatePolicy"]
+    assert (spec.publish.kind, spec.publish.every_n, spec.deterministic) == (2, 4, False)
+    assert (spec.parallel.num_workers, spec.WhichOneof("tuning")) == (2, None)
+
+
+def test_what_a_nested_message_lacks_is_named_by_its_option(
+    service: FakeService, ctl: Ctl, file: Path
+):
+    status, _, err = ctl("update", "p", str(file), "--lr", "0.1", "--kl", "k3")
+    assert (status, "--kl-coefficient" in err) == (2, True)
+    status, _, err = ctl("update", "p", str(file), "--lr", "0.1", "--staleness-max-versions", "1")
+    assert (status, "--staleness-action" in err) == (2, True)
+    assert not service.requests
+
+
+def _commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from _commands(child, (*words, name))
+
+
+def test_every_command_has_help_and_a_flag_shows_no_type(ctl: Ctl, monkeypatch: pytest.MonkeyPatch):
+    """`policies list` and two more had none, and each flag was of type `<bool>`."""
+    monkeypatch.setenv("COLUMNS", "160")
+    words = [words for words, command in _commands(get_command(cli)) if command.help]
+    assert words == [words for words, _ in _commands(get_command(cli))]
+    for each in (("--help",), ("policies", "create", "--help"), ("weights", "import", "--help")):
+        status, out, _ = ctl(*each)
+        assert (status, "<bool>" in out, "<str>" in out) == (0, False, True)
+
+
 @pytest.mark.parametrize(
     ("command", "option", "value"),
     [
@@ -283,18 +343,16 @@ def test_weights_are_pulled_and_listed(service: FakeService, ctl: Ctl, tmp_path:
     assert ctl("weights", "pull", "p", str(tmp_path / "w"), "--version", "9")[0] == 1
 
 
-def test_the_versions_that_can_be_fetched_are_listed_newest_first(service: FakeService, ctl: Ctl):
+def test_versions_and_who_serves_them_are_listed(service: FakeService, ctl: Ctl):
     """The help of `weights` promised a list, and there was none."""
-    assert ctl.json("weights", "list", "p") == []
+    assert ctl.json("weights", "list", "p") == {"versions": [], "receivers": []}
     for version in (3, 7, 8):
         service.publish(version, {"model.safetensors": b"abc" * version, "config.json": b"{}"})
-    listed = ctl.json("weights", "list", "p")
-    assert [each["version"] for each in listed] == [8, 7, 3]
-    rows = ctl("weights", "list", "p")[1].splitlines()
-    assert [row.split() for row in rows[:2]] == [
-        ["version", "files", "bytes", "kind"],
-        ["8", "2", "26", "full"],
-    ]
+    service.acks.append(service_pb2.AckWeightsRequest(receiver_id="vllm-0", version=7))
+    assert [each["version"] for each in ctl.json("weights", "list", "p")["versions"]] == [3, 7, 8]
+    rows = [row.split() for row in ctl("weights", "list", "p")[1].splitlines()]
+    assert [row[:2] for row in rows[1:4]] == [["8", "26"], ["7", "23"], ["3", "11"]]
+    assert rows[5][:2] == ["vllm-0", "7"]
     assert ctl("weights", "list", "nobody")[0] == 1
 
 
@@ -336,7 +394,12 @@ def test_checkpoints_are_saved_loaded_and_listed(service: FakeService, ctl: Ctl)
     assert ctl.json("checkpoints", "save", "p", "c-1")["checkpoint_id"] == "c-1"
     assert ctl.json("checkpoints", "load", "p", "c-1")["spec"]["policy_id"] == "p"
     assert [c["checkpoint_id"] for c in ctl.json("checkpoints", "list", "p")] == ["c-1"]
-    assert sorted(service.policies["p"].keys) == [1, 2]
+    assert ctl("checkpoints", "save", "p", "c-1", "--overwrite", "--keep-last", "2")[0] == 0
+    sent: Any = [r for name, r in service.requests if name == "SaveCheckpoint"][-1]
+    assert (sent.overwrite, sent.keep_last, sent.HasField("ttl_s")) == (True, 2, False)
+    assert ctl.json("checkpoints", "delete", "p", "c-1")["checkpoint_id"] == "c-1"
+    assert ctl("checkpoints", "delete", "p", "c-2")[0] == 1
+    assert sorted(service.policies["p"].keys) == [1, 2, 3]
 
 
 def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):

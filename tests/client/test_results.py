@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 
 import numpy as np
 import pytest
 
-from ratoon_client import IntegrityError, Operation, StepReport, StepResult
+from ratoon_client import IntegrityError, Offender, Operation, StepReport, StepResult
 from ratoon_client.wire import decode, decode_forward
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import operation_pb2, training_pb2
@@ -42,13 +43,31 @@ def test_a_step_is_a_line_of_figures_and_says_which_are_missing():
     )
 
 
+def test_a_report_is_a_dictionary_without_what_is_missing():
+    report = training_pb2.StepReport(loss=-1.5, kl=0.0, skipped=True)
+    report.skip_reason = training_pb2.SKIP_REASON_REFERENCE_KL
+    report.seconds.backward = 2.0
+    report.tensor_grad_norms.add(name="w", norm=1.0)
+    step = decode(operation_pb2.StepResult(version=3, report=report), StepResult)
+    assert step.skipped
+    figures = json.loads(json.dumps(step.report.to_dict()))
+    assert (figures["loss"], figures["kl"], figures["skip_reason"]) == (-1.5, 0.0, "reference_kl")
+    assert figures["seconds"]["backward"] == 2.0
+    assert figures["tensor_grad_norms"] == [{"name": "w", "norm": 1.0, "max_abs": 0.0}]
+    assert "grad_norm" not in figures
+
+
 def test_absent_is_none_and_zero_is_zero():
-    message = training_pb2.StepReport(loss=-1.5, kl=0.0, warnings=["a", "b"])
+    offender = training_pb2.Offender(group_id="g", rollout=2, token=0)
+    warning = training_pb2.StepWarning(kind="a", message="b", offenders=[offender])
+    message = training_pb2.StepReport(loss=-1.5, kl=0.0, warnings=[warning])
     message.seconds.backward = 2.0
     report = decode(message, StepReport)
     assert (report.loss, report.kl, report.grad_norm) == (-1.5, 0.0, None)
     assert (report.seconds.backward, report.seconds.plan) == (2.0, 0.0)
-    assert report.warnings == ("a", "b")
+    (told,) = report.warnings
+    assert (told.kind, str(told)) == ("a", "b")
+    assert told.offenders == (Offender(group_id="g", rollout=2, token=0, value=None),)
 
 
 def test_times_are_utc_and_enum_values_short():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread, Timer
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from ratoon_client import RatoonApiError, RatoonClient, TransportError
-from tests.client.conftest import CONFIG
+from ratoon_client import ClientConfig, RatoonApiError, RatoonClient, TransportError
+from tests.client.conftest import CONFIG, serving
 from tests.client.fake_service import FakeService, Fault, LostAnswerError, RefusalError
 from tests.client.samples import LOSS, OPTIM, bad_group, one_group
 
@@ -111,6 +112,35 @@ def test_nobody_there_is_a_transport_error_after_the_timeout(wire: str):
         with pytest.raises(TransportError):
             client.weight_manifest("p")
         assert time.monotonic() - start < 10.0
+
+
+def test_a_service_that_was_never_there_is_asked_about_at_once(wire: str):
+    """A minute of silence, then a text about a socket."""
+    assert ClientConfig().connect_timeout_s <= 2.0, "with a start of the process: three seconds"
+    target, config = f"{wire}://127.0.0.1:9", ClientConfig(connect_timeout_s=0.3)
+    with RatoonClient(target, config=config) as client:
+        start = time.monotonic()
+        for call in (client.list_policies, client.health, lambda: client.weight_manifest("p")):
+            with pytest.raises(TransportError) as caught:
+                call()
+            assert str(caught.value) == (
+                f"nothing answers at {target} (Connection refused); is `ratoon serve` running?"
+            )
+        assert time.monotonic() - start < config.timeout_s / 2
+
+
+@pytest.mark.parametrize("wire", ["grpc"])
+def test_a_service_that_comes_back_is_waited_for(service: FakeService, wire: str):
+    """Longer than for one that was never there: the run goes on."""
+    with serving(service, wire) as url:
+        client = RatoonClient(url, config=ClientConfig(connect_timeout_s=0.1))
+        client.get_policy("p")
+    with client, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(client.list_policies)
+        time.sleep(0.5)
+        assert not asked.done()
+        with serving(service, wire, int(url.rpartition(":")[2])):
+            assert len(asked.result(60.0)) == 1
 
 
 def test_a_proxy_without_routes_is_asked_again():

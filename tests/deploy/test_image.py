@@ -24,7 +24,7 @@ def test_images_are_named_by_digest() -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     named = [service["image"] for service in compose["services"].values() if "image" in service]
     named += re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile, re.MULTILINE)
-    assert len(named) == 2
+    assert len(named) == 3
     for image in named:
         assert re.fullmatch(r"\S+:\S+@sha256:[0-9a-f]{64}", image), image
     bases = re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)
@@ -104,12 +104,19 @@ def test_image_context_holds_all_that_the_dockerfile_copies() -> None:
 def test_compose_scrapes_the_service_on_loopback_ports() -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     services = compose["services"]
-    assert set(services) == {"ratoon", "prometheus"}
-    for service in services.values():
+    assert set(services) == {"ratoon", "prometheus", "grafana"}
+    for name, service in services.items():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert service.get("profiles") == (None if name == "ratoon" else ["monitoring"])
+        # Files that a container mounts are there.
+        mounted = [part.split(":")[0] for part in service["volumes"] if part.startswith("./")]
+        assert all((ROOT / path).is_file() for path in mounted)
     scrape = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
     (job,) = scrape["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["ratoon:8000"]}]
+    grafana = yaml.safe_load((ROOT / "deploy" / "grafana" / "datasources.yml").read_text())
+    (source,) = grafana["datasources"]
+    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
 
 
 def test_compose_lets_no_web_page_in(monkeypatch: pytest.MonkeyPatch) -> None:

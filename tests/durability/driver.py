@@ -85,6 +85,11 @@ class Caller:
         files = {file.name: file.digest for file in manifest.files}
         promise("published", version=manifest.version, files=files)
 
+    async def delete(self, checkpoint_id: str) -> None:
+        """Delete a checkpoint that an operation which is not covered has loaded."""
+        await self.machine.controller.delete_checkpoint(checkpoint_id)
+        promise("deleted", checkpoint_id=checkpoint_id)
+
     async def upload(self, upload_id: str, part_index: int, body: bytes) -> None:
         await self.machine.controller.put_upload_part(upload_id, part_index, body)
         promise("uploaded", upload=upload_id, part=part_index, digest=digest_bytes(body))
@@ -107,7 +112,9 @@ async def live(root: Path, base: Path) -> None:
     await caller.restart(closes=False)
     await caller.run(10, 11)
     await caller.run(12, 13, 14, 15)
-    await caller.run(16, 17, 18)
+    await caller.run(16, 17)
+    await caller.delete("first")
+    await caller.run(18)
     await caller.restart(closes=True)
     await caller.run(19, 20)
     await caller.run(21)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.commands import SaveCheckpointCommand
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import PolicySpec
@@ -118,7 +117,7 @@ def commands() -> Mapping[int, tuple[Any, float]]:
         (update, 9),
         (forward_backward, 10),
         (DISCARD, 0),
-        (SaveCheckpointCommand(checkpoint_id=""), 0),
+        (save("first", overwrite=True, keep_last=1), 0),
         (update, 13),
         (forward_backward, 14),
         (load("first"), 0),

@@ -27,6 +27,7 @@ from tests.durability.machine import DurableMachine, commands, digests_of
 from tests.durability.recorder import Event, Kind
 from tests.engine.fake_trainer import number_batch
 from tests.engine.harness import POLICY
+from tests.engine.stores import assert_steps_are_reports
 
 Mark = Mapping[str, Any]
 # Digests of weights and of the window's gradients.
@@ -106,6 +107,10 @@ def _check_journal(machine: DurableMachine, promises: Promises, *, is_recovered:
         records[record.seq] = record
         if not record.state.is_final and record.body_digest:
             _check_body(machine, record)
+    try:
+        assert_steps_are_reports(store, POLICY)
+    except AssertionError as err:
+        raise LostError(f"steps: {err}") from err
     for mark in promises.of("ended"):
         record = records[mark["seq"]]
         if may_fail and _was_rolled_back(record):
@@ -163,7 +168,11 @@ def _check_versions(machine: DurableMachine) -> None:
 
 
 def _check_published(machine: DurableMachine, promises: Promises) -> None:
-    """The version that readers were told of."""
+    """The version that readers were told of, and no checkpoint that was said to be deleted."""
+    deleted = {mark["checkpoint_id"] for mark in promises.of("deleted")}
+    named = {each.info.name for each in machine.journal.store.checkpoints(POLICY)}
+    if deleted & named:
+        raise LostError(f"checkpoints {deleted & named} are there again")
     told = promises.of("published")
     if told and told[-1]["version"] not in _published(machine):
         raise LostError(f"the published version {told[-1]['version']}")
@@ -182,7 +191,13 @@ def _check_checkpoints(machine: DurableMachine, promises: Promises) -> None:
     trainer = machine.training.real[-1]
     for checkpoint in machine.journal.store.checkpoints(POLICY):
         info = checkpoint.info
-        trainer.load_checkpoint(machine.paths.checkpoint(info.checkpoint_id))
+        try:
+            trainer.load_checkpoint(machine.paths.checkpoint(info.checkpoint_id))
+        except (RatoonError, OSError) as err:
+            # It has been collected beside this, as nothing needs it any more.
+            if checkpoint in machine.journal.store.checkpoints(POLICY):
+                raise LostError(f"checkpoint {info.checkpoint_id}: {err}") from err
+            continue
         if trainer.state_digest() != promises.after(info.seq)[0]:
             raise LostError(f"the weights of checkpoint {info.checkpoint_id}")
 

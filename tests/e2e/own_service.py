@@ -73,7 +73,7 @@ class OwnService:
         try:
             deadline = time.monotonic() + START_S
             # The last line of a start.
-            while "grpc  127" not in self.log.read_text():
+            while "ready  " not in self.log.read_text():
                 assert process.poll() is None, self.log.read_text()[-4000:]
                 assert time.monotonic() < deadline, self.log.read_text()[-4000:]
                 time.sleep(0.2)

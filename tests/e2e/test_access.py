@@ -20,7 +20,7 @@ from tests.e2e.own_service import OwnService
 
 pytestmark = [pytest.mark.e2e, pytest.mark.more]
 # What a start and a stop print together, on standard output and standard error.
-MOST_LINES, MOST_COLUMNS = 12, 200
+MOST_LINES, MOST_COLUMNS = 16, 200
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,13 @@ def test_a_start_and_a_stop_print_few_lines_that_fit_a_screen(own: OwnService) -
     assert len(lines) <= MOST_LINES, lines
     assert max(map(len, lines)) <= MOST_COLUMNS, lines
     ports = own.ports
-    assert {f"http  http://127.0.0.1:{ports['http']}", f"grpc  127.0.0.1:{ports['grpc']}"} <= {
-        *lines
-    }
+    named = dict(line.split("  ", 1) for line in lines if line[:1].isalpha() and "  " in line)
+    named = {name: value.strip() for name, value in named.items()}
+    assert named["http"] == f"http://127.0.0.1:{ports['http']}"
+    assert named["grpc"] == f"127.0.0.1:{ports['grpc']}"
+    assert named["page"] == f"http://127.0.0.1:{ports['http']}/"
+    assert named["data root"].endswith("/data")
+    assert "Ctrl-C" in named["ready"]
     assert lines[-1] == "stopping"
     said = "\n".join(lines)
     assert "service runs" in said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +63,9 @@ def clients(service: Service) -> Iterator[dict[str, RatoonClient]]:
 def policies(clients: dict[str, RatoonClient]) -> Iterator[dict[str, str]]:
     """A policy a wire, all of one seed: what is done to them is compared."""
     handles = {
-        name: clients[name].create_policy(f"client-{name}", preset="tiny", seed=3, reference="base")
+        name: clients[name].create_policy(
+            f"client-{name}", preset="tiny", seed=3, reference="base", keep_rollouts="all"
+        )
         for name in ("gateway", "http")
     }
     yield {name: handle.result().spec.policy_id for name, handle in handles.items()}
@@ -114,20 +116,49 @@ def train(client: RatoonClient, policy_id: str, folder: Path):
     assert before.entropy is not None
     old = session.forward(groups)
     loss = Loss("grpo", old_logprobs=FromForward(old.operation_id), kl=Kl("k3", 0.1, "frozen"))
+    loss = replace(loss, report_groups=True)
     first = session.update(groups, loss=loss, optim=OPTIM).result()
+    assert [each.num_rollouts for each in first.report.groups] == [3, 2]
+    seq = session.next_seq() - 1
+    kept = client.rollouts(policy_id, seq)
+    assert [(each.group_id, each.rollout) for each in kept.rollouts][-1] == ("b", 1)
+    whole = client.rollout(policy_id, seq, 0, 2)
+    assert whole.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    assert whole.trained == (True, True, False, False, False, True)
+    assert "".join(whole.texts) == bytes(whole.tokens).decode()
     session.forward_backward(groups, loss=Loss("dapo")).result()
     session.discard_gradients().result()
     parts = session.forward_backward(groups, loss=Loss("ppo_clip", clip_high=0.3)).result()
     second = session.optim_step(optim=replace(OPTIM, weight_decay=0.0)).result()
-    saved = session.save_checkpoint("after-two").result()
+    session.save_checkpoint("after-two", ttl_s=3600.0).result()
+    saved = session.save_checkpoint("after-two", overwrite=True, keep_last=1).result()
     third = session.update(groups, loss=Loss("reinforce"), optim=OPTIM, expected_version=2)
     assert third.result().version == 3
+    steps = [first.report, second.report, third.result().report]
     loaded = session.load_checkpoint("after-two").result()
+    listed = client.list_checkpoints(policy_id)
+    deleted = client.delete_checkpoint(policy_id, "after-two")
+    assert [deleted, *client.list_checkpoints(policy_id)] == listed
     pulled = client.pull_weights(policy_id, folder)
+    history = client.steps(policy_id, ("loss", "kl"))
+    assert (history.seq, history.version, history.num_steps) == ((2, 6, 9), (1, 2, 3), 3)
+    for series, name in zip(history.series, ("loss", "kl"), strict=True):
+        figures = [getattr(report, name) for report in steps]
+        assert repr(series.mean) == repr(tuple(math.nan if f is None else f for f in figures))
+    assert [(mark.kind, mark.seq, mark.version) for mark in history.marks][-1] == (
+        "load_checkpoint",
+        10,
+        2,
+    )
+    assert client.versions(policy_id).versions[-1].version == pulled.version
     return {
+        "listed": [(one.kind, one.seq, one.state) for one in client.operations(policy_id)],
+        "chosen": [one.seq for one in client.operations(policy_id, kinds=["update"])],
         "logprobs": [array.tobytes() for array in before.logprobs],
         "entropy": [array.tobytes() for array in before.entropy],
         "old": [array.tobytes() for array in old.result().logprobs],
+        # As text, in which no number equals itself.
+        "kept": (repr(kept), repr(whole)),
         "steps": [(step.version, untimed(step.report)) for step in (first, parts, second)],
         "checkpoint": (saved.checkpoint_id, saved.version, saved.seq),
         "loaded": (loaded.checkpoint_id, loaded.version),
@@ -145,6 +176,8 @@ def test_training_does_not_depend_on_the_wire(
     }
     assert seen["gateway"] == seen["http"]
     gateway = seen["gateway"]
+    assert [seq for _, seq, _ in gateway["listed"]] == [*range(10, -1, -1)]
+    assert gateway["chosen"] == [9, 2]
     assert gateway["logprobs"] == gateway["old"]
     assert [version for version, _ in gateway["steps"]] == [1, 1, 2]
     assert gateway["steps"][0][1].ratio_max == pytest.approx(1.0, abs=1e-5)
@@ -153,7 +186,7 @@ def test_training_does_not_depend_on_the_wire(
     # Version 0 has one, version 1 has none.
     assert not gateway["steps"][0][1].self_check.exceeds_limits
     assert gateway["steps"][1][1].self_check is None
-    assert gateway["next_seq"] == 10
+    assert gateway["next_seq"] == 11
     for name in policies:
         latest = tmp_path / name / "latest"
         for file, digest in gateway["weights"].items():
@@ -364,8 +397,8 @@ def test_steps_of_wrong_numbers_are_skipped_and_a_run_of_them_fails_the_policy(
     assert policy.failure in caught.value.message
     assert client.pull_weights(policy_id, tmp_path).manifest.version == 2, "it has no worker"
     metrics = httpx.get(f"{service.addresses.http}/metrics").text
-    (count,) = re.findall(r'skipped_steps_total\{reason="non_finite_loss"\} (\S+)', metrics)
-    assert float(count) >= 3
+    labels = f'policy_id="{policy_id}",reason="non_finite_loss"'
+    assert f"ratoon_skipped_steps_total{{{labels}}} 3.0" in metrics
     client.delete_policy(policy_id).result()
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from examples import grpo
-from ratoon.model.presets import EOS_TOKEN
+from ratoon.model.tokenizer import EOS_TOKEN
 from ratoon_client import RatoonClient
 from tests.running_service import Service
 
@@ -351,5 +351,19 @@ def test_every_recipe_runs(run: Run, sampler: str) -> None:
     code = "\n".join(blocks)
     assert code.count("http://127.0.0.1:8100") == 1
     out = run(code.replace("http://127.0.0.1:8100", sampler) + CHECKS)
-    for recipe in ("grpo", "turns", "asynchronous", "dapo", "gspo", "kl", "lora", "custom"):
+    losses = [float(text) for text in re.findall(r"sft: loss (\S+) a token", out)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True), "three steps on the same demonstrations"
+    for recipe in (
+        "grpo",
+        "sft",
+        "turns",
+        "asynchronous",
+        "dapo",
+        "gspo",
+        "kl",
+        "lora",
+        "export",
+        "custom",
+    ):
         assert f"{recipe}: " in out, out

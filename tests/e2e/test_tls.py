@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import ssl
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from ratoon_client import (
 )
 from tests.addresses import other_address
 from tests.certificates import Authority, make_authority
+from tests.e2e.own_prometheus import running_prometheus, wait_for
 from tests.e2e.own_service import OwnService
 
 pytestmark = [pytest.mark.e2e, pytest.mark.more]
@@ -145,6 +147,22 @@ def test_both_wires_verify_both_ends(running: Running) -> None:
             pytest.raises(TransportError),
         ):
             client.health()
+
+
+def test_prometheus_scrapes_with_a_key_and_certificates(running: Running, tmp_path: Path) -> None:
+    """By deploy/prometheus-tls.yml as it is, but for the address."""
+    key = running.own.command("keys", "create", "--scope", "read")
+    (tmp_path / "ratoon-key").write_text(key)
+    for theirs, ours in (
+        ("ratoon-ca.pem", "servers.pem"),
+        ("prometheus.pem", "client.pem"),
+        ("prometheus-key.pem", "client-key.pem"),
+    ):
+        shutil.copy(running.folder / ours, tmp_path / theirs)
+    target = running.targets["https"].removeprefix("https://")
+    with running_prometheus("prometheus-tls.yml", target, tmp_path) as url:
+        wait_for(url, "up", 1)
+        wait_for(url, "ratoon_build_info", 1)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import Operation, OperationResult
+from ratoon.engine.types import CheckpointInfo, Operation, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import OperationState, PhaseSeconds, StepResult
 from tests.engine.harness import (
@@ -27,6 +27,7 @@ from tests.engine.harness import (
     save,
     update,
 )
+from tests.engine.stores import assert_steps_are_reports
 
 BROKEN, SKIPPED = 30.0, 8.0
 _RETRYABLE = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
@@ -50,7 +51,10 @@ HISTORY: tuple[tuple[Command, float], ...] = (
     (forward(3), 3),
     (forward_backward(70), 70),
     (forward_backward(80), 80),
+    (save("mine", overwrite=True), 0),
     (SAVE, 0),
+    (load("mine"), 0),
+    (save("last", keep_last=2, ttl_s=3600.0), 0),
     (forward_backward(90), 90),
     (optim_step(), 0),
     (import_weights(5), 5),
@@ -67,6 +71,7 @@ class Told:
     weights: list[tuple[list[float], float]]
     gradients: list[float]
     versions: tuple[int, int, tuple[int, ...]]
+    checkpoints: list[tuple[str, int]]
 
 
 class Survivor:
@@ -87,15 +92,19 @@ class Survivor:
         ended = [
             await self.end(seq, command, number) for seq, (command, number) in enumerate(HISTORY, 1)
         ]
+        await self.delete("last")
         machine = self.machine
         await asyncio.wait_for(self._rest(), _PATIENCE_S)
+        known = await machine.journal.checkpoints("p")
         policy = machine.journal.store.history("p").policy
+        assert_steps_are_reports(machine.journal.store, "p")
         return Told(
             states=tuple(operation.state for operation in ended),
             results=tuple(_timeless(operation.result) for operation in ended),
             weights=machine.weights,
             gradients=machine.worker.trainer.gradients,
             versions=(policy.version, policy.max_version, policy.published),
+            checkpoints=[(c.info.name, c.info.seq) for c in known if c.info.name],
         )
 
     async def _rest(self) -> None:
@@ -131,6 +140,23 @@ class Survivor:
             await self.machine.controller.get_operation(operation.operation_id, 0.02)
         raise AssertionError(f"seq {seq} does not end: {self.machine.run.failure}")
 
+    async def delete(self, name: str) -> None:
+        """Delete a checkpoint; where a kill has hidden that it is gone, it is gone."""
+        deadline = asyncio.get_running_loop().time() + _PATIENCE_S
+        while asyncio.get_running_loop().time() < deadline:
+            await self.revive()
+            try:
+                await self.machine.controller.delete_checkpoint(name)
+            except Crash:
+                continue
+            except RatoonError as error:
+                if error.code is ErrorCode.CHECKPOINT_NOT_FOUND:
+                    return
+                if error.code not in _RETRYABLE:
+                    raise
+            await asyncio.sleep(0.005)
+        raise AssertionError(f"{name} is not deleted: {self.machine.run.failure}")
+
     async def revive(self, *, is_first: bool = False) -> None:
         """A new controller for one that was killed."""
         hits = self.machine.crashes.hits
@@ -155,7 +181,8 @@ def _timeless(result: OperationResult | None) -> OperationResult | None:
     match result:
         case StepResult(report=report):
             return replace(result, report=replace(report, seconds=PhaseSeconds()))
+        case CheckpointInfo():
+            expires_at = None if result.expires_at is None else 0.0
+            return replace(result, checkpoint_id="", created_at=0.0, expires_at=expires_at)
         case _:
-            if hasattr(result, "created_at"):
-                return replace(result, created_at=0.0)  # pyright: ignore[reportCallIssue, reportArgumentType]
             return result

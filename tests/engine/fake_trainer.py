@@ -31,7 +31,7 @@ from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_bytes, seal_document
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.saved_state import FORMAT, MANIFEST_NAME, STATE_DIGEST, AsOf
-from ratoon_proto.types import DivideBy, SkipReason, StepReport, TokenWeight
+from ratoon_proto.types import DivideBy, SkipReason, StepReport, StepWarning, TokenWeight
 
 if TYPE_CHECKING:
     from ratoon.train.trainer import Trainer
@@ -88,7 +88,7 @@ class FakePrepared:
     plan: UpdatePlan
     loss: Loss | None = None
     gradient: float = 0.0
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[StepWarning, ...] = ()
 
 
 @dataclass(frozen=True)

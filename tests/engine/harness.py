@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.commands import (
@@ -293,8 +294,8 @@ DISCARD = DiscardGradientsCommand()
 SAVE = SaveCheckpointCommand(checkpoint_id="")
 
 
-def save(checkpoint_id: str) -> SaveCheckpointCommand:
-    return SaveCheckpointCommand(checkpoint_id=checkpoint_id)
+def save(checkpoint_id: str, **options: Any) -> SaveCheckpointCommand:
+    return SaveCheckpointCommand(checkpoint_id=checkpoint_id, **options)
 
 
 def load(checkpoint_id: str) -> LoadCheckpointCommand:

@@ -12,6 +12,7 @@ from ratoon.engine.journal.records import (
     OperationRecord,
     PolicyRow,
 )
+from ratoon.engine.journal.steps import ROLLED_BACK, figures_of, pack, warning_kinds
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import CheckpointInfo
@@ -61,6 +62,28 @@ class Stores:
     def applied(self, seq: int, version: int, kind: OperationKind = OperationKind.UPDATE) -> None:
         self.accept(seq, kind)
         self.end(seq, version, frees_window=kind is not OperationKind.FORWARD_BACKWARD)
+
+
+def assert_steps_are_reports(store: SqlStore, policy_id: str) -> None:
+    """The steps are those of the applied operations that set the weights, to the bit.
+
+    Those that were rolled back are marks.
+    """
+    steps = {row.seq: row for row in store.steps(policy_id, 0, 0, 10**6)}
+    for record in store.records_from(policy_id, 1):
+        step, is_applied = steps.pop(record.seq, None), record.state is JournalState.APPLIED
+        if not (is_applied and record.effect.changes_weights):
+            assert step is None or (step.figures, step.warnings) == (None, (ROLLED_BACK,))
+            continue
+        assert step is not None, f"no step of seq {record.seq}"
+        assert (step.version, step.finished_at) == (record.version, record.finished_at)
+        report = record.result.report if isinstance(record.result, StepResult) else None
+        assert (step.figures is None) == (report is None)
+        if report is not None and step.figures is not None:
+            assert step.figures == pack(figures_of(report))
+            assert step.skip_reason == report.skip_reason
+            assert step.warnings == warning_kinds(report)
+    assert not steps, f"steps of no operation: {sorted(steps)}"
 
 
 def record_of(seq: int, kind: OperationKind = OperationKind.UPDATE) -> OperationRecord:

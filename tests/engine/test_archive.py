@@ -210,6 +210,29 @@ async def test_a_store_that_is_away_stops_no_policy(
     assert machine.weights == [([1.0], RATE)]
 
 
+async def test_a_deleted_checkpoint_has_no_copy_and_an_overwritten_one_comes_back(
+    machine: ArchivedMachine, store: Store
+):
+    await machine.end(await machine.update(1, 1.0))
+    await machine.end(await machine.submit(2, save("mine"), 0))
+    await machine.end(await machine.update(3, 3.0))
+    await machine.end(await machine.submit(4, save("mine", overwrite=True), 0))
+    await machine.end(await machine.submit(5, save("other"), 0))
+    await machine.controller.delete_checkpoint("other")
+    await machine.end(await machine.update(6, 6.0))
+    await machine.lose_disk()
+    await machine.end(await machine.submit(7, load("mine"), 0))
+    assert machine.weights == [([1.0], RATE), ([3.0], RATE)]
+    await machine.updates(8, 9, 10)  # An automatic one each three.
+    await machine.updates(11, 12, 13)
+    known = machine.journal.store.checkpoints
+    await until(lambda: len(known("p")) == 3)
+    names = [checkpoint.info.name for checkpoint in known("p")]
+    assert names == ["mine", "", ""], "the two that recovery begins at are automatic by now"
+    there = {checkpoint.info.checkpoint_id for checkpoint in known("p")}
+    await until(lambda: {*store.folder_names("policies/p/checkpoints")} == there)
+
+
 async def test_a_damaged_copy_of_a_checkpoint_is_not_there(tmp_path: Path, store: Store):
     paths = policy_paths(tmp_path / "disk", POLICY)
     make_policy_folders(paths)

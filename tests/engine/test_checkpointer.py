@@ -9,10 +9,12 @@ import pytest
 
 from ratoon.config import CheckpointConfig
 from ratoon.engine.policy import checkpointer
+from ratoon.errors import ErrorCode
 from ratoon.metrics import CHECKPOINTS
 from ratoon_proto.types import OperationState, Recovery
 from tests.engine.conftest import MakeMachine
-from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, save
+from tests.engine.harness import DISCARD, RATE, Machine, digest_of, forward, load, save
+from tests.engine.refusals import raises
 from tests.engine.test_recovery import checkpoint_ids, counted, lose_worker, settled
 from tests.until import until
 
@@ -124,6 +126,133 @@ async def test_a_callers_checkpoint_covers_and_stays(make_machine: MakeMachine) 
     await settled(machine)
     assert checkpoint_ids(machine) == ["mine", "auto-4-1"]
     assert machine.paths.checkpoint("mine").is_dir()
+
+
+def named(machine: Machine) -> list[str]:
+    """Checkpoints that callers see."""
+    return [c.info.name for c in machine.journal.store.checkpoints("p") if c.info.name]
+
+
+def folders(machine: Machine) -> list[str]:
+    return sorted(path.name for path in machine.paths.checkpoints.iterdir())
+
+
+async def collected(machine: Machine) -> None:
+    """Until nothing waits to be deleted."""
+    await settled(machine)
+    checkpointer = machine.controller._turns._checkpointer
+    await until(lambda: not checkpointer.must_collect)
+    await machine.end(await machine.submit(None, forward(3), 3))
+
+
+async def test_a_deleted_checkpoint_stays_as_long_as_recovery_begins_at_it(
+    make_machine: MakeMachine,
+) -> None:
+    """Its name is free at once; its files, from which the weights come back, are not."""
+    machine = await machine_of(make_machine, every_operations=2)
+    await machine.end(await machine.update(1, 1))
+    await machine.end(await machine.submit(2, save("mine"), 0))
+    deleted = await machine.controller.delete_checkpoint("mine")
+    assert (deleted.name, deleted.seq) == ("mine", 2)
+    with raises(ErrorCode.CHECKPOINT_NOT_FOUND):
+        await machine.controller.delete_checkpoint("mine")
+    assert named(machine) == []
+    await collected(machine)
+    assert folders(machine) == ["mine"]
+    await lose_worker(machine)
+    assert machine.weights == [([1.0], RATE)]
+    again = await machine.end(await machine.submit(3, save("mine"), 0))
+    assert again.state is OperationState.DONE
+    await collected(machine)
+    assert named(machine) == ["mine"]
+    assert folders(machine) == [f"auto-3-{machine.run.token}-own"], "the older one is covered"
+    await lose_worker(machine)
+    assert machine.weights == [([1.0], RATE)]
+
+
+async def test_a_deleted_checkpoint_stays_until_no_replay_loads_it(
+    make_machine: MakeMachine,
+) -> None:
+    """The newest is damaged, so the load is run again, of a checkpoint without a name."""
+    machine = await machine_of(make_machine, keep=2)
+    await machine.end(await machine.submit(1, save("mine"), 0))
+    await machine.end(await machine.update(2, 2))
+    await machine.end(await machine.submit(3, save("older"), 0))
+    await machine.end(await machine.submit(4, load("mine"), 0))
+    await machine.end(await machine.update(5, 5))
+    await machine.end(await machine.submit(6, save("newer"), 0))
+    await machine.controller.delete_checkpoint("mine")
+    await collected(machine)
+    assert folders(machine) == ["mine", "newer", "older"]
+    for path in machine.paths.checkpoint("newer").iterdir():
+        path.write_text("damaged")
+    await lose_worker(machine)
+    assert machine.weights == [([5.0], RATE)]
+    await machine.end(await machine.submit(7, save("newest"), 0))
+    await collected(machine)
+    assert folders(machine) == ["newer", "newest", "older"], "recovery begins behind the load"
+
+
+async def test_an_overwritten_checkpoint_is_loaded_until_another_is_saved(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await machine_of(make_machine)
+    await machine.end(await machine.submit(1, save("mine"), 0))
+    await machine.end(await machine.update(2, 2))
+    await machine.end(await machine.submit(3, load("mine"), 0))
+    await machine.end(await machine.update(4, 4))
+    refused = await machine.end(await machine.submit(5, save("mine"), 0))
+    assert refused.state is OperationState.FAILED
+    machine.faults.full_disk = True
+    failed = await machine.end(await machine.submit(6, save("mine", overwrite=True), 0))
+    assert (failed.state, named(machine)) == (OperationState.FAILED, ["mine"])
+    machine.faults.full_disk = False
+    await collected(machine)
+    await lose_worker(machine)
+    assert machine.weights == [([4.0], RATE)], "the loaded state is that of the name before"
+    await machine.end(await machine.submit(7, save("mine", overwrite=True), 0))
+    await collected(machine)
+    assert (named(machine), len(folders(machine))) == (["mine"], 1)
+    await machine.end(await machine.update(8, 8))
+    await machine.end(await machine.submit(9, load("mine"), 0))
+    assert machine.weights == [([4.0], RATE)]
+
+
+async def test_the_last_few_stay_and_those_that_are_pinned(make_machine: MakeMachine) -> None:
+    machine = await machine_of(make_machine)
+    for seq, options in enumerate(({"pinned": True}, {}, {}, {"keep_last": 2}), 1):
+        await machine.end(await machine.submit(seq, save(f"c{seq}", **options), 0))
+    assert named(machine) == ["c1", "c3", "c4"]
+    await collected(machine)
+    assert folders(machine) == ["c1", "c3", "c4"]
+
+
+async def test_a_checkpoint_expires(make_machine: MakeMachine) -> None:
+    machine = await machine_of(make_machine)
+    await machine.end(await machine.submit(1, save("brief", ttl_s=0.2), 0))
+    await machine.end(await machine.submit(2, save("long", ttl_s=3600.0), 0))
+    await machine.controller.sweep()
+    await collected(machine)
+    assert named(machine) == ["brief", "long"]
+    await asyncio.sleep(0.2)
+    await machine.controller.sweep()
+    await collected(machine)
+    assert (named(machine), folders(machine)) == (["long"], ["long"])
+
+
+async def test_a_policy_that_rolls_back_keeps_the_one_it_would_go_back_to(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await make_machine(checkpoints=config()).start()
+    await machine.end(await machine.update(1, 1))
+    for seq in (2, 3):
+        await machine.end(await machine.submit(seq, save(f"c{seq}"), 0))
+        await machine.controller.delete_checkpoint(f"c{seq}")
+    await collected(machine)
+    assert folders(machine) == ["c3"]
+    await machine.end(await machine.update(4, 4))
+    await lose_worker(machine)
+    assert machine.weights == [([1.0], RATE)]
 
 
 async def test_bodies_since_the_oldest_that_is_kept_are_kept(make_machine: MakeMachine) -> None:

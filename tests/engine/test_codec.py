@@ -32,6 +32,7 @@ from ratoon_proto.types import (
     LoraTuning,
     LossConfig,
     LossKind,
+    Offender,
     OldLogprobs,
     OldLogprobsKind,
     OptimStepConfig,
@@ -45,6 +46,7 @@ from ratoon_proto.types import (
     StalenessConfig,
     StepReport,
     StepResult,
+    StepWarning,
 )
 from tests.engine.harness import (
     DISCARD,
@@ -71,7 +73,14 @@ REPORT = StepReport(
     ratio_max=math.inf,
     kl=0.25,
     seconds=PhaseSeconds(plan=0.5),
-    warnings=("a", "b"),
+    warnings=(
+        StepWarning(kind="a", message="b"),
+        StepWarning(
+            kind="c",
+            message="d",
+            offenders=(Offender(group=1, group_id="e", rollout=2, token=3, value=math.inf),),
+        ),
+    ),
     self_check=SelfCheckReport(
         sequence=3,
         tokens=4,

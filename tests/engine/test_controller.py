@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from dataclasses import replace
@@ -359,16 +360,16 @@ async def test_counters_are_the_journals(machine: Machine) -> None:
     counted: dict[tuple[str, ...], float] = {}
     for change in machine.metrics.changes:
         if isinstance(change, Sample) and change.metric == OPERATIONS.name:
-            counted[change.labels] = counted.get(change.labels, 0) + change.value
+            counted[change.labels] = counted.get(change.labels, 0.0) + (change.value or 0.0)
     states = {"applied": "done", "failed": "failed", "cancelled": "cancelled"}
     journal = {
-        (kind, states[state]): count
-        for (kind, state), count in machine.journal.store.count_operations().items()
+        (policy_id, kind, states[state]): count
+        for (policy_id, kind, state), count in machine.journal.store.count_operations().items()
         if state in states
     }
-    ended = {labels: n for labels, n in counted.items() if labels[1] in states.values()}
+    ended = {labels: n for labels, n in counted.items() if labels[2] in states.values()}
     assert ended == journal
-    assert counted["update", "queued"] == 3
+    assert counted["p", "update", "queued"] == 3
 
 
 async def test_a_submission_does_not_wait_for_a_long_recovery(
@@ -382,3 +383,28 @@ async def test_a_submission_does_not_wait_for_a_long_recovery(
     assert caught.value.code is ErrorCode.UNAVAILABLE
     assert machine.bodies == set()
     assert (await machine.end(await machine.update(1, 1))).state is OperationState.DONE
+
+
+async def test_each_operation_that_ends_has_one_line_in_the_log(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An update had none: a run left no trace in its own service's log."""
+    machine.faults.breaks.add(2.0)
+    machine.faults.skips.add(3.0)
+    for seq in (1, 2, 3):
+        await machine.end(await machine.update(seq, float(seq)))
+    await machine.end(await machine.forward_backward(4, 4.0))
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    lines = [event for event in events if event["event"] == "operation ended"]
+    said = [(line["seq"], line["kind"], line["state"], line["level"]) for line in lines]
+    assert said == [
+        (1, "update", "done", "info"),
+        (2, "update", "failed", "warning"),
+        (3, "update", "done", "warning"),
+        (4, "forward_backward", "done", "info"),
+    ]
+    assert all(line["policy_id"] == machine.spec.policy_id for line in lines)
+    assert (lines[0]["version"], lines[2]["version"], "version" in lines[1]) == (1, 1, False)
+    assert lines[0]["seconds"] >= 0
+    assert "error" in lines[1]
+    assert "skip_reason" in lines[2]

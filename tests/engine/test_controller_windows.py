@@ -136,7 +136,7 @@ async def test_a_checkpoint_in_a_window_says_where_to_replay_from(machine: Machi
     assert isinstance(twice.result, FailedResult)
     assert twice.result.error["message"] == (
         "checkpoint_id: the policy has a checkpoint mine already, of version 2 at seq 5; take"
-        " another name"
+        " another name, or overwrite it"
     )
 
 

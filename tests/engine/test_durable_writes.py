@@ -92,7 +92,11 @@ async def test_an_update_whose_weights_cannot_be_copied_says_so(
     ended = await machine.end(await machine.update(1, 1))
     assert writes.take() == 2
     assert isinstance(ended.result, StepResult)
-    assert ended.result.report.warnings == ("version 1 is not published: disk full",)
+    (warning,) = ended.result.report.warnings
+    assert (warning.kind, str(warning)) == (
+        "not_published",
+        "version 1 is not published: disk full",
+    )
     record = machine.journal.store.find_operation(ended.operation_id)
     assert record is not None
     assert record.result == ended.result

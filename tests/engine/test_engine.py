@@ -254,14 +254,28 @@ async def test_calls_of_an_engine_that_cannot_read_its_journal_are_refused_in_ti
     await house.done("a", 1)
 
 
-async def test_counters_of_a_new_engine_are_the_journals(house: House) -> None:
-    line = b'ratoon_operations_total{kind="update",state="done"} 2.0'
+async def test_counters_and_gauges_of_a_new_engine_are_the_journals(house: House) -> None:
+    """Gauges of a policy were gone until its next batch, and its kernel backend for good."""
+
+    def shown() -> set[bytes]:
+        gauges = b"ratoon_report_seq{", b"ratoon_loss{", b"ratoon_last_step", b"ratoon_policy_info{"
+        names = (*gauges, b"ratoon_backend_info{", b"ratoon_open_operations{")
+        lines = house.engine._metrics.render().splitlines()
+        counts = {line for line in lines if line.startswith(b"ratoon_operations_total{")}
+        done = {line for line in counts if b'kind="update"' in line and b'state="done"' in line}
+        return done | {line for line in lines if line.startswith(names)}
+
     for name in NAMES:
         await house.done(name, 1)
-    await until(lambda: line in house.engine._metrics.render())
+    # Each policy has 8 series, 2 of them of open operations.
+    at_rest = 2 * len(NAMES)
+    await until(lambda: sum(line.endswith(b" 0.0") for line in shown()) == at_rest)
+    before = shown()
+    assert len(before) == 8 * len(NAMES)
     await house.crash()
     await house.engine.recover()
-    assert line in await house.engine.metrics_text()
+    await until(lambda: shown() == before)
+    assert b"ratoon_build_info{" in await house.engine.metrics_text()
 
 
 async def test_a_policy_that_is_deleted_while_it_starts_is_deleted(

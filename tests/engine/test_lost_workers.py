@@ -13,6 +13,7 @@ from ratoon.metrics import PUBLISH_FAILURES
 from ratoon_proto.types import OperationState, PolicyState, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import RATE, Machine, code_of, forward
+from tests.engine.local_ports import POLICY
 from tests.until import until
 
 ALWAYS = 1000
@@ -121,7 +122,7 @@ async def test_a_version_that_takes_every_worker_is_refused_and_the_policy_goes_
     losses = LosesVersionOne(machine, monkeypatch, name)
     ended = await machine.end(await machine.update(1, 1))
     assert ended.state is OperationState.DONE
-    await until(lambda: machine.metrics.changes.count(PUBLISH_FAILURES.sample(1)) == 1)
+    await until(lambda: machine.metrics.changes.count(PUBLISH_FAILURES.sample(1, POLICY)) == 1)
     assert (machine.run.state, machine.run.published) == (PolicyState.READY, (0,))
     # Nor does a request take another one.
     with pytest.raises(RatoonError, match="4 workers in a row were lost to it, the last: out of"):

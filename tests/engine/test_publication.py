@@ -22,6 +22,7 @@ from ratoon_proto.types import OperationState, PublishConfig, PublishKind, Recov
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import FakeCopy
 from tests.engine.harness import Machine, started
+from tests.engine.local_ports import POLICY
 from tests.engine.refusals import raises
 from tests.until import until
 
@@ -146,7 +147,7 @@ async def test_a_version_that_is_refused_can_be_asked_for_again(
     assert (await machine.controller.weight_manifest(None)).version == 0
     with raises(ErrorCode.RESOURCE_EXHAUSTED):
         await machine.controller.weight_manifest(1)
-    assert machine.metrics.changes.count(PUBLISH_FAILURES.sample(1)) == 2
+    assert machine.metrics.changes.count(PUBLISH_FAILURES.sample(1, POLICY)) == 2
     is_full = False
     assert (await machine.controller.weight_manifest(1)).version == 1
     assert machine.run.published == (0, 1)
@@ -187,7 +188,7 @@ async def test_a_version_whose_rank_dies_is_made_again(
     assert (await machine.controller.weight_manifest(1)).version == 1
     assert len(machine.worker.trainers) == 2
     assert (await machine.end(await machine.update(2, 2))).state is OperationState.DONE
-    assert machine.metrics.changes.count(PUBLISH_FAILURES.sample(1)) == 0
+    assert machine.metrics.changes.count(PUBLISH_FAILURES.sample(1, POLICY)) == 0
 
 
 async def test_a_read_sleeps_while_a_stopped_publication_waits_for_the_running_turn(

@@ -213,3 +213,20 @@ async def test_a_forgotten_receiver_has_no_series(machine: Machine) -> None:
     assert "r0" not in shown
     machine.metrics.send([Gone(labels={metrics.POLICY_LABEL: POLICY})])
     assert lags(machine) == {}
+
+
+async def test_versions_and_receivers_are_described(machine: Machine) -> None:
+    await step_to(machine, 2)
+    await machine.controller.ack_weights(ack("a", 1, holds=2))
+    await machine.controller.ack_weights(ack("b"))
+    described = await machine.controller.versions()
+    published = await machine.controller.weight_manifest(2)
+    assert [one.version for one in described.versions] == list(machine.run.published)
+    newest = described.versions[-1]
+    assert newest.size_bytes == sum(file.size_bytes for file in published.files) > 0
+    assert newest.published_at.timestamp() == pytest.approx(published.created_at, abs=1e-5)
+    assert [one.is_held for one in described.versions] == [False, True]
+    first, second = described.receivers
+    assert (first.receiver_id, first.version, first.lag, first.holds_version) == ("a", 1, 1, 2)
+    assert (second.receiver_id, second.version, second.lag) == ("b", None, None)
+    assert 0 <= (second.last_seen - first.last_seen).total_seconds() < 60

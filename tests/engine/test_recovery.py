@@ -65,7 +65,7 @@ def hold_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event
 
 def counted(machine: Machine, metric: Metric) -> list[str]:
     samples = [change for change in machine.metrics.changes if isinstance(change, Sample)]
-    return [sample.labels[0] for sample in samples if sample.metric == metric.name]
+    return [each.labels[-1] for each in samples if each.metric == metric.name and each.value]
 
 
 def checkpoint_ids(machine: Machine) -> list[str]:

@@ -203,7 +203,7 @@ def test_lives_of_policies(stores: Stores) -> None:
     stores.store.end_lifecycle_operation("p.delete", JournalState.APPLIED, EmptyResult(), 30.0)
     assert stores.store.policies() == ()
     assert stores.store.find_operation("p.1") is None
-    assert stores.store.count_operations() == {("delete_policy", "applied"): 1}
+    assert stores.store.count_operations() == {("p", "delete_policy", "applied"): 1}
     stores.store.forget_ended_lifecycle_operations(before=30.0)
     assert stores.store.find_operation("p.delete") is not None
     stores.store.forget_ended_lifecycle_operations(before=31.0)

@@ -19,6 +19,7 @@ from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     OPERATIONS,
     POLICIES,
+    STEPS,
     await_database,
     open_database,
 )
@@ -46,9 +47,16 @@ def fill(stores: Stores) -> None:
 def everything(stores: Stores) -> list[object]:
     """What the journal says, by its index of keys for some records."""
     store = stores.store
-    records = [store.find_key("p", SeqKey(seq=seq)) for seq in range(1, 41, 8)]
-    everyone = store.records_from("p", 1)
-    return [*store.policies(), *store.checkpoints("p"), *records, everyone, store.history("p")]
+    records: list[object] = [store.find_key("p", SeqKey(seq=seq)) for seq in range(1, 41, 8)]
+    everyone, steps = store.records_from("p", 1), store.steps("p", 0, 0, 100)
+    return [
+        *store.policies(),
+        *store.checkpoints("p"),
+        *records,
+        everyone,
+        *steps,
+        store.history("p"),
+    ]
 
 
 @pytest.fixture
@@ -64,6 +72,7 @@ CHANGES = (
     ("UPDATE policies SET token = token - 1", "row 'p' of the table policies"),
     ("UPDATE operations SET state = 'accepted'", "of the table operations"),
     ("UPDATE operations SET result = replace(result, '0.5', '7')", "of the table operations"),
+    ("UPDATE steps SET version = 7 WHERE seq = 3", "row 'p', 3 of the table steps"),
     ("UPDATE checkpoints SET size_bytes = 9", "row 'p', 'c' of the table checkpoints"),
 )
 
@@ -71,7 +80,7 @@ CHANGES = (
 def test_a_row_that_is_not_what_was_written_is_refused_by_name(
     stores: Stores, database_url: str
 ) -> None:
-    expected, changed = everything(stores), (POLICIES, OPERATIONS, CHECKPOINTS)
+    expected, changed = everything(stores), (POLICIES, OPERATIONS, STEPS, CHECKPOINTS)
     with stores.engine.begin() as connection:
         written = {
             table: [dict(row) for row in connection.execute(select(table)).mappings()]

@@ -89,7 +89,10 @@ def test_a_policy_is_made_once(pair: tuple[Stores, Stores]) -> None:
     errors = [end for end in ends if isinstance(end, RatoonError)]
     assert [error.code for error in errors] == [ErrorCode.POLICY_EXISTS]
     assert ends.count(None) == 1
-    assert first.store.count_operations() == {("create_policy", "accepted"): 2}
+    assert first.store.count_operations() == {
+        ("p", "create_policy", "accepted"): 1,
+        ("q", "create_policy", "accepted"): 1,
+    }
 
 
 def test_a_policy_is_deleted_once(pair: tuple[Stores, Stores]) -> None:
@@ -100,7 +103,7 @@ def test_a_policy_is_deleted_once(pair: tuple[Stores, Stores]) -> None:
     ends = at_once(lambda: delete(first, "p.one"), lambda: delete(second, "p.two"))
     errors = [end for end in ends if isinstance(end, RatoonError)]
     assert [error.code for error in errors] == [ErrorCode.POLICY_NOT_READY]
-    assert first.store.count_operations()["delete_policy", "accepted"] == 1
+    assert first.store.count_operations()["p", "delete_policy", "accepted"] == 1
 
 
 def test_a_key_is_accepted_once(pair: tuple[Stores, Stores]) -> None:
@@ -159,7 +162,7 @@ def test_a_removed_policy_leaves_no_records_of_a_late_controller(
     )
     assert ends[1] is None
     assert ends[0] is None or isinstance(ends[0], FencedError)
-    assert first.store.count_operations() == {("create_policy", "accepted"): 1}
+    assert first.store.count_operations() == {("p", "create_policy", "accepted"): 1}
 
 
 def test_a_start_waits_for_another_that_switches_a_new_file_to_wal(tmp_path: Path) -> None:

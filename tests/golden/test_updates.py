@@ -119,7 +119,9 @@ def test_three_updates(golden: Golden, kind: str, tmp_path: Path) -> None:
     recorded = cast("dict[str, Any]", golden.recorded(name, found))
     if recorded["numerics"] == numerics:
         assert digests == recorded["digests"]
-    _same_figures(reports, recorded["reports"], kind)
+    # A kind that was not at hand when reports changed has digests alone.
+    if "reports" in recorded:
+        _same_figures(reports, recorded["reports"], kind)
 
 
 def _same_figures(found: Any, recorded: Any, place: str) -> None:

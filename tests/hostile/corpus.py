@@ -243,7 +243,8 @@ def operations() -> list[operation_pb2.Operation]:
     done.created_at.seconds = 1_700_000_000
     done.step.version = 3
     done.step.report.loss = 0.5
-    done.step.report.warnings.append("sampled with top_p")
+    warning = done.step.report.warnings.add(kind="truncated_sampling", message="top_p")
+    warning.offenders.add(group_id="g", rollout=1, token=2, value=0.5)
     failed = operation_pb2.Operation(operation_id="p.2", policy_id="p")
     failed.state = operation_pb2.OPERATION_STATE_FAILED
     failed.error.code = "INTERNAL"

@@ -109,6 +109,9 @@ def test_refusals_name_their_reasons() -> None:
         (convolution_fused, (cuda, torch.bfloat16, 3), "3 taps"),
     ):
         assert reason in (backend.unsupported_reason(*arguments, False) or "")
+    assert "values of 96" in (
+        fused.unsupported_reason(cuda, torch.bfloat16, 128, False, 96, None) or ""
+    )
     statuses = {(s.op, s.name): s for s in list_backends()}
     if not statuses["gated_delta", "fused"].is_available:
         assert statuses["causal_convolution", "fused"].reason

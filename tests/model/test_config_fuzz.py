@@ -82,6 +82,13 @@ ROPES: dict[str, dict[str, Any]] = {
         "truncate": False,
     },
 }
+# Numbers that a folder has and nothing reads: a sum of others, a size that no layer has.
+UNREAD = {
+    ("DeepseekV3ForCausalLM", "qk_head_dim"),
+    ("Glm4MoeLiteForCausalLM", "qk_head_dim"),
+    ("Gemma3ForCausalLM", "_sliding_window_pattern"),
+    ("Qwen3_5MoeForCausalLM", "intermediate_size"),
+}
 FOLDERS = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -187,3 +194,30 @@ def test_a_hostile_value_is_refused_by_name_or_computes(
         except Exception as error:
             raise AssertionError(str(changes)[:300]) from error
     assert 0.05 * len(chosen) < served < 0.7 * len(chosen)
+
+
+def numbers_as_text(said: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each number's name, with what a configuration says where it is a text."""
+    for name, value in said.items():
+        if isinstance(value, dict):
+            yield from ((own, said | {name: part}) for own, part in numbers_as_text(value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, said | {name: str(value)}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_number_as_text_is_refused_by_its_name(tmp_path: Path, architecture: str) -> None:
+    folder = write_folder(tmp_path, FOLDERS[architecture])
+    path = folder / "config.json"
+    good = json.loads(path.read_text())
+    if "rope_theta" in (rope := good["rope_parameters"]):
+        good["rope_parameters"] = rope | {"rope_type": "yarn", **ROPES["yarn"]}
+    for name, said in numbers_as_text(good):
+        path.write_text(json.dumps(said))
+        if (architecture, name) in UNREAD:
+            read_config(ModelFolder.of(folder))
+            continue
+        with pytest.raises(RatoonError) as caught:
+            read_config(ModelFolder.of(folder))
+        own = name.replace("num_local_experts", "num_experts")
+        assert caught.value.field.split(".")[-1] == own, caught.value

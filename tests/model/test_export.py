@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +21,13 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import WEIGHTS_NAME, FileContent, write_files
 from ratoon.model.spec import PRESET_NAMES, ModelDtype, PresetBase
 from ratoon.stream.files import digest_file
+from ratoon_client.weights.export import merge_adapter
+from ratoon_proto.types import LoraTuning
 from tests.model.builders import (
     FULL,
     LORA,
     LORA_ATTENTION,
+    LORA_EXPERTS,
     TINY,
     hidden_of,
     load,
@@ -157,10 +162,8 @@ def test_files_of_equal_weights_are_equal(tmp_path: Path) -> None:
             assert content == (tmp_path / f"{name}-2" / file).read_bytes(), file
 
 
-def test_adapter_of_experts_is_the_same_function_to_peft(tmp_path: Path) -> None:
-    """By the names of the hub's experts, as peft and engines look for them; peft fuses them."""
-    from peft import PeftModel
-
+def test_adapter_of_experts_has_the_names_of_the_hub(tmp_path: Path) -> None:
+    """As peft and engines look for them."""
     folder = write_folder(tmp_path / "base", "qwen3_moe")
     model = load(folder, tuning=LORA, dtype=ModelDtype.FLOAT32)
     randomize(model, seed=6)
@@ -182,6 +185,25 @@ def test_adapter_of_experts_is_the_same_function_to_peft(tmp_path: Path) -> None
     each = [tensors[f"{experts}.{expert}.up_proj.lora_B.weight"] for expert in range(4)]
     assert torch.equal(torch.stack(each), fused)
     assert len(tensors) == 2 * 2 * (4 + 4 * 3)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "qwen3_next"],
+)
+def test_adapter_of_experts_is_the_same_function_to_peft(tmp_path: Path, architecture: str) -> None:
+    """Dense and shared MLPs beside them have projections of the same names, and no factors."""
+    from peft import PeftModel
+
+    folder = write_folder(tmp_path / "base", architecture)
+    targets = (*LORA_EXPERTS.target_modules, "o_proj")
+    tuning = LORA if architecture == "qwen3_moe" else replace(LORA, target_modules=targets)
+    model = load(folder, tuning=tuning, dtype=ModelDtype.FLOAT32)
+    randomize(model, seed=6)
+    export(model, tmp_path / "out")
+    of_mlps = [name for name in model.named_trainable() if ".mlp." in name]
+    assert of_mlps
+    assert all(".experts." in name for name in of_mlps)
 
     adapted = PeftModel.from_pretrained(cast(Any, reload(folder)), str(tmp_path / "out"))
     sequence = branching_sequences(0)[0]
@@ -212,6 +234,26 @@ def test_adapter_export_loads_bit_for_bit(tmp_path: Path) -> None:
     ours = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
     theirs = adapted(input_ids=torch.tensor([sequence])).logits[0]
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize(("family", "tuning"), [("qwen3", LORA), ("qwen3_moe", LORA)])
+def test_a_merged_adapter_is_the_model_with_it(
+    tmp_path: Path, family: str, tuning: LoraTuning
+) -> None:
+    folder = write_folder(tmp_path / "base", family)
+    model = load(folder, tuning=tuning, dtype=ModelDtype.FLOAT32)
+    randomize(model, seed=6)
+    export(model, tmp_path / "out")
+    before = reload(folder).state_dict()
+    shutil.copytree(folder, tmp_path / "merged")
+    merge_adapter(tmp_path / "out", tmp_path / "merged")
+    sequence = branching_sequences(0)[0]
+    ours = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
+    merged = cast("Any", reload(tmp_path / "merged"))
+    theirs = merged(input_ids=torch.tensor([sequence])).logits[0]
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    changed = [name for name, value in merged.state_dict().items() if (value != before[name]).any()]
+    assert len(changed) == 2 * (7 if family == "qwen3" else 6), "fused experts count as two"
 
 
 # The fields of peft's first LoraConfig; up to peft 0.13 any other field was a TypeError of its

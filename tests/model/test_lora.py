@@ -78,11 +78,13 @@ def test_a_part_of_the_projections_of_experts_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("architecture", "maps"),
     [
-        ("qwen3_moe_mixed", "k_proj, o_proj, q_proj, v_proj"),
-        ("glm4_moe", "k_proj, o_proj, q_proj, v_proj"),
-        ("glm4_moe_lite", "kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj, q_b_proj"),
-        ("deepseek_v3", "kv_a_proj_with_mqa, kv_b_proj, o_proj, q_proj"),
+        ("qwen3_moe_mixed", "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+        (
+            "deepseek_v3",
+            "down_proj, gate_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, q_proj, up_proj",
+        ),
         ("gpt_oss", "k_proj, o_proj, q_proj, v_proj"),
+        ("qwen3_5_moe", "k_proj, o_proj, out_proj, q_proj, v_proj"),
     ],
 )
 def test_lora_without_targets_is_refused_where_mlps_would_stay_as_they_are(
@@ -119,9 +121,9 @@ def test_named_targets_are_the_only_ones() -> None:
         ("qwen3_moe", "experts"),
         ("qwen3_moe", "gate_up_proj"),
         ("qwen3_moe", "gate"),
-        ("qwen3_moe_mixed", "gate_proj"),
-        ("qwen3_moe_mixed", "down_proj"),
-        ("glm4_moe", "gate_proj"),
+        ("qwen3_moe_mixed", "experts"),
+        ("glm4_moe", "shared_experts"),
+        ("qwen3_5_moe", "gate_proj"),
         ("gpt_oss", "down_proj"),
     ],
 )

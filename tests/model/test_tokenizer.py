@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from ratoon.model.presets import (
+from ratoon.model.presets import VOCAB_SIZE, byte_tokenizer, preset_config, write_tokenizer
+from ratoon.model.spec import FolderBase, PresetBase
+from ratoon.model.tokenizer import (
     BOS_TOKEN,
     EOS_TOKEN,
     PAD_TOKEN,
     SEPARATOR_TOKEN,
-    VOCAB_SIZE,
-    byte_tokenizer,
-    preset_config,
-    write_tokenizer,
+    token_texts,
+    tokenizer_of,
 )
 
 
@@ -73,3 +73,36 @@ def test_files_are_in_words_that_transformers_4_knows(loaded: Any) -> None:
     assert settings["additional_special_tokens"] == ["<|sep|>"]
     assert "extra_special_tokens" not in settings
     assert SEPARATOR_TOKEN in loaded.all_special_ids
+
+
+@pytest.mark.parametrize(
+    ("tokens", "texts"),
+    [
+        ([*"hé".encode(), EOS_TOKEN], ["h", "", "é", "<|eos|>"]),
+        (list(b"\x1b[31m<b>"), list("\x1b[31m<b>")),
+        # Bytes that are no character, and ids that are no token.
+        ([0xFF] * 9 + [65], [*[""] * 7, "\ufffd", "", "\ufffdA"]),
+        ([10**6, 65], ["", "A"]),
+        ([], []),
+    ],
+)
+def test_tokens_have_the_text_that_they_end(
+    loaded: Any, tmp_path: Path, tokens: list[int], texts: list[str]
+) -> None:
+    """A folder's tokenizer and the preset's own do the same."""
+    folder = FolderBase(folder=str(Path(loaded.name_or_path)))
+    for base in (PresetBase(name="tiny"), folder):
+        tokenizer = tokenizer_of(base, tmp_path)
+        assert tokenizer is not None
+        assert token_texts(tokenizer, tokens) == tuple(texts)
+
+
+def test_a_broken_tokenizer_is_none(tmp_path: Path) -> None:
+    folder = FolderBase(folder=str(tmp_path))
+    assert tokenizer_of(folder, tmp_path) is None
+    for data in (b"", b"{}", b'{"model": {"type": "BPE", "vocab": [], "merges": 1}}', b"\xff" * 99):
+        (tmp_path / "tokenizer.json").write_bytes(data)
+        assert tokenizer_of(folder, tmp_path) is None
+    preset = tokenizer_of(PresetBase(name="tiny"), tmp_path)
+    assert preset is not None
+    assert token_texts(preset, [65, -1]) == ()

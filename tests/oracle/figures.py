@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tests.oracle.advantages import Counted, are_equal, has_gradient, select
+from tests.oracle.losses import path_loss
 from tests.oracle.paths import OracleLoss, Path
 
 Values = NDArray[np.float64]
@@ -53,6 +56,51 @@ def figures(
         "advantage_mean": None if loss.kind == "cross_entropy" else _mean(tokens.advantage),
         "advantage_std": None if loss.kind == "cross_entropy" else _std(tokens.advantage),
     }
+
+
+def rollout_figures(
+    paths: list[Path], logprobs: list[Values], loss: OracleLoss
+) -> list[dict[str, Any]]:
+    """Figures of every path, by the names of `RolloutFigures`; NaN and -1 where there is none."""
+    found = [_Tokens() for _ in paths]
+    place = {id(path): index for index, path in enumerate(paths)}
+    weight, own = [0.0] * len(paths), [np.empty(0, np.int64)] * len(paths)
+    for counted in select(paths, loss):
+        index = place[id(counted.path)]
+        found[index].advantage += counted.advantages[counted.own].tolist()
+        if not (counted.own.any() and has_gradient(counted, loss)):
+            continue
+        own[index] = np.flatnonzero(counted.own)
+        _look_at(found[index], counted, loss, logprobs[index])
+        logp = torch.tensor(logprobs[index], requires_grad=True)
+        total = path_loss(counted, loss, logp, torch.zeros_like(logp)).total
+        if total.requires_grad:
+            total.backward()
+        weight[index] = 0.0 if logp.grad is None else float(logp.grad.abs().sum())
+    figures: list[dict[str, Any]] = []
+    for index, (path, tokens) in enumerate(zip(paths, found, strict=True)):
+        gaps = [abs(gap) for gap in tokens.sampler_gap]
+        ratios = [] if loss.kind == "reinforce" else tokens.ratio
+        figures.append(
+            {
+                "reward": math.nan if path.reward is None else path.reward,
+                "advantage": _or_nan(_mean(tokens.advantage)),
+                "length": len(path.response),
+                "gap_abs_mean": _or_nan(_mean(gaps)),
+                "gap_max": max(gaps, default=math.nan),
+                "gap_max_token": own[index][np.argmax(gaps)] if gaps else -1,
+                "ratio_max": max(ratios, default=math.nan),
+                "weight_share": weight[index] / (sum(weight) or math.nan),
+                # Equal ratios differ in their last bits here and there.
+                "is_at_ratio_max": [abs(r - max(ratios)) < 1e-12 for r in ratios],
+                "own": own[index],
+            }
+        )
+    return figures
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def quantile(ratios: list[float], share: float) -> float:
@@ -142,15 +190,27 @@ def _of_batch(paths: list[Path]) -> dict[str, float | None]:
     return {
         "reward_mean": _mean(rewards),
         "reward_std": _std(rewards),
+        "reward_min": min(rewards, default=None),
+        "reward_max": max(rewards, default=None),
         "zero_variance_fraction": _mean([float(is_flat) for is_flat in flat]),
         "truncated_fraction": _mean([float(path.truncated) for path in paths]),
         "response_length_mean": _mean([float(length) for length in lengths]),
         "response_length_max": max(lengths),
+        **{f"response_length_p{share}": _quantile(lengths, share) for share in (50, 90, 99)},
     }
 
 
 def _mean(values: list[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
+
+
+def _quantile(lengths: list[int], percent: int) -> int:
+    """The least length that at least `percent` of a hundred rollouts do not exceed."""
+    return next(
+        length
+        for length in sorted(lengths)
+        if 100 * sum(other <= length for other in lengths) >= percent * len(lengths)
+    )
 
 
 def _std(values: list[float]) -> float | None:

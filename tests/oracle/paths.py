@@ -114,7 +114,7 @@ _DEFAULTS = {
     "ipo": (0.3, 0.3, "per_token", "tokens", "group_mean", "sampler"),
     "importance_sampling": (0.0, 0.0, "per_token", "none", "group_mean_std", "sampler"),
     "reinforce": (0.0, 0.0, "per_token", "none", "group_mean_std", "none"),
-    "cross_entropy": (0.0, 0.0, "per_token", "none", "none", "none"),
+    "cross_entropy": (0.0, 0.0, "per_token", "tokens", "none", "none"),
 }
 
 

@@ -84,6 +84,7 @@ def make_loss(kind: LossKind, **changes: Any) -> Loss:
         "drop_zero_variance_groups": False,
         "staleness": None,
         "router_aux_loss_coefficient": 0.0,
+        "report_groups": False,
     }
     return Loss(**(fields | changes))
 

@@ -21,6 +21,7 @@ from ratoon_proto.types import (
     OldLogprobs,
     OldLogprobsKind,
     ReferenceKind,
+    StepWarning,
 )
 from tests import builders
 from tests.train.loss_cases import make_loss, run_loss, summed
@@ -107,15 +108,18 @@ def test_weighted_term_that_is_clamped_has_no_gradient_at_all() -> None:
     assert second == pytest.approx(np.exp(0.5) * 0.2)
 
 
-def _resolve(kind: LossKind, kl: KlConfig, **changes: Any) -> tuple[str, ...]:
+def _resolve(kind: LossKind, kl: KlConfig, **changes: Any) -> tuple[StepWarning, ...]:
     """Warnings of a loss with this KL term."""
-    rollout = builders.rollout(
-        [1, 2],
-        sampler_logprobs=np.array([-1.0, -2.0], np.float32),
-        reference_logprobs=np.array([-1.0, -1.0], np.float32),
-        reward=1.0,
-    )
-    batch = validate_groups([builders.group([5], [rollout, rollout])], builders.limits())
+    rollouts = [
+        builders.rollout(
+            [1, 2],
+            sampler_logprobs=np.array([-1.0, -2.0], np.float32),
+            reference_logprobs=np.array([-1.0, -1.0], np.float32),
+            reward=reward,
+        )
+        for reward in (0.0, 1.0)
+    ]
+    batch = validate_groups([builders.group([5], rollouts)], builders.limits())
     loss = resolve_loss(LossConfig(kind=kind, kl=kl, **changes), batch, has_frozen_reference=False)
     return prepare(batch, loss, version=0, plan=cpu_planner(100)).warnings
 
@@ -123,8 +127,8 @@ def _resolve(kind: LossKind, kl: KlConfig, **changes: Any) -> tuple[str, ...]:
 def test_k1_as_a_loss_warns() -> None:
     config = KlConfig(kind=KlKind.K1, coefficient=0.1, reference=ReferenceKind.GIVEN)
     (warning,) = _resolve(LossKind.GRPO, config)
-    assert "k1" in warning
-    assert "expected gradient" in warning
+    assert "k1" in warning.message
+    assert "expected gradient" in warning.message
     for other in (KlKind.K2, KlKind.K3, KlKind.K1_PLUS, KlKind.K3_PLUS):
         other_config = KlConfig(kind=other, coefficient=0.1, reference=ReferenceKind.GIVEN)
         assert _resolve(LossKind.GRPO, other_config) == ()

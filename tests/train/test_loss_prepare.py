@@ -169,7 +169,7 @@ def test_warnings_say_what_was_not_used_and_what_was_cut() -> None:
         reference_logprobs=np.zeros(2, np.float32),
     )
     batch = validate_groups([builders.group([5], [rollout])], builders.limits())
-    text = " ".join(_prepare(batch).warnings)
+    text = " ".join(map(str, _prepare(batch).warnings))
     for word in ("top_p", "old_logprobs were sent", "reference_logprobs were sent"):
         assert word in text
     rollouts = [builders.rollout([1, n], reward=float(n)) for n in range(2)]
@@ -238,7 +238,10 @@ def test_nothing_to_learn_is_said() -> None:
     prepared = _prepare(batch)
     assert prepared.plan.micro_batches == ()
     assert prepared.counters.tokens == 3
-    assert any("every advantage is zero" in warning for warning in prepared.warnings)
+    assert [each.kind for each in prepared.warnings] == ["equal_rewards"]
+    given = [replace(raw, reward=None, advantages=np.zeros(1, np.float32)) for raw in flat[1:]]
+    ready = _prepare(validate_groups([builders.group([9], given)], builders.limits()))
+    assert [each.kind for each in ready.warnings] == ["zero_advantages"]
 
 
 FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op")

@@ -258,7 +258,7 @@ STD = AdvantageKind.GROUP_MEAN_STD
         ),
         (LossKind.IMPORTANCE_SAMPLING, RatioObjective(), SUM, DivideBy.NONE, STD),
         (LossKind.REINFORCE, LogprobObjective(), SUM, DivideBy.NONE, STD),
-        (LossKind.CROSS_ENTROPY, LogprobObjective(), SUM, DivideBy.NONE, None),
+        (LossKind.CROSS_ENTROPY, LogprobObjective(), SUM, DivideBy.TOKENS, None),
     ],
 )
 def test_defaults_are_those_of_the_table(

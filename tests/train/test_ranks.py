@@ -49,6 +49,7 @@ from tests.train.rank_runs import (
 from tests.train.trainer_runs import (
     assert_close,
     assert_equal,
+    assert_same_found,
     make_batch,
     make_loss,
     make_step,
@@ -143,6 +144,7 @@ def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
             assert {part.rank for part in plan.micro_batches} == {0, 1, 2}
             assert report.rank_gap == plan.rank_gap
             assert min(report.rank_seconds) > 0
+            assert_same_found(trainer.found, alone.found)
         assert_close(weights_of(trainer), weights_of(alone))
 
 

@@ -43,6 +43,7 @@ from tests.train.rank_runs import PipePeer, ranked, together, weights_of
 from tests.train.trainer_runs import (
     FROZEN,
     assert_close,
+    assert_same_found,
     make_batch,
     make_loss,
     make_step,
@@ -94,6 +95,7 @@ def _assert_same_updates(
         assert many_report.entropy == pytest.approx(one.entropy, rel=1e-9)
         assert many_report.trained_tokens == one.trained_tokens
         assert many_report.packed_tokens == one.packed_tokens
+        assert_same_found(many.found, alone.found)
         busy = {part.rank for part in joint.micro_batches}
         assert [s > 0 for s in many_report.rank_seconds] == [
             rank - rank % size in busy for rank in range(size * num_groups)

@@ -51,6 +51,7 @@ from tests.train.equivalence_runs import (
     oracle_loss,
     random_batch_near,
 )
+from tests.train.trainer_runs import assert_same_found
 
 # Prefixes of up to 6 tokens are joined to the one above.
 JOINING = replace(EAGER, call=6.0)
@@ -146,7 +147,14 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_that_span_stages_are_exact(pair: Pair, name: str) -> None:
     """Terms of one sequence lie in prefixes and waves; prefixes are trained by many sequences."""
-    _check(pair, random_batch_near(pair, 23), LOSSES[name], budget=12)
+    batch, request = random_batch_near(pair, 23), LOSSES[name]
+    _check(pair, batch, request, budget=12)
+    streamed = pair.trainer.found
+    loss = resolve_loss(request, batch, has_frozen_reference=True)
+    whole = _plan(batch, loss, WHOLE)
+    assert not any(part.stages for part in whole.micro_batches)
+    pair.trainer.forward_backward(pair.trainer.prepare(batch, loss, whole))
+    assert_same_found(streamed, pair.trainer.found)
 
 
 @pytest.mark.parametrize("seed", range(2))

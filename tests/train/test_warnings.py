@@ -18,8 +18,8 @@ from ratoon.rollout.validate import validate_groups
 from ratoon.train.gradient_window import of_prepared
 from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.prepare import prepare
+from ratoon.train.verdicts import clip_text
 from ratoon_proto.types import (
     AdvantageKind,
     CorrectionLevel,
@@ -36,6 +36,7 @@ from ratoon_proto.types import (
     RolloutCorrection,
     StalenessAction,
     StalenessConfig,
+    StepWarning,
 )
 from tests import builders
 from tests.train.loss_cases import make_loss, run_loss, summed
@@ -69,7 +70,7 @@ def _batch(*versions: tuple[int | None, ...], **fields: Any) -> RolloutBatch:
     return validate_groups(groups, builders.limits())
 
 
-def _warnings(batch: RolloutBatch, version: int = 3, **changes: Any) -> tuple[str, ...]:
+def _warnings(batch: RolloutBatch, version: int = 3, **changes: Any) -> tuple[StepWarning, ...]:
     request = LossConfig(**({"kind": LossKind.GRPO, "old_logprobs": _GIVEN} | changes))
     loss = resolve_loss(request, batch, has_frozen_reference=False)
     return prepare(batch, loss, version=version, plan=cpu_planner(64)).warnings
@@ -88,10 +89,61 @@ def test_groups_of_one_under_a_group_baseline_are_counted(kind: AdvantageKind) -
     """A rollout sent alone had its reward as its advantage, and nothing said so."""
     batch = _batch((None,), (None, None), (None,))
     (warning,) = _warnings(batch, advantage=kind)
-    assert warning.startswith("2 of 3 groups have a single rollout: ")
-    assert str(kind) in warning
+    assert warning.message.startswith("2 of 3 groups have a single rollout: ")
+    assert str(kind) in warning.message
     assert _warnings(batch, advantage=AdvantageKind.NONE) == ()
     assert _warnings(_batch((None, None)), advantage=kind) == ()
+
+
+def _of_lengths(lengths: list[int], **fields: Any) -> RolloutBatch:
+    """One group; a response ends with token 7 unless it has 40 tokens."""
+    rollouts = [
+        builders.rollout(
+            [1] * (length - 1) + [2 if length == 40 else 7], **({"reward": n} | fields)
+        )
+        for n, length in enumerate(lengths)
+    ]
+    return validate_groups([builders.group([9], rollouts, "g")], builders.limits())
+
+
+def _bad(name: str) -> RolloutBatch:
+    ten = list(range(30, 40))
+    batch = _of_lengths(ten)
+    rewards = np.ones(10)
+    rewards[::2] = 0.0
+    truncated = np.zeros(10, np.bool_)
+    truncated[[1, 2, 4, 6, 7, 9]] = True
+    far = rewards.copy()
+    far[6] = 1e6
+    return {
+        "equal_rewards": replace(batch, rewards=np.full(10, 0.5)),
+        "reward_outlier": replace(batch, rewards=far),
+        "truncated_most": replace(batch, rewards=rewards, truncated=truncated),
+        "unmarked_truncation": _of_lengths([*ten[:6], 40, 35, 40, 40]),
+        "stale_rollouts": replace(batch, policy_version=np.array([1, *range(2, 11)])),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "value"),
+    [
+        ("equal_rewards", 0, 0.5),
+        ("reward_outlier", 6, 1e6),
+        ("truncated_most", 9, 39),
+        ("unmarked_truncation", 6, 40),
+        ("stale_rollouts", 0, 19),
+    ],
+)
+def test_bad_batch_is_told_with_whom_it_is_about(kind: str, first: int, value: float) -> None:
+    request = LossConfig(kind=LossKind.REINFORCE, advantage=AdvantageKind.GROUP_MEAN)
+    loss = resolve_loss(request, _bad(kind), has_frozen_reference=False)
+    found = prepare(_bad(kind), loss, version=20, plan=cpu_planner(512)).warnings
+    (warning,) = found
+    assert warning.kind == kind
+    offender = warning.offenders[0]
+    assert (offender.group_id, offender.rollout, offender.value) == ("g", first, value)
+    good = prepare(_of_lengths(list(range(30, 40))), loss, version=20, plan=cpu_planner(512))
+    assert good.warnings == ()
 
 
 def test_ready_advantages_of_a_single_rollout_are_as_they_are() -> None:
@@ -103,10 +155,12 @@ def test_on_policy_of_stale_rollouts_is_counted_with_its_versions() -> None:
     on_policy: dict[str, Any] = {"old_logprobs": OldLogprobs(kind=OldLogprobsKind.ON_POLICY)}
     batch = _batch((3, 1), (2, 3, None))
     found = _warnings(batch, **on_policy)
-    (warning,) = (text for text in found if "old_logprobs were sent" not in text)
-    assert warning.startswith("2 of 5 rollouts were sampled by versions 1 to 2, before version 3")
-    assert "on_policy" in warning
-    assert not [text for text in _warnings(batch, 1, **on_policy) if "before version" in text]
+    (warning,) = (each for each in found if each.kind != "unused_logprobs")
+    assert warning.message.startswith(
+        "2 of 5 rollouts were sampled by versions 1 to 2, before version 3"
+    )
+    assert "on_policy" in warning.message
+    assert not [each for each in _warnings(batch, 1, **on_policy) if each.kind == "stale_on_policy"]
     # Whoever weighs or masks the mismatch knows of it.
     correction = RolloutCorrection(
         mode=CorrectionMode.TRUNCATE, level=CorrectionLevel.TOKEN, low=0.0, high=2.0
@@ -115,26 +169,32 @@ def test_on_policy_of_stale_rollouts_is_counted_with_its_versions() -> None:
     fields: list[dict[str, Any]] = [{"correction": correction}, {"correction_mask": mask}]
     for known in fields:
         assert not [
-            text for text in _warnings(batch, **on_policy, **known) if "before version" in text
+            each
+            for each in _warnings(batch, **on_policy, **known)
+            if each.kind == "stale_on_policy"
         ]
     # Dropped rollouts are not trained on.
     staleness = StalenessConfig(max_versions=0, action=StalenessAction.DROP)
     dropped = _warnings(_batch((3, 1), (3, 3)), **on_policy, staleness=staleness)
-    assert not [text for text in dropped if "before version" in text]
+    assert not [each for each in dropped if each.kind == "stale_on_policy"]
 
 
 def test_versions_of_the_future_are_counted() -> None:
     """They made a mean staleness of less than none, and two of them one that overflowed."""
     batch = _batch((3, 9), (4, None))
     (warning,) = _warnings(batch)
-    assert warning.startswith("2 of 4 rollouts name versions 4 to 9, and the policy is at 3")
+    assert warning.message.startswith(
+        "2 of 4 rollouts name versions 4 to 9, and the policy is at 3"
+    )
     assert _warnings(batch, 9) == ()
 
 
 def test_a_span_of_the_future_is_counted() -> None:
     batch = _batch((None, None), version_spans=((0, 3), (1, 5)))
     (warning,) = _warnings(batch)
-    assert warning.startswith("2 of 2 rollouts name versions 5 to 5, and the policy is at 3")
+    assert warning.message.startswith(
+        "2 of 2 rollouts name versions 5 to 5, and the policy is at 3"
+    )
 
 
 def test_staleness_is_of_versions_that_the_policy_has_had() -> None:
@@ -182,10 +242,12 @@ def test_clip_of_gspo_is_narrower_than_a_samplers_numerics() -> None:
     assert sums.negative_clipped / sums.negative_terms == pytest.approx(negative.item())
     assert sums.positive_clipped / sums.positive_terms == pytest.approx(positive.item())
     old = OldLogprobs(kind=OldLogprobsKind.SAMPLER)
-    (warning,) = sum_warnings(make_loss(LossKind.GSPO, old_logprobs=old), sums)
-    share = math.floor(100 * negative.item() + 0.5)
-    assert f"{share}% of the terms with a negative advantage without a gradient" in warning
-    assert "from_forward" in warning
+    loss = make_loss(LossKind.GSPO, old_logprobs=old)
+    text = clip_text(loss, "negative", negative.item(), has_advice=True)
+    assert "75% of the terms with a negative advantage without a gradient: " in text
+    assert "from_forward" in text
+    # What is wrong with the log-probs is not to be hidden behind others.
+    assert clip_text(loss, "negative", 0.75, has_advice=False).endswith("without a gradient")
 
 
 _SAMPLER = OldLogprobs(kind=OldLogprobsKind.SAMPLER)
@@ -311,7 +373,7 @@ def test_bad_rollout_is_told_and_ends_no_policy(
             "reference_logprobs": report.clamped_kls,
         }
         assert told[column] > 0
-        assert any("clamped" in warning for warning in report.warnings)
+        assert any("clamped" in warning.kind for warning in report.warnings)
     assert trainer.version == 5
 
 

@@ -20,6 +20,7 @@ from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.optim.state import OptimizerState
+from ratoon.train.rollout_figures import FoundRollouts
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
@@ -139,3 +140,14 @@ def assert_close(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
     for name, tensor in one.items():
         scale = max(float(two[name].norm()), 1e-6 * total)
         assert float((tensor - two[name]).norm()) <= 1e-10 * scale, name
+
+
+def assert_same_found(found: FoundRollouts | None, other: FoundRollouts | None) -> None:
+    """Two passes over one batch found the same of every token, and so of every rollout."""
+    assert found is not None
+    assert other is not None
+    assert not np.isnan(other.columns_4J[0]).all()
+    np.testing.assert_allclose(found.columns_4J, other.columns_4J, rtol=1e-8, atol=1e-10)
+    for name in ("gap_max_S", "ratio_max_S", "clipped_S", "weight_share_S"):
+        mine, theirs = getattr(found.figures, name), getattr(other.figures, name)
+        np.testing.assert_allclose(mine, theirs, rtol=1e-8, atol=1e-10, err_msg=name)

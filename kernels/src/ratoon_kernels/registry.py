@@ -249,7 +249,7 @@ def select_backend(
         dtype: Dtype of the call's tensors.
         head_dim: Their innermost size: the hidden size for token_logprobs, a key's for gated_delta,
             the number of taps for causal_convolution.
-        value_dim: Head size of the values where it is another one (tree_attention).
+        value_dim: Head size of the values where it is another one (tree_attention, gated_delta).
         window: Tokens of its path that a query sees, or None for all (tree_attention).
         deterministic: Require a backend whose forward and backward repeat their bits.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Self, cast
 
 UNSPECIFIED = "unspecified"
 
@@ -81,6 +82,17 @@ class SkipReasonMethods:
         return self not in ("no_tokens", "zero_gradient")
 
 
+class StepWarningMethods:
+    """Methods of `StepWarning`."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Its message."""
+        warning: Any = self
+        return warning.message
+
+
 class StepReportMethods:
     """Methods of `StepReport`."""
 
@@ -110,16 +122,38 @@ class StepReportMethods:
             shown.append(f"skipped: {report.skip_reason or UNSPECIFIED}")
         return ", ".join(shown)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The figures by name, as JSON and loggers take them; what was not computed is left out."""
+        return _plain(self)
+
 
 class StepResultMethods:
     """Methods of `StepResult`."""
 
     __slots__ = ()
 
+    @property
+    def skipped(self) -> bool:
+        """Whether its optimizer step was skipped; `report.skip_reason` says why."""
+        result: Any = self
+        return result.report.skipped
+
     def __str__(self) -> str:
         """The version and the report's figures, in one line."""
         result: Any = self
         return f"version {result.version}, {result.report}"
+
+
+def _plain(value: Any) -> Any:
+    """A value without classes of ours and without fields that are None."""
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in cast("tuple[Any, ...]", value)]
+    if not is_dataclass(value):
+        return value
+    named = ((field.name, getattr(value, field.name)) for field in fields(value))
+    return {name: _plain(item) for name, item in named if item is not None}
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -1,11 +1,13 @@
 """Facts about a field from the descriptors of `ratoon.v1`: its place in JSON, its enum's short
-names."""
+names, and what the .proto files say of it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Any, cast
 
 from google.protobuf.descriptor import (
@@ -119,3 +121,13 @@ def one_of(enum: EnumDescriptor) -> str:
 
 def _prefix(enum: EnumDescriptor) -> str:
     return enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+
+
+def comment(full_name: str) -> str:
+    """The .proto comment of a message, field, enum or method; "": none."""
+    return _comments().get(full_name, "")
+
+
+@cache
+def _comments() -> Mapping[str, str]:
+    return json.loads(files("ratoon_proto.v1").joinpath("comments.json").read_text("utf-8"))

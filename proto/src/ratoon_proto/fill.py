@@ -93,6 +93,8 @@ def fill_known(message: Message, values: Any) -> None:
 
 def _known(field: FieldDescriptor, value: Any) -> Any:
     """A short name that this version does not know is none."""
+    if field.is_repeated and field.type in FLOATS:
+        return [math.nan if item is None else item for item in value]
     if field.enum_type is None:
         return value
     try:

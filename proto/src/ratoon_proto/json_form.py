@@ -18,6 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from ratoon_proto.fields import enum_name, fields_of, is_flat, is_map
 from ratoon_proto.fill import fill_known
 
+_PLAIN = (FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_STRING)
 MessageT = TypeVar("MessageT", bound=Message)
 
 
@@ -65,6 +66,8 @@ def _json_of(message: Message, field: FieldDescriptor, nested: Any) -> Any:
     value = getattr(message, field.name)
     if is_map(field):
         return dict(cast("Mapping[str, str]", value))
+    if field.is_repeated and field.type in _PLAIN:
+        return list(value)
     if field.is_repeated:
         return [_value(field, item, nested) for item in value]
     return _value(field, value, nested)

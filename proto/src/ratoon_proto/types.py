@@ -102,6 +102,22 @@ class Shard(bases.WireEnum):
 ShardName = Literal["states", "gradients", "weights"]
 
 
+class KeepRollouts(bases.WireEnum):
+    """Which rollouts of each ForwardBackward and Update are kept on disk, for ListRollouts and
+    GetRollout.
+    """
+
+    NONE = "none"
+    WORST = "worst"
+    """Rollouts that warnings name, and the 16 worst each by sampler gap, by |advantage| times
+    length, and by reward at either end.
+    """
+    ALL = "all"
+
+
+KeepRolloutsName = Literal["none", "worst", "all"]
+
+
 class PolicyState(bases.WireEnum):
     """Where a policy stands."""
 
@@ -325,6 +341,20 @@ class OperationKind(bases.OperationKindMethods, bases.WireEnum):
     IMPORT_WEIGHTS = "import_weights"
 
 
+OperationKindName = Literal[
+    "create_policy",
+    "delete_policy",
+    "update",
+    "forward_backward",
+    "optim_step",
+    "discard_gradients",
+    "forward",
+    "save_checkpoint",
+    "load_checkpoint",
+    "import_weights",
+]
+
+
 class OperationState(bases.OperationStateMethods, bases.WireEnum):
     """Where an operation stands; the last three states are final."""
 
@@ -333,6 +363,9 @@ class OperationState(bases.OperationStateMethods, bases.WireEnum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+OperationStateName = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 class SamplerLogprobsKind(bases.WireEnum):
@@ -522,6 +555,11 @@ class PolicySpec:
     attention_backend: str | None = None
     """An attention backend by name. Default: the best available."""
     numerics_guard: NumericsGuard = NumericsGuard()
+    keep_rollouts: KeepRollouts = KeepRollouts.NONE
+    keep_rollouts_bytes: int = 268435456
+    """Most bytes of kept rollouts: the oldest steps go first, and of a step that is larger alone
+    the least conspicuous rollouts. Default 256 MiB.
+    """
 
     if TYPE_CHECKING:
 
@@ -547,6 +585,8 @@ class PolicySpec:
             parallel: ParallelLayout = ParallelLayout(),
             attention_backend: str | None = None,
             numerics_guard: NumericsGuard = NumericsGuard(),
+            keep_rollouts: KeepRollouts | KeepRolloutsName = KeepRollouts.NONE,
+            keep_rollouts_bytes: int = 268435456,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -557,6 +597,7 @@ class PolicySpec:
             recovery=Recovery,
             on_changed_numerics=OnChangedNumerics,
             reference=ReferencePolicy,
+            keep_rollouts=KeepRollouts,
         )
 
 
@@ -775,6 +816,8 @@ class LossConfig:
     """Only this share, above 0, of the operation's counted tokens has a policy gradient: those of
     most entropy by the Forward that old_logprobs names, which must have had with_entropy.
     """
+    report_groups: bool = False
+    """Report every group: `StepReport.groups`."""
 
     if TYPE_CHECKING:
 
@@ -801,6 +844,7 @@ class LossConfig:
             tau_positive: float | None = None,
             tau_negative: float | None = None,
             top_entropy_share: float | None = None,
+            report_groups: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -939,6 +983,51 @@ class RouterReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """The rewards and lengths of one group, dropped rollouts too."""
+
+    group_id: str = ""
+    """At most its first 256 characters."""
+    num_rollouts: int = 0
+    reward_mean: float | None = None
+    """Over the rewards as sent, before any penalty; the standard deviation is of the values
+    themselves. Absent without rewards.
+    """
+    reward_std: float | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    response_length_mean: float = 0.0
+    zero_variance: bool = False
+    """The group has several rollouts whose rewards are all equal, as for drop_zero_variance_groups.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offender:
+    """Whom a warning is about, by index in request order."""
+
+    group: int = 0
+    group_id: str = ""
+    rollout: int = 0
+    """Index within the group; a whole group is named by its first rollout."""
+    token: int | None = None
+    """Index among the rollout's response tokens; absent: the whole rollout."""
+    value: float | None = None
+    """In the unit of the warning's message; absent where it is about no number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWarning(bases.StepWarningMethods):
+    """What is wrong or unusual about a batch or a step."""
+
+    kind: str = ""
+    """One word in snake_case, a heading of docs/runbook.md."""
+    message: str = ""
+    offenders: tuple[Offender, ...] = ()
+    """At most 8, worst first; of one batch, as several may be in a window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport(bases.StepReportMethods):
     """Figures of one ForwardBackward or Update, or of an OptimStep's whole window. Means and
     fractions are over what the loss counts (each counted token once, but loss,
@@ -1003,7 +1092,7 @@ class StepReport(bases.StepReportMethods):
     """Whether an optimizer step was skipped: its window was discarded, and weights and version are
     as before.
     """
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[StepWarning, ...] = ()
     self_check: SelfCheckReport | None = None
     """The self-check; absent where none was due."""
     skip_reason: SkipReason | None = None
@@ -1104,6 +1193,35 @@ class StepReport(bases.StepReportMethods):
     """The most that an optimizer step's peak_memory_bytes was planned to be, on the GPU that was
     planned the most; absent on a CPU.
     """
+    reward_min: float | None = None
+    """Least and largest reward of all rollouts as sent; absent without rewards."""
+    reward_max: float | None = None
+    response_length_p50: int = 0
+    """Quantiles of response_length_max's lengths: the least that at least this share does not
+    exceed.
+    """
+    response_length_p90: int = 0
+    response_length_p99: int = 0
+    update_norm: float | None = None
+    """Norms of the trained weights after the step and of what it changed, estimated from at most
+    2^17 weights spread evenly over all; absent where no step was taken.
+    """
+    weight_norm: float | None = None
+    step_kl: float | None = None
+    """k3 estimate of KL(weights before the step || after), in nats per token, on a few response
+    tokens of the window's last batch. Measured only where update_norm is unusually large beside
+    weight_norm.
+    """
+    step_kl_tokens: int = 0
+    """Tokens that step_kl is the mean of."""
+    groups: tuple[GroupReport, ...] = ()
+    """The groups in request order, where LossConfig.report_groups asks for them; not of an
+    OptimStep.
+    """
+    learning_rate: float | None = None
+    """Learning rate of the step that was asked for, taken or skipped; absent before an optimizer
+    step.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1148,6 +1266,10 @@ class CheckpointInfo:
     """
     created_at: datetime
     size_bytes: int
+    pinned: bool
+    """Whether `keep_last` of later ones neither counts nor deletes it."""
+    expires_at: datetime | None = None
+    """When the service deletes it; absent: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1245,6 +1367,81 @@ class UploadedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRollout:
+    """A rollout that a ForwardBackward or Update has kept, with what was found of it. Indexes of
+    tokens are among its response tokens, figures over its counted ones. Absent is what does not
+    exist: without rewards, sampler log-probs at the sampling temperature or a ratio, or where the
+    rollout was not run.
+    """
+
+    group: int
+    """Indexes of the group in the request, and of the rollout in the group."""
+    rollout: int
+    group_id: str
+    """At most its first 256 characters."""
+    prompt_tokens: int
+    response_tokens: int
+    reward: float | None = None
+    advantage: float | None = None
+    """Mean over tokens."""
+    gap_abs_mean: float | None = None
+    """|logp - sampler logp|: mean, the largest, and its token."""
+    gap_max: float | None = None
+    gap_max_token: int | None = None
+    ratio_max: float | None = None
+    """The largest ratio of the loss, and its token."""
+    ratio_max_token: int | None = None
+    clip_fraction: float | None = None
+    """Share of the tokens that the clip holds."""
+    policy_version: int | None = None
+    """The version that sampled it, of several the oldest; absent: not said."""
+    truncated: bool
+    dropped: bool
+    """It was dropped, for its age, its length or the equal rewards of its group."""
+    leaf: int
+    """Node of the forest that holds its last token; -1: it has none."""
+    weight_share: float | None = None
+    """Share of the step's sum of |gradient of the loss with respect to a token's log-prob|."""
+    tokens: tuple[int, ...]
+    """GetRollout alone has the rest. Token ids, prompt and response."""
+    texts: tuple[str, ...]
+    """The text of each token by the policy's tokenizer; empty without one. Of a character that
+    several tokens share the last has the text.
+    """
+    advantages: tuple[float, ...]
+    """One value each a response token: advantage, logp - sampler logp, ratio; NaN where there is
+    none.
+    """
+    gaps: tuple[float, ...]
+    ratios: tuple[float, ...]
+    clipped: tuple[bool, ...]
+    """Whether the clip holds the token, and whether it was trained on."""
+    trained: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixForest:
+    """The prefixes of all rollouts of a step, kept or not: a node is a run of tokens that the same
+    rollouts share. Parents come before their children.
+    """
+
+    parent: tuple[int, ...]
+    """-1: a root."""
+    num_tokens: tuple[int, ...]
+    num_rollouts: tuple[int, ...]
+    """Rollouts through the node, and their mean reward; NaN without rewards."""
+    reward_mean: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """The kept rollouts of a step in request order, and the forest of all."""
+
+    rollouts: tuple[KeptRollout, ...]
+    forest: PrefixForest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFile:
     """A file of a version's weights."""
 
@@ -1295,6 +1492,88 @@ class GradientManifest:
     trained_tokens: int
     num_sequences: int
     num_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeries:
+    """One figure, a value a point; NaN where no step of the point has it."""
+
+    figure: str
+    """Its name: that of a field of StepReport, or `seconds.` and that of a field of PhaseSeconds.
+    """
+    mean: tuple[float, ...]
+    """Mean, least and greatest value over the point's steps. `low` and `high` are empty where every
+    point stands for one step.
+    """
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMark:
+    """What stands out at a step, or an operation between steps that set the weights. Those of one
+    point with the same kind and reason are one mark, which stands at the last of them.
+    """
+
+    seq: int
+    version: int
+    """The policy's version after the operation."""
+    kind: OperationKind
+    warnings: tuple[str, ...]
+    """Kinds of the warnings."""
+    skip_reason: SkipReason | None = None
+    """Why the step was skipped; absent unless it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHistory:
+    """Steps as columns: a point stands for one step or for several neighbours, and has seq, version
+    and time of the last of these.
+    """
+
+    seq: tuple[int, ...]
+    version: tuple[int, ...]
+    finished_at: tuple[float, ...]
+    """Unix seconds; a clock that was set back makes it fall."""
+    series: tuple[StepSeries, ...]
+    marks: tuple[StepMark, ...]
+    num_steps: int
+    """How many steps the points stand for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInfo:
+    """A published version."""
+
+    version: int
+    size_bytes: int
+    """Bytes of its files, and of the deltas that lead to it."""
+    delta_bytes: int
+    published_at: datetime
+    is_held: bool
+    """Whether a receiver holds it now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverInfo:
+    """A receiver by its last acknowledgement."""
+
+    receiver_id: str
+    version: int | None = None
+    """The version that it serves; absent: none."""
+    lag: int | None = None
+    """Versions from that one to the newest published."""
+    holds_version: int | None = None
+    """The version that is kept for it now."""
+    last_seen: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionList:
+    """A policy's published versions, in the order of their publication, and its receivers."""
+
+    versions: tuple[VersionInfo, ...]
+    receivers: tuple[ReceiverInfo, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

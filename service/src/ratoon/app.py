@@ -23,12 +23,14 @@ from ratoon.cluster.bootstrap import (
     wait_for_workers,
 )
 from ratoon.cluster.local_ray import connect_ray, is_own_ray, leave_ray
-from ratoon.cluster.placement import ON_HEAD
+from ratoon.cluster.placement import ON_HEAD, worker_device
 from ratoon.config import RatoonConfig, is_loopback, public_hosts
 from ratoon.edge.tls import files_of, load_certificates
+from ratoon.engine.settings import EngineSettings
 from ratoon.errors import invalid
-from ratoon.log import configure_logging, get_logger
+from ratoon.log import ShownLogs, configure_logging, get_logger
 from ratoon.sole_service import free_port, sole_service
+from ratoon_proto.build import describe_build
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -61,10 +63,10 @@ def app_builder(args: dict[str, Any]) -> Application:
     return build_app(config)
 
 
-def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
+def start(config: RatoonConfig, *, shown: ShownLogs = ShownLogs.NONE) -> ServiceAddresses:
     """Start the service on this machine, or on the cluster of `config.ray.address`.
 
-    Port 0 picks a free port. `show_logs` copies the logs of all processes to this process's
+    Port 0 picks a free port. `shown` of the logs of all processes is copied to this process's
     standard error. Raises what the parts raise, and leaves nothing running then.
     """
     configure_logging(config.log_level)
@@ -73,7 +75,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
     check_tls(config)
     config = _with_ports(config)
     if not ray.is_initialized():
-        connect_ray(config, show_logs=show_logs)
+        connect_ray(config, shown=shown)
     try:
         # These start one after the other: the gateway asks the engine first, and the spare worker,
         # which the first policy waits for, has a core of two for itself.
@@ -87,7 +89,7 @@ def start(config: RatoonConfig, *, show_logs: bool = False) -> ServiceAddresses:
 
             # Serve's processes would take the cores that policies' workers need to start.
             wait_for_workers(config)
-            start_serve(config, show_logs=show_logs)
+            start_serve(config, shown=shown)
     except BaseException:
         stop(config)
         raise
@@ -112,7 +114,7 @@ def stop(config: RatoonConfig, *, ends_ray: bool = False) -> None:
 
 @contextmanager
 def running(
-    config: RatoonConfig, *, show_logs: bool = False
+    config: RatoonConfig, *, shown: ShownLogs = ShownLogs.NONE
 ) -> Generator[ServiceAddresses, None, None]:
     """Run the service for the duration of the block. A Ray started for it stops with it.
 
@@ -123,7 +125,7 @@ def running(
     is_sole = not has_ray and not config.ray.address
     with sole_service(config) if is_sole else nullcontext():
         try:
-            addresses = start(config, show_logs=show_logs)
+            addresses = start(config, shown=shown)
             try:
                 yield addresses
             finally:
@@ -131,6 +133,21 @@ def running(
         finally:
             if not has_ray:
                 leave_ray()
+
+
+def describe(config: RatoonConfig, addresses: ServiceAddresses) -> dict[str, str]:
+    """What someone who has started the service wants to know of it, by name."""
+    said = {
+        "ratoon": describe_build("ratoon"),
+        "data root": str(config.data_root.absolute()),
+        "models root": str(config.models_folder),
+        "device": worker_device(EngineSettings.from_config(config)),
+        "http": addresses.http,
+        "grpc": addresses.grpc,
+    }
+    if addresses.serve_http is not None:
+        said["serve http"] = addresses.serve_http
+    return said | {"page": f"{addresses.http}/"}
 
 
 def _addresses(config: RatoonConfig) -> ServiceAddresses:

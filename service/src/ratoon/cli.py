@@ -97,21 +97,29 @@ def _reported(*errors: type[Exception]) -> Generator[None, None, None]:
 
 
 @cli.command()
-def serve(config: ConfigOption = None) -> None:
+def serve(
+    config: ConfigOption = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show what Ray and Serve say of themselves too.")
+    ] = False,
+) -> None:
     """Run the service on this machine until SIGTERM or Ctrl-C; exit 1 if its Ray has ended."""
     settings = _read_config(config)
     with frozen_imports():
         from ratoon import app
         from ratoon.cluster.local_ray import ended_processes, exit_without_ray
+        from ratoon.log import ShownLogs
 
     stop = threading.Event()
     # The handler comes before the start: callers are answered while it is under way, and SIGTERM
     # must drain their calls.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    with _reported(RatoonError), app.running(settings, show_logs=True) as addresses:
+    shown = ShownLogs.ALL if verbose else ShownLogs.OWN
+    with _reported(RatoonError), app.running(settings, shown=shown) as addresses:
         signal.signal(signal.SIGINT, lambda *_: stop.set())
-        typer.echo(f"http  {addresses.http}")
-        typer.echo(f"grpc  {addresses.grpc}")
+        for name, value in app.describe(settings, addresses).items():
+            typer.echo(f"{name:<12} {value}")
+        typer.echo("ready        stop it with Ctrl-C or SIGTERM")
         while not stop.wait(RAY_POLL_S):
             if ended := ended_processes():
                 typer.echo(f"{ended[0]} of Ray has ended: start the service again", err=True)
@@ -210,7 +218,11 @@ def demo(
 @keys.command("create")
 def create_key(
     scope: Annotated[
-        Scope, typer.Option(help="read: look and pull; train: also train; admin: everything.")
+        list[Scope],
+        typer.Option(
+            help="read: look and pull; train: also train; admin: everything; read:rollouts: see "
+            "kept rollouts too, beside any of them."
+        ),
     ],
     policy: Annotated[
         list[str] | None,
@@ -241,6 +253,9 @@ def create_key(
     config: ConfigOption = None,
 ) -> None:
     """Create a key and show it once, on standard output."""
+    ranked = {*scope} - {Scope.READ_ROLLOUTS}
+    if len(ranked) != 1:
+        raise typer.BadParameter("--scope: one of read, train and admin, and read:rollouts or not")
     settings = _read_config(config)
     now = time.time()
     with _reported(RatoonError, ValidationError):
@@ -255,12 +270,13 @@ def create_key(
             max_queued_bytes=max_queued_bytes,
         )
         key, text = new_key(
-            scope=scope,
+            scope=ranked.pop(),
             policies=names or None,
             note=note,
             created_at=now,
             expires_at=None if expires_days is None else now + expires_days * DAY_S,
             limits=limits,
+            reads_rollouts=Scope.READ_ROLLOUTS in scope,
         )
         KeyFile(settings.data_root.absolute()).add(key)
     _audit(settings, "keys.create", key.key_id)
@@ -284,7 +300,8 @@ def list_keys(config: ConfigOption = None) -> None:
         times = (_day(key.created_at), "never" if key.expires_at is None else _day(key.expires_at))
         own = key.limits.model_dump(exclude_none=True)
         limits = ", ".join(f"{name} {value:g}" for name, value in own.items())
-        table.add_row(key.key_id, key.scope, policies, state, *times, limits, escape(key.note))
+        scopes = f"{key.scope}, {Scope.READ_ROLLOUTS}" if key.reads_rollouts else key.scope
+        table.add_row(key.key_id, scopes, policies, state, *times, limits, escape(key.note))
     # Ids are never truncated, however narrow the terminal.
     Console(soft_wrap=True, width=LIST_COLUMNS).print(table)
 

@@ -142,6 +142,8 @@ class LimitsConfig(_Section):
     # Seconds that callers may wait in total for an operation that is blocked by a missing seq.
     gap_wait_s: float = Field(default=30.0, gt=0)
     max_policies: int = Field(default=16, ge=1)
+    # Steps whose figures are kept, per policy: those of the last so many seqs.
+    max_steps: int = Field(default=1_000_000, ge=1)
     # Limit per policy. The next seq bypasses it, or the queue would deadlock.
     max_open_operations: int = Field(default=1024, ge=1)
     # Bodies of open operations, and uploads not yet used by a call: per policy, and over all.

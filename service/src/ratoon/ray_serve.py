@@ -37,7 +37,7 @@ from ratoon.api.http.app import create_app
 from ratoon.auth.access import checked_hosts
 from ratoon.config import RatoonConfig, is_ray_tls, ray_tls_files
 from ratoon.edge.tls import files_of
-from ratoon.log import configure_logging, ray_level
+from ratoon.log import ShownLogs, configure_logging, ray_level
 
 APP_NAME = "ratoon"
 # Serve fails the start where a proxy takes three times this long to import its modules. Its default
@@ -85,9 +85,9 @@ def build_app(config: RatoonConfig) -> serve.Application:
     return deployment(wrapped).bind(config)
 
 
-def start_serve(config: RatoonConfig, *, show_logs: bool) -> None:
+def start_serve(config: RatoonConfig, *, shown: ShownLogs) -> None:
     """Returns once the replicas answer. Variables of Serve's processes set what no option does."""
-    level = ray_level(config.log_level) if show_logs else "WARNING"
+    level = ray_level(config.log_level) if shown is ShownLogs.ALL else "ERROR"
     logging.getLogger("ray.serve").setLevel(level)
     variables = {
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(_PROXY_START_S),

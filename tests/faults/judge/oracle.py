@@ -43,6 +43,7 @@ from ratoon_proto.types import (
     OptimStepConfig,
     StepReport,
     StepResult,
+    StepWarning,
 )
 from tests.faults.judge.calls import (
     LEARNING_RATE,
@@ -248,7 +249,7 @@ class Oracle:
             return None
         return read_old_logprobs(self._results[call.from_forward], batch)
 
-    def _needless_forward(self, call: Call) -> tuple[str, ...]:
+    def _needless_forward(self, call: Call) -> tuple[StepWarning, ...]:
         """A Forward that a call names is of the batch that it trains, and of that alone."""
         is_needless = self._forward_versions.get(call.from_forward) == self.trainer.version
         return (NEEDLESS_FORWARD,) if is_needless else ()

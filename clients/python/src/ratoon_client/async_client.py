@@ -26,6 +26,7 @@ from ratoon_client.transport.target import (
     check_key_target,
     check_target,
     open_transport,
+    reach,
 )
 from ratoon_client.values import Checkpoint, ForwardResult, Health, OperationResult, PolicyOptions
 from ratoon_client.weights.calls import (
@@ -35,14 +36,23 @@ from ratoon_client.weights.calls import (
     fetch_result_file,
     weight_manifest,
 )
+from ratoon_client.weights.export import export_weights
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.weights.receiver import Adapter, AsyncWeightReceiver, ReceiverEvent, log_event
 from ratoon_client.wire import decode, group_messages, policy_spec_message, request_message
 from ratoon_proto.types import (
     GradientManifest,
+    KeptRollout,
     Operation,
+    OperationKind,
+    OperationKindName,
+    OperationState,
+    OperationStateName,
     Policy,
     ServerInfo,
+    StepHistory,
+    StepRollouts,
+    VersionList,
     WeightFile,
     WeightManifest,
 )
@@ -91,7 +101,9 @@ class AsyncRatoonClient:
         self._config = with_tls_files(
             keyed, ca_file, cert_file, key_file, is_tls=scheme in TLS_SCHEMES
         )
-        self._caller = Caller(partial(open_transport, target, self._config), self._config)
+        self._caller = Caller(
+            partial(open_transport, target, self._config), partial(reach, target), self._config
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -216,6 +228,71 @@ class AsyncRatoonClient:
         )
         return decode(message, Operation)
 
+    async def operations(
+        self,
+        policy_id: str | None = None,
+        *,
+        kinds: Sequence[OperationKind | OperationKindName] = (),
+        states: Sequence[OperationState | OperationStateName] = (),
+        seq: int | None = None,
+    ) -> AsyncGenerator[Operation, None]:
+        """List operations, newest first, a page at a time as they are iterated over.
+
+        Args:
+            policy_id: The policy. Default: all policies that the caller may see.
+            kinds: Only operations of these kinds.
+            states: Only operations in these states.
+            seq: Only the policy's operation with this seq.
+        """
+        request = request_message(
+            rpcs.LIST_OPERATIONS.request,
+            policy_id=policy_id,
+            kinds=all_of("kinds", kinds, str),
+            states=all_of("states", states, str),
+            seq=seq,
+        )
+        while True:
+            page = await self._caller.call(rpcs.LIST_OPERATIONS, request)
+            for operation in page.operations:
+                yield decode(operation, Operation)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def steps(
+        self,
+        policy_id: str,
+        figures: Sequence[str] = (),
+        *,
+        after_seq: int = 0,
+        before_seq: int = 0,
+        max_points: int = 1000,
+    ) -> StepHistory:
+        """Read the figures of a policy's optimizer steps, oldest first, as columns.
+
+        Args:
+            policy_id: The policy.
+            figures: Names of a report's figures: `loss`, `seconds.forward`. Default: all.
+            after_seq: Only steps after this seq: `history.seq[-1]` of an earlier answer.
+            before_seq: Only steps before this seq; 0: up to the newest.
+            max_points: Where there are more steps, neighbours are joined into one point, with their
+                mean, least and greatest values.
+        """
+        message = await self._caller.ask(
+            rpcs.LIST_STEPS,
+            policy_id=policy_id,
+            figures=all_of("figures", figures, str),
+            after_seq=after_seq,
+            before_seq=before_seq,
+            max_points=max_points,
+        )
+        return decode(message, StepHistory)
+
+    async def versions(self, policy_id: str) -> VersionList:
+        """Read which versions of a policy are published, and what its receivers serve."""
+        message = await self._caller.ask(rpcs.LIST_VERSIONS, policy_id=policy_id)
+        return decode(message, VersionList)
+
     async def cancel_operation(self, operation_id: str) -> Operation:
         """Stop an operation before its optimizer step; one that has ended stays as it is."""
         message = await self._caller.ask(rpcs.CANCEL_OPERATION, operation_id=operation_id)
@@ -225,6 +302,42 @@ class AsyncRatoonClient:
         """Read a policy's checkpoints."""
         answer = await self._caller.ask(rpcs.LIST_CHECKPOINTS, policy_id=policy_id)
         return [decode(checkpoint, Checkpoint) for checkpoint in answer.checkpoints]
+
+    async def rollouts(self, policy_id: str, seq: int) -> StepRollouts:
+        """Read what a ForwardBackward or Update has kept of its rollouts, by its seq, without
+        tokens.
+
+        Raises:
+            RatoonApiError: ROLLOUTS_NOT_FOUND, where nothing is kept of it, or no more.
+        """
+        answer = await self._caller.ask(rpcs.LIST_ROLLOUTS, policy_id=policy_id, seq=seq)
+        return decode(answer, StepRollouts)
+
+    async def rollout(self, policy_id: str, seq: int, group: int, rollout: int) -> KeptRollout:
+        """Read one kept rollout with its tokens, by the indexes of group and rollout.
+
+        Raises:
+            RatoonApiError: ROLLOUTS_NOT_FOUND, where it is not kept, or no more.
+        """
+        place = {"policy_id": policy_id, "seq": seq, "group": group, "rollout": rollout}
+        return decode(await self._caller.ask(rpcs.GET_ROLLOUT, **place), KeptRollout)
+
+    async def delete_checkpoint(self, policy_id: str, checkpoint_id: str) -> Checkpoint:
+        """Delete a checkpoint, whatever the policy does meanwhile.
+
+        Its name is free at once; its files go as soon as no recovery begins at it. The call is sent
+        once: a second one could meet a checkpoint saved under that name in between.
+
+        Returns:
+            What was deleted.
+
+        Raises:
+            RatoonApiError: CHECKPOINT_NOT_FOUND, where there is none of this name.
+        """
+        answer = await self._caller.ask(
+            rpcs.DELETE_CHECKPOINT, policy_id=policy_id, checkpoint_id=checkpoint_id
+        )
+        return decode(answer, Checkpoint)
 
     async def weight_manifest(
         self,
@@ -381,6 +494,33 @@ class AsyncRatoonClient:
             IntegrityError: Bytes are not what their digests say.
         """
         return await pull_weights(self._caller, policy_id, Path(folder), version=version, keep=keep)
+
+    async def export_weights(
+        self,
+        policy_id: str,
+        folder: Path | str,
+        version: int | None = None,
+        *,
+        base: Path | str | None = None,
+        merge: bool = False,
+    ) -> PulledWeights:
+        """Write a version as a Hugging Face folder of its own, with tokenizer and README.md.
+
+        Args:
+            policy_id: The policy.
+            folder: A folder that is new or empty.
+            version: The version. Default: the newest published.
+            base: For an adapter: the folder of its base, or the base's id on a hub, which the
+                adapter's config then names.
+            merge: Whether to merge the adapter into the folder `base`, which makes a whole model.
+
+        Raises:
+            InvalidArgumentError: There is something in `folder`, or `base` is not of the version.
+            IntegrityError: Bytes are not what their digests say.
+        """
+        return await export_weights(
+            self._caller, policy_id, Path(folder), version=version, base=base, merge=merge
+        )
 
     def weight_receiver(
         self,

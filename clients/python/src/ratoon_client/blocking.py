@@ -196,7 +196,7 @@ class OperationHandle(_Face[AsyncOperationHandle[ResultT]]):
         """The operation's place in its policy's order; 0: it has none."""
         return self._async.seq
 
-    def result(self, timeout_s: float | None = None, *, progress: bool = False) -> ResultT:
+    def result(self, timeout_s: float | None = None, *, progress: bool | None = None) -> ResultT:
         """Wait for what the operation makes; see `AsyncOperationHandle.result`."""
         return self._loop.run(self._async.result(timeout_s, progress=progress))
 
@@ -329,8 +329,14 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     upload_part = blocking(AsyncRatoonClient.upload_part)
     operation = blocking(AsyncRatoonClient.operation)
     get_operation = blocking(AsyncRatoonClient.get_operation)
+    operations = blocking(AsyncRatoonClient.operations)
     cancel_operation = blocking(AsyncRatoonClient.cancel_operation)
+    steps = blocking(AsyncRatoonClient.steps)
+    versions = blocking(AsyncRatoonClient.versions)
     list_checkpoints = blocking(AsyncRatoonClient.list_checkpoints)
+    rollouts = blocking(AsyncRatoonClient.rollouts)
+    rollout = blocking(AsyncRatoonClient.rollout)
+    delete_checkpoint = blocking(AsyncRatoonClient.delete_checkpoint)
     weight_manifest = blocking(AsyncRatoonClient.weight_manifest)
     watch_weights = blocking(AsyncRatoonClient.watch_weights)
     ack_weights = blocking(AsyncRatoonClient.ack_weights)
@@ -338,6 +344,7 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     fetch_file = blocking(AsyncRatoonClient.fetch_file)
     fetch_weights = blocking(AsyncRatoonClient.fetch_weights)
     pull_weights = blocking(AsyncRatoonClient.pull_weights)
+    export_weights = blocking(AsyncRatoonClient.export_weights)
     weight_receiver = blocking(AsyncRatoonClient.weight_receiver)
     server_info = blocking(AsyncRatoonClient.server_info)
     health = blocking(AsyncRatoonClient.health)

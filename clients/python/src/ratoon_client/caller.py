@@ -92,10 +92,22 @@ class _Wait(tenacity.wait_random_exponential):
 
 
 class Caller:
-    """A transport, opened on first use, and the timeouts of a client."""
+    """A transport, opened on first use, and the timeouts of a client.
 
-    def __init__(self, open_transport: Callable[[], Transport], config: ClientConfig) -> None:
+    A service that was there once (`is_reached`) is waited for as long as a call may take; one that
+    never was, for the client's `connect_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        open_transport: Callable[[], Transport],
+        reach: Callable[[float], Awaitable[None]],
+        config: ClientConfig,
+    ) -> None:
+        """`reach`: returns once something takes a connection, or raises TransportError in time."""
         self._open_transport = open_transport
+        self._reach = reach
+        self.is_reached = False
         self._transport: Transport | None = None
         self._process = 0
         self._is_closed = False
@@ -148,6 +160,7 @@ class Caller:
         attempt_s = (
             self.config.attempt_timeout_s if attempt_timeout_s is None else attempt_timeout_s
         )
+        await self._reach_once(total_s)
         if not rpc.is_idempotent:
             return await self.transport.call(rpc, request, timeout_s=min(total_s, attempt_s))
         return await retried(
@@ -168,10 +181,18 @@ class Caller:
         Each try has `wait_s` and `attempt_timeout_s`; the client's timeout bounds when the last one
         begins.
         """
+        await self._reach_once(self.config.timeout_s)
         return await retried(
             lambda _: self.transport.call(rpc, request, timeout_s=wait_s + attempt_timeout_s),
             timeout_s=wait_s + self.config.timeout_s,
         )
+
+    async def _reach_once(self, timeout_s: float) -> None:
+        """Raises UnusableClientError and TransportError."""
+        _ = self.transport
+        if not self.is_reached:
+            await self._reach(min(self.config.connect_timeout_s, timeout_s))
+            self.is_reached = True
 
 
 async def retried(attempt: Callable[[float], Awaitable[T]], *, timeout_s: float) -> T:

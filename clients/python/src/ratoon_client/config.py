@@ -28,7 +28,10 @@ _KEY = re.compile(r"[!-~]*")
 class ClientConfig:
     """Times in seconds, sizes in bytes.
 
-    `timeout_s` bounds a whole call with its retries, `attempt_timeout_s` each try of it. Manifests
+    `timeout_s` bounds a whole call with its retries, `attempt_timeout_s` each try of it.
+    `connect_timeout_s` is how long the first call waits for something to take a connection: give
+    more to a client that may start before its service. A service that goes away later is waited for
+    as long as a call may take. Manifests
     may take ten minutes: that of a version, which the service answers once the version is written,
     is asked for again for as long as the service answers a probe; that of gradients, which waits
     for the operation that runs, has ten minutes for a try. A batch over `upload_above_bytes` is
@@ -42,6 +45,7 @@ class ClientConfig:
 
     timeout_s: float = 60.0
     attempt_timeout_s: float = 30.0
+    connect_timeout_s: float = 2.0
     max_message_bytes: int = 256 * MIB
     upload_above_bytes: int = 32 * MIB
     part_bytes: int = 16 * MIB
@@ -57,6 +61,7 @@ class ClientConfig:
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("attempt_timeout_s", self.attempt_timeout_s)
+        check_seconds("connect_timeout_s", self.connect_timeout_s)
 
     @property
     def authorization(self) -> str:

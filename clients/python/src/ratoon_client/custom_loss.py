@@ -1,7 +1,7 @@
 """Losses that the caller writes: a function of log-probs here, gradients of the policy there.
 
 The gradient of any L(logprobs) is the sum over tokens of dL/dlogp times the gradient of logp, which
-is that of `cross_entropy` with token weights -dL/dlogp. So no code goes to the service: a Forward
+is that of `reinforce` with advantages -dL/dlogp. So no code goes to the service: a Forward
 brings the log-probs, the function runs in the caller's process, and its gradient goes back.
 """
 
@@ -24,7 +24,7 @@ from ratoon_client.values import Loss
 # the loss, and its gradient with respect to each of these arrays.
 CustomLoss = Callable[[list[NDArray[np.float32]]], tuple[float, Sequence[FloatsLike]]]
 
-WEIGHTED = Loss("cross_entropy", token_weight="per_token", shared_tokens="sum")
+WEIGHTED = Loss("reinforce", advantage="given", token_weight="per_token", shared_tokens="sum")
 
 
 def by_autograd(
@@ -57,10 +57,10 @@ def by_autograd(
 def weighted(
     groups: Sequence[Group], logprobs: Sequence[NDArray[np.float32]], loss_of: CustomLoss
 ) -> tuple[float, list[Group]]:
-    """Weight tokens so that their weighted sum of log-probs has the gradient of a loss.
+    """Give tokens advantages so that their policy gradient is the gradient of a loss.
 
     Returns:
-        The loss, and `groups` with those token weights.
+        The loss, and `groups` with those advantages.
 
     Raises:
         InvalidArgumentError: `loss_of` gives a gradient of another shape, or a number that is not
@@ -86,10 +86,10 @@ def weighted(
             rollouts=tuple(
                 replace(
                     rollout,
-                    outcome=None,
+                    outcome=next(weights),
                     old_logprobs=None,
                     reference_logprobs=None,
-                    token_weights=next(weights),
+                    token_weights=None,
                 )
                 for rollout in group.rollouts
             ),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import aclosing, contextmanager
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 from rich.console import Console
@@ -36,6 +38,9 @@ ResultT = TypeVar("ResultT")
 # Seconds of one long poll: more than the 30 that a service waits behind a missing seq, which it may
 # count anew for each poll, and less than the 60 after which proxies cut a connection.
 POLL_S = 40.0
+# A wait that is longer is drawn, one at a time: bars of several would overwrite each other.
+_LONG_S = 3.0
+_DRAWING = threading.Lock()
 
 
 class AsyncOperationHandle(Generic[ResultT]):
@@ -71,12 +76,15 @@ class AsyncOperationHandle(Generic[ResultT]):
         """
         return decode(await self._wait(timeout_s), Operation)
 
-    async def result(self, timeout_s: float | None = None, *, progress: bool = False) -> ResultT:
+    async def result(
+        self, timeout_s: float | None = None, *, progress: bool | None = None
+    ) -> ResultT:
         """Wait for what the operation makes.
 
         Args:
             timeout_s: Seconds to wait; None: as long as it takes.
-            progress: Whether to draw a bar on standard error.
+            progress: Whether to draw a bar on standard error. Default: while a wait is longer than
+                three seconds, if standard error is a terminal.
 
         Raises:
             RatoonApiError: The operation failed or was cancelled. SEQ_GAP: the wait ended behind a
@@ -84,7 +92,10 @@ class AsyncOperationHandle(Generic[ResultT]):
             ResultTimeoutError: `timeout_s` is over; the operation goes on.
             TransportError: The service has not answered for the client's `timeout_s`.
         """
-        final = await (self._drawn_wait(timeout_s) if progress else self._wait(timeout_s))
+        if progress is None and sys.stderr.isatty():
+            final = await self._wait_beside(timeout_s, self._draw_late())
+        else:
+            final = await (self._drawn_wait(timeout_s) if progress else self._wait(timeout_s))
         return cast("ResultT", await outcome(self._caller, final))
 
     async def watch(self) -> AsyncGenerator[Operation, None]:
@@ -121,14 +132,29 @@ class AsyncOperationHandle(Generic[ResultT]):
     async def _drawn_wait(self, timeout_s: float | None) -> operation_pb2.Operation:
         """Wait and draw; only drawing uses the watch, which has no end behind a missing seq."""
         with progress_bar() as show:
-            drawing = asyncio.create_task(self._draw(show))
-            try:
-                final = await self._wait(timeout_s)
-            finally:
-                drawing.cancel()
-                await asyncio.gather(drawing, return_exceptions=True)
+            final = await self._wait_beside(timeout_s, self._draw(show))
             show(decode(final, Operation))
             return final
+
+    async def _wait_beside(
+        self, timeout_s: float | None, drawing: Coroutine[Any, Any, None]
+    ) -> operation_pb2.Operation:
+        task = asyncio.create_task(drawing)
+        try:
+            return await self._wait(timeout_s)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _draw_late(self) -> None:
+        """Draw once the wait is long, unless another one is drawn, and leave nothing behind."""
+        await asyncio.sleep(_LONG_S)
+        if _DRAWING.acquire(blocking=False):
+            try:
+                with progress_bar(is_transient=True) as show:
+                    await self._draw(show)
+            finally:
+                _DRAWING.release()
 
     async def _draw(self, show: Callable[[Operation], None]) -> None:
         async with aclosing(self.watch()) as states:
@@ -210,8 +236,8 @@ async def _forward(caller: Caller, message: operation_pb2.Operation) -> ForwardR
 
 
 @contextmanager
-def progress_bar() -> Generator[Callable[[Operation], None]]:
-    """Gives the function to call with every state."""
+def progress_bar(*, is_transient: bool = False) -> Generator[Callable[[Operation], None]]:
+    """Gives the function to call with every state. `is_transient`: the bar goes at its end."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -219,7 +245,7 @@ def progress_bar() -> Generator[Callable[[Operation], None]]:
         TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=is_transient) as bar:
         task = bar.add_task("waiting", total=None, rate="")
 
         def show(operation: Operation) -> None:

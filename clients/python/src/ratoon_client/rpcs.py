@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2, weights_pb2
+from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -49,11 +49,25 @@ FORWARD = Rpc("Forward", service_pb2.ForwardRequest, _Operation)
 UPLOAD_PART = Rpc("UploadPart", service_pb2.UploadPartRequest, service_pb2.UploadPartResponse)
 GET_OPERATION = Rpc("GetOperation", service_pb2.GetOperationRequest, _Operation)
 WATCH_OPERATION = Rpc("WatchOperation", service_pb2.WatchOperationRequest, _Operation)
+LIST_OPERATIONS = Rpc(
+    "ListOperations", service_pb2.ListOperationsRequest, service_pb2.ListOperationsResponse
+)
+LIST_STEPS = Rpc("ListSteps", service_pb2.ListStepsRequest, service_pb2.StepHistory)
+LIST_VERSIONS = Rpc("ListVersions", service_pb2.ListVersionsRequest, service_pb2.VersionList)
 CANCEL_OPERATION = Rpc("CancelOperation", service_pb2.CancelOperationRequest, _Operation)
 SAVE_CHECKPOINT = Rpc("SaveCheckpoint", service_pb2.SaveCheckpointRequest, _Operation)
 LOAD_CHECKPOINT = Rpc("LoadCheckpoint", service_pb2.LoadCheckpointRequest, _Operation)
 LIST_CHECKPOINTS = Rpc(
     "ListCheckpoints", service_pb2.ListCheckpointsRequest, service_pb2.ListCheckpointsResponse
+)
+LIST_ROLLOUTS = Rpc("ListRollouts", service_pb2.ListRolloutsRequest, rollout_pb2.StepRollouts)
+GET_ROLLOUT = Rpc("GetRollout", service_pb2.GetRolloutRequest, rollout_pb2.KeptRollout)
+# A second delete could meet a checkpoint that was saved under that name in between.
+DELETE_CHECKPOINT = Rpc(
+    "DeleteCheckpoint",
+    service_pb2.DeleteCheckpointRequest,
+    operation_pb2.CheckpointInfo,
+    is_idempotent=False,
 )
 GET_WEIGHT_MANIFEST = Rpc(
     "GetWeightManifest", service_pb2.GetWeightManifestRequest, weights_pb2.WeightManifest

@@ -117,7 +117,7 @@ class AsyncPolicySession:
         """Add the gradient of a loss of the caller's own to the window.
 
         The session makes two calls, with two keys: a Forward, whose result it waits for, and a
-        ForwardBackward with `cross_entropy` and the token weights that have the gradient of
+        ForwardBackward with `reinforce` and the advantages that have the gradient of
         `loss_of`. That gradient is a sum: an OptimStep divides it by nothing unless told otherwise.
         Where another producer has stepped in between, the operation fails with VERSION_MISMATCH.
 
@@ -209,17 +209,37 @@ class AsyncPolicySession:
         )
 
     async def save_checkpoint(
-        self, checkpoint_id: str = "", *, seq: int | None = None, request_id: str | None = None
+        self,
+        checkpoint_id: str = "",
+        *,
+        overwrite: bool = False,
+        pinned: bool = False,
+        ttl_s: float | None = None,
+        keep_last: int = 0,
+        seq: int | None = None,
+        request_id: str | None = None,
     ) -> AsyncOperationHandle[Checkpoint]:
         """Save model, optimizer, version and seq. Keys as for `update`.
 
         Args:
             checkpoint_id: Its name. Default: one that the service makes from seq and version.
+            overwrite: Whether it takes the place of a checkpoint of this name.
+            pinned: Whether `keep_last` of later calls neither counts nor deletes it.
+            ttl_s: Seconds after which the service deletes it. Default: never.
+            keep_last: How many of the policy's checkpoints that are not pinned stay, this one
+                among them. Default: all.
             seq: As for `update`.
             request_id: As for `update`.
         """
-        key = operation_key(seq, request_id)
-        return await self._send(rpcs.SAVE_CHECKPOINT, key, checkpoint_id=checkpoint_id)
+        return await self._send(
+            rpcs.SAVE_CHECKPOINT,
+            operation_key(seq, request_id),
+            checkpoint_id=checkpoint_id,
+            overwrite=overwrite,
+            pinned=pinned,
+            ttl_s=ttl_s,
+            keep_last=keep_last,
+        )
 
     async def load_checkpoint(
         self, checkpoint_id: str, *, seq: int | None = None, request_id: str | None = None

@@ -16,6 +16,8 @@ from ratoon_proto.types import (
     AdamWConfig,
     CheckpointInfo,
     ImportResult,
+    KeepRollouts,
+    KeepRolloutsName,
     KlConfig,
     LoraTuning,
     LossConfig,
@@ -63,28 +65,32 @@ class FromForward(OldLogprobs):
 
 
 class PolicyOptions(TypedDict, total=False):
-    """Fields of a PolicySpec that `create_policy` takes; an absent one has the service's default.
+    """Fields of a PolicySpec that `create_policy` takes.
+
+    An absent one, and None, is the service's default.
 
     One of `preset` and `model_folder` is required. Without `lora` every parameter is trained.
     """
 
-    preset: str
-    model_folder: str
-    lora: Lora
-    optimizer: AdamW
-    dtype: ModelDtype | ModelDtypeName
-    seed: int
-    sequencing: Sequencing | SequencingName
-    deterministic: bool
-    recovery: Recovery | RecoveryName
-    on_changed_numerics: OnChangedNumerics | OnChangedNumericsName
-    publish: Publish
-    keep_versions: int
-    micro_batch_tokens: int
-    reference: ReferencePolicy | ReferencePolicyName
-    parallel: Parallel
-    attention_backend: str
-    numerics_guard: NumericsGuard
+    preset: str | None
+    model_folder: str | None
+    lora: Lora | None
+    optimizer: AdamW | None
+    dtype: ModelDtype | ModelDtypeName | None
+    seed: int | None
+    sequencing: Sequencing | SequencingName | None
+    deterministic: bool | None
+    recovery: Recovery | RecoveryName | None
+    on_changed_numerics: OnChangedNumerics | OnChangedNumericsName | None
+    publish: Publish | None
+    keep_versions: int | None
+    micro_batch_tokens: int | None
+    reference: ReferencePolicy | ReferencePolicyName | None
+    parallel: Parallel | None
+    attention_backend: str | None
+    numerics_guard: NumericsGuard | None
+    keep_rollouts: KeepRollouts | KeepRolloutsName | None
+    keep_rollouts_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

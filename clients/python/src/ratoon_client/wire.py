@@ -111,7 +111,7 @@ def policy_spec_message(policy_id: str, options: PolicyOptions) -> policy_pb2.Po
         if name not in PolicyOptions.__annotations__:
             names = ", ".join(PolicyOptions.__annotations__)
             raise InvalidArgumentError(name, "an unknown option", f"one of {names}")
-        if name in _OPTION_TYPES:
+        if name in _OPTION_TYPES and value is not None:
             check_type(name, value, _OPTION_TYPES[name])
     return _message(policy_pb2.PolicySpec, {"policy_id": policy_id, **options}, "")
 

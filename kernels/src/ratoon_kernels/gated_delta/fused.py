@@ -18,7 +18,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ratoon_kernels.errors import BackendUnavailableError
 from ratoon_kernels.gated_delta.forest_tables import CHUNK_TOKENS, ForestTables, forest_tables
 from ratoon_kernels.gated_delta.operands import Gradients, Operands
 from ratoon_kernels.gated_delta.reference import NORM_EPSILON
@@ -57,7 +56,12 @@ def unavailable_reason() -> str | None:
 
 
 def unsupported_reason(
-    device: torch.device, dtype: torch.dtype, key_dim: int, _is_deterministic: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    key_dim: int,
+    _is_deterministic: bool,
+    value_dim: int | None = None,
+    _window: int | None = None,
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
     if device.type != "cuda":
@@ -66,6 +70,8 @@ def unsupported_reason(
         return f"no support for dtype {dtype}"
     if key_dim not in SIZES:
         return f"keys of {key_dim}, expected one of {SIZES}"
+    if value_dim not in (None, *SIZES):
+        return f"values of {value_dim}, expected one of {SIZES}"
     major, minor = torch.cuda.get_device_capability(device)
     if major < MIN_CAPABILITY_MAJOR:
         return f"compute capability {major}.{minor}, needs {MIN_CAPABILITY_MAJOR}.0 or more"
@@ -249,14 +255,10 @@ class _Call:
 
     @staticmethod
     def of(operands: Operands) -> "_Call":
-        q_TKD, value_dim = operands.q_TKD, operands.v_TNV.shape[2]
-        if value_dim not in SIZES:
-            reason = f"values of {value_dim}, expected one of {SIZES}"
-            raise BackendUnavailableError("gated_delta", "fused", reason)
         return _Call(
             operands=operands,
-            tables=forest_tables(operands.plan[0], operands.handover, q_TKD.device),
-            inverse_q_TK=_inverse_norms(q_TKD),
+            tables=forest_tables(operands.plan[0], operands.handover, operands.q_TKD.device),
+            inverse_q_TK=_inverse_norms(operands.q_TKD),
             inverse_k_TK=_inverse_norms(operands.k_TKD),
         )
 

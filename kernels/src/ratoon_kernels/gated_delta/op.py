@@ -73,7 +73,7 @@ def gated_delta_rule(
         is_deterministic=deterministic,
     )
     check_rule(operands, layout)
-    name = _select(q_TKD, backend, deterministic)
+    name = _select(q_TKD, v_TNV, backend, deterministic)
     plan = GATED_DELTA_BACKENDS[name].plan(layout)
     return _forward(q_TKD, k_TKD, v_TNV, g_TN, beta_TN, plan, scale, name, deterministic)
 
@@ -160,13 +160,14 @@ def _whole(
     )
 
 
-def _select(q_TKD: Tensor, backend: str | None, deterministic: bool) -> str:
+def _select(q_TKD: Tensor, v_TNV: Tensor, backend: str | None, deterministic: bool) -> str:
     return select_backend(
         GATED_DELTA,
         backend,
         q_TKD.device,
         q_TKD.dtype,
         q_TKD.shape[-1],
+        value_dim=v_TNV.shape[-1],
         deterministic=deterministic,
     )
 
@@ -297,5 +298,5 @@ def _prepare(
 ) -> tuple[str, Operands]:
     operands = replace(operands, handover=handover, first_SNDV=first_SNDV)
     check_rule(operands, layout)
-    name = _select(operands.q_TKD, backend, operands.is_deterministic)
+    name = _select(operands.q_TKD, operands.v_TNV, backend, operands.is_deterministic)
     return name, replace(operands, plan=GATED_DELTA_BACKENDS[name].plan(layout))

@@ -1,11 +1,14 @@
 """The reference backend of the gated delta rule: eager torch, any device, the truth for the others.
 
-Nodes run in packed order, chunks of a node one after the other, and each sum has one order, in the
-accumulation dtype. A parent's end takes its gradients from its children in packed order.
+Nodes of one depth and length run at once, chunks of a node one after the other, and each sum has
+one order, in the accumulation dtype. A parent's end takes its gradients from its children, the last
+one in packed order first.
 
-Shapes: L rows of a chunk, N heads, D elements of a key, V of a value. README.md has the formulas.
+Shapes: L rows of a chunk, N heads (of each node that runs at once, in a chunk), D elements of a
+key, V of a value, M nodes, G of them at once. README.md has the formulas.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +21,8 @@ from ratoon_kernels.layout import TreeLayout
 from ratoon_kernels.precision import ACCUMULATION_DTYPES
 
 CHUNK_TOKENS = 64
+# Bound on what a chunk of nodes that run at once makes of pairs of tokens.
+GROUP_TOKENS = 4096
 NORM_EPSILON = 1e-6
 
 
@@ -27,7 +32,12 @@ def unavailable_reason() -> str | None:
 
 
 def unsupported_reason(
-    _device: torch.device, dtype: torch.dtype, _key_dim: int, _is_deterministic: bool
+    _device: torch.device,
+    dtype: torch.dtype,
+    _key_dim: int,
+    _is_deterministic: bool,
+    _value_dim: int | None = None,
+    _window: int | None = None,
 ) -> str | None:
     """Returns why it does not serve such a call, or None."""
     return None if dtype in ACCUMULATION_DTYPES else f"no support for dtype {dtype}"
@@ -40,78 +50,79 @@ def plan(layout: TreeLayout) -> list[Tensor]:
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor]:
     """Returns out_TNV (dtype of q) and the handed ends, end_ENDV (accumulation dtype)."""
-    rows = _Rows.of(operands)
+    rows, nodes = _Rows.of(operands), _Nodes.of(operands)
     out_NTV = torch.empty_like(rows.v_NTV)
-    nodes = _Nodes.of(operands)
-    ends: list[Tensor] = []
-    for node, state in _states(operands, rows, nodes, ends):
-        for tokens in _chunks(nodes.start[node], nodes.stop[node]):
-            chunk = rows.chunk(tokens)
-            out_NTV[:, tokens], state = chunk.forward(state)
-        ends.append(state)
-    out_TNV = out_NTV.transpose(0, 1).to(operands.q_TKD.dtype, copy=True)
-    handed = [ends[node] for node in nodes.handed]
-    num_heads, _, value_dim = rows.v_NTV.shape
-    none = rows.v_NTV.new_empty((0, num_heads, rows.k_NTD.shape[2], value_dim))
-    return out_TNV, torch.stack(handed) if handed else none
+    ends_MNDV = rows.states(len(nodes.start))
+    for group in nodes.groups():
+        state = _starts(operands, nodes, ends_MNDV, group)
+        for tokens_GL in nodes.chunks(group, out_NTV.device):
+            out_NLV, state = rows.chunk(tokens_GL).forward(state)
+            _put(out_NTV, tokens_GL, out_NLV)
+        ends_MNDV[group] = state.unflatten(0, (len(group), -1))
+    return out_NTV.transpose(0, 1).to(operands.q_TKD.dtype, copy=True), ends_MNDV[nodes.handed]
 
 
 def backward(operands: Operands, dout_TNV: Tensor, dend_ENDV: Tensor | None) -> Gradients:
     """Returns the gradients; `dend_ENDV`, of the handed ends, in the accumulation dtype."""
     rows, nodes = _Rows.of(operands), _Nodes.of(operands)
     dout_NTV = dout_TNV.transpose(0, 1).to(operands.accumulation_dtype)
-    starts, ends = list[list[Tensor]](), list[Tensor]()
-    for node, state in _states(operands, rows, nodes, ends):
-        starts.append([])
-        for tokens in _chunks(nodes.start[node], nodes.stop[node]):
-            starts[node].append(state)
-            state = rows.chunk(tokens).end(state)
-        ends.append(state)
+    ends_MNDV = rows.states(len(nodes.start))
+    kept: list[tuple[list[int], list[tuple[Tensor, Tensor]]]] = []
+    for group in nodes.groups():
+        state = _starts(operands, nodes, ends_MNDV, group)
+        chunks: list[tuple[Tensor, Tensor]] = []
+        for tokens_GL in nodes.chunks(group, dout_NTV.device):
+            chunks.append((tokens_GL, state))
+            state = rows.chunk(tokens_GL).end(state)
+        ends_MNDV[group] = state.unflatten(0, (len(group), -1))
+        kept.append((group, chunks))
     sums = rows.zeros()
+    dends_MNDV, dstarts_MNDV = torch.zeros_like(ends_MNDV), torch.empty_like(ends_MNDV)
+    if dend_ENDV is not None:
+        dends_MNDV[nodes.handed] = dend_ENDV
+    children = nodes.children()
+    for group, chunks in reversed(kept):
+        # What was handed on, then the children, the last one first.
+        for turn in range(max(len(children[node]) for node in group)):
+            parents = [node for node in group if len(children[node]) > turn]
+            dends_MNDV[parents] += dstarts_MNDV[[children[node][-1 - turn] for node in parents]]
+        dstate = dends_MNDV[group].flatten(0, 1)
+        for tokens_GL, state in reversed(chunks):
+            dout_NLV = _pick(dout_NTV, tokens_GL)
+            dstate, dchunk = rows.chunk(tokens_GL).backward(state, dout_NLV, dstate)
+            sums.put(tokens_GL, dchunk)
+        dstarts_MNDV[group] = dstate.unflatten(0, (len(group), -1))
     first = operands.first_SNDV
     dfirst = None if first is None else torch.zeros_like(first)
-    dends: list[list[Tensor]] = [[] for _ in starts]
-    for place, node in enumerate(nodes.handed):
-        assert dend_ENDV is not None, "a gradient for each handed end"
-        dends[node].append(dend_ENDV[place])
-    for node in reversed(range(len(starts))):
-        # What was handed on, then the children, who came last to first.
-        handed = len(dends[node]) and node in nodes.handed
-        dstate = torch.zeros_like(ends[node])
-        for each in [*dends[node][:handed], *reversed(dends[node][handed:])]:
-            dstate = dstate + each
-        chunks = [*_chunks(nodes.start[node], nodes.stop[node])]
-        for tokens, state in zip(reversed(chunks), reversed(starts[node]), strict=True):
-            dstate = rows.chunk(tokens).backward(
-                state, dout_NTV[:, tokens], dstate, sums.chunk(tokens)
-            )
-        parent = nodes.parent[node]
-        if parent >= 0:
-            dends[parent].append(dstate)
-        elif dfirst is not None and nodes.first[node] >= 0:
+    for node in reversed(range(len(nodes.start))):
+        if dfirst is not None and nodes.parent[node] < 0 and nodes.first[node] >= 0:
             # Several roots may continue one node.
-            dfirst[nodes.first[node]] += dstate
+            dfirst[nodes.first[node]] += dstarts_MNDV[node]
     return _gradients(operands, sums, dfirst)
 
 
-def _states(
-    operands: Operands, rows: "_Rows", nodes: "_Nodes", ends: list[Tensor]
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields each node with its first state; whoever iterates adds the node's end to `ends`."""
-    zeros = rows.v_NTV.new_zeros((rows.v_NTV.shape[0], rows.k_NTD.shape[2], rows.v_NTV.shape[2]))
-    for node, (parent, first) in enumerate(zip(nodes.parent, nodes.first, strict=True)):
-        if parent >= 0:
-            yield node, ends[parent]
-        elif first >= 0:
-            assert operands.first_SNDV is not None
-            yield node, operands.first_SNDV[first]
-        else:
-            yield node, zeros
+def _starts(operands: Operands, nodes: "_Nodes", ends_MNDV: Tensor, group: list[int]) -> Tensor:
+    """First states of nodes of one depth, [G * N, D, V]."""
+    parents = [nodes.parent[node] for node in group]
+    if parents[0] >= 0:
+        return ends_MNDV[parents].flatten(0, 1)
+    starts_GNDV = ends_MNDV.new_zeros((len(group), *ends_MNDV.shape[1:]))
+    continued = [place for place, node in enumerate(group) if nodes.first[node] >= 0]
+    if continued:
+        assert operands.first_SNDV is not None
+        known = [nodes.first[group[place]] for place in continued]
+        starts_GNDV[continued] = operands.first_SNDV[known]
+    return starts_GNDV.flatten(0, 1)
 
 
-def _chunks(start: int, stop: int) -> Iterator[slice]:
-    for first in range(start, stop, CHUNK_TOKENS):
-        yield slice(first, min(first + CHUNK_TOKENS, stop))
+def _pick(x_NT: Tensor, tokens_GL: Tensor) -> Tensor:
+    """[G * N, L, ...]: rows of each node, by head."""
+    return x_NT[:, tokens_GL].transpose(0, 1).flatten(0, 1)
+
+
+def _put(x_NT: Tensor, tokens_GL: Tensor, rows: Tensor) -> None:
+    """Writes back what `_pick` takes."""
+    x_NT[:, tokens_GL] = rows.unflatten(0, (len(tokens_GL), -1)).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +141,36 @@ class _Nodes:
         if handover is None:
             return _Nodes(start, stop, parent, [-1] * len(start), [])
         return _Nodes(start, stop, parent, handover.first_M.tolist(), handover.handed_E.tolist())
+
+    def groups(self) -> list[list[int]]:
+        """Nodes that run at once, of one depth and length; parents before their children."""
+        depth: list[int] = []
+        found: dict[tuple[int, int, int], list[int]] = {}
+        count: Counter[tuple[int, int]] = Counter()
+        for node, parent in enumerate(self.parent):
+            depth.append(depth[parent] + 1 if parent >= 0 else 0)
+            length = self.stop[node] - self.start[node]
+            most = max(GROUP_TOKENS // max(min(length, CHUNK_TOKENS), 1), 1)
+            kind = depth[node], length
+            found.setdefault((*kind, count[kind] // most), []).append(node)
+            count[kind] += 1
+        return [found[key] for key in sorted(found)]
+
+    def chunks(self, group: list[int], device: torch.device) -> Iterator[Tensor]:
+        """Tokens of each chunk of a group's nodes, [G, L]."""
+        start_G1 = torch.tensor([self.start[node] for node in group], device=device)[:, None]
+        length = self.stop[group[0]] - self.start[group[0]]
+        for first in range(0, length, CHUNK_TOKENS):
+            last = min(first + CHUNK_TOKENS, length)
+            yield start_G1 + torch.arange(first, last, device=device)
+
+    def children(self) -> list[list[int]]:
+        """Children of each node, in packed order."""
+        found: list[list[int]] = [[] for _ in self.parent]
+        for node, parent in enumerate(self.parent):
+            if parent >= 0:
+                found[parent].append(node)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +199,21 @@ class _Rows:
             operands.beta_TN.to(dtype).T,
         )
 
-    def chunk(self, tokens: slice) -> "_Chunk":
+    def chunk(self, tokens_GL: Tensor) -> "_Chunk":
         return _Chunk(
-            self.q_NTD[:, tokens],
-            self.k_NTD[:, tokens],
-            self.v_NTV[:, tokens],
-            self.g_NT[:, tokens],
-            self.beta_NT[:, tokens],
+            _pick(self.q_NTD, tokens_GL),
+            _pick(self.k_NTD, tokens_GL),
+            _pick(self.v_NTV, tokens_GL),
+            _pick(self.g_NT, tokens_GL),
+            _pick(self.beta_NT, tokens_GL),
         )
+
+    def put(self, tokens_GL: Tensor, chunk: "_Chunk") -> None:
+        _put(self.q_NTD, tokens_GL, chunk.q_NLD)
+        _put(self.k_NTD, tokens_GL, chunk.k_NLD)
+        _put(self.v_NTV, tokens_GL, chunk.v_NLV)
+        _put(self.g_NT, tokens_GL, chunk.g_NL)
+        _put(self.beta_NT, tokens_GL, chunk.beta_NL)
 
     def zeros(self) -> "_Rows":
         return _Rows(
@@ -174,6 +222,11 @@ class _Rows:
                 for x in (self.q_NTD, self.k_NTD, self.v_NTV, self.g_NT, self.beta_NT)
             )
         )
+
+    def states(self, num_nodes: int) -> Tensor:
+        """A state of each node, not initialised."""
+        num_heads, _, key_dim = self.k_NTD.shape
+        return self.v_NTV.new_empty((num_nodes, num_heads, key_dim, self.v_NTV.shape[2]))
 
 
 def _group(operands: Operands) -> int:
@@ -240,9 +293,9 @@ class _Chunk:
         return kept_NDV + (inner.rest_NL[:, :, None] * self.k_NLD).mT @ inner.update_NLV
 
     def backward(
-        self, state_NDV: Tensor, dout_NLV: Tensor, dend_NDV: Tensor, sums: "_Chunk"
-    ) -> Tensor:
-        """Writes the gradients to `sums`; returns that of the first state."""
+        self, state_NDV: Tensor, dout_NLV: Tensor, dend_NDV: Tensor
+    ) -> tuple[Tensor, "_Chunk"]:
+        """Returns the gradients of the first state and of the rows."""
         inner = self.inner(state_NDV)
         decay_NL1, rest_NL1 = inner.decay_NL[:, :, None], inner.rest_NL[:, :, None]
         beta_NL1, update_NLV = self.beta_NL[:, :, None], inner.update_NLV
@@ -284,12 +337,8 @@ class _Chunk:
         dtotal_NL = dexponent_NLL.sum(2) - dexponent_NLL.sum(1)
         dtotal_NL = dtotal_NL + ddecay_NL * inner.decay_NL - by_rest_NL
         dtotal_NL[:, -1] += by_rest_NL.sum(1) + dlast_N * inner.decay_NL[:, -1]
-        sums.q_NLD.copy_(dq_NLD)
-        sums.k_NLD.copy_(dk_NLD)
-        sums.v_NLV.copy_(dv_NLV)
-        sums.beta_NL.copy_(dbeta_NL)
-        sums.g_NL.copy_(dtotal_NL.flip(1).cumsum(1).flip(1))
-        return dstate_NDV
+        dg_NL = dtotal_NL.flip(1).cumsum(1).flip(1)
+        return dstate_NDV, _Chunk(dq_NLD, dk_NLD, dv_NLV, dg_NL, dbeta_NL)
 
 
 def _solve(lower_NLL: Tensor, right_NLV: Tensor) -> Tensor:

@@ -190,6 +190,8 @@ class CheckpointInfo(_message.Message):
     REPLAY_FROM_SEQ_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     version: _builtins.int
     seq: _builtins.int
@@ -199,8 +201,14 @@ class CheckpointInfo(_message.Message):
     past this checkpoint, so that no recovery begins at it; LoadCheckpoint does.
     """
     size_bytes: _builtins.int
+    pinned: _builtins.bool
+    """Whether `keep_last` of later ones neither counts nor deletes it."""
     @_builtins.property
     def created_at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def expires_at(self) -> _timestamp_pb2.Timestamp:
+        """When the service deletes it; absent: never."""
+
     def __init__(
         self,
         *,
@@ -210,10 +218,12 @@ class CheckpointInfo(_message.Message):
         replay_from_seq: _builtins.int = ...,
         created_at: _timestamp_pb2.Timestamp | None = ...,
         size_bytes: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
+        expires_at: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "expires_at", b"expires_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "created_at", b"created_at", "replay_from_seq", b"replay_from_seq", "seq", b"seq", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "created_at", b"created_at", "expires_at", b"expires_at", "pinned", b"pinned", "replay_from_seq", b"replay_from_seq", "seq", b"seq", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

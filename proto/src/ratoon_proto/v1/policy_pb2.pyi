@@ -186,6 +186,32 @@ With LoRA only the base's weights are sharded.
 """
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
 
+class _KeepRollouts:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KeepRolloutsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KeepRollouts.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KEEP_ROLLOUTS_UNSPECIFIED: _KeepRollouts.ValueType  # 0
+    KEEP_ROLLOUTS_NONE: _KeepRollouts.ValueType  # 1
+    KEEP_ROLLOUTS_WORST: _KeepRollouts.ValueType  # 2
+    """Rollouts that warnings name, and the 16 worst each by sampler gap, by |advantage| times length, and by
+    reward at either end.
+    """
+    KEEP_ROLLOUTS_ALL: _KeepRollouts.ValueType  # 3
+
+class KeepRollouts(_KeepRollouts, metaclass=_KeepRolloutsEnumTypeWrapper):
+    """Which rollouts of each ForwardBackward and Update are kept on disk, for ListRollouts and GetRollout."""
+
+KEEP_ROLLOUTS_UNSPECIFIED: KeepRollouts.ValueType  # 0
+KEEP_ROLLOUTS_NONE: KeepRollouts.ValueType  # 1
+KEEP_ROLLOUTS_WORST: KeepRollouts.ValueType  # 2
+"""Rollouts that warnings name, and the 16 worst each by sampler gap, by |advantage| times length, and by
+reward at either end.
+"""
+KEEP_ROLLOUTS_ALL: KeepRollouts.ValueType  # 3
+Global___KeepRollouts: _TypeAlias = KeepRollouts  # noqa: Y015
+
 class _PolicyState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -454,6 +480,8 @@ class PolicySpec(_message.Message):
     PARALLEL_FIELD_NUMBER: _builtins.int
     ATTENTION_BACKEND_FIELD_NUMBER: _builtins.int
     NUMERICS_GUARD_FIELD_NUMBER: _builtins.int
+    KEEP_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    KEEP_ROLLOUTS_BYTES_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """The policy's id: [a-z0-9][a-z0-9_-]{0,63}."""
     preset: _builtins.str
@@ -475,6 +503,11 @@ class PolicySpec(_message.Message):
     reference: Global___ReferencePolicy.ValueType
     attention_backend: _builtins.str
     """An attention backend by name. Default: the best available."""
+    keep_rollouts: Global___KeepRollouts.ValueType
+    keep_rollouts_bytes: _builtins.int
+    """Most bytes of kept rollouts: the oldest steps go first, and of a step that is larger alone the least
+    conspicuous rollouts. Default 256 MiB.
+    """
     @_builtins.property
     def full(self) -> Global___FullTuning: ...
     @_builtins.property
@@ -509,15 +542,19 @@ class PolicySpec(_message.Message):
         parallel: Global___ParallelLayout | None = ...,
         attention_backend: _builtins.str | None = ...,
         numerics_guard: Global___NumericsGuard | None = ...,
+        keep_rollouts: Global___KeepRollouts.ValueType = ...,
+        keep_rollouts_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "full", b"full", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "full", b"full", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "full", b"full", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "full", b"full", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_backend: _TypeAlias = _typing.Literal["attention_backend"]  # noqa: Y015
     _WhichOneofArgType__attention_backend: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend"]  # noqa: Y015
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
+    _WhichOneofReturnType__keep_rollouts_bytes: _TypeAlias = _typing.Literal["keep_rollouts_bytes"]  # noqa: Y015
+    _WhichOneofArgType__keep_rollouts_bytes: _TypeAlias = _typing.Literal["_keep_rollouts_bytes", b"_keep_rollouts_bytes"]  # noqa: Y015
     _WhichOneofReturnType__keep_versions: _TypeAlias = _typing.Literal["keep_versions"]  # noqa: Y015
     _WhichOneofArgType__keep_versions: _TypeAlias = _typing.Literal["_keep_versions", b"_keep_versions"]  # noqa: Y015
     _WhichOneofReturnType__micro_batch_tokens: _TypeAlias = _typing.Literal["micro_batch_tokens"]  # noqa: Y015
@@ -530,6 +567,8 @@ class PolicySpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attention_backend) -> _WhichOneofReturnType__attention_backend | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deterministic) -> _WhichOneofReturnType__deterministic | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_rollouts_bytes) -> _WhichOneofReturnType__keep_rollouts_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_versions) -> _WhichOneofReturnType__keep_versions | None: ...
     @_typing.overload

@@ -331,3 +331,231 @@ class UploadedBatch(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UploadedBatch: _TypeAlias = UploadedBatch  # noqa: Y015
+
+@_typing.final
+class KeptRollout(_message.Message):
+    """A rollout that a ForwardBackward or Update has kept, with what was found of it. Indexes of tokens are among
+    its response tokens, figures over its counted ones. Absent is what does not exist: without rewards,
+    sampler log-probs at the sampling temperature or a ratio, or where the rollout was not run.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    ADVANTAGE_FIELD_NUMBER: _builtins.int
+    GAP_ABS_MEAN_FIELD_NUMBER: _builtins.int
+    GAP_MAX_FIELD_NUMBER: _builtins.int
+    GAP_MAX_TOKEN_FIELD_NUMBER: _builtins.int
+    RATIO_MAX_FIELD_NUMBER: _builtins.int
+    RATIO_MAX_TOKEN_FIELD_NUMBER: _builtins.int
+    CLIP_FRACTION_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    LEAF_FIELD_NUMBER: _builtins.int
+    WEIGHT_SHARE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    GAPS_FIELD_NUMBER: _builtins.int
+    RATIOS_FIELD_NUMBER: _builtins.int
+    CLIPPED_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """Indexes of the group in the request, and of the rollout in the group."""
+    rollout: _builtins.int
+    group_id: _builtins.str
+    """At most its first 256 characters."""
+    prompt_tokens: _builtins.int
+    response_tokens: _builtins.int
+    reward: _builtins.float
+    advantage: _builtins.float
+    """Mean over tokens."""
+    gap_abs_mean: _builtins.float
+    """|logp - sampler logp|: mean, the largest, and its token."""
+    gap_max: _builtins.float
+    gap_max_token: _builtins.int
+    ratio_max: _builtins.float
+    """The largest ratio of the loss, and its token."""
+    ratio_max_token: _builtins.int
+    clip_fraction: _builtins.float
+    """Share of the tokens that the clip holds."""
+    policy_version: _builtins.int
+    """The version that sampled it, of several the oldest; absent: not said."""
+    truncated: _builtins.bool
+    dropped: _builtins.bool
+    """It was dropped, for its age, its length or the equal rewards of its group."""
+    leaf: _builtins.int
+    """Node of the forest that holds its last token; -1: it has none."""
+    weight_share: _builtins.float
+    """Share of the step's sum of |gradient of the loss with respect to a token's log-prob|."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """GetRollout alone has the rest. Token ids, prompt and response."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The text of each token by the policy's tokenizer; empty without one. Of a character that several
+        tokens share the last has the text.
+        """
+
+    @_builtins.property
+    def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One value each a response token: advantage, logp - sampler logp, ratio; NaN where there is none."""
+
+    @_builtins.property
+    def gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def ratios(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def clipped(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Whether the clip holds the token, and whether it was trained on."""
+
+    @_builtins.property
+    def trained(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        rollout: _builtins.int = ...,
+        group_id: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        response_tokens: _builtins.int = ...,
+        reward: _builtins.float | None = ...,
+        advantage: _builtins.float | None = ...,
+        gap_abs_mean: _builtins.float | None = ...,
+        gap_max: _builtins.float | None = ...,
+        gap_max_token: _builtins.int | None = ...,
+        ratio_max: _builtins.float | None = ...,
+        ratio_max_token: _builtins.int | None = ...,
+        clip_fraction: _builtins.float | None = ...,
+        policy_version: _builtins.int | None = ...,
+        truncated: _builtins.bool = ...,
+        dropped: _builtins.bool = ...,
+        leaf: _builtins.int = ...,
+        weight_share: _builtins.float | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        advantages: _abc.Iterable[_builtins.float] | None = ...,
+        gaps: _abc.Iterable[_builtins.float] | None = ...,
+        ratios: _abc.Iterable[_builtins.float] | None = ...,
+        clipped: _abc.Iterable[_builtins.bool] | None = ...,
+        trained: _abc.Iterable[_builtins.bool] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_clip_fraction", b"_clip_fraction", "_gap_abs_mean", b"_gap_abs_mean", "_gap_max", b"_gap_max", "_gap_max_token", b"_gap_max_token", "_policy_version", b"_policy_version", "_ratio_max", b"_ratio_max", "_ratio_max_token", b"_ratio_max_token", "_reward", b"_reward", "_weight_share", b"_weight_share", "advantage", b"advantage", "clip_fraction", b"clip_fraction", "gap_abs_mean", b"gap_abs_mean", "gap_max", b"gap_max", "gap_max_token", b"gap_max_token", "policy_version", b"policy_version", "ratio_max", b"ratio_max", "ratio_max_token", b"ratio_max_token", "reward", b"reward", "weight_share", b"weight_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_clip_fraction", b"_clip_fraction", "_gap_abs_mean", b"_gap_abs_mean", "_gap_max", b"_gap_max", "_gap_max_token", b"_gap_max_token", "_policy_version", b"_policy_version", "_ratio_max", b"_ratio_max", "_ratio_max_token", b"_ratio_max_token", "_reward", b"_reward", "_weight_share", b"_weight_share", "advantage", b"advantage", "advantages", b"advantages", "clip_fraction", b"clip_fraction", "clipped", b"clipped", "dropped", b"dropped", "gap_abs_mean", b"gap_abs_mean", "gap_max", b"gap_max", "gap_max_token", b"gap_max_token", "gaps", b"gaps", "group", b"group", "group_id", b"group_id", "leaf", b"leaf", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "ratio_max", b"ratio_max", "ratio_max_token", b"ratio_max_token", "ratios", b"ratios", "response_tokens", b"response_tokens", "reward", b"reward", "rollout", b"rollout", "texts", b"texts", "tokens", b"tokens", "trained", b"trained", "truncated", b"truncated", "weight_share", b"weight_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__advantage: _TypeAlias = _typing.Literal["advantage"]  # noqa: Y015
+    _WhichOneofArgType__advantage: _TypeAlias = _typing.Literal["_advantage", b"_advantage"]  # noqa: Y015
+    _WhichOneofReturnType__clip_fraction: _TypeAlias = _typing.Literal["clip_fraction"]  # noqa: Y015
+    _WhichOneofArgType__clip_fraction: _TypeAlias = _typing.Literal["_clip_fraction", b"_clip_fraction"]  # noqa: Y015
+    _WhichOneofReturnType__gap_abs_mean: _TypeAlias = _typing.Literal["gap_abs_mean"]  # noqa: Y015
+    _WhichOneofArgType__gap_abs_mean: _TypeAlias = _typing.Literal["_gap_abs_mean", b"_gap_abs_mean"]  # noqa: Y015
+    _WhichOneofReturnType__gap_max: _TypeAlias = _typing.Literal["gap_max"]  # noqa: Y015
+    _WhichOneofArgType__gap_max: _TypeAlias = _typing.Literal["_gap_max", b"_gap_max"]  # noqa: Y015
+    _WhichOneofReturnType__gap_max_token: _TypeAlias = _typing.Literal["gap_max_token"]  # noqa: Y015
+    _WhichOneofArgType__gap_max_token: _TypeAlias = _typing.Literal["_gap_max_token", b"_gap_max_token"]  # noqa: Y015
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_max: _TypeAlias = _typing.Literal["ratio_max"]  # noqa: Y015
+    _WhichOneofArgType__ratio_max: _TypeAlias = _typing.Literal["_ratio_max", b"_ratio_max"]  # noqa: Y015
+    _WhichOneofReturnType__ratio_max_token: _TypeAlias = _typing.Literal["ratio_max_token"]  # noqa: Y015
+    _WhichOneofArgType__ratio_max_token: _TypeAlias = _typing.Literal["_ratio_max_token", b"_ratio_max_token"]  # noqa: Y015
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__weight_share: _TypeAlias = _typing.Literal["weight_share"]  # noqa: Y015
+    _WhichOneofArgType__weight_share: _TypeAlias = _typing.Literal["_weight_share", b"_weight_share"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__advantage) -> _WhichOneofReturnType__advantage | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_fraction) -> _WhichOneofReturnType__clip_fraction | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap_abs_mean) -> _WhichOneofReturnType__gap_abs_mean | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap_max) -> _WhichOneofReturnType__gap_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap_max_token) -> _WhichOneofReturnType__gap_max_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_max) -> _WhichOneofReturnType__ratio_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_max_token) -> _WhichOneofReturnType__ratio_max_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_share) -> _WhichOneofReturnType__weight_share | None: ...
+
+Global___KeptRollout: _TypeAlias = KeptRollout  # noqa: Y015
+
+@_typing.final
+class PrefixForest(_message.Message):
+    """The prefixes of all rollouts of a step, kept or not: a node is a run of tokens that the same rollouts
+    share. Parents come before their children.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    REWARD_MEAN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """-1: a root."""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def num_rollouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rollouts through the node, and their mean reward; NaN without rewards."""
+
+    @_builtins.property
+    def reward_mean(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        parent: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_rollouts: _abc.Iterable[_builtins.int] | None = ...,
+        reward_mean: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rollouts", b"num_rollouts", "num_tokens", b"num_tokens", "parent", b"parent", "reward_mean", b"reward_mean"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixForest: _TypeAlias = PrefixForest  # noqa: Y015
+
+@_typing.final
+class StepRollouts(_message.Message):
+    """The kept rollouts of a step in request order, and the forest of all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    FOREST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptRollout]: ...
+    @_builtins.property
+    def forest(self) -> Global___PrefixForest: ...
+    def __init__(
+        self,
+        *,
+        rollouts: _abc.Iterable[Global___KeptRollout] | None = ...,
+        forest: Global___PrefixForest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forest", b"forest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forest", b"forest", "rollouts", b"rollouts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRollouts: _TypeAlias = StepRollouts  # noqa: Y015

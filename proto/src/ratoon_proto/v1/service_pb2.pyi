@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from ratoon_proto.v1 import operation_pb2 as _operation_pb2
@@ -482,6 +483,421 @@ class WatchOperationRequest(_message.Message):
 Global___WatchOperationRequest: _TypeAlias = WatchOperationRequest  # noqa: Y015
 
 @_typing.final
+class ListOperationsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    """Absent: all policies that the caller may see."""
+    seq: _builtins.int
+    """Only the operation with this seq; 0: any."""
+    page_size: _builtins.int
+    """At most 500. Default: 50."""
+    page_token: _builtins.str
+    """The `next_page_token` of an answer to the same question. Default: begin with the newest."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_operation_pb2.OperationKind.ValueType]:
+        """Only operations of these kinds, or in these states; empty: all."""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_operation_pb2.OperationState.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        kinds: _abc.Iterable[_operation_pb2.OperationKind.ValueType] | None = ...,
+        states: _abc.Iterable[_operation_pb2.OperationState.ValueType] | None = ...,
+        seq: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds", "page_size", b"page_size", "page_token", b"page_token", "policy_id", b"policy_id", "seq", b"seq", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperationsRequest: _TypeAlias = ListOperationsRequest  # noqa: Y015
+
+@_typing.final
+class ListOperationsResponse(_message.Message):
+    """One page of operations, newest first. A page may have fewer operations than asked for, or none, and
+    still not be the last.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty: there are no more."""
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[_operation_pb2.Operation]: ...
+    def __init__(
+        self,
+        *,
+        operations: _abc.Iterable[_operation_pb2.Operation] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "operations", b"operations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperationsResponse: _TypeAlias = ListOperationsResponse  # noqa: Y015
+
+@_typing.final
+class ListStepsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    FIGURES_FIELD_NUMBER: _builtins.int
+    AFTER_SEQ_FIELD_NUMBER: _builtins.int
+    MAX_POINTS_FIELD_NUMBER: _builtins.int
+    BEFORE_SEQ_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    after_seq: _builtins.int
+    """Only steps after this seq."""
+    max_points: _builtins.int
+    """At most 10,000. Default: 1,000."""
+    before_seq: _builtins.int
+    """Only steps before this seq, so that a range has at most so many steps; 0: up to the newest."""
+    @_builtins.property
+    def figures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of figures: `loss`, `grad_norm`, `seconds.forward`. Empty: all that any of the steps has."""
+
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        figures: _abc.Iterable[_builtins.str] | None = ...,
+        after_seq: _builtins.int = ...,
+        max_points: _builtins.int = ...,
+        before_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seq", b"after_seq", "before_seq", b"before_seq", "figures", b"figures", "max_points", b"max_points", "policy_id", b"policy_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsRequest: _TypeAlias = ListStepsRequest  # noqa: Y015
+
+@_typing.final
+class StepSeries(_message.Message):
+    """One figure, a value a point; NaN where no step of the point has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIGURE_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    figure: _builtins.str
+    """Its name: that of a field of StepReport, or `seconds.` and that of a field of PhaseSeconds."""
+    @_builtins.property
+    def mean(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Mean, least and greatest value over the point's steps. `low` and `high` are empty where every
+        point stands for one step.
+        """
+
+    @_builtins.property
+    def low(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def high(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        figure: _builtins.str = ...,
+        mean: _abc.Iterable[_builtins.float] | None = ...,
+        low: _abc.Iterable[_builtins.float] | None = ...,
+        high: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["figure", b"figure", "high", b"high", "low", b"low", "mean", b"mean"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepSeries: _TypeAlias = StepSeries  # noqa: Y015
+
+@_typing.final
+class StepMark(_message.Message):
+    """What stands out at a step, or an operation between steps that set the weights. Those of one point
+    with the same kind and reason are one mark, which stands at the last of them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
+    SKIP_REASON_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    version: _builtins.int
+    """The policy's version after the operation."""
+    kind: _operation_pb2.OperationKind.ValueType
+    skip_reason: _training_pb2.SkipReason.ValueType
+    """Why the step was skipped; absent unless it was."""
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of the warnings."""
+
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        version: _builtins.int = ...,
+        kind: _operation_pb2.OperationKind.ValueType = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
+        skip_reason: _training_pb2.SkipReason.ValueType | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_reason", b"_skip_reason", "skip_reason", b"skip_reason"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_reason", b"_skip_reason", "kind", b"kind", "seq", b"seq", "skip_reason", b"skip_reason", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__skip_reason: _TypeAlias = _typing.Literal["skip_reason"]  # noqa: Y015
+    _WhichOneofArgType__skip_reason: _TypeAlias = _typing.Literal["_skip_reason", b"_skip_reason"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_reason) -> _WhichOneofReturnType__skip_reason | None: ...
+
+Global___StepMark: _TypeAlias = StepMark  # noqa: Y015
+
+@_typing.final
+class StepHistory(_message.Message):
+    """Steps as columns: a point stands for one step or for several neighbours, and has seq, version and
+    time of the last of these.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    FINISHED_AT_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    """How many steps the points stand for."""
+    @_builtins.property
+    def seq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def version(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def finished_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Unix seconds; a clock that was set back makes it fall."""
+
+    @_builtins.property
+    def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSeries]: ...
+    @_builtins.property
+    def marks(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMark]: ...
+    def __init__(
+        self,
+        *,
+        seq: _abc.Iterable[_builtins.int] | None = ...,
+        version: _abc.Iterable[_builtins.int] | None = ...,
+        finished_at: _abc.Iterable[_builtins.float] | None = ...,
+        series: _abc.Iterable[Global___StepSeries] | None = ...,
+        marks: _abc.Iterable[Global___StepMark] | None = ...,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished_at", b"finished_at", "marks", b"marks", "num_steps", b"num_steps", "seq", b"seq", "series", b"series", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepHistory: _TypeAlias = StepHistory  # noqa: Y015
+
+@_typing.final
+class ListVersionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListVersionsRequest: _TypeAlias = ListVersionsRequest  # noqa: Y015
+
+@_typing.final
+class VersionInfo(_message.Message):
+    """A published version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DELTA_BYTES_FIELD_NUMBER: _builtins.int
+    PUBLISHED_AT_FIELD_NUMBER: _builtins.int
+    IS_HELD_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    size_bytes: _builtins.int
+    """Bytes of its files, and of the deltas that lead to it."""
+    delta_bytes: _builtins.int
+    is_held: _builtins.bool
+    """Whether a receiver holds it now."""
+    @_builtins.property
+    def published_at(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        delta_bytes: _builtins.int = ...,
+        published_at: _timestamp_pb2.Timestamp | None = ...,
+        is_held: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["published_at", b"published_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_bytes", b"delta_bytes", "is_held", b"is_held", "published_at", b"published_at", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionInfo: _TypeAlias = VersionInfo  # noqa: Y015
+
+@_typing.final
+class ReceiverInfo(_message.Message):
+    """A receiver by its last acknowledgement."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    LAG_FIELD_NUMBER: _builtins.int
+    HOLDS_VERSION_FIELD_NUMBER: _builtins.int
+    LAST_SEEN_FIELD_NUMBER: _builtins.int
+    receiver_id: _builtins.str
+    version: _builtins.int
+    """The version that it serves; absent: none."""
+    lag: _builtins.int
+    """Versions from that one to the newest published."""
+    holds_version: _builtins.int
+    """The version that is kept for it now."""
+    @_builtins.property
+    def last_seen(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        receiver_id: _builtins.str = ...,
+        version: _builtins.int | None = ...,
+        lag: _builtins.int | None = ...,
+        holds_version: _builtins.int | None = ...,
+        last_seen: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_holds_version", b"_holds_version", "_lag", b"_lag", "_version", b"_version", "holds_version", b"holds_version", "lag", b"lag", "last_seen", b"last_seen", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_holds_version", b"_holds_version", "_lag", b"_lag", "_version", b"_version", "holds_version", b"holds_version", "lag", b"lag", "last_seen", b"last_seen", "receiver_id", b"receiver_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__holds_version: _TypeAlias = _typing.Literal["holds_version"]  # noqa: Y015
+    _WhichOneofArgType__holds_version: _TypeAlias = _typing.Literal["_holds_version", b"_holds_version"]  # noqa: Y015
+    _WhichOneofReturnType__lag: _TypeAlias = _typing.Literal["lag"]  # noqa: Y015
+    _WhichOneofArgType__lag: _TypeAlias = _typing.Literal["_lag", b"_lag"]  # noqa: Y015
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__holds_version) -> _WhichOneofReturnType__holds_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lag) -> _WhichOneofReturnType__lag | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___ReceiverInfo: _TypeAlias = ReceiverInfo  # noqa: Y015
+
+@_typing.final
+class VersionList(_message.Message):
+    """A policy's published versions, in the order of their publication, and its receivers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    RECEIVERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionInfo]: ...
+    @_builtins.property
+    def receivers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReceiverInfo]: ...
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[Global___VersionInfo] | None = ...,
+        receivers: _abc.Iterable[Global___ReceiverInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receivers", b"receivers", "versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionList: _TypeAlias = VersionList  # noqa: Y015
+
+@_typing.final
+class ListRolloutsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    seq: _builtins.int
+    """Of the ForwardBackward or Update."""
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRolloutsRequest: _TypeAlias = ListRolloutsRequest  # noqa: Y015
+
+@_typing.final
+class GetRolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    seq: _builtins.int
+    """Of the ForwardBackward or Update."""
+    group: _builtins.int
+    """Indexes of the group in the request, and of the rollout in the group."""
+    rollout: _builtins.int
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        seq: _builtins.int = ...,
+        group: _builtins.int = ...,
+        rollout: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "policy_id", b"policy_id", "rollout", b"rollout", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRolloutRequest: _TypeAlias = GetRolloutRequest  # noqa: Y015
+
+@_typing.final
 class CancelOperationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -509,9 +925,23 @@ class SaveCheckpointRequest(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    OVERWRITE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    KEEP_LAST_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     checkpoint_id: _builtins.str
     """[a-zA-Z0-9._-]{1,64}. Default: from seq and version."""
+    overwrite: _builtins.bool
+    """Whether it takes the place of a checkpoint of this name, which stays until this one is journaled."""
+    pinned: _builtins.bool
+    """Whether `keep_last` neither counts nor deletes it."""
+    ttl_s: _builtins.float
+    """Seconds after which the service deletes it; above 0, and not of a pinned one. Default: never."""
+    keep_last: _builtins.int
+    """How many of the policy's checkpoints that are not pinned stay, this one and the newest before it; the
+    others are deleted. Default: 0, all.
+    """
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     def __init__(
@@ -520,12 +950,18 @@ class SaveCheckpointRequest(_message.Message):
         policy_id: _builtins.str = ...,
         key: Global___OperationKey | None = ...,
         checkpoint_id: _builtins.str = ...,
+        overwrite: _builtins.bool = ...,
+        pinned: _builtins.bool = ...,
+        ttl_s: _builtins.float | None = ...,
+        keep_last: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "key", b"key", "ttl_s", b"ttl_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "key", b"key", "policy_id", b"policy_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "checkpoint_id", b"checkpoint_id", "keep_last", b"keep_last", "key", b"key", "overwrite", b"overwrite", "pinned", b"pinned", "policy_id", b"policy_id", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__ttl_s: _TypeAlias = _typing.Literal["ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__ttl_s: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_s) -> _WhichOneofReturnType__ttl_s | None: ...
 
 Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 
@@ -575,6 +1011,28 @@ class ListCheckpointsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListCheckpointsRequest: _TypeAlias = ListCheckpointsRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCheckpointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    checkpoint_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "policy_id", b"policy_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCheckpointRequest: _TypeAlias = DeleteCheckpointRequest  # noqa: Y015
 
 @_typing.final
 class ListCheckpointsResponse(_message.Message):

@@ -5,6 +5,7 @@ import warnings
 
 from ratoon_proto.v1 import operation_pb2 as ratoon__proto_dot_v1_dot_operation__pb2
 from ratoon_proto.v1 import policy_pb2 as ratoon__proto_dot_v1_dot_policy__pb2
+from ratoon_proto.v1 import rollout_pb2 as ratoon__proto_dot_v1_dot_rollout__pb2
 from ratoon_proto.v1 import service_pb2 as ratoon__proto_dot_v1_dot_service__pb2
 from ratoon_proto.v1 import weights_pb2 as ratoon__proto_dot_v1_dot_weights__pb2
 
@@ -99,10 +100,30 @@ class PolicyServiceStub(object):
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.WatchOperationRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
                 _registered_method=True)
+        self.ListOperations = channel.unary_unary(
+                '/ratoon.v1.PolicyService/ListOperations',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListOperationsRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListOperationsResponse.FromString,
+                _registered_method=True)
         self.CancelOperation = channel.unary_unary(
                 '/ratoon.v1.PolicyService/CancelOperation',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.CancelOperationRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+                _registered_method=True)
+        self.ListSteps = channel.unary_unary(
+                '/ratoon.v1.PolicyService/ListSteps',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListStepsRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.StepHistory.FromString,
+                _registered_method=True)
+        self.ListRollouts = channel.unary_unary(
+                '/ratoon.v1.PolicyService/ListRollouts',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_rollout__pb2.StepRollouts.FromString,
+                _registered_method=True)
+        self.GetRollout = channel.unary_unary(
+                '/ratoon.v1.PolicyService/GetRollout',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.GetRolloutRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_rollout__pb2.KeptRollout.FromString,
                 _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/ratoon.v1.PolicyService/SaveCheckpoint',
@@ -118,6 +139,16 @@ class PolicyServiceStub(object):
                 '/ratoon.v1.PolicyService/ListCheckpoints',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsResponse.FromString,
+                _registered_method=True)
+        self.DeleteCheckpoint = channel.unary_unary(
+                '/ratoon.v1.PolicyService/DeleteCheckpoint',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.FromString,
+                _registered_method=True)
+        self.ListVersions = channel.unary_unary(
+                '/ratoon.v1.PolicyService/ListVersions',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListVersionsRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.VersionList.FromString,
                 _registered_method=True)
         self.GetWeightManifest = channel.unary_unary(
                 '/ratoon.v1.PolicyService/GetWeightManifest',
@@ -250,8 +281,39 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListOperations(self, request, context):
+        """Operations, newest first: those of a policy, or of all policies that the caller may see. A Forward
+        without a key is not listed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelOperation(self, request, context):
         """Stops it before its optimizer step; one that has ended stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSteps(self, request, context):
+        """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
+        there are more steps than points.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRollouts(self, request, context):
+        """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
+        of its rollouts. Needs the scope read:rollouts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRollout(self, request, context):
+        """One kept rollout with its tokens. Needs the scope read:rollouts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -273,6 +335,21 @@ class PolicyServiceServicer(object):
 
     def ListCheckpoints(self, request, context):
         """The policy's checkpoints.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCheckpoint(self, request, context):
+        """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
+        as no recovery begins there. Answers with what it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListVersions(self, request, context):
+        """The published versions, and the receivers that have acknowledged any since the service's start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -399,10 +476,30 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.WatchOperationRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.SerializeToString,
             ),
+            'ListOperations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOperations,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListOperationsRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListOperationsResponse.SerializeToString,
+            ),
             'CancelOperation': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelOperation,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.CancelOperationRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.SerializeToString,
+            ),
+            'ListSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSteps,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListStepsRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_service__pb2.StepHistory.SerializeToString,
+            ),
+            'ListRollouts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRollouts,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_rollout__pb2.StepRollouts.SerializeToString,
+            ),
+            'GetRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRollout,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.GetRolloutRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_rollout__pb2.KeptRollout.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -418,6 +515,16 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'DeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCheckpoint,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.SerializeToString,
+            ),
+            'ListVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListVersions,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListVersionsRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_service__pb2.VersionList.SerializeToString,
             ),
             'GetWeightManifest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetWeightManifest,
@@ -797,6 +904,33 @@ class PolicyService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListOperations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/ListOperations',
+            ratoon__proto_dot_v1_dot_service__pb2.ListOperationsRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_service__pb2.ListOperationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CancelOperation(request,
             target,
             options=(),
@@ -813,6 +947,87 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/CancelOperation',
             ratoon__proto_dot_v1_dot_service__pb2.CancelOperationRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/ListSteps',
+            ratoon__proto_dot_v1_dot_service__pb2.ListStepsRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_service__pb2.StepHistory.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRollouts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/ListRollouts',
+            ratoon__proto_dot_v1_dot_service__pb2.ListRolloutsRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_rollout__pb2.StepRollouts.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/GetRollout',
+            ratoon__proto_dot_v1_dot_service__pb2.GetRolloutRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_rollout__pb2.KeptRollout.FromString,
             options,
             channel_credentials,
             insecure,
@@ -894,6 +1109,60 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/ListCheckpoints',
             ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_service__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/DeleteCheckpoint',
+            ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/ListVersions',
+            ratoon__proto_dot_v1_dot_service__pb2.ListVersionsRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_service__pb2.VersionList.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from ratoon_proto.v1 import operation_pb2 as _operation_pb2
 from ratoon_proto.v1 import policy_pb2 as _policy_pb2
+from ratoon_proto.v1 import rollout_pb2 as _rollout_pb2
 from ratoon_proto.v1 import service_pb2 as _service_pb2
 from ratoon_proto.v1 import weights_pb2 as _weights_pb2
 import abc as _abc_1
@@ -62,14 +63,34 @@ class PolicyServiceStub:
     """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]
     """The operation now and as it changes, up to its end; leaving does not cancel it."""
+    ListOperations: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListOperationsRequest, _service_pb2.ListOperationsResponse]
+    """Operations, newest first: those of a policy, or of all policies that the caller may see. A Forward
+    without a key is not listed.
+    """
     CancelOperation: _grpc.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]
     """Stops it before its optimizer step; one that has ended stays as it is."""
+    ListSteps: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListStepsRequest, _service_pb2.StepHistory]
+    """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
+    there are more steps than points.
+    """
+    ListRollouts: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _rollout_pb2.StepRollouts]
+    """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
+    of its rollouts. Needs the scope read:rollouts.
+    """
+    GetRollout: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetRolloutRequest, _rollout_pb2.KeptRollout]
+    """One kept rollout with its tokens. Needs the scope read:rollouts."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_service_pb2.SaveCheckpointRequest, _operation_pb2.Operation]
     """Model, optimizer, version and seq at the last step boundary."""
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_service_pb2.LoadCheckpointRequest, _operation_pb2.Operation]
     """Back to the state of a checkpoint of this policy."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListCheckpointsRequest, _service_pb2.ListCheckpointsResponse]
     """The policy's checkpoints."""
+    DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_service_pb2.DeleteCheckpointRequest, _operation_pb2.CheckpointInfo]
+    """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
+    as no recovery begins there. Answers with what it was.
+    """
+    ListVersions: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]
+    """The published versions, and the receivers that have acknowledged any since the service's start."""
     GetWeightManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]
     """The files of a published version, with their digests."""
     WatchWeights: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchWeightsRequest, _weights_pb2.WeightManifest]
@@ -122,14 +143,34 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _aio.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """The operation now and as it changes, up to its end; leaving does not cancel it."""
+    ListOperations: _aio.UnaryUnaryMultiCallable[_service_pb2.ListOperationsRequest, _service_pb2.ListOperationsResponse]  # type: ignore[assignment]
+    """Operations, newest first: those of a policy, or of all policies that the caller may see. A Forward
+    without a key is not listed.
+    """
     CancelOperation: _aio.UnaryUnaryMultiCallable[_service_pb2.CancelOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Stops it before its optimizer step; one that has ended stays as it is."""
+    ListSteps: _aio.UnaryUnaryMultiCallable[_service_pb2.ListStepsRequest, _service_pb2.StepHistory]  # type: ignore[assignment]
+    """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
+    there are more steps than points.
+    """
+    ListRollouts: _aio.UnaryUnaryMultiCallable[_service_pb2.ListRolloutsRequest, _rollout_pb2.StepRollouts]  # type: ignore[assignment]
+    """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
+    of its rollouts. Needs the scope read:rollouts.
+    """
+    GetRollout: _aio.UnaryUnaryMultiCallable[_service_pb2.GetRolloutRequest, _rollout_pb2.KeptRollout]  # type: ignore[assignment]
+    """One kept rollout with its tokens. Needs the scope read:rollouts."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_service_pb2.SaveCheckpointRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Model, optimizer, version and seq at the last step boundary."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_service_pb2.LoadCheckpointRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Back to the state of a checkpoint of this policy."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_service_pb2.ListCheckpointsRequest, _service_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """The policy's checkpoints."""
+    DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_service_pb2.DeleteCheckpointRequest, _operation_pb2.CheckpointInfo]  # type: ignore[assignment]
+    """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
+    as no recovery begins there. Answers with what it was.
+    """
+    ListVersions: _aio.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]  # type: ignore[assignment]
+    """The published versions, and the receivers that have acknowledged any since the service's start."""
     GetWeightManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
     """The files of a published version, with their digests."""
     WatchWeights: _aio.UnaryStreamMultiCallable[_service_pb2.WatchWeightsRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
@@ -253,12 +294,50 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         """The operation now and as it changes, up to its end; leaving does not cancel it."""
 
     @_abc_1.abstractmethod
+    def ListOperations(
+        self,
+        request: _service_pb2.ListOperationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.ListOperationsResponse, _abc.Awaitable[_service_pb2.ListOperationsResponse]]:
+        """Operations, newest first: those of a policy, or of all policies that the caller may see. A Forward
+        without a key is not listed.
+        """
+
+    @_abc_1.abstractmethod
     def CancelOperation(
         self,
         request: _service_pb2.CancelOperationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
         """Stops it before its optimizer step; one that has ended stays as it is."""
+
+    @_abc_1.abstractmethod
+    def ListSteps(
+        self,
+        request: _service_pb2.ListStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.StepHistory, _abc.Awaitable[_service_pb2.StepHistory]]:
+        """Figures of every optimizer step of a policy's life, oldest first; neighbours are one point where
+        there are more steps than points.
+        """
+
+    @_abc_1.abstractmethod
+    def ListRollouts(
+        self,
+        request: _service_pb2.ListRolloutsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.StepRollouts, _abc.Awaitable[_rollout_pb2.StepRollouts]]:
+        """The rollouts that a ForwardBackward or Update has kept, without their tokens, and the forest of all
+        of its rollouts. Needs the scope read:rollouts.
+        """
+
+    @_abc_1.abstractmethod
+    def GetRollout(
+        self,
+        request: _service_pb2.GetRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.KeptRollout, _abc.Awaitable[_rollout_pb2.KeptRollout]]:
+        """One kept rollout with its tokens. Needs the scope read:rollouts."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
@@ -283,6 +362,24 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.ListCheckpointsResponse, _abc.Awaitable[_service_pb2.ListCheckpointsResponse]]:
         """The policy's checkpoints."""
+
+    @_abc_1.abstractmethod
+    def DeleteCheckpoint(
+        self,
+        request: _service_pb2.DeleteCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operation_pb2.CheckpointInfo, _abc.Awaitable[_operation_pb2.CheckpointInfo]]:
+        """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
+        as no recovery begins there. Answers with what it was.
+        """
+
+    @_abc_1.abstractmethod
+    def ListVersions(
+        self,
+        request: _service_pb2.ListVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.VersionList, _abc.Awaitable[_service_pb2.VersionList]]:
+        """The published versions, and the receivers that have acknowledged any since the service's start."""
 
     @_abc_1.abstractmethod
     def GetWeightManifest(

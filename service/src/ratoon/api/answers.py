@@ -9,6 +9,8 @@ changes there were.
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import platform
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,8 +26,16 @@ from google.protobuf.message import DecodeError
 from ratoon.api.convert.checks import write
 from ratoon.api.convert.policy import policy_message
 from ratoon.config import LimitsConfig
-from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult, Operation, PolicyResult
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.engine.types import (
+    CheckpointInfo,
+    FailedResult,
+    ForwardResult,
+    Operation,
+    OperationFilter,
+    Place,
+    PolicyResult,
+)
+from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.model.spec import PRESET_NAMES
 from ratoon_proto.types import BackendInfo, EmptyResult, ImportResult, StepResult
 from ratoon_proto.v1 import operation_pb2 as wire
@@ -35,7 +45,6 @@ from ratoon_proto.v1.training_pb2 import ForwardOutput
 # Results that the message holds as they are.
 _FIELDS: Mapping[type, str] = MappingProxyType(
     {
-        CheckpointInfo: "checkpoint",
         EmptyResult: "empty",
         ImportResult: "imported",
         StepResult: "step",
@@ -43,6 +52,7 @@ _FIELDS: Mapping[type, str] = MappingProxyType(
 )
 MAX_TEXT = 1024
 MAX_DETAILS = 16
+_MAX_TOKEN = 512
 API_VERSION = "v1"
 _LIBRARIES = ("ratoon", "ray", "torch", "transformers", "numpy", "grpcio", "fastapi")
 _DATA = service_pb2.FetchWeightsResponse.DESCRIPTOR.fields_by_name["data"]
@@ -60,6 +70,8 @@ def operation_message(
             message.policy.CopyFrom(policy_message(policy, models_root))
         case ForwardResult() as result:
             _set_forward(message.forward, result, forward_output)
+        case CheckpointInfo() as result:
+            message.checkpoint.CopyFrom(checkpoint_message(result))
         case FailedResult(error=error):
             message.error.CopyFrom(detail_of(RatoonError.from_dict(error)))
         case None:
@@ -67,6 +79,42 @@ def operation_message(
         case result:
             write(message, {_FIELDS[type(result)]: result})
     return message
+
+
+def page_token(place: Place | None, asked: OperationFilter) -> str:
+    """The token of the page that goes on behind `place`; "": there is none."""
+    if place is None:
+        return ""
+    return base64.urlsafe_b64encode(json.dumps([*place, _digest(asked)]).encode()).decode()
+
+
+def place_of(token: str, asked: OperationFilter) -> Place | None:
+    """The place that a list goes on behind; None: it begins.
+
+    Raises INVALID_ARGUMENT for a token that `page_token` has not made for the same question.
+    """
+    if not token:
+        return None
+    try:
+        # What is longer is not ours, and may be nested deeper than a parser goes.
+        text = base64.urlsafe_b64decode(token[:_MAX_TOKEN])
+        created_at, operation_id, digest = json.loads(text)
+    except (ValueError, TypeError):
+        created_at, operation_id, digest = None, None, ""
+    is_same = digest == _digest(asked)
+    if not isinstance(created_at, float) or not isinstance(operation_id, str) or not is_same:
+        expected = "the next_page_token of an answer to the same question"
+        raise invalid("page_token", shown(token), expected)
+    return created_at, operation_id
+
+
+def _digest(asked: OperationFilter) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(asked).encode())
+
+
+def checkpoint_message(info: CheckpointInfo) -> wire.CheckpointInfo:
+    """A checkpoint by the name that its caller gave it."""
+    return write(wire.CheckpointInfo(checkpoint_id=info.name), info, skip=("checkpoint_id", "name"))
 
 
 def _set_forward(message: wire.ForwardResult, result: ForwardResult, output: bytes | None) -> None:

@@ -38,8 +38,10 @@ RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message | FileChunk)
 # Called with the reason of a refusal, and the id of the key.
 OnRefusal = Callable[[str, str], None]
-# Calls about no single policy. ListPolicies returns those that its caller may see.
-OF_NO_POLICY = frozenset({"list_policies", "get_server_info", "health", "api_document"})
+# Calls that need name no policy. Lists have only what their caller may see.
+OF_NO_POLICY = frozenset(
+    {"list_policies", "list_operations", "get_server_info", "health", "api_document", "page"}
+)
 # Calls that wait for something to happen; they change nothing.
 WAITING = frozenset({"get_operation", "get_weight_manifest", "get_gradient_manifest"})
 RECHECK_S = 5.0
@@ -117,7 +119,7 @@ class Gate:
 
         Raises PERMISSION_DENIED.
         """
-        is_about_one = authorized.call not in OF_NO_POLICY
+        is_about_one = bool(policy_id) or authorized.call not in OF_NO_POLICY
         if is_about_one and not authorized.caller.may_see(policy_id):
             self._refuse(authorized, policy_id, seq, denied())
 
@@ -154,8 +156,10 @@ class Gate:
         try:
             with acting_for(_holder(authorized.caller)):
                 answer = await self._called(authorized, call, request)
-            # Under server sequencing the answer has the seq.
-            seq, outcome = seq_of(answer) or seq, ANSWERED
+            outcome = ANSWERED
+            if is_changing(authorized.call):
+                # Under server sequencing the answer has the seq.
+                seq = seq_of(answer) or seq
         except RatoonError as error:
             outcome = str(error.code)
             if error.code in (ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.BODY_TOO_LARGE):
@@ -244,7 +248,9 @@ class Gate:
 
 
 def _holder(caller: Caller) -> Holder:
-    return Holder(key_id=caller.key_id, limits=caller.limits) if caller.key_id else NOBODY
+    if not caller.key_id:
+        return NOBODY
+    return Holder(key_id=caller.key_id, limits=caller.limits, policies=caller.policies)
 
 
 def build_gate(config: RatoonConfig, on_refusal: OnRefusal = lambda _reason, _key_id: None) -> Gate:

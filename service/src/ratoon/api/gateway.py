@@ -40,7 +40,7 @@ class Gateway:
 
             self._edges = self._call(start_edges(config)).result()
         self._drain_on_sigterm()
-        _log.info("gateway listens", grpc=self._edges.grpc.port, http=self._edges.http.port)
+        _log.debug("gateway listens", grpc=self._edges.grpc.port, http=self._edges.http.port)
 
     def wait_until_ready(self) -> None:
         """Return once the constructor has ended, so both ports are open."""

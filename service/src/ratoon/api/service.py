@@ -16,9 +16,18 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from ratoon.api import submissions
-from ratoon.api.answers import FileChunk, operation_message, server_info, throttled
+from ratoon.api.answers import (
+    FileChunk,
+    checkpoint_message,
+    operation_message,
+    page_token,
+    place_of,
+    server_info,
+    throttled,
+)
 from ratoon.api.contract import current_holder
 from ratoon.api.convert.checks import (
+    CHECKPOINT_ID,
     DIGEST,
     FILE_NAME,
     OPERATION_ID,
@@ -28,6 +37,7 @@ from ratoon.api.convert.checks import (
     at_least,
     matched,
     not_negative,
+    read,
     required,
     write,
 )
@@ -37,13 +47,22 @@ from ratoon.config import LimitsConfig
 from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.commands import Submission
 from ratoon.engine.refusals import is_policy_replaced
-from ratoon.engine.types import Acknowledgement, ForwardResult, Operation, Policy
+from ratoon.engine.types import (
+    Acknowledgement,
+    ForwardResult,
+    Operation,
+    OperationFilter,
+    Policy,
+)
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
+from ratoon.model.tokenizer import base_texts
 from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
 
 T = TypeVar("T")
+PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
+POINTS, MAX_POINTS = 1000, 10_000
 MAX_UPLOAD_PARTS = 65_536
 # A field of weight manifests that only the service's own start reads.
 _NOT_SENT = ("made_by",)
@@ -170,6 +189,49 @@ class PolicyService:
             async for operation in operations:
                 yield await self._message(operation)
 
+    async def list_operations(
+        self, request: service_pb2.ListOperationsRequest
+    ) -> service_pb2.ListOperationsResponse:
+        """Operations of policies that the caller may see; outputs of Forwards are files."""
+        asked = read(request, OperationFilter, "")
+        if asked.policy_id:
+            matched("policy_id", asked.policy_id, POLICY_ID)
+        elif asked.seq:
+            raise invalid("seq", asked.seq, "none without a policy_id")
+        at_least("seq", asked.seq, 0)
+        most = _bounded("page_size", request.page_size, PAGE_SIZE, MAX_PAGE_SIZE)
+        after, policies = place_of(request.page_token, asked), current_holder().policies
+        operations, goes_on = await self._engine.call(
+            Engine.list_operations, asked, policies, after, most
+        )
+
+        def message() -> service_pb2.ListOperationsResponse:
+            root = self._defaults.models_root
+            return service_pb2.ListOperationsResponse(
+                operations=[operation_message(o, root, forward_output=None) for o in operations],
+                next_page_token=page_token(goes_on, asked),
+            )
+
+        return await asyncio.to_thread(message)
+
+    async def list_steps(self, request: service_pb2.ListStepsRequest) -> service_pb2.StepHistory:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        after_seq = at_least("after_seq", request.after_seq, 0)
+        before_seq = at_least("before_seq", request.before_seq, 0)
+        max_points = _bounded("max_points", request.max_points, POINTS, MAX_POINTS)
+        seqs = (after_seq, before_seq)
+        history = await self._engine.call(
+            Engine.list_steps, policy_id, tuple(request.figures), seqs, max_points
+        )
+        return await asyncio.to_thread(write, service_pb2.StepHistory(), history)
+
+    async def list_versions(
+        self, request: service_pb2.ListVersionsRequest
+    ) -> service_pb2.VersionList:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        versions = await self._engine.call(Engine.list_versions, policy_id)
+        return write(service_pb2.VersionList(), versions)
+
     async def cancel_operation(
         self, request: service_pb2.CancelOperationRequest
     ) -> operation_pb2.Operation:
@@ -178,15 +240,40 @@ class PolicyService:
             await self._finish(self._engine.call(Engine.cancel_operation, operation_id))
         )
 
+    async def list_rollouts(
+        self, request: service_pb2.ListRolloutsRequest
+    ) -> rollout_pb2.StepRollouts:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        return await self._engine.rollouts(policy_id, at_least("seq", request.seq, 1))
+
+    async def get_rollout(self, request: service_pb2.GetRolloutRequest) -> rollout_pb2.KeptRollout:
+        policy = await self._policy(request.policy_id)
+        seq = at_least("seq", request.seq, 1)
+        group, rollout = (
+            at_least("group", request.group, 0),
+            at_least("rollout", request.rollout, 0),
+        )
+        kept = await self._engine.rollout(policy.spec.policy_id, seq, group, rollout)
+        base, root = policy.spec.model.base, self._defaults.models_root
+        kept.texts.extend(await asyncio.to_thread(base_texts, base, root, kept.tokens))
+        return kept
+
     async def list_checkpoints(
         self, request: service_pb2.ListCheckpointsRequest
     ) -> service_pb2.ListCheckpointsResponse:
         policy_id = matched("policy_id", request.policy_id, POLICY_ID)
         checkpoints = await self._engine.call(Engine.list_checkpoints, policy_id)
         answer = service_pb2.ListCheckpointsResponse()
-        for checkpoint in checkpoints:
-            write(answer.checkpoints.add(), checkpoint)
+        answer.checkpoints.extend(map(checkpoint_message, checkpoints))
         return answer
+
+    async def delete_checkpoint(
+        self, request: service_pb2.DeleteCheckpointRequest
+    ) -> operation_pb2.CheckpointInfo:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        name = matched("checkpoint_id", request.checkpoint_id, CHECKPOINT_ID)
+        call = self._engine.call(Engine.delete_checkpoint, policy_id, name)
+        return checkpoint_message(await self._finish(call))
 
     async def get_weight_manifest(
         self, request: service_pb2.GetWeightManifestRequest
@@ -396,6 +483,13 @@ class PolicyService:
         # If the caller has left, nobody else retrieves the exception.
         if not task.cancelled():
             task.exception()
+
+
+def _bounded(field: str, value: int, default: int, most: int) -> int:
+    """A number of a request, 0 for the default. Raises INVALID_ARGUMENT."""
+    if not 0 <= value <= most:
+        raise invalid(field, value, f"at least 1 and at most {most}; 0: {default}")
+    return value or default
 
 
 def _version(request: Any, field: str) -> int | None:

@@ -10,7 +10,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ratoon.api.convert.checks import CHECKPOINT_ID, at_least, matched, read, read_enum, required
+from ratoon.api.convert.checks import (
+    CHECKPOINT_ID,
+    at_least,
+    matched,
+    positive,
+    read,
+    read_enum,
+    required,
+)
 from ratoon.api.convert.groups import raw_groups
 from ratoon.config import LimitsConfig
 from ratoon.engine.commands import (
@@ -117,7 +125,7 @@ def _plain_command(request: PlainRequest, policy: Policy) -> Command:
         case service_pb2.SaveCheckpointRequest():
             if request.checkpoint_id:
                 matched("checkpoint_id", request.checkpoint_id, CHECKPOINT_ID)
-            return SaveCheckpointCommand(checkpoint_id=request.checkpoint_id)
+            return _save_command(request)
         case service_pb2.LoadCheckpointRequest():
             checkpoint_id = matched("checkpoint_id", request.checkpoint_id, CHECKPOINT_ID)
             return LoadCheckpointCommand(checkpoint_id=checkpoint_id)
@@ -129,6 +137,19 @@ def _plain_command(request: PlainRequest, policy: Policy) -> Command:
                 reset_optimizer=request.reset_optimizer,
                 expected_version=_expected_version(request),
             )
+
+
+def _save_command(request: service_pb2.SaveCheckpointRequest) -> SaveCheckpointCommand:
+    ttl_s = positive("ttl_s", request.ttl_s) if request.HasField("ttl_s") else None
+    if request.pinned and ttl_s is not None:
+        raise invalid("ttl_s", ttl_s, "none of a pinned checkpoint")
+    return SaveCheckpointCommand(
+        checkpoint_id=request.checkpoint_id,
+        overwrite=request.overwrite,
+        pinned=request.pinned,
+        ttl_s=ttl_s,
+        keep_last=at_least("keep_last", request.keep_last, 0),
+    )
 
 
 def unshared_tokens(batch: RolloutBatch) -> int:

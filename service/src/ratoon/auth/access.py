@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -32,10 +32,16 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "upload_part": Scope.TRAIN,
         "get_operation": Scope.READ,
         "watch_operation": Scope.READ,
+        "list_operations": Scope.READ,
+        "list_steps": Scope.READ,
         "cancel_operation": Scope.TRAIN,
         "save_checkpoint": Scope.TRAIN,
         "load_checkpoint": Scope.TRAIN,
+        "list_rollouts": Scope.READ_ROLLOUTS,
+        "get_rollout": Scope.READ_ROLLOUTS,
         "list_checkpoints": Scope.READ,
+        "list_versions": Scope.READ,
+        "delete_checkpoint": Scope.TRAIN,
         "get_weight_manifest": Scope.READ,
         "watch_weights": Scope.READ,
         "ack_weights": Scope.READ,
@@ -47,6 +53,7 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         # HTTP only. `auth.metrics` may make it free.
         "metrics": Scope.READ,
         "api_document": None,
+        "page": None,
     }
 )
 
@@ -76,6 +83,7 @@ class Caller:
     scope: Scope
     policies: tuple[str, ...] | None
     limits: KeyLimits
+    reads_rollouts: bool = False
 
     @property
     def name(self) -> str:
@@ -85,6 +93,8 @@ class Caller:
     def may_call(self, call: str) -> bool:
         """Return whether the caller's scope includes that of a call."""
         scope = CALL_SCOPES[call]
+        if scope is Scope.READ_ROLLOUTS:
+            return self.reads_rollouts
         return scope is None or self.scope.includes(scope)
 
     def may_see(self, policy_id: str) -> bool:
@@ -166,17 +176,18 @@ class KeyAccess:
             scope=key.scope,
             policies=key.policies,
             limits=key.limits.or_else(self._quotas),
+            reads_rollouts=key.reads_rollouts,
         )
 
 
 def is_changing(call: str) -> bool:
     """Return whether the call gets an audit line even if it succeeds."""
-    return CALL_SCOPES[call] not in (None, Scope.READ)
+    return CALL_SCOPES[call] in (Scope.TRAIN, Scope.ADMIN)
 
 
 def anybody(presented: Presented) -> Caller:
     """Return a caller that needs no key."""
-    return _without_key(presented, Scope.ADMIN, None)
+    return replace(_without_key(presented, Scope.ADMIN, None), reads_rollouts=True)
 
 
 def nobody(presented: Presented) -> Caller:

@@ -49,14 +49,20 @@ _log = get_logger("auth")
 
 
 class Scope(StrEnum):
-    """The calls that a key may make. Each scope includes those before it."""
+    """The calls that a key may make: `train` includes `read`, and `admin` both.
+
+    No scope includes `read:rollouts`, to see tokens and texts. A key has it besides its own scope.
+    """
 
     READ = "read"
     TRAIN = "train"
     ADMIN = "admin"
+    READ_ROLLOUTS = "read:rollouts"
 
     def includes(self, other: Scope) -> bool:
         """Return whether this scope allows the calls of another."""
+        if Scope.READ_ROLLOUTS in (self, other):
+            return self is other
         order = tuple(Scope)
         return order.index(self) >= order.index(other)
 
@@ -78,6 +84,8 @@ class ApiKey:
     revoked_at: float | None
     # The key's own limits.
     limits: KeyLimits = NO_LIMITS
+    # Whether it has the scope `read:rollouts` besides.
+    reads_rollouts: bool = False
 
     def is_valid(self, now: float) -> bool:
         """Return whether the key is neither revoked nor expired at the time `now`."""
@@ -92,6 +100,7 @@ def new_key(
     created_at: float,
     expires_at: float | None,
     limits: KeyLimits = NO_LIMITS,
+    reads_rollouts: bool = False,
 ) -> tuple[ApiKey, str]:
     """Create a key. Returns its record, and the text for its owner, which is kept nowhere else."""
     key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_hex(_SECRET_BYTES)
@@ -105,6 +114,7 @@ def new_key(
         expires_at=expires_at,
         revoked_at=None,
         limits=limits,
+        reads_rollouts=reads_rollouts,
     )
     return key, f"ratoon_{key_id}_{secret}"
 

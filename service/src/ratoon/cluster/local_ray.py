@@ -7,6 +7,7 @@ their session's folder, are copied to one stream, each line labelled with its ac
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -34,7 +35,7 @@ from ratoon.cluster.ray_private import (
 )
 from ratoon.config import RatoonConfig, is_loopback, is_ray_open, ray_token_file
 from ratoon.errors import invalid
-from ratoon.log import get_logger, ray_level
+from ratoon.log import ShownLogs, copied_event, get_logger, ray_level
 from ratoon.stream.files import fsync_folder, temporary_name, write_atomic
 
 _log = get_logger("ray")
@@ -57,8 +58,8 @@ class _Own:
 _own: list[_Own] = []
 
 
-def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
-    """Connect to the cluster of `config.ray.address`, or start Ray. `show_logs`: its logs here.
+def connect_ray(config: RatoonConfig, *, shown: ShownLogs) -> None:
+    """Connect to the cluster of `config.ray.address`, or start Ray. `shown`: its logs here.
 
     Ray's own variables for its token take precedence; turning the token off logs a warning.
     """
@@ -68,17 +69,20 @@ def connect_ray(config: RatoonConfig, *, show_logs: bool) -> None:
     }
     with _own_sigterm():
         if config.ray.address:
-            ray.init(address=config.ray.address, log_to_driver=show_logs, **options)
+            show = shown is not ShownLogs.NONE
+            ray.init(address=config.ray.address, log_to_driver=show, **options)
         else:
-            _start_ray(config, options, show_logs=show_logs)
+            _start_ray(config, options, shown)
 
 
-def _start_ray(config: RatoonConfig, options: dict[str, Any], *, show_logs: bool) -> None:
+def _start_ray(config: RatoonConfig, options: dict[str, Any], shown: ShownLogs) -> None:
     token_file = make_token_file(config.data_root.absolute())
     sessions = SessionFolders(config.data_root.absolute())
     if is_ray_open():
         _log.warning("Ray asks for no token: every user of this machine can run code in it")
     hide_token_notices()
+    level = ray_level(config.log_level) if shown is ShownLogs.ALL else "ERROR"
+    logging.getLogger("ray").setLevel(level)
     with ray_token_file(token_file), on_loopback():
         forget_token()
         local = LocalRay(
@@ -86,12 +90,14 @@ def _start_ray(config: RatoonConfig, options: dict[str, Any], *, show_logs: bool
             object_store_bytes=config.ray.object_store_bytes,
             temp_folder=config.ray.temp_folder or str(make_ray_folder()),
         )
-        logs = RayLogs(local.session_folder / "logs", sys.stderr) if show_logs else None
+        logs = None
+        if shown is not ShownLogs.NONE:
+            logs = RayLogs(local.session_folder / "logs", sys.stderr, shown)
         _own.append(_Own(ray=local, logs=logs))
         if logs is not None:
             logs.start()
         try:
-            options |= {"logging_level": ray_level(config.log_level)}
+            options |= {"logging_level": level}
             ray.init(address=local.address, log_to_driver=False, **options)
         except BaseException:
             leave_ray()
@@ -224,6 +230,8 @@ def make_ray_folder() -> Path:
 
 
 # Markers that Ray writes between lines to say whose they are.
+# Labels of Ray's and Serve's own processes.
+_INNER = ("raylet", "gcs_server", "Serve", "Proxy")
 _ACTOR, _OTHER_MARKS = ":actor_name:", (":job_id:", ":task_name:")
 
 
@@ -240,9 +248,10 @@ class _File:
 class RayLogs:
     """Tails a folder of logs from `start` to `stop`, which copies what is left."""
 
-    def __init__(self, folder: Path, stream: TextIO) -> None:
+    def __init__(self, folder: Path, stream: TextIO, shown: ShownLogs) -> None:
         self._folder = folder
         self._stream = stream
+        self._is_all = shown is ShownLogs.ALL
         self._files: dict[str, _File] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="ray-logs", daemon=True)
@@ -289,7 +298,11 @@ class RayLogs:
         if line.startswith(_ACTOR):
             file.label = f"{line.removeprefix(_ACTOR)} pid={file.pid}"
         elif line and not line.startswith(_OTHER_MARKS):
-            self._stream.write(f"({file.label}) {line}\n")
+            event = copied_event(line, self._stream)
+            if event is not None:
+                self._stream.write(f"{event}\n")
+            elif self._is_all or not file.label.startswith(_INNER):
+                self._stream.write(f"({file.label}) {line}\n")
 
 
 def _file_of(path: Path) -> _File | None:

@@ -38,7 +38,7 @@ def open_engine(settings: EngineSettings) -> Engine:
     if settings.weights_root is not None:
         make_folder(settings.weights_root, 0o700)
         remove_leftovers(settings.weights_root)
-    journal = Journal(await_database(settings.database_url))
+    journal = Journal(await_database(settings.database_url), settings.limits.max_steps)
     known = [row.spec.policy_id for row in journal.store.policies()]
     require_known(settings.data_root, known)
     remove_leftovers(settings.data_root / POLICIES)
@@ -108,6 +108,8 @@ class RayCluster:
             host_activation_bytes=self._settings.host_activation_bytes,
             self_check_every=self._settings.self_check_every,
             guard=spec.numerics_guard,
+            keep_rollouts=spec.keep_rollouts,
+            keep_rollouts_bytes=spec.keep_rollouts_bytes,
             models_root=self._settings.models_root,
         )
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from ratoon.engine.commands import Submission
 from ratoon.engine.crash_points import CrashPoint, make_reach
 from ratoon.engine.files.paths import PolicyPaths, read_result
+from ratoon.engine.files.rollouts import read_rollout, read_rollouts
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -25,6 +26,7 @@ from ratoon.metrics import Change
 from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import file_path, open_chunk, read_manifest
 from ratoon_proto.types import WeightFile
+from ratoon_proto.v1.rollout_pb2 import KeptRollout, StepRollouts
 
 if TYPE_CHECKING:
     from ratoon.engine.engine import Engine as Engine  # noqa: PLC0414 - its callers take it from here
@@ -131,6 +133,16 @@ class EngineClient:
         await self.call(Engine.weight_manifest, policy_id, version)
         return await self._read(policy_id, read)
 
+    async def rollouts(self, policy_id: str, seq: int) -> StepRollouts:
+        """Kept rollouts of a step, without columns. Raises POLICY_NOT_FOUND, ROLLOUTS_NOT_FOUND."""
+        return await self._read(policy_id, lambda paths: read_rollouts(paths.rollouts, seq))
+
+    async def rollout(self, policy_id: str, seq: int, group: int, rollout: int) -> KeptRollout:
+        """One of them whole, but for its text. Raises as `rollouts`."""
+        return await self._read(
+            policy_id, lambda paths: read_rollout(paths.rollouts, seq, group, rollout)
+        )
+
     def record_metrics(self, changes: Sequence[Change]) -> None:
         """Send changes without waiting, batched over `_RECORD_S` seconds."""
         if not self._changes:
@@ -154,6 +166,6 @@ class EngineClient:
             paths = self._settings.paths(policy_id)
             return await asyncio.to_thread(read, paths)
         except RatoonError as error:
-            if error.code is ErrorCode.WEIGHTS_NOT_FOUND:
+            if error.code in (ErrorCode.WEIGHTS_NOT_FOUND, ErrorCode.ROLLOUTS_NOT_FOUND):
                 await self.call(Engine.policy, policy_id)
             raise

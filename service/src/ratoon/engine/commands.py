@@ -210,6 +210,12 @@ class SaveCheckpointCommand(BaseCommand):
 
     # "": named after seq and version when it runs.
     checkpoint_id: str
+    overwrite: bool = False
+    pinned: bool = False
+    # None: it does not expire.
+    ttl_s: float | None = None
+    # 0: all.
+    keep_last: int = 0
 
     @property
     def own_checkpoint_id(self) -> str | None:
@@ -274,10 +280,14 @@ def _forward_id(loss: LossConfig) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The API key that an operation belongs to. `key_id` "": none; `limits` do not apply then."""
+    """The API key that a call came with. `key_id` "": none; `limits` do not apply then.
+
+    `policies`: those that it is for; None: all.
+    """
 
     key_id: str
     limits: KeyLimits | None
+    policies: tuple[str, ...] | None = None
 
 
 NOBODY = Holder(key_id="", limits=None)

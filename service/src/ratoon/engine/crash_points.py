@@ -37,6 +37,8 @@ class CrashPoint(StrEnum):
     ENGINE_BEFORE_COVER = "engine-before-cover"
     ENGINE_AFTER_COVER = "engine-after-cover"
     ENGINE_AFTER_COLLECT = "engine-after-collect"
+    ENGINE_AFTER_RELEASE = "engine-after-release"
+    ENGINE_AFTER_DROP = "engine-after-drop"
     ENGINE_IN_REPLAY = "engine-in-replay"
     WORKER_BEFORE_APPLY = "worker-before-apply"
     WORKER_IN_APPLY = "worker-in-apply"

@@ -7,30 +7,55 @@ policy's controller. Lifecycle operations, and calls whose controller is not up,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
+from platform import python_version
 from typing import TYPE_CHECKING
 
+from ratoon import __version__, metrics
 from ratoon.engine.commands import NOBODY, Holder, Submission
 from ratoon.engine.controllers import Controllers
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.files.archive import ArchivedBodyFiles, open_archive
 from ratoon.engine.files.paths import BodyFiles
 from ratoon.engine.journal.journal import Journal, until_room
-from ratoon.engine.journal.records import JournalAwayError
+from ratoon.engine.journal.records import JournalAwayError, OperationRecord
+from ratoon.engine.journal.steps import Curves
 from ratoon.engine.lifecycle import Lifecycle
 from ratoon.engine.policy import telemetry
+from ratoon.engine.policy.callers import view_of
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
-from ratoon.engine.refusals import not_up, operation_not_found, policy_not_ready
+from ratoon.engine.refusals import (
+    not_up,
+    operation_not_found,
+    policy_not_found,
+    policy_not_ready,
+)
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import Acknowledgement, CheckpointInfo, Operation, Policy, PolicySpec
+from ratoon.engine.types import (
+    Acknowledgement,
+    CheckpointInfo,
+    Operation,
+    OperationFilter,
+    Place,
+    Policy,
+    PolicySpec,
+)
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.metrics import Change, MetricsTotals
 from ratoon.stream.manifest import WeightManifest
-from ratoon_proto.types import BackendInfo, GradientManifest, PolicyState
+from ratoon_proto.types import (
+    BackendInfo,
+    GradientManifest,
+    PolicyState,
+    StepHistory,
+    VersionList,
+)
 
 if TYPE_CHECKING:
     from ratoon.cluster.ray_cluster import RayCluster
@@ -40,6 +65,8 @@ _LOG = get_logger("engine")
 _RECOVER_S = 5.0
 # How long it waits for the backends of a newly started worker.
 _BACKENDS_S = 1.0
+# Rows of steps that are read at a time, in some ten milliseconds.
+_STEPS_READ = 1000
 # A controller's errors for an operation that it does not have, or no longer answers for.
 _NOT_HERE = (
     ErrorCode.OPERATION_NOT_FOUND,
@@ -130,6 +157,48 @@ class Engine:
             if operation.state.is_final or clock() >= deadline:
                 return operation
 
+    async def list_operations(
+        self,
+        asked: OperationFilter,
+        policies: tuple[str, ...] | None,
+        after: Place | None,
+        most: int,
+    ) -> tuple[tuple[Operation, ...], Place | None]:
+        """Operations, newest first; see `SqlStore.list_operations`.
+
+        Raises POLICY_NOT_FOUND where one is named of which nothing is left.
+        """
+        await self._recovered()
+        found, goes_on = await self._journal.list_operations(asked, policies, after, most)
+        if asked.policy_id and after is None and not found:
+            await self._lifecycle.policy(asked.policy_id)
+        seen = [await self._seen(record) for record in found]
+        return tuple(o for o in seen if not asked.states or o.state in asked.states), goes_on
+
+    async def list_steps(
+        self, policy_id: str, figures: tuple[str, ...], seqs: tuple[int, int], max_points: int
+    ) -> StepHistory:
+        """Steps after the first of `seqs` and before the second (0: up to the newest), as at most
+        `max_points` points; `figures` empty: all that there are.
+
+        Rows are read in portions, between which the journal takes other calls. Raises
+        INVALID_ARGUMENT for an unknown figure, and POLICY_NOT_FOUND, also where the policy is
+        deleted meanwhile.
+        """
+        curves = Curves(figures, max_points)
+        created_at = (await self._lifecycle.policy(policy_id)).created_at
+        after_seq, before_seq = seqs
+        while rows := await self._journal.steps(policy_id, after_seq, before_seq, _STEPS_READ):
+            await asyncio.to_thread(curves.add, rows)
+            after_seq = rows[-1].seq
+        if (await self._lifecycle.policy(policy_id)).created_at != created_at:
+            raise policy_not_found(policy_id)
+        return await asyncio.to_thread(curves.history)
+
+    async def list_versions(self, policy_id: str) -> VersionList:
+        """See `Publisher.versions`. Raises POLICY_NOT_FOUND, POLICY_NOT_READY."""
+        return await (await self._controller(policy_id)).versions()
+
     async def watch_operation(self, seen: Operation, wait_s: float) -> Operation:
         """The operation once it differs from `seen`, or after `wait_s` seconds."""
         return await self._operation(
@@ -171,7 +240,11 @@ class Engine:
         """The checkpoints that callers have saved, by seq. Raises POLICY_NOT_FOUND."""
         await self._lifecycle.policy(policy_id)
         known = await self._journal.checkpoints(policy_id)
-        return tuple(checkpoint.info for checkpoint in known if not checkpoint.is_automatic)
+        return tuple(checkpoint.info for checkpoint in known if checkpoint.info.name)
+
+    async def delete_checkpoint(self, policy_id: str, name: str) -> CheckpointInfo:
+        """Delete a caller's checkpoint. Raises what `Controller.delete_checkpoint` raises."""
+        return await (await self._controller(policy_id)).delete_checkpoint(name)
 
     async def weight_manifest(
         self,
@@ -234,7 +307,8 @@ class Engine:
 
     async def _recover(self) -> None:
         counts = await until_room(self._journal.count_operations)
-        self._metrics.send(telemetry.journal_counts(counts))
+        build = (__version__, python_version(), version("torch"))
+        self._metrics.send([metrics.BUILD.sample(1, *build), *telemetry.journal_counts(counts)])
         await self._lifecycle.recover()
 
     async def _recovered(self) -> None:
@@ -273,6 +347,13 @@ class Engine:
                 if error.code not in _NOT_HERE:
                     raise
         return await of_life()
+
+    async def _seen(self, record: OperationRecord) -> Operation:
+        """A listed operation as it stands now."""
+        if not record.state.is_final:
+            with contextlib.suppress(RatoonError):
+                return await self.get_operation(record.operation_id, 0.0)
+        return view_of(record)
 
     def _make_controller(self, spec: PolicySpec) -> Controller:
         settings = self._settings

@@ -26,6 +26,7 @@ from ratoon.engine.journal.records import (
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.callers import new_operation_id, view_of
 from ratoon.engine.policy.queue import Ledger, LiveOperation
+from ratoon.engine.policy.run import log_end
 from ratoon.engine.refusals import (
     disk_refusal,
     draining,
@@ -358,6 +359,7 @@ class Lifecycle:
         )
         live.end(state, result, now)
         self._ledger.settle(live)
+        log_end(live.record)
         self._metrics.send(telemetry.entered(live.record, state))
 
     def _accepted(self, record: OperationRecord) -> LiveOperation:

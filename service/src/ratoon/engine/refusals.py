@@ -70,6 +70,16 @@ def operation_not_found(operation_id: str) -> RatoonError:
     )
 
 
+def checkpoint_not_found(checkpoint_id: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.CHECKPOINT_NOT_FOUND,
+        f"checkpoint_id: no checkpoint {checkpoint_id}",
+        field="checkpoint_id",
+        got=checkpoint_id,
+        expected="a checkpoint of this policy",
+    )
+
+
 def policy_not_ready(policy_id: str, state: PolicyState, failure: str = "") -> RatoonError:
     """`failure`: why the policy failed, which no retry changes; "": it has not failed."""
     return RatoonError(

@@ -14,6 +14,7 @@ from ratoon_proto.types import (
     AdamWConfig,
     EmptyResult,
     ImportResult,
+    KeepRollouts,
     NumericsGuard,
     OnChangedNumerics,
     OperationKind,
@@ -48,6 +49,8 @@ class PolicySpec:
     # "": the best available.
     attention_backend: str
     numerics_guard: NumericsGuard = DEFAULT_GUARD
+    keep_rollouts: KeepRollouts = KeepRollouts.NONE
+    keep_rollouts_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,20 @@ class Policy:
     published_version: int | None
     # Why the policy failed; "": it has not, or the cause is unknown.
     failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationFilter:
+    """Which operations to list; what is empty or 0 asks for any."""
+
+    policy_id: str
+    kinds: tuple[OperationKind, ...]
+    states: tuple[OperationState, ...]
+    seq: int
+
+
+# An operation's place among all, by when it was accepted: seconds since the epoch, then its id.
+Place = tuple[float, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +115,19 @@ class ForwardResult:
 class CheckpointInfo:
     """`replay_from_seq`: first operation of the window open at `seq`; 0: no recovery begins here.
 
-    Times in Unix seconds.
+    `checkpoint_id` names its folder. `name` is what its caller calls it; "": it is the service's
+    own, taken by itself or left by a caller. Times in Unix seconds; `expires_at` None: never.
     """
 
     checkpoint_id: str
+    name: str = ""
     version: int
     seq: int
     replay_from_seq: int
     created_at: float
     size_bytes: int
+    pinned: bool = False
+    expires_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,13 +131,13 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
         expected = f"a number in [{MIN_ALPHA:g}, {MAX_ALPHA:g}]"
         raise invalid("tuning.lora.alpha", tuning.alpha, expected)
     targets = _resolve_targets(module, tuning.target_modules)
+    if _has_experts(module) and not targets.isdisjoint(_MLP):
+        targets = targets - {*_MLP} | {_EXPERTS}
     smallest = _smallest_dimension(module, targets)
     if not 1 <= tuning.rank <= smallest:
         expected = f"in [1, {smallest}], the smallest dimension of what is adapted"
         raise invalid("tuning.lora.rank", tuning.rank, expected)
     experts = family_of(module.config).experts
-    if _has_experts(module) and not targets.isdisjoint(_MLP):
-        targets = targets - {*_MLP} | {_EXPERTS}
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=tuning.rank,
@@ -194,23 +194,21 @@ def export_config(adapter: PeftModel, folder: Path, *, is_wrapped: bool = False)
 def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set[str]:
     """Names of the projections to adapt; by default all of attention and of the MLP or the experts.
 
-    Experts are adapted whole, because vLLM takes no adapter for some of their projections. If dense
-    MLPs are beside them, in layers of their own or shared by all tokens, only attention is adapted,
-    by name: peft does not distinguish these MLPs from experts. So it is where experts have biases.
+    Experts are adapted whole, because vLLM takes no adapter for some of their projections. Dense
+    MLPs beside them, in layers of their own or shared by all tokens, stay as they are: by one name
+    peft reads factors of experts or of these, not of both. So what is adapted is named there.
     """
     family = family_of(module.config)
     linear = {n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-    has_others = family.experts is not None and not family.adapts_experts
-    of_experts = {*_MLP} if has_others or _has_experts(module) else set[str]()
-    # Projections of either kind, but not of both.
-    named = linear - of_experts if has_others else linear ^ of_experts
+    of_experts = {*_MLP} if _has_experts(module) else set[str]()
+    named = linear | of_experts if family.adapts_experts else linear - of_experts
     available = named.intersection((*family.adapted, *_MLP))
     shown_names = ", ".join(sorted(available))
-    if not requested and (has_others or of_experts & linear):
+    if not requested and (of_experts & linear or not of_experts <= named):
         raise unsupported(
             "tuning.lora.target_modules",
             "none for a model whose experts, or dense MLPs beside them, no adapter reaches",
-            f"the projections of attention by name, of {shown_names}",
+            f"projections by name, of {shown_names}",
         )
     for index, target in enumerate(requested):
         if target not in available:
@@ -227,13 +225,13 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
 
 
 def _smallest_dimension(module: PreTrainedModel, targets: set[str]) -> int:
-    """Smallest dimension of the linear maps, or experts, with these names."""
+    """Smallest dimension of the linear maps and experts with these names."""
     shapes = [
         each.weight.shape
         for name, each in module.named_modules()
         if isinstance(each, nn.Linear) and name.rsplit(".", 1)[-1] in targets
     ]
-    if not targets.isdisjoint(_MLP):
+    if _EXPERTS in targets:
         shapes += [cast("Tensor", each.down_proj).shape[1:] for each in _experts(module)]
     return min(min(shape) for shape in shapes)
 
@@ -243,9 +241,8 @@ def _has_experts(module: PreTrainedModel) -> bool:
 
 
 def _experts(module: PreTrainedModel) -> Iterator[nn.Module]:
-    """Routed experts that an adapter may reach, of each layer that has them."""
-    family = family_of(module.config)
-    experts = family.experts if family.adapts_experts else None
+    """Routed experts of each layer that has them."""
+    experts = family_of(module.config).experts
     return (each for each in module.modules() if experts and isinstance(each, experts))
 
 

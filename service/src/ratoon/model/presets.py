@@ -1,6 +1,6 @@
-"""The built-in models: small decoders over bytes, of several families, and their tokenizer.
+"""The built-in models: small decoders over bytes, of several families, and their tokenizer's files.
 
-A token id below 256 is that byte; text is its UTF-8. Weights are random, decided by the seed.
+Weights are random, decided by the seed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 import xxhash
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -28,18 +27,9 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.families import family_of
 from ratoon.model.folder_model import implementations
 from ratoon.model.spec import PRESET_NAMES
+from ratoon.model.tokenizer import BOS_TOKEN, EOS_TOKEN, PAD_TOKEN, preset_tokenizer
 
-PAD_TOKEN = 256
-BOS_TOKEN = 257
-EOS_TOKEN = 258
-SEPARATOR_TOKEN = 259
 VOCAB_SIZE = 260
-_SPECIAL_TOKENS = {
-    "<|pad|>": PAD_TOKEN,
-    "<|bos|>": BOS_TOKEN,
-    "<|eos|>": EOS_TOKEN,
-    "<|sep|>": SEPARATOR_TOKEN,
-}
 # A turn is <|bos|>ROLE, a newline and its text, and ends with <|eos|> and a newline.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|bos|>{{ message['role'] }}\n{{ message['content'] }}<|eos|>\n"
@@ -73,16 +63,8 @@ def write_tokenizer(folder: Path) -> None:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer; `write_tokenizer` writes it for others."""
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in _SPECIAL_TOKENS]
-    )
-    assert all(tokenizer.token_to_id(text) == token for text, token in _SPECIAL_TOKENS.items())
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=preset_tokenizer(),
         chat_template=CHAT_TEMPLATE,
         pad_token="<|pad|>",
         bos_token="<|bos|>",
@@ -90,16 +72,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|sep|>"],
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte (Radford et al., 2019).
-
-    Printable Latin-1 stands for itself; the others take U+0100 and up in order of the byte.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def preset_config(name: str) -> PreTrainedConfig:

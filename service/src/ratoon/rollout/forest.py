@@ -247,7 +247,7 @@ def pack(batch: RolloutBatch, forest: Forest, term_mask_J: NDArray[np.bool_]) ->
         position=np.arange(forest.num_tokens)
         - np.repeat(forest.node_start - forest.node_depth, own),
         end=np.repeat(forest.node_end.astype(np.int32), own),
-        copies=np.repeat(_sequences_through(forest), own),
+        copies=np.repeat(sequences_through(forest).astype(np.int32), own),
         row_index=row_index,
         row_temperature=_tree_temperature(batch, forest, row_index),
         target_token=forest.tokens[target_packed].astype(np.int64),
@@ -259,11 +259,18 @@ def pack(batch: RolloutBatch, forest: Forest, term_mask_J: NDArray[np.bool_]) ->
     )
 
 
-def _sequences_through(forest: Forest) -> NDArray[np.int32]:
-    """int32 [M]: sequences that end in each node or below it."""
-    held = forest.sequence_node[forest.sequence_node >= 0]
-    ended = np.zeros(len(forest.node_start) + 1, np.int32)
-    np.cumsum(np.bincount(held, minlength=len(forest.node_start)), out=ended[1:])
+def sequences_through(
+    forest: Forest, weight_S: NDArray[np.float64] | None = None
+) -> NDArray[np.int64] | NDArray[np.float64]:
+    """[M]: sequences that end in each node or below it; with weights, the sum of theirs."""
+    is_held = forest.sequence_node >= 0
+    ends = np.bincount(
+        forest.sequence_node[is_held],
+        None if weight_S is None else weight_S[is_held],
+        minlength=len(forest.node_start),
+    )
+    ended = np.zeros(len(ends) + 1, ends.dtype)
+    np.cumsum(ends, out=ended[1:])
     # Nodes are in packed order: those below one follow it, up to its end.
     stop = np.searchsorted(forest.node_start, forest.node_end)
     return ended[stop] - ended[:-1]

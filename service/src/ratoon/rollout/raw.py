@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from ratoon.errors import ErrorCode, RatoonError
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
+# Characters of a group's id in what the service says of it.
+MAX_ID = 256
 
 
 class SamplerLogprobsKind(StrEnum):

@@ -30,9 +30,9 @@ def total() -> float:
     return field(default=0.0, metadata={_MERGE: np.add})
 
 
-def largest() -> float:
-    """A field of which the largest stays, or NaN; none is below 0."""
-    return field(default=0.0, metadata={_MERGE: np.maximum})
+def largest(least: float = 0.0) -> float:
+    """A field of which the largest stays, or NaN; none is below `least`."""
+    return field(default=least, metadata={_MERGE: np.maximum})
 
 
 def smallest() -> float:
@@ -84,6 +84,29 @@ class Counts:
         if not (self.bins and other.bins):
             return self if self.bins else other
         return Counts(tuple(map(operator.add, self.bins, other.bins)))
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths in tokens, all of them."""
+
+    values: tuple[int, ...] = ()
+
+    def __add__(self, other: Lengths) -> Lengths:
+        return Lengths(self.values + other.values)
+
+    @property
+    def mean(self) -> float:
+        """0 where there is none, as are the quantiles."""
+        return sum(self.values) / len(self.values) if self.values else 0.0
+
+    def quantiles(self, *percents: int) -> list[int]:
+        """For each percentage, the least length that at least so many do not exceed."""
+        count = len(self.values)
+        if not count:
+            return [0] * len(percents)
+        ordered = sorted(self.values)
+        return [ordered[-(-percent * count // 100) - 1] for percent in percents]
 
 
 @dataclass(frozen=True, slots=True)

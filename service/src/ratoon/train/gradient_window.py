@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -13,7 +14,7 @@ from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.columns import versions_of_tokens
 from ratoon.rollout.selection import Counters
-from ratoon.train.additive import Merged, Moments, largest, mean, total
+from ratoon.train.additive import Lengths, Merged, Moments, largest, mean, smallest, total
 from ratoon.train.loss.spec import CounterDivisor, Loss, NoDivisor, Normalisation
 from ratoon.train.loss.sums import LossSums
 from ratoon.train.passes import PassTotals
@@ -25,11 +26,11 @@ from ratoon_proto.types import DivideBy, TokenWeight
 class BatchSums(Merged):
     """Sums over all rollouts as they were sent, except `advantages` and `staleness`."""
 
-    rollouts: float = total()
+    responses: Lengths = field(default_factory=Lengths)
     truncated: float = total()
-    response_tokens: float = total()
-    response_tokens_max: float = largest()
     rewards: Moments = field(default_factory=Moments)
+    reward_min: float = smallest()
+    reward_max: float = largest(-math.inf)
     # Groups with rewards, and those of them whose rewards are all equal.
     rewarded_groups: float = total()
     flat_groups: float = total()
@@ -51,16 +52,22 @@ class BatchSums(Merged):
 
     def figures(self) -> dict[str, float | int | None]:
         """Fields of a `StepReport`, by name. A mean over nothing is None."""
-        rewards, advantages = self.rewards, self.advantages
+        rewards, advantages, lengths = self.rewards, self.advantages, self.responses
+        p50, p90, p99, longest = lengths.quantiles(50, 90, 99, 100)
         return {
             "reward_mean": rewards.mean if rewards.count else None,
             "reward_std": rewards.std if rewards.count else None,
+            "reward_min": self.reward_min if rewards.count else None,
+            "reward_max": self.reward_max if rewards.count else None,
             "advantage_mean": advantages.mean if advantages.count else None,
             "advantage_std": advantages.std if advantages.count else None,
             "zero_variance_fraction": mean(self.flat_groups, self.rewarded_groups),
-            "truncated_fraction": mean(self.truncated, self.rollouts) or 0.0,
-            "response_length_mean": mean(self.response_tokens, self.rollouts) or 0.0,
-            "response_length_max": int(self.response_tokens_max),
+            "truncated_fraction": mean(self.truncated, len(lengths.values)) or 0.0,
+            "response_length_mean": lengths.mean,
+            "response_length_p50": p50,
+            "response_length_p90": p90,
+            "response_length_p99": p99,
+            "response_length_max": longest,
             "staleness_mean": mean(self.staleness, self.dated_rollouts),
             "staleness_max": int(self.staleness_max) if self.dated_rollouts else None,
             "token_staleness_mean": mean(self.token_staleness, self.dated_tokens),
@@ -73,12 +80,9 @@ class BatchSums(Merged):
 
 
 def of_batch(batch: RolloutBatch) -> BatchSums:
-    lengths_S = np.diff(batch.response_offsets)
     sums = BatchSums(
-        rollouts=batch.num_sequences,
+        responses=Lengths(tuple(np.diff(batch.response_offsets).tolist())),
         truncated=int(np.count_nonzero(batch.truncated)),
-        response_tokens=int(lengths_S.sum()),
-        response_tokens_max=int(lengths_S.max()),
     )
     if batch.rewards is None:
         return sums
@@ -86,6 +90,8 @@ def of_batch(batch: RolloutBatch) -> BatchSums:
     return replace(
         sums,
         rewards=Moments.of(batch.rewards),
+        reward_min=float(batch.rewards.min()),
+        reward_max=float(batch.rewards.max()),
         rewarded_groups=batch.num_groups,
         flat_groups=int(np.count_nonzero(is_flat_G)),
     )

@@ -17,9 +17,13 @@ from ratoon.train.numerics import peak_memory_bytes
 from ratoon.train.optim.adamw import norm_of_blocks
 from ratoon.train.optim.bf16_adamw import rounding_warning
 from ratoon.train.optim.state import StateBounds
+from ratoon.train.optim.step_size import StepSize
 from ratoon.train.ranks.group import RankGroup
 from ratoon.train.ranks.rank import Rank, Stepped
+from ratoon.train.rollout_figures import FoundRollouts
 from ratoon.train.spec import TrainerSpec
+from ratoon.train.verdicts import skip_offenders
+from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import NumericsGuard, SkipReason, StepReport, TensorGradNorm
 
 WARNINGS: Mapping[SkipReason, str] = MappingProxyType(
@@ -72,6 +76,7 @@ def run_optimizer_step(
     sums: LossSums,
     divisor: float,
     base: StepReport,
+    found: FoundRollouts | None = None,
 ) -> StepReport:
     """Divide the ranks' gradient sums, clip and step, or skip the step and say why.
 
@@ -83,6 +88,7 @@ def run_optimizer_step(
         sums: The window's loss sums.
         divisor: What divides its gradients; 0 if no token counts.
         base: The report so far.
+        found: The window's last forward-backward, for whom a skipped step is named.
 
     Returns:
         `base` with what became of the step; its norms are after division and before clipping.
@@ -96,15 +102,19 @@ def run_optimizer_step(
         stepped = ranks.all(Rank.step, norm, divisor, step)
         warnings = rounding_warning(spec.kept_states, step.learning_rate)
     else:
-        warnings = (f"{WARNINGS[reason]}: the step was skipped",)
+        text = f"{WARNINGS[reason]}: the step was skipped"
+        offenders = () if found is None else skip_offenders(found, reason)
+        warnings = (warn(WarningKind.STEP_SKIPPED, text, offenders),)
     planned = [each.planned_memory_bytes for each in stepped] or [own.planned_memory_bytes]
     peaks = [each.peak_memory_bytes for each in stepped]
     return replace(
         base,
         skipped=reason is not None,
         skip_reason=reason,
+        learning_rate=step.learning_rate,
         grad_norm=norm,
         tensor_grad_norms=norms,
+        **StepSize.norms([each.size for each in stepped]),
         changed_share=_changed_share(named, stepped) if step.changed_share else None,
         peak_memory_bytes=max(peaks, default=peak_memory_bytes(own.model.device)),
         planned_memory_bytes=max((each for each in planned if each is not None), default=None),

@@ -24,10 +24,8 @@ from ratoon.train.load_balance import load_balance
 from ratoon.train.loss.batch_loss import (
     BatchLoss,
     LossOfTerms,
-    OnLogprobs,
     RowLoss,
     RowTerms,
-    not_kept,
     run_row_loss,
     whole_batch,
 )
@@ -44,6 +42,7 @@ from ratoon.train.micro_batches import (
     to_device,
 )
 from ratoon.train.prepare import Prepared, PreparedForward
+from ratoon.train.rollout_figures import TokenFigures, TokenParts
 from ratoon.train.stage_heads import add_up
 from ratoon.train.staged_batch import StagedBatch
 from ratoon_kernels import Span
@@ -59,6 +58,7 @@ class PassTotals:
     """
 
     sums: LossSums
+    tokens: TokenFigures
     routes: RouteSums
     rows: int
     forward_s: float
@@ -74,6 +74,7 @@ class PassTotals:
         longest = max(ranks, key=lambda done: done.forward_s + done.backward_s)
         return cls(
             sums=reduce(operator.add, (done.sums for done in ranks)),
+            tokens=TokenFigures.over([done.tokens for done in ranks]),
             routes=reduce(operator.add, (done.routes for done in ranks)),
             rows=sum(done.rows for done in ranks),
             forward_s=longest.forward_s,
@@ -87,26 +88,26 @@ def forward_backward_pass(
     prepared: Prepared,
     hooks: PassHooks,
     group: SequenceGroup = ALONE,
-    on_logprobs: OnLogprobs = not_kept,
 ) -> PassTotals:
     """Add the gradient of the loss sum of every micro-batch to the parameters' gradients.
 
     Of several ranks in `group` each adds what its own tokens make of it, and none what others do.
-    `on_logprobs` is told the log-probs of this pass, each once. Raises `RatoonError` CANCELLED
-    between micro-batches, with part of the gradients added, and INTERNAL where the plan is of
-    another batch.
+    Raises `RatoonError` CANCELLED between micro-batches, with part of the gradients added, and
+    INTERNAL where the plan is of another batch.
     """
     sums: list[Tensor] = []
+    found = TokenParts()
     rows, clock = 0, DeviceClock(model.device)
     model.routes.clear()
     for item in packed_micro_batches(model.device, prepared, prepared.columns.trained_J, hooks):
-        sums += _train(model, prepared, item, clock, group, on_logprobs)
+        sums += _train(model, prepared, item, clock, group, found)
         rows += _counted_rows(item, group)
     seconds = clock.seconds()
     balance, total = model.routes.balance_loss(), LossSums.total(sums)
     loss = total.loss + prepared.loss.router_aux_loss_coefficient * balance
     return PassTotals(
         sums=replace(total, loss=loss, balance=balance),
+        tokens=found.on_host(),
         routes=model.routes.take(),
         rows=rows,
         forward_s=seconds["forward"],
@@ -120,7 +121,7 @@ def _train(
     item: PackedMicroBatch,
     clock: DeviceClock,
     group: SequenceGroup,
-    on_logprobs: OnLogprobs,
+    found: TokenParts,
 ) -> list[Tensor]:
     """Add the gradient of the loss sum of one micro-batch; the sums of each of its losses."""
     packed, device = item.packed, model.device
@@ -129,7 +130,7 @@ def _train(
     reference_L = _reference(model, prepared, item, batch, group)
 
     like = torch.empty(0, dtype=accumulation_dtype(model.lm_head_VD.dtype), device=device)
-    loss = BatchLoss(prepared, packed, reference_L, on_logprobs, like)
+    loss = BatchLoss(prepared, packed, reference_L, found, like)
     is_of_rows = is_of_single_tokens(prepared.loss)
     if item.stages or group.size > 1:
         staged = StagedBatch(model, packed, batch, item.stages, item.check, group, balance)

@@ -19,6 +19,7 @@ from ratoon.planner.plan import share_as_planned
 from ratoon.planner.planning import Planner
 from ratoon.rollout import advantages as group_advantages
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.offenders import offenders
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, route_conflicts, sort_sequences
 from ratoon.rollout.selection import (
@@ -33,6 +34,7 @@ from ratoon.rollout.selection import (
 )
 from ratoon.train.loss.spec import Loss
 from ratoon.train.loss.warnings import batch_warnings
+from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     AdvantageKind,
     OldLogprobsKind,
@@ -40,6 +42,7 @@ from ratoon_proto.types import (
     OverlongPenalty,
     SharedTokens,
     StalenessAction,
+    StepWarning,
     TokenWeight,
 )
 
@@ -110,7 +113,7 @@ class Prepared:
     group_keys: frozenset[bytes]
     not_run_S: NDArray[np.bool_]
     plan: UpdatePlan
-    warnings: tuple[str, ...]
+    warnings: tuple[StepWarning, ...]
     route_conflicts: int
     seconds: float
 
@@ -163,7 +166,7 @@ def prepare(
         group_keys=frozenset() if comes_whole else group_keys(batch, columns.counted_J),
         not_run_S=_not_run(batch, columns, run),
         plan=plan,
-        warnings=(*warnings, *_warnings(counted, plan)),
+        warnings=(*warnings, *_warnings(batch, counted, plan, warnings)),
         route_conflicts=route_conflicts(shared, run),
         seconds=time.perf_counter() - started,
     )
@@ -294,12 +297,18 @@ def _advantages(batch: RolloutBatch, loss: Loss) -> NDArray[np.float64]:
     return np.repeat(advantage_S, lengths_S)
 
 
-def _warnings(counted: Counters, plan: UpdatePlan) -> tuple[str, ...]:
-    """What drops and advantages leave to train on, where it is nothing."""
+def _warnings(
+    batch: RolloutBatch, counted: Counters, plan: UpdatePlan, told: tuple[StepWarning, ...]
+) -> tuple[StepWarning, ...]:
+    """What drops and advantages leave to train on, where it is nothing and `told` has no cause."""
+    every = offenders(batch, np.arange(batch.num_sequences), value_S=batch.rewards)
     if counted.tokens == 0:
-        return ("every rollout was dropped: there is nothing to train on",)
-    if not plan.micro_batches:
-        return ("every advantage is zero: nothing was run, and the gradient is zero",)
+        text = "every rollout was dropped: there is nothing to train on"
+        return (warn(WarningKind.ALL_DROPPED, text, every),)
+    is_told = any(each.kind == WarningKind.EQUAL_REWARDS for each in told)
+    if not plan.micro_batches and not is_told:
+        text = "every advantage is zero: nothing was run, and the gradient is zero"
+        return (warn(WarningKind.ZERO_ADVANTAGES, text, every),)
     return ()
 
 

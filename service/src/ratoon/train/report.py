@@ -13,19 +13,22 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RouteSums
 from ratoon.planner.costs import measure
 from ratoon.planner.layer_kinds import Layer, window_of, window_of_layers
+from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.raw import MAX_ID
 from ratoon.rollout.selection import trained_lengths
 from ratoon.train.additive import mean
 from ratoon.train.gradient_window import Totals, divide_number, of_batch
 from ratoon.train.loss.ratios import clamp_k3
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor
-from ratoon.train.loss.warnings import sum_warnings
 from ratoon.train.numerics import peak_memory_bytes
 from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.prepare import Prepared, PreparedForward, run_sequences
+from ratoon.train.rollout_figures import FoundRollouts
 from ratoon.train.self_check import SelfCheckOutcome
-from ratoon_proto.types import DivideBy, PhaseSeconds, RouterReport, StepReport
+from ratoon.train.verdicts import pass_warnings
+from ratoon_proto.types import DivideBy, GroupReport, PhaseSeconds, RouterReport, StepReport
 
 # Dense bfloat16 peak, FLOP/s, by a part of the device's name; the first that fits.
 _BF16_PEAKS = (("H200", 989e12), ("H100", 989e12), ("A100", 312e12), ("B200", 2250e12))
@@ -192,7 +195,7 @@ class UsageMeter:
 
 
 def forward_backward_report(
-    prepared: Prepared,
+    found: FoundRollouts,
     totals: Totals,
     done: PassTotals,
     meter: UsageMeter,
@@ -203,17 +206,47 @@ def forward_backward_report(
     Its losses are divided by the loss's own counter; by 1 if that is a constant, which only the
     step knows.
     """
+    prepared = found.prepared
     by = prepared.loss.default_divide_by
     own = NoDivisor() if by in (DivideBy.CONSTANT, DivideBy.NONE) else CounterDivisor(counter=by)
     divisor = divide_number(own, totals.counters)
     seconds = PhaseSeconds(plan=prepared.seconds, forward=done.forward_s, backward=done.backward_s)
     usage = meter.figures(prepared, training_flops, done.rows, done.forward_s + done.backward_s)
     report = _packing_report(prepared.plan, seconds, usage, done.rank_seconds)
-    sums = sum_warnings(prepared.loss, totals.sums)
+    sums = pass_warnings(found, totals.sums)
     return replace(
         _with_totals(report, totals, divisor),
         self_check=self_check.report,
+        groups=_group_reports(prepared.batch) if prepared.loss.report_groups else (),
         warnings=(*prepared.warnings, *sums, *self_check.warnings),
+    )
+
+
+def _group_reports(batch: RolloutBatch) -> tuple[GroupReport, ...]:
+    """Reports of all groups, as sent."""
+    starts, counts_G = batch.group_offsets[:-1], np.diff(batch.group_offsets)
+    lengths_G = np.add.reduceat(np.diff(batch.response_offsets), starts) / counts_G
+    reports = [
+        GroupReport(group_id=group_id[:MAX_ID], num_rollouts=count, response_length_mean=length)
+        for group_id, count, length in zip(
+            batch.group_ids, counts_G.tolist(), lengths_G.tolist(), strict=True
+        )
+    ]
+    if batch.rewards is None:
+        return tuple(reports)
+    mean_G = np.add.reduceat(batch.rewards, starts) / counts_G
+    square_S = np.square(batch.rewards - np.repeat(mean_G, counts_G))
+    figures = {
+        "reward_mean": mean_G,
+        "reward_std": np.sqrt(np.add.reduceat(square_S, starts) / counts_G),
+        "reward_min": np.minimum.reduceat(batch.rewards, starts),
+        "reward_max": np.maximum.reduceat(batch.rewards, starts),
+        "zero_variance": zero_variance_groups(batch.rewards, batch.group_offsets),
+    }
+    columns = zip(*(values.tolist() for values in figures.values()), strict=True)
+    return tuple(
+        replace(report, **dict(zip(figures, values, strict=True)))
+        for report, values in zip(reports, columns, strict=True)
     )
 
 

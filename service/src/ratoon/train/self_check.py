@@ -23,19 +23,21 @@ import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from ratoon.planner.planning import cpu_planner
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.offenders import offenders
 from ratoon.rollout.selection import trained_lengths
 from ratoon.shards.parts import origin_of
 from ratoon.train.micro_batches import PassHooks, no_progress
 from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.passes import forward_backward_pass
 from ratoon.train.prepare import Prepared
-from ratoon_proto.types import SelfCheckReport
+from ratoon.warning_kinds import WarningKind, warn
+from ratoon_proto.types import SelfCheckReport, StepWarning
 
 # Share of the whole gradient's norm below which a tensor's own norm is no measure of its error.
 _NORM_FLOOR = 1e-3
@@ -72,7 +74,7 @@ class SelfCheckOutcome:
     """`report` None: there was nothing to compare, or no memory to do it in."""
 
     report: SelfCheckReport | None
-    warnings: tuple[str, ...]
+    warnings: tuple[StepWarning, ...]
 
 
 def is_due(version: int, every: int) -> bool:
@@ -110,7 +112,7 @@ def run_self_check(
             raise
         # Several ranks may have room for what one has not.
         text = f"the self-check of version {prepared.version} did not run: out of device memory"
-        return SelfCheckOutcome(report=None, warnings=(text,))
+        return SelfCheckOutcome(report=None, warnings=(warn(WarningKind.SELF_CHECK_NOT_RUN, text),))
     finally:
         gradients.clear()
     exceeded = _exceeded(report, model)
@@ -120,7 +122,7 @@ def run_self_check(
         exceeds_limits=bool(exceeded),
         seconds=time.perf_counter() - started,
     )
-    warnings = (_warning(report, exceeded),) if exceeded else ()
+    warnings = (_warning(report, exceeded, prepared.batch),) if exceeded else ()
     return SelfCheckOutcome(report=report, warnings=warnings)
 
 
@@ -159,18 +161,10 @@ def _packed_and_alone(prepared: Prepared, sequence: int) -> tuple[Prepared, Prep
 
 def _run(model: PolicyModel, hooks: PassHooks, prepared: Prepared) -> NDArray[np.float64]:
     """The log-probs of the rollout's trained tokens, whose gradients are added up."""
-    tokens: list[NDArray[np.int64]] = []
-    logprobs: list[Tensor] = []
-
-    def keep(tokens_L: NDArray[np.int64], logprob_L: Tensor) -> None:
-        tokens.append(tokens_L)
-        logprobs.append(logprob_L.detach())
-
-    forward_backward_pass(model, prepared, hooks, on_logprobs=keep)
+    trained_J = prepared.columns.trained_J
+    found = forward_backward_pass(model, prepared, hooks).tokens
     # A token that did not run is no number, and so is its difference.
-    logprob_J = np.full(len(prepared.columns.trained_J), np.nan)
-    logprob_J[np.concatenate(tokens)] = torch.cat(logprobs).double().cpu().numpy()
-    return logprob_J[prepared.columns.trained_J]
+    return found.columns(len(trained_J))[0, trained_J]
 
 
 def _compared(
@@ -244,6 +238,10 @@ def _exceeded(report: SelfCheckReport, model: PolicyModel) -> list[str]:
     ]
 
 
-def _warning(report: SelfCheckReport, exceeded: list[str]) -> str:
+def _warning(report: SelfCheckReport, exceeded: list[str], batch: RolloutBatch) -> StepWarning:
     problem = ", ".join(exceeded)
-    return f"self-check: rollout {report.sequence} is not the same packed as alone: {problem}"
+    return warn(
+        WarningKind.SELF_CHECK_EXCEEDED,
+        f"self-check: rollout {report.sequence} is not the same packed as alone: {problem}",
+        offenders(batch, np.array([report.sequence])),
+    )

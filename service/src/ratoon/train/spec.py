@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ratoon.model.spec import ModelSpec
-from ratoon_proto.types import AdamWConfig, NumericsGuard, ParallelLayout, Shard
+from ratoon_proto.types import AdamWConfig, KeepRollouts, NumericsGuard, ParallelLayout, Shard
 
 
 class OptimizerStates(StrEnum):
@@ -54,6 +54,9 @@ class TrainerSpec:
     # Links in a model folder may lead to any place below this root; None: to no other folder.
     models_root: Path | None = None
     parallel: ParallelLayout = ONE_DEVICE
+    # Which rollouts are kept on disk, and how many bytes of them.
+    keep_rollouts: KeepRollouts = KeepRollouts.NONE
+    keep_rollouts_bytes: int = 0
 
     @property
     def num_workers(self) -> int:

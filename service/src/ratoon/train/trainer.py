@@ -27,6 +27,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
@@ -63,8 +64,11 @@ from ratoon.train.ranks.layout import lend_activations, load
 from ratoon.train.ranks.rank import Rank
 from ratoon.train.rates import rates_of
 from ratoon.train.report import UsageMeter, forward_backward_report, forward_report, step_report
+from ratoon.train.rollout_figures import FoundRollouts
 from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
+from ratoon.train.step_probe import probe_of
+from ratoon.train.verdicts import step_warnings
 from ratoon_proto.types import Shard, StepReport
 
 
@@ -122,6 +126,8 @@ class Trainer:
             spec.micro_batch_tokens, num_ranks=self.ranks.size, group_sizes=self._group_sizes
         )
         self._window = GradientWindow()
+        # What the last forward-backward found of its rollouts; None: none has run.
+        self.found: FoundRollouts | None = None
         self._meter = UsageMeter(model, self.ranks.size)
         self._snapshot_numbers = count()
         # Snapshots that somebody has; the ranks hold their states until they are written.
@@ -226,8 +232,9 @@ class Trainer:
         ranks = self.ranks.run_pass(hooks, Rank.forward_backward, prepared, is_only=is_only)
         done = PassTotals.over(ranks)
         totals = Totals.of_pass(prepared, done)
+        self.found = FoundRollouts.of(prepared, done.tokens)
         self._window.complete(prepared, totals)
-        return forward_backward_report(prepared, totals, done, self._meter, self_check)
+        return forward_backward_report(self.found, totals, done, self._meter, self_check)
 
     def optim_step(self, step: OptimStep) -> StepReport:
         """Divide the window's gradient, clip it and step; the window is empty afterwards.
@@ -455,16 +462,33 @@ class Trainer:
             )
 
     def _optimizer_step(self, step: OptimStep, base: StepReport) -> StepReport:
-        clock = DeviceClock(self.model.device)
+        clock, found = DeviceClock(self.model.device), self.found
         divisor, totals = self._window.divisor(step.divisor), self._window.totals
         report = run_optimizer_step(
-            self.ranks, self._named, self.spec, step, totals.sums, divisor, base
+            self.ranks, self._named, self.spec, step, totals.sums, divisor, base, found
         )
         if not report.skipped:
             self.version += 1
         self.discard_gradients()
+        if not report.skipped and found is not None:
+            report = replace(report, **self._probe(found, report))
+        report = replace(report, warnings=(*report.warnings, *step_warnings(report)))
         clock.lap("optimizer")
         return step_report(report, totals, divisor, clock.seconds()["optimizer"])
+
+    def _probe(self, found: FoundRollouts, report: StepReport) -> dict[str, float | int | None]:
+        """Run some of a window's tokens again after its step; nothing where there is no memory."""
+        probe = probe_of(found, report)
+        if probe is None:
+            return {}
+        try:
+            prepared = self.prepare_forward(probe.batch)
+            arrays = self.forward(prepared, with_entropy=False, use_reference=False)
+        except (torch.OutOfMemoryError, RatoonError) as err:
+            if isinstance(err, RatoonError) and err.code is not ErrorCode.RESOURCE_EXHAUSTED:
+                raise
+            return {}
+        return probe.figures(arrays.logprobs)
 
     @contextmanager
     def _discarding_staged(self) -> Iterator[None]:

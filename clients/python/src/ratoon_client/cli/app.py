@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.models import OptionInfo
 
-from ratoon_client.cli import training, weights
-from ratoon_client.cli.context import Settings, open_client, show
+from ratoon_client.cli import history, rollouts, runs, training, weights
+from ratoon_client.cli.context import Settings, open_client, printable, show
 from ratoon_client.cli.policies import checkpoints, policies
 from ratoon_client.config import (
     CA_VARIABLE,
@@ -47,6 +47,11 @@ cli = typer.Typer(
 cli.add_typer(policies, name="policies", help="Create, list and delete policies.")
 cli.add_typer(weights.cli, name="weights", help="Pull, list, follow and import weights.")
 cli.add_typer(checkpoints, name="checkpoints", help="Save, load and list checkpoints.")
+cli.add_typer(history.operations, name="operations", help="List and show operations.")
+cli.command()(runs.runs)
+cli.command()(runs.top)
+cli.command()(history.log)
+cli.command()(rollouts.rollouts)
 cli.command()(training.update)
 cli.command()(training.watch)
 
@@ -147,8 +152,10 @@ def health(context: typer.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (default: the process's) and exit."""
+    command = typer.main.get_command(cli)
+    _name_no_type_of_flags(command)
     try:
-        cli(args=arguments)
+        command(args=arguments)
     except InvalidArgumentError as error:
         _exit(str(error), USAGE_ERROR)
     except TransportError as error:
@@ -168,6 +175,15 @@ def _read_key(path: Path) -> str:
     return key
 
 
+def _name_no_type_of_flags(command: Any) -> None:
+    """Leave `<bool>` out of the help of flags, which take no value."""
+    for parameter in command.get_params(typer.Context(command)):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for child in getattr(command, "commands", {}).values():
+        _name_no_type_of_flags(child)
+
+
 def _exit(message: str, status: int) -> None:
-    typer.echo(f"ratoonctl: {message}", err=True)
+    typer.echo(f"ratoonctl: {printable(message)}", err=True)
     sys.exit(status)

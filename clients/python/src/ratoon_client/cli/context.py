@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import datetime
 from pathlib import Path
@@ -44,6 +45,9 @@ WeightsRoot = Annotated[
         show_default=False,
     ),
 ]
+
+
+_WIDE = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,17 @@ def open_client(
         yield client
 
 
+@contextmanager
+def until_stopped() -> Generator[None]:
+    """Run until SIGINT or SIGTERM, either of which ends it quietly."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def show(context: typer.Context, value: object, fields: Mapping[str, object]) -> None:
     """`value` whole as JSON, or `fields` as two columns."""
     if settings_of(context).as_json:
@@ -89,41 +104,49 @@ def show(context: typer.Context, value: object, fields: Mapping[str, object]) ->
         return
     table = Table(box=None, show_header=False)
     for name, field in fields.items():
-        table.add_row(name, _text(field))
+        table.add_row(name, text_of(field))
     Console(soft_wrap=True).print(table)
 
 
 def show_line(context: typer.Context, value: object, text: str) -> None:
     """`value` whole as JSON, or `text`; at once, for who reads as it comes."""
-    typer.echo(json.dumps(_plain(value)) if settings_of(context).as_json else text)
+    typer.echo(json.dumps(_plain(value)) if settings_of(context).as_json else printable(text))
     sys.stdout.flush()
 
 
 def show_rows(
     context: typer.Context,
-    values: Sequence[object],
+    values: object,
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
 ) -> None:
-    """`values` as a JSON list, or `rows` as a table."""
+    """`values` as JSON, or `rows` as a table."""
     if settings_of(context).as_json:
         typer.echo(json.dumps(_plain(values)))
         return
     table = Table(*columns, box=None)
     for row in rows:
-        table.add_row(*map(_text, row))
-    Console(soft_wrap=True).print(table)
+        table.add_row(*map(text_of, row))
+    # A terminal folds what is wide; a file or a pipe gets one line a row.
+    Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDE).print(table)
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A cell of a table: what it says is shown, and neither obeyed nor taken for markup."""
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
-    # Messages and names may have brackets, which are no markup.
-    return escape(str(value))
+    return escape(printable(str(value)))
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey, or show nothing of, written as an escape: \\x1b."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def _plain(value: object) -> Any:

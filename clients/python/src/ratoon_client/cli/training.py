@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
 from ratoon_client.blocking import OperationHandle
-from ratoon_client.cli.context import Seq, open_client, show
+from ratoon_client.cli.context import Seq, open_client, printable, show
+from ratoon_client.cli.options import MessageOptions, takes
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.jsonl import read_jsonl
 from ratoon_client.operation import describe
 from ratoon_client.rollouts import Group
-from ratoon_client.values import Loss, Optim
-from ratoon_proto.types import AdvantageKindName, LossKindName, Operation, StepResult
+from ratoon_proto.types import LossConfig, Operation, OptimStepConfig, StepResult
+from ratoon_proto.v1 import training_pb2
 
-LearningRate = Annotated[
-    float, typer.Option("--learning-rate", "--lr", help="Learning rate of this step.", min=0.0)
-]
+LOSS = MessageOptions(
+    message=training_pb2.LossConfig,
+    title="Loss",
+    names={"kind": "loss", "old_logprobs.forward_operation_id": "forward-operation-id"},
+    bounds={
+        "clip_low": (0, 1),
+        "entropy_coefficient": (None, None),
+        "kl.coefficient": (None, None),
+    },
+    defaults={"kind": "grpo"},
+)
+OPTIM = MessageOptions(
+    message=training_pb2.OptimStepConfig,
+    title="Optimizer step",
+    also={"learning_rate": "--lr"},
+)
 
 
+@takes(LOSS, OPTIM)
 def update(
     context: typer.Context,
     policy_id: str,
@@ -31,38 +46,12 @@ def update(
             help="Groups as JSON lines, one group per line.", exists=True, dir_okay=False
         ),
     ],
-    learning_rate: LearningRate,
-    loss: Annotated[LossKindName, typer.Option(help="Kind of loss: see docs/api.md.")] = "grpo",
-    advantage: Annotated[
-        AdvantageKindName | None,
-        typer.Option(help="Default: the loss's."),
-    ] = None,
-    old_logprobs: Annotated[
-        Literal["sampler", "given", "on_policy"] | None,
-        typer.Option(help="Default: the loss's."),
-    ] = None,
-    clip_low: Annotated[
-        float | None, typer.Option(help="Default: the loss's.", min=0.0, max=1.0)
-    ] = None,
-    clip_high: Annotated[float | None, typer.Option(help="Default: the loss's.", min=0.0)] = None,
-    entropy_coefficient: Annotated[
-        float, typer.Option(help="Coefficient of the entropy term; 0: none.")
-    ] = 0.0,
-    allow_truncated_sampling: Annotated[
-        bool, typer.Option(help="Allow log-probs sampled under top-p or top-k in a ratio.")
-    ] = False,
-    weight_decay: Annotated[
-        float | None, typer.Option(help="Default: the policy's.", min=0.0)
-    ] = None,
-    max_grad_norm: Annotated[
-        float | None,
-        typer.Option(help="Global norm to clip to; 0: none. Default: the service's.", min=0.0),
-    ] = None,
     byte_tokens: Annotated[
         bool, typer.Option("--byte-tokens", help="Read texts of the file as one token per byte.")
     ] = False,
     seq: Seq = None,
     wait: Annotated[bool, typer.Option(help="Wait until the operation has ended.")] = True,
+    **options: Any,
 ) -> None:
     """Update a policy once, on the groups of a file.
 
@@ -70,20 +59,10 @@ def update(
     that trains it meanwhile then gets KEY_REUSED until its resync().
     """
     groups = _read(file, byte_tokens=byte_tokens)
-    loss_config = Loss(
-        loss,
-        advantage=advantage,
-        old_logprobs=old_logprobs,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        entropy_coefficient=entropy_coefficient,
-        allow_truncated_sampling=allow_truncated_sampling,
-    )
-    optim = Optim(
-        learning_rate=learning_rate, weight_decay=weight_decay, max_grad_norm=max_grad_norm
-    )
+    loss = LOSS.value(LossConfig, LOSS.given(options))
+    optim = OPTIM.value(OptimStepConfig, OPTIM.given(options))
     with open_client(context) as client:
-        handle = client.policy(policy_id).update(groups, loss=loss_config, optim=optim, seq=seq)
+        handle = client.policy(policy_id).update(groups, loss=loss, optim=optim, seq=seq)
         if wait:
             _show_step(context, handle)
         else:
@@ -101,7 +80,7 @@ def watch(context: typer.Context, operation_id: str) -> None:
             line = f"{describe(state)} {progress.micro_batches_done}"
             line += f"/{progress.micro_batches_planned} micro-batches"
             if line != last:
-                typer.echo(line, err=True)
+                typer.echo(printable(line), err=True)
             last = line
         final = handle.wait()
         show(context, final, _operation_fields(final))
@@ -131,7 +110,7 @@ def _show_step(context: typer.Context, handle: OperationHandle[StepResult]) -> N
         "trained tokens": report.trained_tokens,
         "token reduction": report.token_reduction,
         "tokens/s": report.tokens_per_second,
-        "warnings": "; ".join(report.warnings) or None,
+        "warnings": "; ".join(map(str, report.warnings)) or None,
     }
     show(context, {"operation_id": handle.operation_id, "seq": handle.seq, "step": step}, fields)
 

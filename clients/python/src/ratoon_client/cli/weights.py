@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,14 @@ from ratoon_client.cli.context import (
     Version,
     WeightsRoot,
     open_client,
+    settings_of,
     show,
     show_line,
     show_rows,
+    until_stopped,
 )
 from ratoon_client.config import ClientConfig
-from ratoon_client.errors import InvalidArgumentError, RatoonApiError
+from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.weights.pull import KEEP_VERSIONS
 from ratoon_client.weights.receiver import Adapter, FolderAdapter, Received, ReceiverEvent
 from ratoon_client.weights.sglang import SglangAdapter
@@ -41,30 +42,22 @@ class VllmBackend(StrEnum):
     NCCL = "nccl"
 
 
-# What `list` asks for at most: a policy that publishes on request may have long gaps.
-_MOST_ASKED = 1000
-
-
 @cli.command("list")
 def list_versions(context: typer.Context, policy_id: str) -> None:
-    """List the versions that can be fetched, newest first, up to the policy's keep_versions.
-
-    Older versions that a receiver still holds are not listed; `manifest` shows one by its number.
-    """
-    found: list[WeightManifest] = []
+    """List the versions that can be fetched, newest first, then who serves which."""
     with open_client(context) as client:
-        policy = client.get_policy(policy_id)
-        newest = -1 if policy.published_version is None else policy.published_version
-        for version in range(newest, max(-1, newest - _MOST_ASKED), -1):
-            try:
-                found.append(client.weight_manifest(policy_id, version))
-            except RatoonApiError as error:
-                if error.code != "WEIGHTS_NOT_FOUND":
-                    raise
-            if len(found) == policy.spec.keep_versions:
-                break
-    rows = [(each.version, len(each.files), _num_bytes(each), each.kind) for each in found]
-    show_rows(context, found, ("version", "files", "bytes", "kind"), rows)
+        found = client.versions(policy_id)
+    versions = [
+        (each.version, each.size_bytes, each.delta_bytes, each.published_at, each.is_held)
+        for each in reversed(found.versions)
+    ]
+    show_rows(context, found, ("version", "bytes", "delta bytes", "published", "held"), versions)
+    if found.receivers and not settings_of(context).as_json:
+        receivers = [
+            (each.receiver_id, each.version, each.lag, each.holds_version, each.last_seen)
+            for each in found.receivers
+        ]
+        show_rows(context, (), ("receiver", "serves", "lag", "holds", "last seen"), receivers)
 
 
 @cli.command()
@@ -94,6 +87,27 @@ def pull(
         "from version": pulled.parent_version,
     }
     show(context, pulled, fields)
+
+
+@cli.command()
+def export(
+    context: typer.Context,
+    policy_id: str,
+    folder: Annotated[Path, typer.Argument(help="Folder that is new or empty.", file_okay=False)],
+    version: Version = None,
+    base: Annotated[
+        str | None, typer.Option(help="For an adapter: its base's folder, or id on a hub.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the adapter into the folder --base.")
+    ] = False,
+    weights_root: WeightsRoot = None,
+) -> None:
+    """Write a version as a Hugging Face folder, with tokenizer and README.md."""
+    with open_client(context, ClientConfig(weights_root=weights_root)) as client:
+        out = client.export_weights(policy_id, folder, version, base=base, merge=merge)
+    names = ", ".join(sorted(path.name for path in out.folder.iterdir()))
+    show(context, out, {"version": out.version, "folder": out.folder, "files": names})
 
 
 @cli.command("import")
@@ -177,9 +191,7 @@ def follow(
             again = f"(again in {event.retry_s:.1f} s)"
             typer.echo(f"ratoonctl: {version}{event.error} {again}", err=True)
 
-    with suppress(KeyboardInterrupt), ExitStack() as stack:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        stack.callback(signal.signal, signal.SIGTERM, before)
+    with until_stopped(), ExitStack() as stack:
         vllm_adapter = {
             VllmBackend.RELOAD: VllmAdapter,
             VllmBackend.RATOON: StagedVllmAdapter,

@@ -34,7 +34,7 @@ from ratoon_client.transport.ranges import PART_OF_FILE, WHOLE_FILE, RangeReader
 from ratoon_client.weights.chunks import check_chunk, check_length
 from ratoon_client.weights.disk import in_thread
 from ratoon_client.wire import error_of
-from ratoon_proto.fields import fields_of, http_route
+from ratoon_proto.fields import http_route
 from ratoon_proto.json_form import MessageT, from_json, to_request_json
 from ratoon_proto.types import WeightFile
 from ratoon_proto.v1 import operation_pb2, service_pb2
@@ -231,12 +231,7 @@ class Route:
         """The query: all other fields of a call without a body."""
         if self.has_body:
             return {}
-        return {
-            field.name: getattr(request, field.name)
-            for field in fields_of(request.DESCRIPTOR)
-            if field.name not in self.fields
-            and not (field.has_presence and not request.HasField(field.name))
-        }
+        return to_request_json(request, skip=self.fields)
 
 
 def _part(request: Message, name: str) -> str:

@@ -5,9 +5,13 @@ With TLS the service's certificate and name are always verified.
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import ssl
 from ipaddress import ip_address
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 import grpc
@@ -15,11 +19,13 @@ import httpx
 
 from ratoon_client.caller import Transport
 from ratoon_client.config import PLAIN_VARIABLE, ClientConfig, may_send_plain_key
-from ratoon_client.errors import InvalidArgumentError
+from ratoon_client.errors import InvalidArgumentError, TransportError
 from ratoon_client.transport.grpc_wire import GrpcTransport
 from ratoon_client.transport.http_wire import HttpTransport
 
 TLS_SCHEMES = ("grpcs", "https")
+_PORTS = MappingProxyType({"http": 80, "https": 443})
+_RECONNECT_S = 0.1
 
 
 def check_target(target: str) -> tuple[str, str]:
@@ -57,6 +63,38 @@ def _is_this_machine(address: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+async def reach(target: str, timeout_s: float) -> None:
+    """Wait until something at the target takes a connection: a service that is there does at once.
+
+    Raises TransportError after `timeout_s` seconds. A target that names no port is not looked at.
+    """
+    scheme, rest = check_target(target)
+    try:
+        place = urlsplit(f"//{rest}")
+        host, port = place.hostname, place.port or _PORTS.get(scheme)
+    except ValueError:
+        return
+    if host is None or port is None:
+        return
+    reason = "no answer"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(host, port)
+                except OSError as err:
+                    # The text would list each of several addresses.
+                    is_known = err.errno is not None and err.errno in errno.errorcode
+                    reason = os.strerror(err.errno or 0) if is_known else str(err)
+                    await asyncio.sleep(_RECONNECT_S)
+                else:
+                    writer.close()
+                    return
+    except TimeoutError:
+        text = f"nothing answers at {scheme}://{rest} ({reason}); is `ratoon serve` running?"
+        raise TransportError(text) from None
 
 
 def open_transport(target: str, config: ClientConfig) -> Transport:

@@ -49,7 +49,8 @@ async def weight_manifest(
             )
             return decode(message, WeightManifest)
         except TransportError:
-            if time.monotonic() > end or not await _answers(caller):
+            is_there = caller.is_reached and time.monotonic() <= end
+            if not is_there or not await _answers(caller):
                 raise
 
 

@@ -85,6 +85,8 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
         parallel=_parallel(spec.parallel),
         attention_backend=spec.attention_backend or "",
         numerics_guard=_guard(spec.numerics_guard),
+        keep_rollouts=spec.keep_rollouts,
+        keep_rollouts_bytes=at_least("spec.keep_rollouts_bytes", spec.keep_rollouts_bytes, 1),
     )
 
 

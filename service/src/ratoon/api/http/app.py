@@ -28,6 +28,7 @@ from ratoon.api.http.access import CallGate, LocalNames
 from ratoon.api.http.connection import BoundedConnection
 from ratoon.api.http.errors import answer_errors
 from ratoon.api.http.files import add_files
+from ratoon.api.http.page import page_routes
 from ratoon.api.http.routes import add_calls, add_events, add_server
 from ratoon.api.service import PolicyService
 from ratoon.config import LimitsConfig
@@ -60,7 +61,7 @@ def create_app(
     )
     app.state.parsing = asyncio.Semaphore(_MAX_PARSING)
     app.state.gate = gate
-    app.router.routes.insert(0, _document(app))
+    app.router.routes[:0] = [_document(app), *page_routes()]
     answer_errors(app)
     # Events come before a version's route, whose path would match too.
     add_events(app.router, service, gate)

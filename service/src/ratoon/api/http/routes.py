@@ -33,13 +33,14 @@ from ratoon.api.gate import AuthorizedCall, Gate
 from ratoon.api.http.access import AuthorizedCallOf
 from ratoon.api.http.bodies import BodyRoute, fill_request
 from ratoon.api.http.errors import error_response, error_responses
-from ratoon.api.http.schema import WireModel, body_of, comment, error_body, model_of
-from ratoon.api.service import PolicyService
+from ratoon.api.http.schema import WireModel, body_of, enum_of, error_body, model_of
+from ratoon.api.service import MAX_PAGE_SIZE, MAX_POINTS, PolicyService
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon_proto.fields import fields_of, http_route
+from ratoon_proto.fields import comment, fields_of, http_route
+from ratoon_proto.fill import fill
 from ratoon_proto.json_form import to_json
 from ratoon_proto.v1 import service_pb2 as wire
-from ratoon_proto.v1.operation_pb2 import Operation
+from ratoon_proto.v1.operation_pb2 import Operation, OperationKind, OperationState
 from ratoon_proto.v1.service_pb2 import WatchOperationRequest, WatchWeightsRequest
 
 ACCEPTED = 202
@@ -50,7 +51,8 @@ CheckpointId = Annotated[str, Path(examples=["after-warmup"])]
 KnownVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 OperationId = Annotated[str, Path(pattern=f"^{OPERATION_ID.pattern}$")]
 Version = Annotated[int, Path(ge=0, lt=2**63)]
-PartIndex = Annotated[int, Path(ge=0, lt=2**31)]
+Seq = Annotated[int, Path(ge=1, lt=2**63)]
+Index = Annotated[int, Path(ge=0, lt=2**31)]
 WaitSeconds = Annotated[float, Query(ge=0, allow_inf_nan=False, examples=[30])]
 _PLACE = re.compile(r"\{(\w+)\}")
 _KEYED = (
@@ -62,6 +64,7 @@ _KEYED = (
     ErrorCode.RESOURCE_EXHAUSTED,
 )
 _BATCH = (*_KEYED, ErrorCode.UPLOAD_NOT_FOUND, ErrorCode.OPERATION_NOT_FOUND)
+_ROLLOUTS = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.ROLLOUTS_NOT_FOUND)
 # The tag of each call's route, and its errors beyond the common ones.
 CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
     {
@@ -74,6 +77,15 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
         "DeletePolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY)),
         "SaveCheckpoint": ("policies", _KEYED),
         "ListCheckpoints": ("policies", (ErrorCode.POLICY_NOT_FOUND,)),
+        "DeleteCheckpoint": (
+            "policies",
+            (
+                ErrorCode.POLICY_NOT_FOUND,
+                ErrorCode.POLICY_NOT_READY,
+                ErrorCode.POLICY_FAILED,
+                ErrorCode.CHECKPOINT_NOT_FOUND,
+            ),
+        ),
         "LoadCheckpoint": ("policies", (*_KEYED, ErrorCode.CHECKPOINT_NOT_FOUND)),
         "Update": ("training", _BATCH),
         "ForwardBackward": ("training", _BATCH),
@@ -82,7 +94,15 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
         "Forward": ("training", _BATCH),
         "UploadPart": ("training", (ErrorCode.POLICY_NOT_FOUND, ErrorCode.RESOURCE_EXHAUSTED)),
         "GetOperation": ("operations", (ErrorCode.OPERATION_NOT_FOUND, ErrorCode.SEQ_GAP)),
+        "ListOperations": ("operations", (ErrorCode.POLICY_NOT_FOUND,)),
         "CancelOperation": ("operations", (ErrorCode.OPERATION_NOT_FOUND,)),
+        "ListSteps": ("training", (ErrorCode.POLICY_NOT_FOUND,)),
+        "ListVersions": (
+            "weights",
+            (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY, ErrorCode.POLICY_FAILED),
+        ),
+        "ListRollouts": ("rollouts", _ROLLOUTS),
+        "GetRollout": ("rollouts", _ROLLOUTS),
         "GetWeightManifest": (
             "weights",
             (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND),
@@ -114,19 +134,39 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
 )
 # Calls that return an operation, but start none.
 _AT_ONCE = frozenset({"GetOperation", "CancelOperation"})
-_PARAMETERS: Mapping[str, Any] = MappingProxyType(
+# Answers that take long to be written as JSON.
+_LONG = frozenset({"ListOperations", "ListSteps"})
+_IN_PATH: Mapping[str, Any] = MappingProxyType(
     {
         "policy_id": PolicyId,
         "operation_id": OperationId,
         "checkpoint_id": CheckpointId,
         "upload_id": UploadId,
-        "part_index": PartIndex,
+        "part_index": Index,
+        "seq": Seq,
+        "group": Index,
+        "rollout": Index,
         "version": Version,
-        "known_version": KnownVersion,
-        "wait_s": WaitSeconds,
     }
 )
-_DEFAULTS: Mapping[str, Any] = MappingProxyType({"known_version": None, "wait_s": 0.0})
+_Kind, _State = enum_of(OperationKind.DESCRIPTOR), enum_of(OperationState.DESCRIPTOR)
+# Parameters of the query, and what they are where they are left out.
+_IN_QUERY: Mapping[str, tuple[Any, Any]] = MappingProxyType(
+    {
+        "known_version": (KnownVersion, None),
+        "wait_s": (WaitSeconds, 0.0),
+        "policy_id": (Annotated[str, Query(pattern=f"^({POLICY_ID.pattern})?$")], ""),
+        "kinds": (Annotated[list[_Kind], Query()], []),
+        "states": (Annotated[list[_State], Query()], []),
+        "seq": (Annotated[int, Query(ge=0, lt=2**63)], 0),
+        "page_size": (Annotated[int, Query(ge=0, le=MAX_PAGE_SIZE)], 0),
+        "page_token": (Annotated[str, Query()], ""),
+        "figures": (Annotated[list[str], Query()], []),
+        "after_seq": (Annotated[int, Query(ge=0, lt=2**63)], 0),
+        "before_seq": (Annotated[int, Query(ge=0, lt=2**63)], 0),
+        "max_points": (Annotated[int, Query(ge=0, le=MAX_POINTS)], 0),
+    }
+)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 MEDIA_TYPE = "text/event-stream"
 KEEP_ALIVE_S = 15.0
@@ -192,12 +232,16 @@ def _endpoint(
     async def endpoint(
         *, authorized: AuthorizedCall, body: WireModel | None = None, **fields: Any
     ) -> JSONResponse:
-        request = request_type(**fields)
+        request = request_type()
+        fill(request, fields)
         if body is not None and is_large:
             await asyncio.to_thread(fill_request, request, body)
         elif body is not None:
             fill_request(request, body)
-        return json_of(await gate.run(authorized, call, request), status=status)
+        answer = await gate.run(authorized, call, request)
+        if method.name in _LONG:
+            return await asyncio.to_thread(json_of, answer, status=status)
+        return json_of(answer, status=status)
 
     return endpoint
 
@@ -206,24 +250,26 @@ def _signature(
     method: MethodDescriptor, verb: str, path: str, body: type[WireModel] | None
 ) -> inspect.Signature:
     """Build the signature that FastAPI reads: authorized call, path and query parameters, body."""
-    names = _PLACE.findall(path)
+    kinds: dict[str, tuple[Any, Any]] = {"authorized": (AuthorizedCallOf, inspect.Parameter.empty)}
+    for name in _PLACE.findall(path):
+        kinds[name] = (_IN_PATH[name], inspect.Parameter.empty)
     if verb in ("GET", "DELETE"):
         route = http_route(method)
         assert route is not None
         places = _PLACE.findall(route[1])
-        names += [one.name for one in fields_of(method.input_type) if one.name not in places]
-    kinds = {"authorized": AuthorizedCallOf} | {name: _PARAMETERS[name] for name in names}
+        names = [one.name for one in fields_of(method.input_type) if one.name not in places]
+        kinds |= {name: _IN_QUERY[name] for name in names}
     if body is not None:
-        kinds["body"] = body
+        kinds["body"] = (body, inspect.Parameter.empty)
     return inspect.Signature(
         [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 annotation=kind,
-                default=_DEFAULTS.get(name, inspect.Parameter.empty),
+                default=default,
             )
-            for name, kind in kinds.items()
+            for name, (kind, default) in kinds.items()
         ]
     )
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from enum import StrEnum
 from functools import cache
-from importlib.resources import files
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
@@ -37,6 +35,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from ratoon.api.contract import SERVICE
 from ratoon_proto.codec import encode_array
 from ratoon_proto.fields import (
+    comment,
     enum_name,
     enum_names,
     fields_of,
@@ -228,6 +227,7 @@ _SCALARS: Mapping[int, tuple[Any, Any]] = MappingProxyType(
         FieldDescriptor.TYPE_BOOL: (Bool, bool),
         FieldDescriptor.TYPE_BYTES: (Bytes, Bytes),
         FieldDescriptor.TYPE_DOUBLE: (Float, float),
+        FieldDescriptor.TYPE_FLOAT: (Float, float),
         FieldDescriptor.TYPE_INT32: (Int32, int),
         FieldDescriptor.TYPE_INT64: (Int64, int),
         FieldDescriptor.TYPE_STRING: (Text, str),
@@ -268,16 +268,6 @@ def error_body() -> type[WireModel]:
     return _made("ErrorBody", doc, {"error": (detail, ...)})
 
 
-@cache
-def _comments() -> Mapping[str, str]:
-    return json.loads(files("ratoon_proto.v1").joinpath("comments.json").read_text("utf-8"))
-
-
-def comment(full_name: str) -> str:
-    """The .proto comment of a message, field or method; "": none."""
-    return _comments().get(full_name, "")
-
-
 def _made(name: str, doc: str, fields: Mapping[str, Any]) -> type[WireModel]:
     parent = WireModel
     if name in EXAMPLES:
@@ -315,7 +305,8 @@ def _answer_field(field: FieldDescriptor) -> tuple[Any, Any]:
         return _described(field, dict[str, str]), ...
     kind = _type(field, is_request=False)
     if field.is_repeated:
-        return _described(field, list[kind]), ...
+        item = kind | None if field.type in FLOATS else kind
+        return _described(field, list[item]), ...
     may_be_null = not is_required(field) and (field.has_presence or field.type in FLOATS)
     return _described(field, kind | None if may_be_null else kind), ...
 
@@ -330,13 +321,14 @@ def _type(field: FieldDescriptor, *, is_request: bool) -> Any:
         is_time = field.message_type.full_name == Timestamp.DESCRIPTOR.full_name
         return datetime if is_time else model_of(field.message_type)
     if field.enum_type is not None:
-        return _enum(field.enum_type)
+        return enum_of(field.enum_type)
     strict, plain = _SCALARS[field.type]
     return strict if is_request else plain
 
 
 @cache
-def _enum(enum: EnumDescriptor) -> type[StrEnum]:
+def enum_of(enum: EnumDescriptor) -> type[StrEnum]:
+    """The enum's short names, with their comments."""
     members = {name.upper(): name for name in enum_names(enum)}
     made = cast("type[StrEnum]", StrEnum(enum.name, members))
     own = [

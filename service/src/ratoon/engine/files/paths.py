@@ -1,10 +1,10 @@
-"""The files of one policy: request bodies, uploaded parts, results, checkpoints, weights.
+"""The files of one policy: request bodies, uploaded parts, results, rollouts, checkpoints, weights.
 
 Every path is built here, from names that cannot leave the policy's folder, and from the model
 folders that callers name, which cannot leave the models root. Files appear whole under their names
 (see `stream.files`).
 
-    policies/<policy_id>/{bodies,uploads,results,checkpoints,weights,set-aside,open,position}
+    policies/<policy_id>/{bodies,uploads,results,rollouts,checkpoints,weights,set-aside,open,position}
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class PolicyPaths:
         return self.root / "results"
 
     @property
+    def rollouts(self) -> Path:
+        """Kept rollouts by seq: see `files.rollouts`."""
+        return self.root / "rollouts"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -87,7 +92,8 @@ class PolicyPaths:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        return (self.bodies, self.uploads, self.results, self.checkpoints, self.weights)
+        own = (self.bodies, self.uploads, self.results, self.rollouts, self.checkpoints)
+        return (*own, self.weights)
 
     def body(self, digest: str) -> Path:
         return self.bodies / safe_name("body_digest", digest)

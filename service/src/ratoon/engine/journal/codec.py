@@ -72,6 +72,9 @@ TAGS: dict[str, type] = {
     "self_check": proto.SelfCheckReport,
     "tensor_grad_norm": proto.TensorGradNorm,
     "router": proto.RouterReport,
+    "warning": proto.StepWarning,
+    "offender": proto.Offender,
+    "group_report": proto.GroupReport,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _PLAIN = (bool, int, float, str)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Engine, and_, delete, or_, select
+from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, or_, select
 from sqlalchemy.exc import IntegrityError
 
 from ratoon.engine.journal.codec import to_text
@@ -31,12 +31,15 @@ from ratoon.engine.journal.records import (
     kept_checkpoints,
     lost_records,
     rolled_back,
+    surplus,
 )
+from ratoon.engine.journal.steps import ROLLED_BACK, step_row
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     NUMERICS,
     OPERATIONS,
     POLICIES,
+    STEPS,
     insert_checkpoint,
     is_before,
     last_token,
@@ -45,21 +48,26 @@ from ratoon.engine.journal.tables import (
     select_operations,
     set_last_token,
     set_operation,
+    step_columns,
     to_columns,
 )
 from ratoon.engine.refusals import operation_not_found, policy_not_found
+from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import FencedError, Numerics
 from ratoon.model.spec import ModelInfo
-from ratoon_proto.types import PolicyState
+from ratoon_proto.types import OperationKind, PolicyState
 
+ALL_STEPS = 2**62
 _FINAL = tuple(state for state in JournalState if state.is_final)
 
 
 class FencedStore:
     """Shares the database, and its one thread, with `SqlStore`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, kept_steps: int = ALL_STEPS) -> None:
+        """`kept_steps`: the last seqs of a policy whose steps are kept."""
         self._engine = engine
+        self._kept_steps = kept_steps
 
     def acquire(self, policy_id: str, above: int = 0) -> int:
         """A new fencing token, above `above` and all tokens of all policies.
@@ -203,13 +211,34 @@ class FencedStore:
                 "position": position + 1,
             }
             update_row(connection, POLICIES, policy, columns)
+            if is_applied:
+                self._add_step(connection, operation, end)
             if end.numerics is not None:
                 _know_numerics(connection, end.numerics)
             if end.checkpoint is not None:
+                named = CHECKPOINTS.c.name == end.checkpoint.info.name
+                _release(connection, policy_id, named)
                 insert_checkpoint(connection, policy_id, end.checkpoint)
+                doomed = surplus(select_checkpoints(connection, policy_id), end.keep_last)
+                ids = [checkpoint.info.checkpoint_id for checkpoint in doomed]
+                _release(connection, policy_id, CHECKPOINTS.c.checkpoint_id.in_(ids))
             if end.frees_window:
                 _free(connection, policy_id, (operation["seq"] or 0) + 1)
             return position + 1
+
+    def _add_step(
+        self, connection: Connection, operation: Mapping[str, Any], end: OperationEnd
+    ) -> None:
+        """Add the operation's step, if it is one, and drop those that are too old."""
+        seq, policy_id = operation["seq"], operation["policy_id"]
+        kind = OperationKind(operation["kind"])
+        step = step_row(kind, seq, end.result, end.version, end.finished_at)
+        if step is None:
+            return
+        insert_row(connection, STEPS, step_columns(policy_id, step))
+        if seq > self._kept_steps:
+            is_old = and_(STEPS.c.policy_id == policy_id, STEPS.c.seq <= seq - self._kept_steps)
+            connection.execute(delete(STEPS).where(is_old))
 
     def cover(self, token: int, policy_id: str, automatic: Checkpoint | None, keep: int) -> Covered:
         """Add an automatic checkpoint, and free what the newest `keep` of all make superfluous."""
@@ -226,15 +255,42 @@ class FencedStore:
                 for checkpoint in known
                 if checkpoint.is_automatic and checkpoint not in kept
             )
-            mine = CHECKPOINTS.c.policy_id == policy_id
-            connection.execute(
-                delete(CHECKPOINTS).where(mine, CHECKPOINTS.c.checkpoint_id.in_(doomed))
-            )
             freed = _free(connection, policy_id, first_uncovered_seq(known, keep))
             bodies = tuple((r.operation_id, r.body_digest) for r in freed if r.body_digest)
-            position = (policy["position"] or 0) + bool(bodies or doomed)
-            update_row(connection, POLICIES, policy, {"position": position})
-            return Covered(bodies=bodies, checkpoint_ids=doomed, position=position)
+            return _dropped(connection, policy, doomed, bodies)
+
+    def release(self, token: int, policy_id: str, name: str) -> tuple[CheckpointInfo | None, int]:
+        """Take a checkpoint's name away. Returns what it was, None: there is none, and the policy's
+        position."""
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            known = select_checkpoints(connection, policy_id)
+            found = next((c.info for c in known if name and c.info.name == name), None)
+            position = (policy["position"] or 0) + (found is not None)
+            if found is not None:
+                _release(connection, policy_id, CHECKPOINTS.c.name == name)
+                update_row(connection, POLICIES, policy, {"position": position})
+            return found, position
+
+    def collect(self, token: int, policy_id: str, keep: int, now: float) -> Covered:
+        """Drop checkpoints that have no name, or that expired before `now`, and are not needed.
+
+        Recovery may begin at the newest `keep`, and replays every LoadCheckpoint whose command is
+        kept.
+        """
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            _release(connection, policy_id, CHECKPOINTS.c.expires_at <= now)
+            known = select_checkpoints(connection, policy_id)
+            is_load = OPERATIONS.c.kind == OperationKind.LOAD_CHECKPOINT
+            loads = select_operations(
+                connection, policy_id, is_load, OPERATIONS.c.command.is_not(None)
+            )
+            named = {load.choices.checkpoint for load in loads if load.choices is not None}
+            needed = {info.checkpoint_id for info in named if info is not None}
+            needed |= {c.info.checkpoint_id for c in kept_checkpoints(known, keep)}
+            ids = tuple(c.info.checkpoint_id for c in known if not c.info.name)
+            return _dropped(connection, policy, tuple(c for c in ids if c not in needed))
 
     def rebase(
         self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
@@ -275,6 +331,14 @@ class FencedStore:
             for record in changed:
                 columns = to_columns(record)
                 set_operation(connection, columns.pop("operation_id"), **columns)
+            is_undone = and_(STEPS.c.policy_id == policy_id, STEPS.c.seq > roll_back.seq)
+            columns = {
+                "version": roll_back.version,
+                "figures": None,
+                "warnings": ROLLED_BACK,
+                "skip_reason": None,
+            }
+            update_rows(connection, STEPS, is_undone, columns)
             is_past = and_(CHECKPOINTS.c.policy_id == policy_id, CHECKPOINTS.c.seq > roll_back.seq)
             update_rows(connection, CHECKPOINTS, is_past, {"replay_from_seq": NO_RECOVERY})
             columns = {
@@ -284,6 +348,29 @@ class FencedStore:
             }
             update_row(connection, POLICIES, policy, columns)
             return changed
+
+
+def _release(connection: Connection, policy_id: str, condition: ColumnElement[bool]) -> None:
+    """Make checkpoints of callers the service's own."""
+    mine = and_(CHECKPOINTS.c.policy_id == policy_id, CHECKPOINTS.c.name.is_not(None), condition)
+    columns = {"name": None, "pinned": None, "expires_at": None}
+    update_rows(connection, CHECKPOINTS, mine, columns)
+
+
+def _dropped(
+    connection: Connection,
+    policy: Mapping[str, Any],
+    doomed: tuple[str, ...],
+    bodies: tuple[tuple[str, str], ...] = (),
+) -> Covered:
+    """Delete the rows of `doomed`, and count the write where files will be deleted by it."""
+    position = policy["position"] or 0
+    if bodies or doomed:
+        mine = CHECKPOINTS.c.policy_id == policy["policy_id"]
+        connection.execute(delete(CHECKPOINTS).where(mine, CHECKPOINTS.c.checkpoint_id.in_(doomed)))
+        position += 1
+        update_row(connection, POLICIES, policy, {"position": position})
+    return Covered(bodies=bodies, checkpoint_ids=doomed, position=position)
 
 
 def _above(policy: Mapping[str, Any], position: int, version: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from ratoon.engine.journal.fenced import FencedStore
+from ratoon.engine.journal.fenced import ALL_STEPS, FencedStore
 from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.refusals import is_disk_full
@@ -97,8 +97,9 @@ class Journal:
     where the database does not answer.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.store, self.fenced = SqlStore(engine), FencedStore(engine)
+    def __init__(self, engine: Engine, kept_steps: int = ALL_STEPS) -> None:
+        """`kept_steps`: as of `FencedStore`."""
+        self.store, self.fenced = SqlStore(engine), FencedStore(engine, kept_steps)
         self._calls = StoreCalls()
 
     # Writes of a controller, fenced by its token.
@@ -112,6 +113,8 @@ class Journal:
     accept = _awaited(FencedStore.accept)
     end = _awaited(FencedStore.end)
     cover = _awaited(FencedStore.cover)
+    release = _awaited(FencedStore.release)
+    collect = _awaited(FencedStore.collect)
     rebase = _awaited(FencedStore.rebase)
     roll_back = _awaited(FencedStore.roll_back)
 
@@ -135,6 +138,9 @@ class Journal:
     find_lifecycle_operation = _awaited(SqlStore.find_lifecycle_operation)
     orphaned_lifecycle_operations = _awaited(SqlStore.orphaned_lifecycle_operations)
     checkpoints = _awaited(SqlStore.checkpoints)
+    list_operations = _awaited(SqlStore.list_operations)
+    steps = _awaited(SqlStore.steps)
+    last_reports = _awaited(SqlStore.last_reports)
     count_operations = _awaited(SqlStore.count_operations)
 
     def check(self) -> None:

@@ -5,14 +5,16 @@ ones changed weights. That an operation is running is known in memory only. Wher
 part, records change once more, and what is lost fails explicitly: after a rollback the state lacks
 what the journal has; after an adoption it has what the journal lost.
 
-Ids of automatic checkpoints start with `AUTOMATIC_PREFIX`, which is refused to callers. They are
-deleted once recovery no longer needs them; a caller's checkpoint lives as long as its policy.
+A caller's checkpoint stays until its name is taken away: by a deletion, by another of the same
+name, by `keep_last` of a later one, or once it expires. From then on it is the service's own, as
+automatic ones are from the start, and deleted once recovery no longer needs it. Folders of the
+service's own choice start with `AUTOMATIC_PREFIX`, which is refused to callers.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -33,6 +35,7 @@ from ratoon.model.spec import ModelInfo
 from ratoon_proto.types import OperationKind, OperationState, PolicyState, Progress, StepResult
 
 AUTOMATIC_PREFIX = "auto-"
+_OWN_SUFFIX = "-own"
 # `replay_from_seq` of a checkpoint past which its policy was rolled back.
 NO_RECOVERY = 0
 
@@ -198,6 +201,8 @@ class OperationEnd:
     weights_digest: str = ""
     numerics: Numerics | None = None
     checkpoint: Checkpoint | None = None
+    # How many checkpoints of callers stay beside those that are pinned; 0: all.
+    keep_last: int = 0
     frees_window: bool = False
 
 
@@ -252,7 +257,9 @@ class Checkpoint:
 
     @property
     def is_automatic(self) -> bool:
-        return self.info.checkpoint_id.startswith(AUTOMATIC_PREFIX)
+        """Whether the service took it by itself: no LoadCheckpoint names it."""
+        folder = self.info.checkpoint_id
+        return folder.startswith(AUTOMATIC_PREFIX) and not folder.endswith(_OWN_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +282,13 @@ def automatic_id(seq: int, token: int) -> str:
     return f"{AUTOMATIC_PREFIX}{seq}-{token}"
 
 
+def unused_id(name: str, seq: int, token: int, checkpoints: Iterable[Checkpoint]) -> str:
+    """Folder of a caller's checkpoint: its name, unless a checkpoint has that folder still."""
+    if name not in {checkpoint.info.checkpoint_id for checkpoint in checkpoints}:
+        return name
+    return f"{automatic_id(seq, token)}{_OWN_SUFFIX}"
+
+
 def check_own_id(checkpoint_id: str) -> None:
     """Raises INVALID_ARGUMENT for an id that callers may not use."""
     if checkpoint_id.startswith(AUTOMATIC_PREFIX):
@@ -284,7 +298,7 @@ def check_own_id(checkpoint_id: str) -> None:
 def kept_checkpoints(checkpoints: tuple[Checkpoint, ...], keep: int) -> tuple[Checkpoint, ...]:
     """The newest `keep` of `checkpoints`, which are in seq order: recovery may begin at these."""
     assert keep >= 1
-    return checkpoints[-keep:]
+    return tuple(c for c in checkpoints if c.info.replay_from_seq != NO_RECOVERY)[-keep:]
 
 
 def first_uncovered_seq(checkpoints: tuple[Checkpoint, ...], keep: int) -> int:
@@ -292,9 +306,16 @@ def first_uncovered_seq(checkpoints: tuple[Checkpoint, ...], keep: int) -> int:
 
     With fewer checkpoints it may begin at the initial weights, so nothing is covered.
     """
-    if len(checkpoints) < keep:
+    kept = kept_checkpoints(checkpoints, keep)
+    if len(kept) < keep:
         return 1
-    return min(c.info.replay_from_seq for c in kept_checkpoints(checkpoints, keep))
+    return min(c.info.replay_from_seq for c in kept)
+
+
+def surplus(checkpoints: tuple[Checkpoint, ...], keep_last: int) -> tuple[Checkpoint, ...]:
+    """Callers' checkpoints, of all in seq order, that `keep_last` of the newest deletes."""
+    own = [c for c in checkpoints if c.info.name and not c.info.pinned]
+    return tuple(own[:-keep_last]) if keep_last else ()
 
 
 def rolled_back(record: OperationRecord, roll_back: RollBack) -> OperationRecord | None:

@@ -7,10 +7,20 @@ before they are read, so another process's writes come wholly before or wholly a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
-from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, func, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    and_,
+    delete,
+    func,
+    or_,
+    select,
+    tuple_,
+)
 from sqlalchemy.exc import IntegrityError
 
 from ratoon.engine.commands import RequestKey, SeqKey, effect_of
@@ -23,11 +33,13 @@ from ratoon.engine.journal.records import (
     PolicyHistory,
     PolicyRow,
 )
+from ratoon.engine.journal.steps import StepRow
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     NUMERICS,
     OPERATIONS,
     POLICIES,
+    STEPS,
     require_policy,
     select_checkpoints,
     select_operation,
@@ -38,14 +50,19 @@ from ratoon.engine.journal.tables import (
     to_columns,
     to_policy,
     to_record,
+    to_step,
 )
 from ratoon.engine.refusals import policy_not_ready
-from ratoon.engine.types import OperationResult, PolicySpec
+from ratoon.engine.types import OperationFilter, OperationResult, Place, PolicySpec
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import OperationKind, PolicyState
 
+# Rows that one list of operations reads at most, so that no writer waits long for it.
+_SCANNED = 5000
 _FINAL = tuple(state for state in JournalState if state.is_final)
 _LIFECYCLE = tuple(kind for kind in OperationKind if kind.is_lifecycle)
+_BATCHES = tuple(kind for kind in OperationKind if effect_of(kind).computes_gradients)
+_STEPS = tuple(kind for kind in OperationKind if effect_of(kind).takes_step)
 _CLOSING = tuple(kind for kind in OperationKind if effect_of(kind).closes_window)
 
 
@@ -116,7 +133,7 @@ class SqlStore:
     def remove_policy(self, policy_id: str, *, keep_operation_id: str) -> None:
         """Delete a policy and all its records but one, the operation that ends it."""
         with self._engine.begin() as connection:
-            for table in (POLICIES, CHECKPOINTS):
+            for table in (POLICIES, CHECKPOINTS, STEPS):
                 connection.execute(delete(table).where(table.c.policy_id == policy_id))
             connection.execute(
                 delete(OPERATIONS).where(
@@ -237,18 +254,95 @@ class SqlStore:
         with self._engine.begin() as connection:
             return select_checkpoints(connection, policy_id)
 
-    def count_operations(self) -> Mapping[tuple[str, str], int]:
-        """Number of records by (kind, journal state)."""
-        columns = (OPERATIONS.c.kind, OPERATIONS.c.state)
+    def list_operations(
+        self,
+        asked: OperationFilter,
+        policies: tuple[str, ...] | None,
+        after: Place | None,
+        most: int,
+    ) -> tuple[tuple[OperationRecord, ...], Place | None]:
+        """Records, newest first, and where the list goes on; None: it is over.
+
+        `policies`: only those of these; None: of all. `after`: the place that the list goes on
+        behind; None: it begins. Whatever is asked for, no more than `_SCANNED` rows are read, so
+        that there may be fewer than `most`.
+        """
+        of_policy = (OPERATIONS.c.policy_id == asked.policy_id,) if asked.policy_id else ()
+        key = (OPERATIONS.c.created_at, OPERATIONS.c.operation_id)
+        is_next = () if after is None else (tuple_(*key) < after,)
+        order = [column.desc() for column in key]
+        scanned = select(*key).where(*of_policy, *is_next).order_by(*order)
+        with self._engine.begin() as connection:
+            last = connection.execute(scanned.offset(_SCANNED - 1).limit(1)).first()
+            ends = () if last is None else (tuple_(*key) >= tuple(last),)
+            chosen = select(OPERATIONS).where(
+                *of_policy, *is_next, *ends, *_matches(asked, policies)
+            )
+            rows = connection.execute(chosen.order_by(*order).limit(most)).mappings()
+            records = tuple(to_record(row) for row in rows)
+        if len(records) == most:
+            return records, (records[-1].created_at, records[-1].operation_id)
+        return records, None if last is None else (last.created_at, last.operation_id)
+
+    def steps(
+        self, policy_id: str, after_seq: int, before_seq: int, most: int
+    ) -> tuple[StepRow, ...]:
+        """The next rows of a policy's steps, in seq order, at most so many; `before_seq` 0: any."""
+        query = select(STEPS).where(STEPS.c.policy_id == policy_id, STEPS.c.seq > after_seq)
+        if before_seq:
+            query = query.where(STEPS.c.seq < before_seq)
+        with self._engine.begin() as connection:
+            rows = connection.execute(query.order_by(STEPS.c.seq).limit(most)).mappings()
+            return tuple(to_step(row) for row in rows)
+
+    def last_reports(self, policy_id: str) -> tuple[OperationRecord, ...]:
+        """The newest applied operations with a batch, and with a step, in seq order: one, if it
+        has both."""
+        with self._engine.begin() as connection:
+            newest = (_newest_applied(connection, policy_id, kinds) for kinds in (_BATCHES, _STEPS))
+            seqs = [seq for seq in newest if seq]
+            return select_operations(connection, policy_id, OPERATIONS.c.seq.in_(seqs))
+
+    def count_operations(self) -> Mapping[tuple[str, str, str], int]:
+        """Number of records by (policy, kind, journal state)."""
+        columns = (OPERATIONS.c.policy_id, OPERATIONS.c.kind, OPERATIONS.c.state)
         with self._engine.begin() as connection:
             rows = connection.execute(select(*columns, func.count()).group_by(*columns))
-            return {(str(kind), str(state)): int(count) for kind, state, count in rows}
+            return {(str(row[0]), str(row[1]), str(row[2])): int(row[3]) for row in rows}
+
+
+def _matches(
+    asked: OperationFilter, policies: tuple[str, ...] | None
+) -> Iterator[ColumnElement[bool]]:
+    """What is asked for beside a policy. The journal does not tell running from queued."""
+    if policies is not None:
+        yield OPERATIONS.c.policy_id.in_(policies)
+    if asked.kinds:
+        yield OPERATIONS.c.kind.in_(asked.kinds)
+    if asked.states:
+        is_open = not all(state.is_final for state in asked.states)
+        states = [each for each in _FINAL if each.public in asked.states]
+        yield OPERATIONS.c.state.in_([*states, *[JournalState.ACCEPTED] * is_open])
+    if asked.seq:
+        yield OPERATIONS.c.seq == asked.seq
 
 
 def _max_seq(connection: Connection, policy_id: str, condition: ColumnElement[bool]) -> int:
     """Highest seq of the policy's operations that match a condition; 0: none."""
     query = select(func.max(OPERATIONS.c.seq)).where(OPERATIONS.c.policy_id == policy_id, condition)
     return connection.execute(query).scalar_one() or 0
+
+
+def _newest_applied(
+    connection: Connection, policy_id: str, kinds: Sequence[OperationKind]
+) -> int | None:
+    """Seq of the policy's newest applied operation of these kinds; read from the end."""
+    query = select(OPERATIONS.c.seq).where(
+        OPERATIONS.c.policy_id == policy_id,
+        OPERATIONS.c.kind.in_(kinds),
+        OPERATIONS.c.state == JournalState.APPLIED,
+    )
+    return connection.execute(query.order_by(OPERATIONS.c.seq.desc()).limit(1)).scalar()
 
 
 def _life(policy_id: str, kind: OperationKind) -> ColumnElement[bool]:

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     ColumnElement,
     Connection,
@@ -26,6 +27,7 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     RowMapping,
     String,
@@ -47,13 +49,14 @@ from ratoon.engine.journal.integrity import (
     verified,
 )
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyRow
+from ratoon.engine.journal.steps import StepRow
 from ratoon.engine.refusals import policy_not_found
 from ratoon.engine.types import CheckpointInfo, OperationResult, PolicySpec
 from ratoon.engine.worker.tasks import Choices
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
-from ratoon_proto.types import OperationKind, PolicyState
+from ratoon_proto.types import OperationKind, PolicyState, SkipReason
 
 _LOG = get_logger("store")
 METADATA = MetaData()
@@ -137,11 +140,45 @@ Index(
 )
 
 
+# For lists, newest first: of one policy, and of all.
+Index(
+    "operations_of_policy_by_time",
+    OPERATIONS.c.policy_id,
+    OPERATIONS.c.created_at,
+    OPERATIONS.c.operation_id,
+)
+Index("operations_by_time", OPERATIONS.c.created_at, OPERATIONS.c.operation_id)
+
+
+# Operations that took or skipped an optimizer step, or set the weights: see `steps`.
+STEPS = Table(
+    "steps",
+    METADATA,
+    Column("policy_id", String(64), primary_key=True),
+    Column("seq", _WIDE, primary_key=True, autoincrement=False),
+    Column("version", _WIDE, nullable=False),
+    Column("finished_at", Float, nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("figures", LargeBinary),
+    # Kinds of its warnings, with commas between them; null: none.
+    Column("warnings", Text),
+    Column("skip_reason", String(32)),
+    _digest(),
+    # SQLite keeps the rows in the order of their key, which is then stored once.
+    sqlite_with_rowid=False,
+)
+
+
 CHECKPOINTS = Table(
     "checkpoints",
     METADATA,
     Column("policy_id", String(64), primary_key=True),
+    # Its folder.
     Column("checkpoint_id", String(64), primary_key=True),
+    # What its caller calls it; null: it is the service's own.
+    Column("name", String(64)),
+    Column("pinned", Boolean),
+    Column("expires_at", Float),
     Column("version", _WIDE, nullable=False),
     Column("seq", _WIDE, nullable=False),
     Column("replay_from_seq", _WIDE, nullable=False),
@@ -182,7 +219,7 @@ def open_database(url: str) -> Engine:
     engine = connect(url)
     upgrade(engine)
     with engine.begin() as connection:
-        _check_all(connection, POLICIES, OPERATIONS, CHECKPOINTS, NUMERICS, TOKENS)
+        _check_all(connection, POLICIES, OPERATIONS, STEPS, CHECKPOINTS, NUMERICS, TOKENS)
     return engine
 
 
@@ -263,8 +300,27 @@ def insert_checkpoint(connection: Connection, policy_id: str, checkpoint: Checkp
         "policy_id": policy_id,
         "weights_digest": checkpoint.weights_digest or None,
         **dataclasses.asdict(checkpoint.info),
+        "name": checkpoint.info.name or None,
+        "pinned": checkpoint.info.pinned or None,
     }
     insert_row(connection, CHECKPOINTS, values)
+
+
+def step_columns(policy_id: str, step: StepRow) -> dict[str, Any]:
+    values = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    return values | {"policy_id": policy_id, "warnings": ",".join(step.warnings) or None}
+
+
+def to_step(row: RowMapping) -> StepRow:
+    values = verified(STEPS, row)
+    del values["policy_id"]
+    warnings, reason = values["warnings"], values["skip_reason"]
+    decoded: dict[str, Any] = values | {
+        "kind": OperationKind(values["kind"]),
+        "warnings": tuple(warnings.split(",")) if warnings else (),
+        "skip_reason": None if reason is None else SkipReason(reason),
+    }
+    return StepRow(**decoded)
 
 
 def set_policy(connection: Connection, policy_id: str, **columns: object) -> None:
@@ -328,6 +384,7 @@ def to_policy(row: RowMapping) -> PolicyRow:
 
 def _to_checkpoint(row: RowMapping) -> Checkpoint:
     values = verified(CHECKPOINTS, row)
+    values |= {"name": values["name"] or "", "pinned": bool(values["pinned"])}
     names = [field.name for field in dataclasses.fields(CheckpointInfo)]
     info = CheckpointInfo(**{name: values[name] for name in names})
     return Checkpoint(info=info, weights_digest=values["weights_digest"] or "")

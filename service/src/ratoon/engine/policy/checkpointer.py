@@ -1,5 +1,8 @@
 """Automatic checkpoints of a policy that recovers by replay: when, and what they make superfluous.
 
+Checkpoints of callers that were deleted, have expired or made room for others go here too, between
+two turns: a LoadCheckpoint that runs needs the files of the one that it found.
+
 Bodies and older checkpoints are deleted only once the journal says that a checkpoint, which was
 read back, covers them. A failure at any step loses nothing and is retried.
 
@@ -54,13 +57,17 @@ class _Since:
 
 
 class Checkpointer:
-    """Used by the turn loop's coroutine. Takes no checkpoints of a policy with `recovery: fail`."""
+    """Used by the turn loop's coroutine. Takes no checkpoints of a policy with `recovery: fail`.
+
+    `must_collect`: there may be checkpoints that nothing needs any more.
+    """
 
     def __init__(self, run: PolicyRun) -> None:
         self._run = run
         self._since = _Since()
         self._retry_at = 0.0
         self._landing: asyncio.Task[None] | None = None
+        self.must_collect = False
 
     async def start(self) -> None:
         """Count what ended since the newest checkpoint, and free what an earlier run left."""
@@ -73,6 +80,7 @@ class Checkpointer:
             result = run.stored_outcome.result
             names |= {result.checkpoint_id} if isinstance(result, CheckpointInfo) else set()
         await drop_unknown_checkpoints(run, names)
+        self.must_collect = True
         if not run.replays:
             return
         newest_seq = known[-1].info.seq if known else 0
@@ -156,7 +164,21 @@ class Checkpointer:
     async def cover_saved(self) -> None:
         """A caller's checkpoint is journaled: it covers as much as an automatic one."""
         self._since = _Since()
-        await self._cover(None)
+        self.must_collect = True
+        if self._run.replays:
+            await self._cover(None)
+
+    async def collect(self) -> None:
+        """Delete checkpoints without a name, or that have expired, which no recovery needs."""
+        run, keep = self._run, self._run.checkpoints.keep
+        self.must_collect = False
+        now = run.ports.now()
+        covered = await run.ports.journal.collect(run.token, run.policy_id, keep, now)
+        run.has_come_to(covered.position)
+        run.reach(CrashPoint.ENGINE_AFTER_DROP)
+        # A newer controller may save one of that name.
+        await run.check_newest()
+        await self._collect(covered)
 
     async def _land(self, checkpoint: Checkpoint, taken: _Since) -> None:
         run, info = self._run, checkpoint.info
@@ -174,8 +196,9 @@ class Checkpointer:
             )
             self._failed(info, err)
         else:
+            self.must_collect = True
             _LOG.info("checkpoint", policy_id=run.policy_id, checkpoint_id=info.checkpoint_id)
-            run.send([metrics.CHECKPOINTS.sample(1, "written")])
+            run.send([metrics.CHECKPOINTS.sample(1, run.policy_id, "written")])
 
     async def _write(self, checkpoint: Checkpoint) -> None:
         run, info = self._run, checkpoint.info
@@ -217,7 +240,7 @@ class Checkpointer:
             checkpoint_id=info.checkpoint_id,
             reason=f"{type(error).__name__}: {error}",
         )
-        run.send([metrics.CHECKPOINTS.sample(1, "failed")])
+        run.send([metrics.CHECKPOINTS.sample(1, run.policy_id, "failed")])
         self._retry_at = _clock() + _RETRY_S
 
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from functools import partial
 
 from ratoon.engine.commands import NOBODY, Holder, NoKey, Submission
+from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_expired_results
 from ratoon.engine.files.uploads import UploadFiles
 from ratoon.engine.journal.codec import payload_hash
@@ -33,18 +34,25 @@ from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.policy.turns import GradientReads, TurnLoop
 from ratoon.engine.refusals import (
     cancelled,
+    checkpoint_not_found,
     draining,
     full_disk_refused,
     is_disk_full,
     policy_not_ready,
     superseded,
 )
-from ratoon.engine.types import Acknowledgement, FailedResult, ForwardResult, Operation
+from ratoon.engine.types import (
+    Acknowledgement,
+    CheckpointInfo,
+    FailedResult,
+    ForwardResult,
+    Operation,
+)
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightManifest
-from ratoon_proto.types import GradientManifest, PolicyState
+from ratoon_proto.types import GradientManifest, PolicyState, VersionList
 
 # How long a submission, whose body is in memory, waits for a recovery: less than a client's try.
 _QUEUE_S = 20.0
@@ -244,6 +252,12 @@ class Controller:
         async with self._lock:  # A rollback of versions holds it.
             return await self._publisher.acknowledge(ack)
 
+    async def versions(self) -> VersionList:
+        """See `Publisher.versions`. Raises POLICY_NOT_READY; a failed policy answers."""
+        if not self._run.failure:
+            self._check_ready()
+        return await self._publisher.versions()
+
     async def read_gradients(self, names: tuple[str, ...]) -> GradientManifest:
         """Gradient sums of the open window, of the tensors of these names in exported weights.
 
@@ -281,10 +295,39 @@ class Controller:
         self._check_ready()
         return await asyncio.to_thread(self._uploads.get, upload_id, num_parts)
 
+    async def delete_checkpoint(self, name: str) -> CheckpointInfo:
+        """Take a checkpoint's name away, and have its files deleted once no recovery needs them.
+
+        Returns what it was. Raises CHECKPOINT_NOT_FOUND, POLICY_NOT_READY, POLICY_FAILED, and
+        UNAVAILABLE where the journal does not answer.
+        """
+        self._check_taking()
+        run = self._run
+        async with self._lock:  # A start reads the checkpoints.
+            self._check_taking()
+            try:
+                found, position = await run.ports.journal.release(run.token, run.policy_id, name)
+            except FencedError as err:
+                raise superseded() from err
+            except Exception as err:
+                if is_disk_full(err):
+                    raise
+                raise self._unknown() from err
+            run.has_come_to(position)
+            run.reach(CrashPoint.ENGINE_AFTER_RELEASE)
+        if found is None:
+            raise checkpoint_not_found(name)
+        self._turns.collect()
+        return found
+
     async def sweep(self) -> None:
-        """Delete uploads and results that have expired, of a policy that has not failed."""
+        """Delete uploads, results and checkpoints that have expired, unless the policy failed."""
         if self._run.failure:
             return
+        now = self._run.ports.now()
+        known = await self._run.ports.journal.checkpoints(self._run.policy_id)
+        if any(c.info.expires_at is not None and c.info.expires_at <= now for c in known):
+            self._turns.collect()
         protected = await self._named_results()
         ttl_s = self._run.limits.result_ttl_s
         await asyncio.to_thread(self._uploads.drop_expired)

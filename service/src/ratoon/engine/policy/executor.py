@@ -24,13 +24,19 @@ from ratoon.engine.commands import (
 )
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_checkpoint_folder
-from ratoon.engine.journal.records import Checkpoint, JournalState, OperationEnd, OperationRecord
+from ratoon.engine.journal.records import (
+    Checkpoint,
+    JournalState,
+    OperationEnd,
+    OperationRecord,
+    unused_id,
+)
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.queue import LiveOperation, Window
 from ratoon.engine.policy.run import LostWorkers, PolicyRun
-from ratoon.engine.refusals import cancelled
+from ratoon.engine.refusals import cancelled, checkpoint_not_found
 from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
@@ -96,7 +102,7 @@ class Executor:
             call = run.ports.worker.call(WorkerCore.forward, run.token, task)
             outcome = await self._lost_workers.counted(live.operation_id, call)
         await run.bodies.release(live.operation_id, live.record.body_digest)
-        self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result)
+        self._settle(live, _JOURNAL_STATE[outcome.state], outcome.result, run.ports.now())
 
     async def restore_window(self) -> None:
         """Make the worker's gradients those of the window's applied operations."""
@@ -175,9 +181,9 @@ class Executor:
         if stepped:
             self._publisher.begin()
         self._checkpointer.note(replace(record, state=state))
-        if end.checkpoint is not None and run.replays:
+        if end.checkpoint is not None:
             await self._checkpointer.cover_saved()
-        self._settle(live, state, end.result, version=version if done else None)
+        self._settle(live, state, end.result, end.finished_at, version if done else None)
         if record.kind is OperationKind.SAVE_CHECKPOINT and not done:
             await self._drop_unsaved(outcome.choices)
         if outcome.must_restore or (not done and _has_subset(record)):
@@ -188,11 +194,15 @@ class Executor:
     ) -> OperationEnd:
         """The operation's end as it is journaled. `version`: the policy's afterwards."""
         run, result, done = self._run, outcome.result, state is JournalState.APPLIED
-        saved = None
+        saved, keep_last = None, 0
         if done and record.kind is OperationKind.SAVE_CHECKPOINT:
             assert isinstance(result, CheckpointInfo)
-            result = replace(result, created_at=run.ports.now())
+            command, now = record.command, run.ports.now()
+            assert isinstance(command, SaveCheckpointCommand)
+            expires_at = None if command.ttl_s is None else now + command.ttl_s
+            result = replace(result, created_at=now, expires_at=expires_at)
             saved = Checkpoint(info=result, weights_digest=outcome.weights_digest)
+            keep_last = command.keep_last
         return OperationEnd(
             operation_id=record.operation_id,
             state=state,
@@ -204,6 +214,7 @@ class Executor:
             weights_digest=outcome.weights_digest,
             numerics=run.numerics,
             checkpoint=saved,
+            keep_last=keep_last,
             frees_window=done and record.effect.closes_window and not run.replays,
         )
 
@@ -242,15 +253,16 @@ class Executor:
         live: LiveOperation,
         state: JournalState,
         result: OperationResult,
+        finished_at: float,
         version: int | None = None,
     ) -> None:
         """Report the end of the operation to its callers and the metrics."""
         run = self._run
         live.set_record(replace(live.record, version=version))
-        live.end(state, result, run.ports.now())
+        live.end(state, result, finished_at)
         run.settle(live)
-        run.send(telemetry.result(run.policy_id, live.record.kind, result))
-        run.send(telemetry.versions(run.policy_id, run.version, run.published))
+        now = telemetry.versions(run.policy_id, run.version, run.published)
+        run.send([*telemetry.ended(live.record), *now])
 
 
 def _has_subset(record: OperationRecord) -> bool:
@@ -297,16 +309,19 @@ class TaskBuilder:
         self, record: OperationRecord, command: SaveCheckpointCommand
     ) -> CheckpointInfo:
         run = self._run
-        checkpoint_id = command.checkpoint_id or f"seq{record.seq}-v{run.version}"
+        name = command.checkpoint_id or f"seq{record.seq}-v{run.version}"
         checkpoints = await run.ports.journal.checkpoints(run.policy_id)
         for known in (checkpoint.info for checkpoint in checkpoints):
-            if known.checkpoint_id == checkpoint_id:
+            if known.name == name and not command.overwrite:
                 raise _exists(known)
+        checkpoint_id = unused_id(name, record.seq, run.token, checkpoints)
         # A failed save leaves a folder where its controller was killed before it deleted it.
         await run.check_newest()
         await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
         return CheckpointInfo(
             checkpoint_id=checkpoint_id,
+            name=name,
+            pinned=command.pinned,
             version=run.version,
             seq=record.seq,
             replay_from_seq=run.window.replay_from(record.seq),
@@ -318,16 +333,10 @@ class TaskBuilder:
         run = self._run
         for checkpoint in await run.ports.journal.checkpoints(run.policy_id):
             info = checkpoint.info
-            if info.checkpoint_id == command.checkpoint_id and not checkpoint.is_automatic:
+            if info.name == command.checkpoint_id:
                 await run.archive.restore_checkpoint(info.checkpoint_id)
                 return info
-        raise RatoonError(
-            ErrorCode.CHECKPOINT_NOT_FOUND,
-            f"checkpoint_id: no checkpoint {command.checkpoint_id}",
-            field="checkpoint_id",
-            got=command.checkpoint_id,
-            expected="a checkpoint of this policy",
-        )
+        raise checkpoint_not_found(command.checkpoint_id)
 
     async def _of_forward(self, command: UpdateCommand | ForwardBackwardCommand) -> Choices:
         """Which old log-probs the command uses, and of which version, where that is known."""
@@ -358,11 +367,11 @@ class TaskBuilder:
 def _exists(known: CheckpointInfo) -> RatoonError:
     return RatoonError(
         ErrorCode.INVALID_ARGUMENT,
-        f"checkpoint_id: the policy has a checkpoint {known.checkpoint_id} already, of version"
-        f" {known.version} at seq {known.seq}; take another name",
+        f"checkpoint_id: the policy has a checkpoint {known.name} already, of version"
+        f" {known.version} at seq {known.seq}; take another name, or overwrite it",
         field="checkpoint_id",
-        got=known.checkpoint_id,
-        expected="a name that no checkpoint has yet",
+        got=known.name,
+        expected="a name that no checkpoint has yet, or overwrite",
     )
 
 

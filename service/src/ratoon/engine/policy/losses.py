@@ -36,7 +36,13 @@ from ratoon.engine.files.losses import (
     write_position,
 )
 from ratoon.engine.files.paths import PolicyPaths, move_to, names_in
-from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyHistory
+from ratoon.engine.journal.records import (
+    AUTOMATIC_PREFIX,
+    Checkpoint,
+    JournalState,
+    OperationRecord,
+    PolicyHistory,
+)
 from ratoon.engine.journal.tables import is_promoted_since
 from ratoon.engine.policy.recovery import (
     RecoveryStoppedError,
@@ -200,7 +206,7 @@ async def refused(run: PolicyRun, loss: JournalLoss, reason: str = "") -> Journa
         if version not in run.published and (version > newest or version in loss.versions)
     ]
     run.published = (*run.published, *(version for _, version in sorted(later)))
-    run.send([metrics.RECOVERIES.sample(1, "stopped")])
+    run.send([metrics.RECOVERIES.sample(1, run.policy_id, "stopped")])
     return JournalLostError(loss.text + reason)
 
 
@@ -289,7 +295,7 @@ async def carry_out(
         what=loss.text,
         set_aside=str(place),
     )
-    run.send([metrics.RECOVERIES.sample(1, "adopted" if is_adopted else "lost")])
+    run.send([metrics.RECOVERIES.sample(1, policy_id, "adopted" if is_adopted else "lost")])
     return await journal.history(policy_id)
 
 
@@ -396,6 +402,7 @@ def _to_checkpoint(name: str, saved: SavedState, now: float) -> Checkpoint:
     """The checkpoint as the journal would have it."""
     info = CheckpointInfo(
         checkpoint_id=name,
+        name="" if name.startswith(AUTOMATIC_PREFIX) else name,
         version=saved.version,
         seq=saved.as_of.seq,
         replay_from_seq=saved.as_of.replay_from_seq,

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
@@ -32,11 +33,13 @@ from ratoon.stream.manifest import WeightManifest
 from ratoon.stream.versions import (
     list_versions,
     prune_versions,
+    read_manifest,
     set_aside,
     version_folder,
     whole_version,
 )
-from ratoon_proto.types import PublishKind, StepResult
+from ratoon.warning_kinds import WarningKind, warn
+from ratoon_proto.types import PublishKind, StepResult, StepWarning, VersionInfo, VersionList
 
 _LOG = get_logger("publisher")
 # Fraction of an operation's duration during which the next operation yields to publishing.
@@ -72,7 +75,7 @@ class Publisher(Awaited):
         super().__init__()
         self._run = run
         self._on_stopped = on_stopped
-        self.receivers = Receivers(max_held=run.limits.max_held_versions)
+        self.receivers = Receivers(max_held=run.limits.max_held_versions, now=run.ports.now)
         # The lock is held while versions leave the published ones.
         self._listing = asyncio.Lock()
         # The version under way, its state, and the task that writes it.
@@ -135,7 +138,8 @@ class Publisher(Awaited):
         started = time.perf_counter()
         error = await self._hold(version)
         if error is not None:
-            return _with_warning(result, f"version {version} is not published: {error}")
+            text = f"version {version} is not published: {error}"
+            return _with_warning(result, warn(WarningKind.NOT_PUBLISHED, text))
         return _with_seconds(result, time.perf_counter() - started)
 
     def begin(self) -> None:
@@ -266,6 +270,21 @@ class Publisher(Awaited):
             run.send(telemetry.receiver_lags(run.policy_id, self.receivers.lags(newest)))
         return newest
 
+    async def versions(self) -> VersionList:
+        """The published versions whose files are there, and all receivers."""
+        run = self._run
+
+        def describe() -> tuple[VersionInfo, ...]:
+            return tuple(
+                info
+                for version in run.published
+                if (info := _info_of(run.paths.weights, version, run.policy_id, held)) is not None
+            )
+
+        held = self.receivers.held()
+        versions = await asyncio.to_thread(describe)
+        return VersionList(versions=versions, receivers=self.receivers.described(self.newest))
+
     def _is_due(self, version: int) -> bool:
         """Whether the policy publishes this version without being asked."""
         publish = self._run.spec.publish
@@ -320,7 +339,7 @@ class Publisher(Awaited):
             return
         await self._show(version)
         seconds = time.perf_counter() - started
-        run.send([metrics.PUBLISH_SECONDS.sample(seconds)])
+        run.send([metrics.PUBLISH_SECONDS.sample(seconds, run.policy_id)])
         _LOG.info(
             "version published",
             policy_id=run.policy_id,
@@ -376,7 +395,7 @@ class Publisher(Awaited):
         """Note why a version cannot be published; only a read that asks for it tries again."""
         policy_id = self._run.policy_id
         _LOG.error("publish failed", policy_id=policy_id, version=version, error=error.message)
-        self._run.send([metrics.PUBLISH_FAILURES.sample(1)])
+        self._run.send([metrics.PUBLISH_FAILURES.sample(1, policy_id)])
         self._refused = (version, error)
         self._leave()
         self._stopped = None
@@ -403,6 +422,23 @@ class Publisher(Awaited):
             got="none" if version is None else str(version),
             expected=f"one of {list(run.published)}",
         )
+
+
+def _info_of(root: Path, version: int, policy_id: str, held: frozenset[int]) -> VersionInfo | None:
+    """A published version; None: it was dropped meanwhile."""
+    try:
+        manifest = read_manifest(root, version, policy_id)
+    except RatoonError as error:
+        if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:
+            raise
+        return None
+    return VersionInfo(
+        version=version,
+        size_bytes=sum(file.size_bytes for file in manifest.files),
+        delta_bytes=sum(delta.file.size_bytes for delta in manifest.deltas),
+        published_at=datetime.fromtimestamp(manifest.created_at, UTC),
+        is_held=version in held,
+    )
 
 
 def _keep_whole(
@@ -437,7 +473,8 @@ def _with_seconds(result: OperationResult, seconds: float) -> OperationResult:
     return replace(result, report=replace(result.report, seconds=phases))
 
 
-def _with_warning(result: OperationResult, text: str) -> OperationResult:
+def _with_warning(result: OperationResult, warning: StepWarning) -> OperationResult:
     if not isinstance(result, StepResult):
         return result
-    return replace(result, report=replace(result.report, warnings=(*result.report.warnings, text)))
+    warnings = (*result.report.warnings, warning)
+    return replace(result, report=replace(result.report, warnings=warnings))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from ratoon.engine.types import Acknowledgement
 from ratoon.errors import exhausted
+from ratoon_proto.types import ReceiverInfo
 
 # Receivers per policy; one more makes the longest silent one forgotten.
 MAX_RECEIVERS = 64
@@ -20,20 +22,31 @@ _RETRY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Receiver:
-    """`version` None: it serves none. `held` None: it holds none; else until `until`."""
+    """`version` None: it serves none. `held` None: it holds none; else until `until`.
+
+    `seen_at`: when it last said so, in seconds since the epoch.
+    """
 
     version: int | None
     held: int | None
     until: float
+    seen_at: float
 
 
 class Receivers:
     """The last acknowledgement of each of a policy's receivers, the longest silent first."""
 
-    def __init__(self, *, max_held: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        max_held: int,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         """At most `max_held` different versions are held at a time."""
         self._max_held = max_held
         self._clock = clock
+        self._now = now
         self._receivers: dict[str, _Receiver] = {}
 
     def acknowledge(self, ack: Acknowledgement) -> tuple[str, ...]:
@@ -44,7 +57,10 @@ class Receivers:
         self._check_held(ack)
         earlier = self._receivers.pop(ack.receiver_id, None)
         self._receivers[ack.receiver_id] = _Receiver(
-            version=ack.version, held=ack.holds_version, until=self._clock() + ack.hold_s
+            version=ack.version,
+            held=ack.holds_version,
+            until=self._clock() + ack.hold_s,
+            seen_at=self._now(),
         )
         unknown: list[str] = []
         if ack.version is None and earlier is not None:
@@ -71,6 +87,21 @@ class Receivers:
             for name, receiver in self._receivers.items()
             if receiver.version is not None
         }
+
+    def described(self, newest: int | None) -> tuple[ReceiverInfo, ...]:
+        """All receivers, the longest silent first, with their lags behind `newest`."""
+        now = self._clock()
+        lags = dict[str, int]() if newest is None else self.lags(newest)
+        return tuple(
+            ReceiverInfo(
+                receiver_id=name,
+                version=receiver.version,
+                lag=lags.get(name),
+                holds_version=receiver.held if now < receiver.until else None,
+                last_seen=datetime.fromtimestamp(receiver.seen_at, UTC),
+            )
+            for name, receiver in self._receivers.items()
+        )
 
     def _check_held(self, ack: Acknowledgement) -> None:
         held = self.held(without=ack.receiver_id)

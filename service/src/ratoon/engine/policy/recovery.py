@@ -220,7 +220,7 @@ async def load_newest(
             return base, await load_state(run, base, seq)
         except UnusableCheckpointError as error:
             _LOG.error("checkpoint unusable", policy_id=run.policy_id, reason=str(error))
-            run.send([metrics.CHECKPOINTS.sample(1, "unusable")])
+            run.send([metrics.CHECKPOINTS.sample(1, run.policy_id, "unusable")])
             faults.append(str(error))
     what = "; ".join(faults) or "no checkpoint is new enough"
     raise RecoveryStoppedError(
@@ -270,7 +270,7 @@ async def replay_policy(run: PolicyRun, history: PolicyHistory) -> Recovered:
         to_seq=last_seq,
         ran=replayer.num_run,
     )
-    run.send([metrics.REPLAYED_OPERATIONS.sample(replayer.num_run)])
+    run.send([metrics.REPLAYED_OPERATIONS.sample(replayer.num_run, run.policy_id)])
     return Recovered(
         loaded=loaded,
         last_seq=max(last_seq, base.seq),
@@ -345,7 +345,9 @@ class Replayer:
             return
         await self._select(record)
         if isinstance(record.command, LoadCheckpointCommand):
-            await run.archive.restore_checkpoint(record.command.checkpoint_id)
+            assert record.choices is not None
+            assert record.choices.checkpoint is not None
+            await run.archive.restore_checkpoint(record.choices.checkpoint.checkpoint_id)
         outcome = await run.ports.worker.call(
             WorkerCore.apply, run.token, record.to_task(run.paths)
         )

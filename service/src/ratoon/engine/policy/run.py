@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from ratoon import metrics
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files.archive import Archive
@@ -32,10 +33,12 @@ from ratoon.engine.refusals import policy_not_ready
 from ratoon.engine.types import FailedResult, PolicySpec
 from ratoon.engine.worker.tasks import Numerics, Outcome, RemoteWorker, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.log import get_logger
 from ratoon.metrics import Change, MetricsSink
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import PolicyState, Recovery, StepResult
 
+_LOG = get_logger("run")
 # Records read first from the end of the journal; doubled until the count is known.
 _FIRST_SPAN = 64
 T = TypeVar("T")
@@ -110,6 +113,7 @@ class PolicyRun:
     def enter(self, state: PolicyState, failure: str = "") -> None:
         """Change the policy's state. `failure`: why it failed; "": it has not."""
         self.state, self.failure = state, failure
+        self.send([metrics.POLICY_FAILED.sample(int(state is PolicyState.FAILED), self.policy_id)])
 
     async def set_published(self, published: tuple[int, ...]) -> None:
         """Change which versions can be fetched, in the journal first."""
@@ -145,12 +149,20 @@ class PolicyRun:
         await self.ports.journal.check_token(self.token, self.policy_id)
 
     def settle(self, live: LiveOperation) -> None:
-        """Report an operation that has ended to its callers and to the metrics."""
+        """Report an operation that has ended to its callers, the log and the metrics."""
         self.ledger.settle(live)
+        log_end(live.record)
         self.send(telemetry.entered(live.record, live.record.state))
 
     def send(self, changes: Sequence[Change]) -> None:
         self.ports.metrics.send(changes)
+
+
+def log_end(record: OperationRecord) -> None:
+    """Write the log's line about an operation that has ended."""
+    fields = telemetry.line(record)
+    stands_out = fields.keys() & {"error", "skip_reason", "warnings"}
+    (_LOG.warning if stands_out else _LOG.info)("operation ended", **fields)
 
 
 class NumbersFailedError(Exception):

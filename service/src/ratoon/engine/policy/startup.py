@@ -78,14 +78,15 @@ async def start_policy(
     if recovered is not None and recovered.rebased:
         await checkpointer.take_now()
     _note_position(run, history)
-    info: ModelInfo | None = None
+    info, known = None, history.policy.info
     if recovered is not None:
         info = replace(recovered.loaded.info, uses_gpu=run.trainer.device != "cpu")
     await journal.set_policy(run.token, run.policy_id, PolicyState.READY, info)
     run.enter(PolicyState.READY)
+    if recovered is not None:
+        await _show(run)
+    run.send(telemetry.policy(run.policy_id, run.trainer, info or known))
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
-    if info is not None:
-        run.send(telemetry.model(run.policy_id, info))
 
 
 async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
@@ -97,6 +98,7 @@ async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
     history = await journal.history(run.policy_id)
     run.created_at, run.published = history.policy.created_at, history.policy.published
     run.trainer = _with_chosen(run.trainer, history.policy.info)
+    await _show(run)
     # Losses are looked for before anything is deleted, and before anything else can fail.
     decided = await find_loss(run, history)
     # The count is read before the worker is started: a policy failed for its numbers gets none.
@@ -109,6 +111,12 @@ async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
         history = await carry_out(run, history, status, decided)
         status = await _fence(run)
     return history, status
+
+
+async def _show(run: PolicyRun) -> None:
+    """Show what the journal has of the newest reports, to a new engine or after a roll-back."""
+    records = await run.ports.journal.last_reports(run.policy_id)
+    run.send(telemetry.shown_again(run.policy_id, records))
 
 
 async def _make_folders(run: PolicyRun) -> None:
@@ -168,13 +176,13 @@ async def _recover(run: PolicyRun, history: PolicyHistory) -> Recovered:
         try:
             recovered, outcome = await replay_policy(run, history), "replayed"
         except RecoveryStoppedError:
-            run.send([metrics.RECOVERIES.sample(1, "stopped")])
+            run.send([metrics.RECOVERIES.sample(1, run.policy_id, "stopped")])
             raise
     if recovered.rebased:
         numerics, outcome = Numerics.of(recovered.loaded.numerics), "rebased"
         await run.ports.journal.rebase(run.token, run.policy_id, recovered.rebased, numerics)
     if history.policy.next_seq > 1:
-        run.send([metrics.RECOVERIES.sample(1, outcome)])
+        run.send([metrics.RECOVERIES.sample(1, run.policy_id, outcome)])
     return recovered
 
 
@@ -190,7 +198,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
         seq=base.info.seq,
         replay_from_seq=base.info.replay_from_seq,
         version=base.info.version,
-        checkpoint_id=base.info.checkpoint_id,
+        checkpoint_id=base.info.name or base.info.checkpoint_id,
         finished_at=run.ports.now(),
     )
     changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)

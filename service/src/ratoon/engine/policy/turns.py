@@ -70,7 +70,7 @@ class TurnLoop:
         self._prefers_between = False
         self._publications: list[asyncio.Future[None]] = []
         # Queued and running counts as last sent to the metrics.
-        self._reported = (0, 0)
+        self._reported: tuple[int, int] | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -134,6 +134,11 @@ class TurnLoop:
         """Read the journal again before the next turn, as memory may differ from it."""
         self._must_restart = True
         self._restarts += 1
+        self.wake()
+
+    def collect(self) -> None:
+        """Delete checkpoints that nothing needs, between two turns."""
+        self._checkpointer.must_collect = True
         self.wake()
 
     async def publish(self) -> None:
@@ -253,6 +258,9 @@ class TurnLoop:
             return None, self._publish
         if self._checkpointer.wait_s() == 0.0:
             return None, partial(self._checkpointer.take, self.wake)
+        # The outcome of a LoadCheckpoint that is not journaled yet says what must stay.
+        if self._checkpointer.must_collect and self._run.stored_outcome is None:
+            return None, self._checkpointer.collect
         if self._gradients.is_waiting:
             return None, self._gradients.run_next
         for live in self._run.ledger.open_operations():

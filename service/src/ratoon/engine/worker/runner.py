@@ -34,10 +34,12 @@ from ratoon.engine.files.results import (
     read_old_logprobs,
     write_forward_output,
 )
+from ratoon.engine.files.rollouts import write_rollouts
 from ratoon.engine.refusals import cancelled, disk_fault, disk_refusal
 from ratoon.engine.types import CheckpointInfo, ForwardResult, OperationResult
 from ratoon.engine.worker.tasks import NO_FORWARD, GradientFile, GradientRequest, Task
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.log import get_logger
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.serial import batch_from_bytes
@@ -47,10 +49,12 @@ from ratoon.train.loss.spec import Normalisation, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
+from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     EmptyResult,
     ImportMode,
     ImportResult,
+    KeepRollouts,
     LoraTuning,
     LossConfig,
     OptimStepConfig,
@@ -69,9 +73,11 @@ if TYPE_CHECKING:
 OnProgress = Callable[[int, int, int], None]
 IsCancelled = Callable[[], bool]
 
-NEEDLESS_FORWARD = (
+_LOG = get_logger("worker")
+NEEDLESS_FORWARD = warn(
+    WarningKind.NEEDLESS_FORWARD,
     "the Forward that loss.old_logprobs names is of the version trained here, and of these "
-    "rollouts alone: on_policy is the same without a Forward, unless a later pass names it"
+    "rollouts alone: on_policy is the same without a Forward, unless a later pass names it",
 )
 
 
@@ -137,12 +143,14 @@ class TaskRunner:
                 report = trainer.update(
                     prepared, step, on_progress=on_progress, is_cancelled=is_cancelled
                 )
+                self._keep_rollouts(task, report)
                 return self._stepped(report, task.choices.next_version)
             case ForwardBackwardCommand():
                 assert planned.prepared is not None
                 report = trainer.forward_backward(
                     planned.prepared, on_progress=on_progress, is_cancelled=is_cancelled
                 )
+                self._keep_rollouts(task, report)
                 return StepResult(version=self.version, report=report)
             case ForwardCommand() as command:
                 return self._forward(planned, command, on_progress, is_cancelled)
@@ -160,6 +168,18 @@ class TaskRunner:
                 if is_cancelled():
                     raise cancelled(task.operation_id)
                 return self._import(planned, command)
+
+    def _keep_rollouts(self, task: Task, report: StepReport) -> None:
+        """Write what the policy keeps of the task's rollouts; training goes on without them."""
+        keep = self._spec.keep_rollouts
+        if keep is KeepRollouts.NONE or (found := self.trainer.found) is None:
+            return
+        named = {(who.group, who.rollout) for each in report.warnings for who in each.offenders}
+        folder, most = task.paths.rollouts, self._spec.keep_rollouts_bytes
+        try:
+            write_rollouts(folder, task.seq, found, named, keep=keep, max_bytes=most)
+        except Exception:  # noqa: BLE001 - whatever it is, the step was taken
+            _LOG.exception("rollouts not kept", operation_id=task.operation_id)
 
     def restore(self, tasks: tuple[Task, ...]) -> None:
         """Make the window hold exactly the gradients of `tasks`."""

@@ -150,7 +150,6 @@ DEEPSEEK_V3 = Family(
     check=_check,
     prepare=_prepare,
     experts=DeepseekV3Experts,
-    adapts_experts=False,
     exported=part_experts,
     adapted=LATENT_MAPS,
 )

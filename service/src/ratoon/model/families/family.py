@@ -74,8 +74,8 @@ class Family:
             configuration has a value, and was checked alone.
         prepare: Replaces modules of a loaded model by those that run packed forests.
         experts: Class of the module that holds the routed experts of a layer; None: dense.
-        adapts_experts: Whether an adapter may reach these: not where dense MLPs are always beside
-            them, or their products have biases.
+        adapts_experts: Whether an adapter may reach these: not where peft reads no factors of
+            experts one by one.
         exported: Parameters by name to the tensors that a released folder has, which are views.
         adapted: Linear maps beside the MLP's that an adapter reaches.
     """

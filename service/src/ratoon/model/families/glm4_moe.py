@@ -87,7 +87,6 @@ GLM4_MOE = Family(
     check=_check,
     prepare=_prepare,
     experts=Glm4MoeExperts,
-    adapts_experts=False,
     exported=part_experts,
 )
 GLM4_MOE_LITE = Family(
@@ -103,7 +102,6 @@ GLM4_MOE_LITE = Family(
     check=_check_lite,
     prepare=_prepare,
     experts=Glm4MoeLiteExperts,
-    adapts_experts=False,
     exported=part_experts,
     adapted=LATENT_MAPS,
 )

@@ -78,7 +78,6 @@ QWEN3_NEXT = Family(
     check=_check,
     prepare=_prepare_next,
     experts=Qwen3NextExperts,
-    adapts_experts=False,
     exported=part_experts,
     adapted=(*ATTENTION_MAPS, "in_proj_qkvz", "in_proj_ba", "out_proj"),
 )

@@ -7,7 +7,6 @@ run one after the other, as the gradient of a log-prob depends on that log-prob 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,15 +19,9 @@ from ratoon.rollout.packed import PackedBatch
 from ratoon.train.loss.compute import LossGradients, LossOutput, TermColumns, compute_loss
 from ratoon.train.micro_batches import DeviceBatch, TokenOutputs, put, put_index
 from ratoon.train.prepare import Prepared
+from ratoon.train.rollout_figures import TokenParts
 from ratoon_kernels import token_logprobs_forward_backward
 from ratoon_proto.types import OldLogprobsKind
-
-# Response tokens [L], and their log-probs [L] on the device.
-OnLogprobs = Callable[[NDArray[np.int64], Tensor], None]
-
-
-def not_kept(_tokens: NDArray[np.int64], _logprobs: Tensor) -> None:
-    """Takes log-probs that nobody asks for."""
 
 
 class BatchLoss:
@@ -39,15 +32,15 @@ class BatchLoss:
         prepared: Prepared,
         packed: PackedBatch,
         reference_L: Tensor | None,
-        on_logprobs: OnLogprobs,
+        found: TokenParts,
         like: Tensor,
     ) -> None:
-        """`reference_L`: of all terms, None without a KL term; `like`: of the device and dtype of
-        log-probs."""
+        """`reference_L`: of all terms, None without a KL term; `found`: takes what is found of each
+        term; `like`: of the device and dtype of log-probs."""
         self._loss, self._device = prepared.loss, like.device
         self._token_L = packed.term_token
         self._is_counted_L = prepared.columns.counted_J[packed.term_token]
-        self._on_logprobs = on_logprobs
+        self._found = found
         self._columns = _columns(prepared, packed, reference_L, like)
 
     def of(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
@@ -58,8 +51,9 @@ class BatchLoss:
 
     def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> Tensor:
         """Sums of these terms for the report, as `LossOutput.sums`; asked once for each term."""
-        self._on_logprobs(self._token_L[terms], logprob_L)
-        return self.of(terms, logprob_L, entropy_L).sums()
+        output = self.of(terms, logprob_L, entropy_L)
+        self._found.add(self._token_L[terms], logprob_L, output)
+        return output.sums()
 
 
 def _columns(

@@ -151,6 +151,7 @@ def compute_loss(
         grad_logprob_L=grad_logprob_L,
         grad_entropy_L=grad_entropy_L if loss.entropy_coefficient != 0 else None,
         counted=CountedTerms(
+            index_C=counted_C,
             weight_C=weight_C,
             loss_C=term_C,
             policy_gradient_C=gradient_term_C,

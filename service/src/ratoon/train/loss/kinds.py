@@ -308,7 +308,7 @@ LOSSES: Mapping[LossKind, LossDefinition] = {
     LossKind.CROSS_ENTROPY: LossDefinition(
         objective=LogprobObjective,
         token_weight=TokenWeight.PER_TOKEN,
-        divide_by=DivideBy.NONE,
+        divide_by=DivideBy.TOKENS,
         advantage=None,
         has_ratio=False,
     ),

@@ -72,6 +72,7 @@ def resolve_loss(request: LossConfig, batch: RolloutBatch, *, has_frozen_referen
         drop_zero_variance_groups=_resolve_zero_variance(request, definition, batch),
         staleness=_resolve_staleness(request, batch),
         router_aux_loss_coefficient=request.router_aux_loss_coefficient,
+        report_groups=request.report_groups,
     )
 
 

@@ -63,6 +63,8 @@ class Loss:
     staleness: StalenessConfig | None
     # 0: no balance loss (`load_balance`).
     router_aux_loss_coefficient: float
+    # Whether the report has every group.
+    report_groups: bool
 
     @property
     def normalisation(self) -> Normalisation:

@@ -161,6 +161,8 @@ class CountedTerms:
     log-probs.
     """
 
+    # Places among the terms that the loss was asked for.
+    index_C: Tensor | slice
     weight_C: Tensor
     # The loss, and those of its summands that are reported by themselves.
     loss_C: Tensor

@@ -34,7 +34,8 @@ from ratoon.train.optim.bf16_state import (
 from ratoon.train.optim.rounding import MAX_SQUARE, random_words, split_float32
 from ratoon.train.optim.state import OptimizerState, check_sum
 from ratoon.train.spec import OptimizerStates
-from ratoon_proto.types import AdamWConfig
+from ratoon.warning_kinds import WarningKind, warn
+from ratoon_proto.types import AdamWConfig, StepWarning
 
 # Indices are int32, beyond the end of the last elements too.
 _MAX_ELEMENTS = (1 << 31) - (1 << 16)
@@ -237,13 +238,13 @@ def make_optimizer(
     return Bf16AdamW(parameters, config, kind, seed)
 
 
-def rounding_warning(kind: OptimizerStates, learning_rate: float) -> tuple[str, ...]:
+def rounding_warning(kind: OptimizerStates, learning_rate: float) -> tuple[StepWarning, ...]:
     """A warning if the weights have no masters and hardly follow a step; else none."""
     has_masters = kind not in (OptimizerStates.BF16_STOCHASTIC, OptimizerStates.BF16_8BIT)
     if has_masters or not 0.0 < learning_rate < _MIN_ROUNDED_RATE:
         return ()
-    warning = (
+    text = (
         f"optim.learning_rate {learning_rate:g} is below {_MIN_ROUNDED_RATE:g}: {kind.value} "
         "rounds weights by more than they are updated; bf16_split_8bit keeps exact masters"
     )
-    return (warning,)
+    return (warn(WarningKind.ROUNDED_UPDATES, text),)

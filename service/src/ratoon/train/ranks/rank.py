@@ -39,6 +39,7 @@ from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.gradients import GradientSums
 from ratoon.train.optim.state import OptimizerState, StateBounds
+from ratoon.train.optim.step_size import StepSize, sampled_weights, step_size
 from ratoon.train.passes import (
     ForwardColumns,
     PassTotals,
@@ -61,6 +62,7 @@ class Stepped:
     """
 
     changed: int | None
+    size: StepSize
     peak_memory_bytes: int
     planned_memory_bytes: int | None
 
@@ -222,10 +224,13 @@ class Rank:
         `norm`: the gradient's norm after division by `divisor`.
         """
         self._weights_copy.settle()
+        before = sampled_weights(self.optimizer.state())
         changed = self.optimizer.apply(self._own_sums(), divisor, norm, step)
+        size = step_size(before, self.optimizer.state())
         self._broadcast_weights()
         return Stepped(
             changed=None if changed is None else int(changed),
+            size=size,
             peak_memory_bytes=peak_memory_bytes(self.model.device),
             planned_memory_bytes=self.planned_memory_bytes,
         )
