@@ -195,7 +195,8 @@ class RayPeer:
         self._actor = actor
         self._number = number
         self._max_silence_s = max_silence_s
-        self._is_lost = False
+        # Why it is lost, as whoever noticed first saw it; None: it is not, as far as is known.
+        self._loss: str | None = None
         # The ping of `is_lost` that is under way, if any, and since when there is this one or none.
         self._asked: ObjectRef[Any] | None = None
         self._since = time.monotonic()
@@ -254,7 +255,7 @@ class RayPeer:
     def wait(self, reference: ObjectRef[object]) -> object:
         """A call's result. Raises what the call raised, and `WorkerLostError`."""
         self._is_awaited = True
-        while not self._is_lost and not _is_over(reference, self._max_silence_s / ASKED_TIMES):
+        while self._loss is None and not _is_over(reference, self._max_silence_s / ASKED_TIMES):
             self._get(self._actor.ping.remote(), self._max_silence_s)
         self._is_awaited = False
         return self._get(reference, self._max_silence_s)
@@ -262,8 +263,9 @@ class RayPeer:
     def is_lost(self) -> bool:
         """Whether the rank is known to be lost. Pings it every so often, and never waits."""
         silent_s = time.monotonic() - self._since
-        if self._is_lost or (self._asked is None and silent_s < self._max_silence_s / ASKED_TIMES):
-            return self._is_lost
+        is_asked_enough = self._asked is None and silent_s < self._max_silence_s / ASKED_TIMES
+        if self._loss is not None or is_asked_enough:
+            return self._loss is not None
         if self._asked is None:
             self._asked = self._actor.ping.remote()
         elif _is_over(self._asked, 0.0) or silent_s > self._max_silence_s:
@@ -273,11 +275,11 @@ class RayPeer:
         else:
             return False
         self._since = time.monotonic()
-        return self._is_lost
+        return self._loss is not None
 
     def start(self, call: MethodCall[Any]) -> _Pending:
         """See `ranks.group.Peer.start`. Raises `WorkerLostError`, and what `load` raised."""
-        if self._is_lost:
+        if self._loss is not None:
             raise WorkerLostError(f"{self._name} is lost")
         self._num_asked += 1
         if self._load is not None:
@@ -301,22 +303,22 @@ class RayPeer:
 
     def _get(self, reference: ObjectRef[Any], timeout_s: float) -> object:
         try:
-            return ray.get(reference, timeout=0.0 if self._is_lost else timeout_s)
+            return ray.get(reference, timeout=0.0 if self._loss else timeout_s)
         except RayTaskError as err:
             cause = err.cause
             assert isinstance(cause, BaseException)
             cause.add_note(self._name)
             raise cause from None
         except GetTimeoutError:
-            self._is_lost = True
+            silent_s = max(timeout_s, self._max_silence_s)
+            self._loss = self._loss or f"{self._name} did not answer for {silent_s:g} s"
             # Ranks that wait for it in a pass are told by its connections.
             self.end()
-            silent_s = max(timeout_s, self._max_silence_s)
-            what = f"{self._name} did not answer for {silent_s:g} s"
-            raise WorkerLostError(what) from None
+            raise WorkerLostError(self._loss) from None
         except RayError as err:
-            self._is_lost = True
-            raise WorkerLostError(f"{self._name} is lost: {err}") from err
+            # The actor of a silent process has died by `end`, which is not why it is lost.
+            self._loss = self._loss or f"{self._name} is lost: {err}"
+            raise WorkerLostError(self._loss) from err
 
 
 def _is_over(reference: ObjectRef[object], wait_s: float) -> bool:
