@@ -49,8 +49,8 @@ def test_a_bad_rollout_is_three_clicks_away(made: MadeService, open_page: OpenPa
     page = open_page(made.url)
     page.get_by_role("link", name="gsm8k-grpo").first.click()
     marks = page.get_by_role("group", name="Marks of reward")
-    marks.get_by_role("link", name=f"Step {BAD_STEP}: sampler gap").click()
-    offenders = page.get_by_role("list", name="Rollouts that sampler gap names, worst first")
+    marks.get_by_role("link", name=f"Step {BAD_STEP}: dominant rollout").click()
+    offenders = page.get_by_role("list", name="Rollouts that dominant rollout names, worst first")
     offenders.get_by_role("link").first.click()
     title = f"Rollout {BAD_ROLLOUT} of group {BAD_GROUP}"
     expect(page.get_by_role("heading", level=1)).to_contain_text(title)
@@ -68,7 +68,7 @@ def test_the_keyboard_reaches_a_rollout(made: MadeService, open_page: OpenPage) 
     page.keyboard.press("ArrowRight")
     norm = RUN.figures()["grad_norm"][BAD_STEP - 1]
     assert norm is not None
-    said = f"step {BAD_STEP}: {norm:.4g}, sampler gap"
+    said = f"step {BAD_STEP}: {norm:.4g}, dominant rollout"
     expect(slider).to_have_attribute("aria-valuetext", said)
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text(f"Step {BAD_STEP}")
@@ -244,6 +244,35 @@ def test_a_hundred_thousand_steps_are_drawn_within_a_second(open_page: OpenPage)
             }"""
         )
     assert 0 < seconds < 1
+
+
+# Left edge and text of each label of a vertical axis.
+LABELS = """
+    window.labels = [];
+    const fill = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+      if (this.textAlign === "right") labels.push([x - this.measureText(text).width, text]);
+      fill.call(this, text, x, y);
+    };
+"""
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_labels_of_an_axis_are_whole_and_differ(open_page: OpenPage, width: int) -> None:
+    """Losses near 1e-14 were labelled ".0e−14", and ratios near 1 all "1"."""
+    run = MadeRun(policy_id="small", num_steps=20)
+    for name, shift, scale in (("loss", 0, -1e-13), ("ratio_max", 1, 1e-4), ("entropy", 0, 1e9)):
+        run.figures()[name] = [shift + scale * (value or 0) for value in run.figures()[name]]
+    with made_service(run) as service:
+        viewport = {"width": width, "height": 900}
+        page = open_page(service.url + "#/policies/small", init=LABELS, viewport=viewport)
+        _settled(page)
+        labels = page.evaluate("labels")
+    texts = {text for _, text in labels}
+    assert [text for text in texts if "e−1" in text]
+    assert len([text for text in texts if text.startswith("1.000")]) > 1
+    assert "1\u202f000\u202f000\u202f000" in texts
+    assert min(left for left, _ in labels) >= 0
 
 
 def test_a_forest_of_ten_thousand_nodes_is_smooth(browser: Browser, open_page: OpenPage) -> None:
