@@ -233,7 +233,7 @@ class Curves:
         points = self._points
         mean = np.full(points.sums.shape, np.nan)
         np.divide(points.sums, points.counts, out=mean, where=points.counts > 0)
-        has_any_F = np.any(~np.isnan(points.low), axis=0)
+        has_any_F: NDArray[np.bool_] = np.any(~np.isnan(points.low), axis=0)
         is_joined = self._stride > 1
         return StepHistory(
             seq=tuple(points.seq.tolist()),
