@@ -42,6 +42,7 @@ from ratoon_client import (
     Rollout,
     StepReport,
     VllmAdapter,
+    WeightReceiver,
     group,
     rollout,
 )
@@ -282,12 +283,15 @@ class Run:
         with self._open_sampler(pulled.folder) as (sampler, adapter):
             self._sampler = sampler
             receiver = client.weight_receiver(options.policy, options.work / "mirror", adapter)
-            while True:
-                # First of all, too: a server may have been left on an earlier version.
-                received = receiver.sync_once()
-                self.version = self.version if received is None else received.version
-                if not self._step():
-                    break
+            if options.vllm:
+                # The server may have been left on an earlier version.
+                self._receive(receiver)
+            while self._step():
+                self._receive(receiver)
+
+    def _receive(self, receiver: WeightReceiver) -> None:
+        received = receiver.sync_once()
+        self.version = self.version if received is None else received.version
 
     @contextmanager
     def _open_sampler(self, folder: Path) -> Iterator[tuple[Sampler, Adapter]]:

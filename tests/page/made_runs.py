@@ -98,7 +98,7 @@ def policy(run: MadeRun) -> dict[str, Any]:
     spec = {
         "policy_id": run.policy_id,
         "preset": None,
-        "model_folder": "qwen3-0.6b",
+        "model_folder": "my-model",
         "full": {},
         "lora": None,
         "dtype": "bfloat16",
@@ -201,7 +201,7 @@ def operation(run: MadeRun, seq: int) -> dict[str, Any]:
 
 
 def group_id(run: MadeRun, group: int) -> str:
-    return HOSTILE if run.hostile else f"gsm8k-train-{1000 + 37 * group}"
+    return HOSTILE if run.hostile else f"sum-{1000 + 37 * group}"
 
 
 def kept(run: MadeRun, seq: int, group: int, index: int, *, whole: bool) -> dict[str, Any]:

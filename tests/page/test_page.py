@@ -22,13 +22,13 @@ pytestmark = [pytest.mark.more]
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 OpenPage = Callable[..., Page]
 BAD_STEP = 37
-RUN = MadeRun(policy_id="gsm8k-grpo", num_steps=50, bad=BAD_STEP, seed=2)
-OTHER = MadeRun(policy_id="gsm8k-dapo", num_steps=44, seed=1)
+RUN = MadeRun(policy_id="sums-grpo", num_steps=50, bad=BAD_STEP, seed=2)
+OTHER = MadeRun(policy_id="sums-dapo", num_steps=44, seed=1)
 VIEWS = {
     "policies": "#/",
-    "policy": "#/policies/gsm8k-grpo",
-    "step": f"#/policies/gsm8k-grpo/steps/{BAD_STEP}",
-    "rollout": f"#/policies/gsm8k-grpo/steps/{BAD_STEP}/rollouts/5/3?token=17",
+    "policy": "#/policies/sums-grpo",
+    "step": f"#/policies/sums-grpo/steps/{BAD_STEP}",
+    "rollout": f"#/policies/sums-grpo/steps/{BAD_STEP}/rollouts/5/3?token=17",
     "operations": "#/operations",
 }
 
@@ -47,7 +47,7 @@ def _settled(page: Page) -> None:
 
 def test_a_bad_rollout_is_three_clicks_away(made: MadeService, open_page: OpenPage) -> None:
     page = open_page(made.url)
-    page.get_by_role("link", name="gsm8k-grpo").first.click()
+    page.get_by_role("link", name="sums-grpo").first.click()
     marks = page.get_by_role("group", name="Marks of reward")
     marks.get_by_role("link", name=f"Step {BAD_STEP}: dominant rollout").click()
     offenders = page.get_by_role("list", name="Rollouts that dominant rollout names, worst first")
@@ -128,10 +128,10 @@ def test_a_key_is_asked_once_and_kept_for_the_tab(open_page: OpenPage) -> None:
             dialog.get_by_role("button", name="Continue").click()
             if text == "wrong":
                 expect(dialog).to_contain_text("unknown, revoked or expired")
-        expect(page.get_by_role("link", name="gsm8k-grpo").first).to_be_visible()
+        expect(page.get_by_role("link", name="sums-grpo").first).to_be_visible()
         expect(dialog).to_be_hidden()
         page.reload()
-        expect(page.get_by_role("link", name="gsm8k-grpo").first).to_be_visible()
+        expect(page.get_by_role("link", name="sums-grpo").first).to_be_visible()
         assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
         assert "secret" not in page.content() + page.url
         page.get_by_role("button", name="Forget key").click()
@@ -175,8 +175,8 @@ def test_what_goes_wrong_is_said(open_page: OpenPage) -> None:
         expect(alert).to_contain_text("the engine does not answer. Trying again.")
         service.is_down = False
         expect(alert).to_be_hidden()
-        del service.runs["gsm8k-grpo"]
-        expect(alert).to_have_text("policy_id: no policy gsm8k-grpo.")
+        del service.runs["sums-grpo"]
+        expect(alert).to_have_text("policy_id: no policy sums-grpo.")
         asked = service.asked.total()
         page.wait_for_timeout(5000)
         assert service.asked.total() == asked
