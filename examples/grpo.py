@@ -66,7 +66,10 @@ class Task:
         lines = read_lines(path) if path else []
         if self.messages is None:
             return lines
-        return [{"messages": self.messages(line), **line} for line in lines]
+        return [
+            line if {"messages", "prompt"} & line.keys() else {**line, "messages": self.messages(line)}
+            for line in lines
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
