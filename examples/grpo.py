@@ -64,12 +64,10 @@ class Task:
     def examples(self, path: Path | None) -> list[Example]:
         """The lines of a data file, each with `messages` or a `prompt`."""
         lines = read_lines(path) if path else []
-        if self.messages is None:
-            return lines
-        return [
-            line if {"messages", "prompt"} & line.keys() else {**line, "messages": self.messages(line)}
-            for line in lines
-        ]
+        for line in lines:
+            if self.messages and "prompt" not in line and "messages" not in line:
+                line["messages"] = self.messages(line)
+        return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
