@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from datetime import UTC, datetime
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from ratoon_client import IntegrityError, Offender, Operation, StepReport, StepResult
 from ratoon_client.wire import decode, decode_forward
+from ratoon_proto.bases import REPORT_GROUPS
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import operation_pb2, training_pb2
 
@@ -55,6 +57,15 @@ def test_a_report_is_a_dictionary_without_what_is_missing():
     assert figures["seconds"]["backward"] == 2.0
     assert figures["tensor_grad_norms"] == [{"name": "w", "norm": 1.0, "max_abs": 0.0}]
     assert "grad_norm" not in figures
+    grouped = step.report.to_dict(grouped=True)
+    assert {name: value for group in grouped.values() for name, value in group.items()} == figures
+    assert grouped["loss"] == {"loss": -1.5, "kl": 0.0}
+    assert grouped["speed"]["seconds"]["backward"] == 2.0
+
+
+def test_every_field_of_a_report_is_in_one_group():
+    grouped = [name for names in REPORT_GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(field.name for field in fields(StepReport))
 
 
 def test_absent_is_none_and_zero_is_zero():

@@ -33,7 +33,7 @@ from ratoon.engine.journal.records import (
     rolled_back,
     surplus,
 )
-from ratoon.engine.journal.steps import ROLLED_BACK, step_row
+from ratoon.engine.journal.steps import step_row
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     NUMERICS,
@@ -55,6 +55,7 @@ from ratoon.engine.refusals import operation_not_found, policy_not_found
 from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import FencedError, Numerics
 from ratoon.model.spec import ModelInfo
+from ratoon.warning_kinds import WarningKind
 from ratoon_proto.types import OperationKind, PolicyState
 
 ALL_STEPS = 2**62
@@ -335,7 +336,7 @@ class FencedStore:
             columns = {
                 "version": roll_back.version,
                 "figures": None,
-                "warnings": ROLLED_BACK,
+                "warnings": WarningKind.ROLLED_BACK.value,
                 "skip_reason": None,
             }
             update_rows(connection, STEPS, is_undone, columns)

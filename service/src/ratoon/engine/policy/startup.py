@@ -37,6 +37,7 @@ from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
 from ratoon.train.spec import OptimizerStates, TrainerSpec
+from ratoon.warning_kinds import WarningKind
 from ratoon_proto.types import PolicyState, Shard
 
 _LOG = get_logger("startup")
@@ -209,6 +210,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
             live.set_record(record)
             run.ledger.settle(live)
     if changed:
+        run.send([metrics.WARNINGS.sample(1, run.policy_id, WarningKind.ROLLED_BACK)])
         _LOG.warning(
             "policy rolled back",
             policy_id=run.policy_id,
