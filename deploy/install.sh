@@ -49,7 +49,8 @@ build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 for part in proto kernels clients/python service; do
   mkdir -p "$build/$part"
-  cp -R "$root/$part/pyproject.toml" "$root/$part/README.md" "$root/$part/src" "$build/$part/"
+  # Links, to the license, the examples and the like, as what they lead to.
+  cp -RL "$root/$part"/{pyproject.toml,README.md,LICENSE,src} "$build/$part/"
   find "$build/$part/src" \( -name '*.egg-info' -o -name cubins \) -prune -exec rm -rf {} +
 done
 # With the lock's setuptools: a build of its own environment would fetch another.

@@ -13,7 +13,7 @@ trap 'rm -rf "$scratch"' EXIT
 parts=(proto kernels clients/python service) own=()
 for part in "${parts[@]}"; do
   mkdir -p "$scratch/$part" "$scratch/wheels"
-  cp -R "$part/pyproject.toml" "$part/README.md" "$part/src" "$scratch/$part/"
+  cp -RL "$part"/{pyproject.toml,README.md,LICENSE,src} "$scratch/$part/"
   "$scratch/venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$scratch/wheels" "$scratch/$part"
 done
 for wheel in "$scratch"/wheels/*.whl; do
