@@ -21,9 +21,10 @@ for wheel in "$scratch"/wheels/*.whl; do
   own+=(--no-emit-package "${name%%-*}")
 done
 
-# Our distributions are built beside what the lock installs, so setuptools is of it.
+# Our distributions are built beside what the lock installs, so setuptools is of it; uv gets torch.
 echo 'ratoon[s3]
-setuptools>=77' >"$scratch/wanted.txt"
+setuptools>=77
+uv' >"$scratch/wanted.txt"
 compile() {
   "$scratch/venv/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes \
     --no-annotate --find-links "$scratch/wheels" --constraint constraints.txt "${own[@]}" \

@@ -19,6 +19,7 @@ from tests.conftest import RayCluster
 
 _SEEN = Seen(versions={"torch": "2.13.0", "ratoon": "0.1.0"}, folder=7, interface="eth0", links="")
 _NODE = Node(address="10.0.0.1", gpu="H100", num_gpus=8, num_free_gpus=6, seen=_SEEN)
+_BACKENDS = ("cuda", "flex", "reference")
 _TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV18\tSYS\tSYS\tPIX\t0-47\t0\t\tN/A
@@ -53,12 +54,10 @@ def test_brackets_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def _backends(*available: str) -> list[BackendStatus]:
+    reasons = {each: "" if each in available else f"no {each}" for each in _BACKENDS}
     return [
-        BackendStatus(op="op", name=name, is_available=name in available, reason=reason)
-        for name, reason in {
-            name: "" if name in available else f"no {name}"
-            for name in ("cuda", "flex", "reference")
-        }.items()
+        BackendStatus(op="op", name=name, is_available=not reason, reason=reason)
+        for name, reason in reasons.items()
     ]
 
 
