@@ -1,9 +1,13 @@
-"""The image and its compose file, as far as they can be read without a container."""
+"""The image, its compose file and the unit for systemd, as far as they can be read without a
+container."""
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -180,6 +184,42 @@ def test_compose_lets_no_web_page_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.auth.required is False
     # The name by which Prometheus calls it.
     assert checked_hosts(config) == ("ratoon",)
+
+
+def _unit() -> configparser.RawConfigParser:
+    unit = configparser.RawConfigParser(strict=False, delimiters="=")
+    unit.optionxform = str
+    unit.read_string((ROOT / "deploy" / "ratoon.service").read_text())
+    return unit
+
+
+def test_the_unit_lets_the_service_drain_and_survive_its_workers() -> None:
+    from ratoon.config import LimitsConfig
+
+    service = _unit()["Service"]
+    assert int(service["TimeoutStopSec"]) >= LimitsConfig().drain_s + 60
+    # Ray's processes end after the service that drains with their help; a worker that the kernel
+    # killed ended it.
+    assert (service["KillMode"], service["OOMPolicy"]) == ("mixed", "continue")
+    assert service["Restart"] == "on-failure"
+    assert service["ExecStart"].endswith("/bin/ratoon serve --config /etc/ratoon/ratoon.yaml")
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    text = (ROOT / "deploy" / "ratoon.service").read_text()
+    text = text.replace(_unit()["Service"]["ExecStart"].split()[0], "/bin/true")
+    # It says nothing of a unit that is well, and exits 0 where it ignores a key.
+    for spoilt, said in ((text, ""), (text.replace("KillMode=", "KillMod="), "Unknown key")):
+        path = tmp_path / "ratoon.service"
+        path.write_text(spoilt)
+        command = [analyze, "verify", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stderr
+        assert bool(done.stderr) == bool(said), done.stderr
 
 
 def test_deploy_settings_are_valid() -> None:
