@@ -1,5 +1,7 @@
 """Client of the Ratoon policy-update service."""
 
+from importlib.metadata import version
+
 from ratoon_client.async_client import AsyncRatoonClient
 from ratoon_client.blocking import (
     OperationHandle,
@@ -75,7 +77,7 @@ from ratoon_proto.types import (
     WeightManifest,
 )
 
-__version__ = "0.1.0"
+__version__ = version("ratoon-client")
 
 __all__ = [
     "AdamW",
