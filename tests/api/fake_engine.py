@@ -62,6 +62,7 @@ from ratoon_proto.types import (
     PolicyState,
     Progress,
     ReceiverInfo,
+    ResultFile,
     StepHistory,
     StepReport,
     StepResult,
@@ -235,6 +236,10 @@ class FakeEngine(EngineClient):
             policy = replace(policy, next_seq=policy.next_seq + 1, version=policy.version + 1)
             self.known_policies[operation.policy_id] = policy
         result: OperationResult = StepResult(version=policy.version, report=REPORT)
+        if getattr(submission.command, "with_logprobs", None) is not None:
+            output = self.forward_output
+            file = ResultFile(digest=self.add_file(output), size_bytes=len(output))
+            result = replace(result, file=file)
         if isinstance(submission.command, SaveCheckpointCommand):
             result = CheckpointInfo(
                 checkpoint_id=f"folder-{operation.seq}",

@@ -19,7 +19,7 @@ from ratoon.engine.commands import (
     UpdateCommand,
 )
 from ratoon_proto.codec import decode_tensor, encode_array
-from ratoon_proto.types import ImportMode, LossConfig, OptimStepConfig
+from ratoon_proto.types import ImportMode, LogprobsOf, LossConfig, OptimStepConfig
 from ratoon_proto.v1 import operation_pb2, rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -46,6 +46,34 @@ async def test_small_forward_output_comes_inline(api: Api, wire_name: str) -> No
     assert submission.key == NoKey()
     assert isinstance(submission.command, ForwardCommand)
     assert submission.command.with_entropy
+
+
+async def test_a_forward_backward_answers_what_it_is_asked_for(api: Api, wire_name: str) -> None:
+    """Log-probs inline where they are few, as a file where they are many; nothing unasked."""
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    output = training_pb2.ForwardOutput(logprobs=requests.floats([-1.0, float("nan")]))
+    asked = service_pb2.LOGPROBS_OF_UNSPECIFIED, service_pb2.LOGPROBS_OF_ALL
+    for seq, (of, num_repeats) in enumerate([(asked[0], 1), (asked[1], 1), (asked[1], 10**6)], 1):
+        api.engine.forward_output = output.SerializeToString() * num_repeats
+        request = requests.forward_backward(seq=seq)
+        request.with_logprobs, request.with_entropy = of, bool(of)
+        step = (await wire.call("ForwardBackward", request)).step
+        assert step.WhichOneof("output") == (None, "inline", "file")[seq - 1]
+        if seq == 2:
+            logprobs = decode_tensor(step.inline.logprobs, max_bytes=64)
+            np.testing.assert_array_equal(logprobs, [-1.0, np.nan])
+    assert step.file.size_bytes == len(api.engine.forward_output)
+    commands = [submission.command for submission in api.engine.log]
+    assert [(each.with_logprobs, each.with_entropy) for each in commands] == [
+        (None, False),
+        (LogprobsOf.ALL, True),
+        (LogprobsOf.ALL, True),
+    ]
+    request = requests.forward_backward(seq=4)
+    request.with_entropy = True
+    refused = await refused_by(wire, "ForwardBackward", request)
+    assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", "with_entropy")
 
 
 async def test_large_forward_output_is_a_file(api: Api, wire_name: str) -> None:
@@ -81,12 +109,7 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
         policy_id=policy_id, key=key(2), optim=update.optim, include_seqs=[1]
     )
     calls = [
-        (
-            "ForwardBackward",
-            service_pb2.ForwardBackwardRequest(
-                policy_id=policy_id, key=key(1), batch=update.batch, loss=update.loss
-            ),
-        ),
+        ("ForwardBackward", requests.forward_backward(1)),
         ("OptimStep", step),
         (
             "DiscardGradients",

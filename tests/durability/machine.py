@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,14 @@ from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon.stream.files import make_folder
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
-from ratoon_proto.types import FullTuning, OnChangedNumerics, PublishConfig, PublishKind, Recovery
+from ratoon_proto.types import (
+    FullTuning,
+    LogprobsOf,
+    OnChangedNumerics,
+    PublishConfig,
+    PublishKind,
+    Recovery,
+)
 from tests.engine.fake_trainer import Faults
 from tests.engine.harness import (
     DISCARD,
@@ -109,7 +117,7 @@ def commands() -> Mapping[int, tuple[Any, float]]:
         (update, 1),
         (update, 2),
         (forward_backward, 3),
-        (forward_backward, 4),
+        (partial(forward_backward, with_logprobs=LogprobsOf.ALL), 4),
         (save("first"), 0),
         (forward_backward, 6),
         (optim_step(), 0),

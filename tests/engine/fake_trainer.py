@@ -31,7 +31,14 @@ from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_bytes, seal_document
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
 from ratoon.train.saved_state import FORMAT, MANIFEST_NAME, STATE_DIGEST, AsOf
-from ratoon_proto.types import DivideBy, SkipReason, StepReport, StepWarning, TokenWeight
+from ratoon_proto.types import (
+    DivideBy,
+    LogprobsOf,
+    SkipReason,
+    StepReport,
+    StepWarning,
+    TokenWeight,
+)
 
 if TYPE_CHECKING:
     from ratoon.train.trainer import Trainer
@@ -89,6 +96,15 @@ class FakePrepared:
     loss: Loss | None = None
     gradient: float = 0.0
     warnings: tuple[StepWarning, ...] = ()
+    logprobs_of: LogprobsOf | None = None
+
+
+@dataclass(frozen=True)
+class FakeFound:
+    """`answers_2J` None: nothing was asked for."""
+
+    prepared: FakePrepared
+    answers_2J: NDArray[np.floating] | None
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,7 @@ class FakeTrainer:
         self.gradients: list[float] = []
         # Plans that were run.
         self.plans: list[UpdatePlan] = []
+        self.found: FakeFound | None = None
         self.faults = faults
         self.is_device_dead = False
 
@@ -207,13 +224,15 @@ class FakeTrainer:
         *,
         old_logprobs_J: NDArray[np.floating] | None = None,
         entropy_J: NDArray[np.floating] | None = None,
+        logprobs_of: LogprobsOf | None = None,
     ) -> FakePrepared:
         number = number_of(batch)
         if number in self.faults.refuses:
             raise RatoonError(ErrorCode.STALE_ROLLOUTS, "too old")
         if old_logprobs_J is not None:
             number = float(old_logprobs_J.sum())
-        return FakePrepared(batch, plan or self._plan(), loss, number)
+        plan = plan or self._plan()
+        return FakePrepared(batch, plan, loss, number, logprobs_of=logprobs_of)
 
     def prepare_forward(self, batch: RolloutBatch, plan: UpdatePlan | None = None) -> FakePrepared:
         return FakePrepared(batch, plan or self._plan())
@@ -253,6 +272,9 @@ class FakeTrainer:
         if number in self.faults.no_memory:
             # Another rank's, whose pass outlasts this one's.
             raise MemoryError("tried to allocate 2.32 GiB")
+        answers_2J = np.full((2, len(prepared.batch.loss_mask)), -number, np.float32)
+        is_asked = prepared.logprobs_of is not None
+        self.found = FakeFound(prepared, answers_2J if is_asked else None)
         return StepReport(
             loss=number,
             num_micro_batches=2,

@@ -209,8 +209,8 @@ class Machine:
         await started(self, operation)
         return operation
 
-    async def forward_backward(self, seq: int, number: float) -> Operation:
-        return await self.submit(seq, forward_backward(number), number)
+    async def forward_backward(self, seq: int, number: float, **changes: object) -> Operation:
+        return await self.submit(seq, forward_backward(number, **changes), number)
 
     async def step(self, seq: int, *include_seqs: int) -> Operation:
         return await self.submit(seq, optim_step(*include_seqs), 0)
@@ -262,10 +262,11 @@ def update(number: float, **changes: object) -> UpdateCommand:
     return replace(command, **changes)
 
 
-def forward_backward(number: float) -> ForwardBackwardCommand:
-    return ForwardBackwardCommand(
+def forward_backward(number: float, **changes: object) -> ForwardBackwardCommand:
+    command = ForwardBackwardCommand(
         loss=LossConfig(kind=LossKind.GRPO), expected_version=None, body_digest=digest_of(number)
     )
+    return replace(command, **changes)
 
 
 def from_forward(operation: Operation) -> LossConfig:

@@ -34,6 +34,7 @@ from ratoon_proto.types import (
     AdamWConfig,
     CorrectionMode,
     FullTuning,
+    LogprobsOf,
     LoraTuning,
     LossConfig,
     LossKind,
@@ -229,6 +230,7 @@ def forward_backward(
     forward_logprobs_J: np.ndarray[Any, Any] | None = None,
     forward_entropy_J: np.ndarray[Any, Any] | None = None,
     oracle_batch: RolloutBatch | None = None,
+    logprobs_of: LogprobsOf | None = None,
 ) -> tuple[StepReport, Sums]:
     """One forward-backward on both sides. `oracle_batch`: what the oracle sees in its place."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
@@ -240,6 +242,7 @@ def forward_backward(
         plan=cpu_planner(micro_batch_tokens),
         old_logprobs_J=forward_logprobs_J,
         entropy_J=forward_entropy_J,
+        logprobs_of=logprobs_of,
     )
     report = trainer.forward_backward(prepared)
     paths = paths_of(oracle_batch or batch)

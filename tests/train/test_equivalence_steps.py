@@ -15,6 +15,8 @@ import torch
 
 from ratoon.errors import RatoonError
 from ratoon.model.spec import ModelDtype
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.selection import predicted_mask
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import resolve_optim
@@ -24,12 +26,14 @@ from ratoon_proto.types import (
     FullTuning,
     KlConfig,
     KlKind,
+    LogprobsOf,
     LoraTuning,
     LossConfig,
     LossKind,
     OldLogprobs,
     OldLogprobsKind,
     OptimStepConfig,
+    OverlongFilter,
     ReferenceKind,
     SharedTokens,
     TokenWeight,
@@ -263,6 +267,66 @@ def test_four_updates_reuse_one_forward(
     assert relative_error(torch.as_tensor(frozen.logprobs), initial) <= pair.tolerance
     assert ratios[0] == pytest.approx(1.0, abs=1e-12)
     assert all(ratio > 1.001 for ratio in ratios[1:])
+
+
+def _with_idle_rollouts(batch: RolloutBatch) -> RolloutBatch:
+    """Every third rollout has no advantage, every fourth is truncated, every fifth token masked."""
+    assert batch.advantages is not None
+    sequence_J = np.repeat(np.arange(batch.num_sequences), np.diff(batch.response_offsets))
+    return replace(
+        batch,
+        advantages=np.where(sequence_J % 3 == 0, np.float32(0), batch.advantages),
+        truncated=np.arange(batch.num_sequences) % 4 == 1,
+        loss_mask=batch.loss_mask & (np.arange(len(sequence_J)) % 5 != 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro_batch_tokens", "architecture"),
+    [
+        (LossKind.PPO_CLIP, 1 << 20, "qwen3"),
+        (LossKind.PPO_CLIP, 25, "qwen3"),
+        (LossKind.GSPO, 1 << 20, "gemma3"),
+        (LossKind.GSPO, 25, "qwen3_moe"),
+    ],
+    ids=str,
+)
+def test_a_pass_answers_log_probs(
+    tmp_path: Path, kind: LossKind, micro_batch_tokens: int, architecture: str
+) -> None:
+    """Masked and dropped tokens, and those without an advantage, have the oracle's log-probs and
+    entropies, and no part in the loss; those of trained tokens alone change no bit of the pass."""
+    pair = _pair(tmp_path, architecture)
+    batch = _with_idle_rollouts(random_batch_near(pair, 3))
+    request = make_request(kind, overlong=OverlongFilter(), entropy_coefficient=0.0)
+    gradients: dict[LogprobsOf | None, dict[str, torch.Tensor]] = {}
+    oracle_JJ = hf.all_logprobs(pair.oracle.model, paths_of(batch))
+    logprob_J, entropy_J = (torch.cat(each).numpy() for each in zip(*oracle_JJ, strict=True))
+    for asked in (None, LogprobsOf.TRAINED, LogprobsOf.ALL):
+        options = {"micro_batch_tokens": micro_batch_tokens, "logprobs_of": asked}
+        report, sums = forward_backward(pair, batch, request, **options)
+        assert_close(pair.gradient_errors(), pair.tolerance)
+        counted = (report.trained_tokens, report.num_sequences)
+        assert counted == (sums.counters.tokens, sums.counters.sequences)
+        gradients[asked] = {name: grad.clone() for name, grad in pair.gradients().items()}
+        found = pair.trainer.found
+        assert found is not None
+        if asked is None:
+            assert found.answers_2J is None
+        elif found.answers_2J is not None:
+            is_trained_J = ~np.isnan(found.columns_4J[0])
+            is_known_J = predicted_mask(batch) if asked is LogprobsOf.ALL else is_trained_J
+            assert (np.isnan(found.answers_2J) == ~is_known_J).all()
+            assert 0 < is_trained_J.sum() < batch.loss_mask.sum() < predicted_mask(batch).sum()
+            np.testing.assert_allclose(
+                found.answers_2J[:, is_known_J],
+                np.stack([logprob_J, entropy_J])[:, is_known_J],
+                rtol=pair.tolerance,
+                atol=pair.tolerance,
+            )
+        pair.discard()
+    for name, expected in gradients[None].items():
+        assert torch.equal(gradients[LogprobsOf.TRAINED][name], expected)
 
 
 def test_steps_go_on_after_a_checkpoint(tmp_path: Path) -> None:

@@ -389,6 +389,22 @@ class WeightKind(bases.WireEnum):
     """An adapter folder that peft loads."""
 
 
+class LogprobsOf(bases.WireEnum):
+    """The response tokens whose log-probs a ForwardBackward returns."""
+
+    TRAINED = "trained"
+    """Those that it runs in any case: trained ones of rollouts that stay and have a gradient. NaN
+    at the others.
+    """
+    ALL = "all"
+    """All: masked ones, and those of rollouts that are dropped or have no gradient, are run for it.
+    NaN only at a first token without a prompt, which nothing predicts.
+    """
+
+
+LogprobsOfName = Literal["trained", "all"]
+
+
 class ImportMode(bases.WireEnum):
     """How imported values change the weights."""
 
@@ -1298,6 +1314,8 @@ class StepResult(bases.StepResultMethods):
     version: int
     """The policy's version after the operation."""
     report: StepReport = StepReport()
+    file: ResultFile | None = None
+    """A serialized ForwardOutput."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,20 @@ class ForwardResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardResult(StepResult):
+    """A ForwardBackward's result, with its log-probs where it was asked for them.
+
+    Attributes:
+        logprobs: One float32 [R] array a rollout, in request order, NaN at tokens without; None
+            unless they were asked for.
+        entropy: Likewise.
+    """
+
+    logprobs: tuple[NDArray[np.float32], ...] | None = None
+    entropy: tuple[NDArray[np.float32], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """Whether the service can take work: `status` is "ok", or says what is wrong."""
 

@@ -6,6 +6,7 @@ Only fields whose names or forms differ are written here by hand.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -20,6 +21,7 @@ from ratoon_client.rollouts import Group, Rollout
 from ratoon_client.rpcs import RequestT
 from ratoon_client.values import (
     AdamW,
+    ForwardBackwardResult,
     ForwardResult,
     Lora,
     Loss,
@@ -152,16 +154,35 @@ def error_of(detail: operation_pb2.ErrorDetail) -> RatoonApiError:
 def decode_forward(
     output: training_pb2.ForwardOutput, forward: operation_pb2.ForwardResult
 ) -> ForwardResult:
-    """Split the concatenated arrays by rollout. Raises IntegrityError where they do not fit."""
-    offsets = _array(output.offsets, "offsets").astype(np.int64)
-    logprobs = _array(output.logprobs, "logprobs")
-    entropy = _array(output.entropy, "entropy") if output.HasField("entropy") else None
+    """A Forward's result with its output. Raises IntegrityError where they do not fit."""
+    logprobs, entropy = _by_rollout(output)
     return ForwardResult(
-        logprobs=_split(logprobs, offsets),
-        entropy=None if entropy is None else _split(entropy, offsets),
+        logprobs=logprobs,
+        entropy=entropy,
         report=decode(forward.report, StepReport),
         version=forward.version,
     )
+
+
+def decode_step(
+    output: training_pb2.ForwardOutput | None, step: operation_pb2.StepResult
+) -> ForwardBackwardResult:
+    """A ForwardBackward's result with its output, if it has one. Raises as `decode_forward`."""
+    result = decode(step, ForwardBackwardResult)
+    if output is None:
+        return result
+    logprobs, entropy = _by_rollout(output)
+    return replace(result, logprobs=logprobs, entropy=entropy)
+
+
+def _by_rollout(
+    output: training_pb2.ForwardOutput,
+) -> tuple[tuple[NDArray[np.float32], ...], tuple[NDArray[np.float32], ...] | None]:
+    """Log-probs and entropies, the concatenated arrays split by rollout."""
+    offsets = _array(output.offsets, "offsets").astype(np.int64)
+    logprobs = _array(output.logprobs, "logprobs")
+    entropy = _array(output.entropy, "entropy") if output.HasField("entropy") else None
+    return _split(logprobs, offsets), None if entropy is None else _split(entropy, offsets)
 
 
 def _array(tensor: Tensor, name: str) -> NDArray[Any]:

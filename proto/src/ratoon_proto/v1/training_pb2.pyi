@@ -1672,7 +1672,7 @@ Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 
 @_typing.final
 class ForwardOutput(_message.Message):
-    """Per-token results of Forward, concatenated over all rollouts in request order."""
+    """Per-token results of a Forward or ForwardBackward, concatenated over all rollouts in request order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1681,7 +1681,9 @@ class ForwardOutput(_message.Message):
     OFFSETS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> _tensor_pb2.Tensor:
-        """float32 [sum of R]; 0 where the loss mask is false."""
+        """float32 [sum of R]. Of a Forward 0 where the loss mask is false, of a ForwardBackward NaN where it
+        has none.
+        """
 
     @_builtins.property
     def entropy(self) -> _tensor_pb2.Tensor:

@@ -49,10 +49,10 @@ from ratoon.engine.commands import Submission
 from ratoon.engine.refusals import is_policy_replaced
 from ratoon.engine.types import (
     Acknowledgement,
-    ForwardResult,
     Operation,
     OperationFilter,
     Policy,
+    file_of,
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
@@ -454,13 +454,12 @@ class PolicyService:
                 raise required("source", "batch or upload")
 
     async def _message(self, operation: Operation) -> operation_pb2.Operation:
-        """The wire form; a Forward's output is inline if it is small and not expired."""
-        output = None
-        result = operation.result
-        if isinstance(result, ForwardResult) and result.size_bytes <= self._inline_bytes:
+        """The wire form; log-probs are inline if they are small and not expired."""
+        output, file = None, file_of(operation.result)
+        if file is not None and file.size_bytes <= self._inline_bytes:
             try:
                 output = await self._engine.fetch_chunk(
-                    operation.policy_id, result.digest, 0, result.size_bytes
+                    operation.policy_id, file.digest, 0, file.size_bytes
                 )
             except RatoonError as error:
                 if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:

@@ -46,7 +46,13 @@ from ratoon.rollout.serial import batch_digest, batch_to_bytes
 from ratoon.rollout.validate import BatchLimits, validate_groups
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import check_optim, resolve_optim
-from ratoon_proto.types import ImportMode, LossConfig, OptimStepConfig, ReferencePolicy
+from ratoon_proto.types import (
+    ImportMode,
+    LogprobsOf,
+    LossConfig,
+    OptimStepConfig,
+    ReferencePolicy,
+)
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 
 Groups = Iterable[rollout_pb2.RolloutGroup]
@@ -96,7 +102,16 @@ def _batch_command(
     loss = _loss(request)
     resolved = resolve_loss(loss, batch, has_frozen_reference=has_reference)
     if isinstance(request, service_pb2.ForwardBackwardRequest):
-        return ForwardBackwardCommand(loss=loss, expected_version=version, body_digest=digest)
+        logprobs_of = read_enum(request, "with_logprobs", LogprobsOf, "with_logprobs")
+        if request.with_entropy and not request.with_logprobs:
+            raise invalid("with_entropy", "true", "with_logprobs beside it")
+        return ForwardBackwardCommand(
+            loss=loss,
+            expected_version=version,
+            body_digest=digest,
+            with_logprobs=logprobs_of if request.with_logprobs else None,
+            with_entropy=request.with_entropy,
+        )
     optim = _optim(request)
     resolve_optim(optim, resolved.normalisation, policy.spec.optimizer)
     return UpdateCommand(loss=loss, optim=optim, expected_version=version, body_digest=digest)

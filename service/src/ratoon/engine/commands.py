@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
-from ratoon_proto.types import ImportMode, LossConfig, OperationKind, OptimStepConfig, Sequencing
+from ratoon_proto.types import (
+    ImportMode,
+    LogprobsOf,
+    LossConfig,
+    OperationKind,
+    OptimStepConfig,
+    Sequencing,
+)
 
 if TYPE_CHECKING:
     # Workers have no settings: they import no pydantic.
@@ -166,6 +173,9 @@ class ForwardBackwardCommand(BaseCommand):
     loss: LossConfig
     expected_version: int | None
     body_digest: str
+    # None: no log-probs are answered.
+    with_logprobs: LogprobsOf | None = None
+    with_entropy: bool = False
 
     @property
     def forward_id(self) -> str:

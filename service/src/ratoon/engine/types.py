@@ -25,6 +25,7 @@ from ratoon_proto.types import (
     PublishConfig,
     Recovery,
     ReferencePolicy,
+    ResultFile,
     Sequencing,
     StepReport,
     StepResult,
@@ -146,6 +147,17 @@ OperationResult = (
     | EmptyResult
     | FailedResult
 )
+
+
+def file_of(result: OperationResult | None) -> ResultFile | None:
+    """The file of the policy's results folder that the result names; None: it names none."""
+    match result:
+        case ForwardResult(digest=digest, size_bytes=size_bytes):
+            return ResultFile(digest=digest, size_bytes=size_bytes)
+        case StepResult(file=file):
+            return file
+        case _:
+            return None
 
 
 def version_of(result: OperationResult | None) -> int | None:

@@ -69,7 +69,7 @@ from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.step_probe import probe_of
 from ratoon.train.verdicts import step_warnings
-from ratoon_proto.types import Shard, StepReport
+from ratoon_proto.types import LogprobsOf, Shard, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +173,7 @@ class Trainer:
         *,
         old_logprobs_J: NDArray[np.floating] | None = None,
         entropy_J: NDArray[np.floating] | None = None,
+        logprobs_of: LogprobsOf | None = None,
     ) -> Prepared:
         """Decide advantages, drops, counters and cuts of a forward-backward; touches no state.
 
@@ -183,6 +184,7 @@ class Trainer:
             old_logprobs_J: `ForwardArrays.logprobs` of the operation that a `from_forward` loss
                 names, else None.
             entropy_J: The entropies of that operation, for a loss with `top_entropy_share`.
+            logprobs_of: Tokens whose log-probs are answered, in `FoundRollouts.answers_2J`.
 
         Raises:
             RatoonError: STALE_ROLLOUTS; INVALID_ARGUMENT if the loss cannot join the open window,
@@ -201,6 +203,7 @@ class Trainer:
             plan=self._plan_or_planner(plan, batch),
             old_logprobs_J=old_logprobs_J,
             entropy_J=entropy_J,
+            logprobs_of=logprobs_of,
         )
 
     def forward_backward(

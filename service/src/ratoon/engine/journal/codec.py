@@ -62,6 +62,7 @@ TAGS: dict[str, type] = {
     "staleness": proto.StalenessConfig,
     "result.policy": PolicyResult,
     "result.step": proto.StepResult,
+    "result_file": proto.ResultFile,
     "result.forward": ForwardResult,
     "result.checkpoint": CheckpointInfo,
     "result.import": proto.ImportResult,
