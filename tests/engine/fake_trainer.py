@@ -286,12 +286,12 @@ class FakeTrainer:
         )
 
     def optim_step(self, step: OptimStep) -> StepReport:
-        if not self.gradients:
+        if not self.gradients and not step.allow_empty:
             raise RatoonError(ErrorCode.WINDOW_EMPTY, "empty")
         reason = None
         if self.faults.skips.intersection(self.gradients):
             reason = SkipReason.NON_FINITE_LOSS
-        elif self.faults.empties.issuperset(self.gradients):
+        elif self.gradients and self.faults.empties.issuperset(self.gradients):
             reason = SkipReason.NO_TOKENS
         skipped = reason is not None
         if any(_happens(self.faults.tears, number) for number in self.gradients):

@@ -212,8 +212,8 @@ class Machine:
     async def forward_backward(self, seq: int, number: float, **changes: object) -> Operation:
         return await self.submit(seq, forward_backward(number, **changes), number)
 
-    async def step(self, seq: int, *include_seqs: int) -> Operation:
-        return await self.submit(seq, optim_step(*include_seqs), 0)
+    async def step(self, seq: int, *include_seqs: int, **changes: object) -> Operation:
+        return await self.submit(seq, optim_step(*include_seqs, **changes), 0)
 
     async def end(self, operation: Operation) -> Operation:
         """The operation once it has ended; while a controller recovers, answers come early."""
@@ -276,10 +276,11 @@ def from_forward(operation: Operation) -> LossConfig:
     return LossConfig(kind=LossKind.GRPO, old_logprobs=old)
 
 
-def optim_step(*include_seqs: int) -> OptimStepCommand:
-    return OptimStepCommand(
+def optim_step(*include_seqs: int, **changes: object) -> OptimStepCommand:
+    command = OptimStepCommand(
         optim=OptimStepConfig(learning_rate=RATE), expected_version=None, include_seqs=include_seqs
     )
+    return replace(command, **changes)
 
 
 def forward(number: float) -> ForwardCommand:

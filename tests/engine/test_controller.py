@@ -316,7 +316,8 @@ async def test_a_forward_backward_answers_log_probs_once(make_machine: MakeMachi
     plain = await machine.end(await machine.forward_backward(2, 11))
     assert isinstance(ended.result, StepResult)
     assert isinstance(plain.result, StepResult)
-    assert (file := ended.result.file) is not None
+    file = ended.result.file
+    assert file is not None
     assert plain.result.file is None
     path = machine.paths.results / file.digest
     output = ForwardOutput.FromString(path.read_bytes())

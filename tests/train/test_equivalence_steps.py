@@ -19,7 +19,7 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.selection import predicted_mask
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.optim.resolve import resolve_empty, resolve_optim
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     DivideBy,
@@ -39,7 +39,7 @@ from ratoon_proto.types import (
     TokenWeight,
 )
 from tests.builders import limits, random_groups
-from tests.equivalence import assert_close, paths_of, relative_error
+from tests.equivalence import assert_close, paths_of, relative_error, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import ARCHITECTURES, write_folder
 from tests.train.equivalence_runs import (
@@ -267,6 +267,38 @@ def test_four_updates_reuse_one_forward(
     assert relative_error(torch.as_tensor(frozen.logprobs), initial) <= pair.tolerance
     assert ratios[0] == pytest.approx(1.0, abs=1e-12)
     assert all(ratio > 1.001 for ratio in ratios[1:])
+
+
+def test_a_step_without_a_gradient_decays(tmp_path: Path) -> None:
+    """As torch's AdamW on zeros: the moments decay and move the weights, weight decay applies.
+
+    So it is without a forward-backward, and with one none of whose tokens counts."""
+    pair = _pair(tmp_path)
+    trainer = pair.trainer
+    forward_backward(pair, random_batch_near(pair, 0), GRPO)
+    check_step(pair, STEPS[0], divide_by="sequences")
+    dropped = random_batch_near(pair, 1)
+    dropped = replace(dropped, truncated=np.ones(dropped.num_sequences, np.bool_))
+    request = OptimStepConfig(learning_rate=1e-2, weight_decay=0.3, divide_constant=7.0)
+    empty = replace(resolve_empty(request, ADAMW), allow_empty=True)
+    for is_open in (False, True):
+        if is_open:
+            loss = resolve_loss(
+                LossConfig(kind=LossKind.PPO_CLIP, overlong=OverlongFilter()),
+                dropped,
+                has_frozen_reference=True,
+            )
+            trainer.forward_backward(trainer.prepare(dropped, loss))
+        before = {name: p.detach().clone() for name, p in pair.oracle.parameters().items()}
+        report = trainer.optim_step(empty)
+        pair.oracle.optim_step(learning_rate=1e-2, divide_by="none", weight_decay=0.3)
+        assert (report.skipped, report.grad_norm, report.loss) == (False, 0.0, None)
+        assert_close(weight_errors(pair), pair.tolerance)
+        after = {name: p.detach() for name, p in pair.oracle.parameters().items()}
+        assert min(relative_errors(before, after).values()) > 1e-4
+    assert trainer.version == 3
+    with pytest.raises(RatoonError, match="no ForwardBackward"):
+        trainer.optim_step(replace(empty, allow_empty=False))
 
 
 def _with_idle_rollouts(batch: RolloutBatch) -> RolloutBatch:

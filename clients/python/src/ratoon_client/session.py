@@ -169,6 +169,8 @@ class AsyncPolicySession:
         *,
         optim: Optim,
         include_seqs: Sequence[int] = (),
+        allow_empty: bool = False,
+        discard_on_poison: bool = False,
         expected_version: int | None = None,
         seq: int | None = None,
         request_id: str | None = None,
@@ -179,6 +181,9 @@ class AsyncPolicySession:
             optim: The optimizer step.
             include_seqs: Seqs of the ForwardBackwards to include. Default: the whole window, none
                 of which may have failed.
+            allow_empty: Whether to step without any gradient too, by moments and weight decay.
+            discard_on_poison: Whether a step that a failed ForwardBackward keeps from being taken
+                also discards the window.
             expected_version: As for `update`.
             seq: As for `update`.
             request_id: As for `update`.
@@ -193,6 +198,8 @@ class AsyncPolicySession:
             optim=optim_message(optim),
             expected_version=expected_version,
             include_seqs=include_seqs,
+            allow_empty=allow_empty,
+            discard_on_poison=discard_on_poison,
         )
 
     async def discard_gradients(

@@ -317,8 +317,18 @@ class OptimStepRequest(_message.Message):
     OPTIM_FIELD_NUMBER: _builtins.int
     EXPECTED_VERSION_FIELD_NUMBER: _builtins.int
     INCLUDE_SEQS_FIELD_NUMBER: _builtins.int
+    ALLOW_EMPTY_FIELD_NUMBER: _builtins.int
+    DISCARD_ON_POISON_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     expected_version: _builtins.int
+    allow_empty: _builtins.bool
+    """Whether to step where there is no gradient too: without a ForwardBackward, without a token that
+    counts, or on one that is zero in every element. Moments decay then, and weight decay applies.
+    """
+    discard_on_poison: _builtins.bool
+    """Whether a step that a failed ForwardBackward keeps from being taken discards the window, so that the
+    next ForwardBackward opens a new one. The step fails all the same.
+    """
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -335,10 +345,12 @@ class OptimStepRequest(_message.Message):
         optim: _training_pb2.OptimStepConfig | None = ...,
         expected_version: _builtins.int | None = ...,
         include_seqs: _abc.Iterable[_builtins.int] | None = ...,
+        allow_empty: _builtins.bool = ...,
+        discard_on_poison: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "expected_version", b"expected_version", "key", b"key", "optim", b"optim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "expected_version", b"expected_version", "include_seqs", b"include_seqs", "key", b"key", "optim", b"optim", "policy_id", b"policy_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "allow_empty", b"allow_empty", "discard_on_poison", b"discard_on_poison", "expected_version", b"expected_version", "include_seqs", b"include_seqs", "key", b"key", "optim", b"optim", "policy_id", b"policy_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_version: _TypeAlias = _typing.Literal["expected_version"]  # noqa: Y015
     _WhichOneofArgType__expected_version: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version"]  # noqa: Y015

@@ -134,6 +134,8 @@ def _plain_command(request: PlainRequest, policy: Policy) -> Command:
                 optim=optim,
                 expected_version=_expected_version(request),
                 include_seqs=_include_seqs(request.include_seqs),
+                allow_empty=request.allow_empty,
+                discard_on_poison=request.discard_on_poison,
             )
         case service_pb2.DiscardGradientsRequest():
             return DiscardGradientsCommand()

@@ -192,6 +192,8 @@ class OptimStepCommand(BaseCommand):
     expected_version: int | None
     # Empty: the whole window, none of whose operations may have failed.
     include_seqs: tuple[int, ...]
+    allow_empty: bool = False
+    discard_on_poison: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

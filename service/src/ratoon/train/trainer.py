@@ -244,10 +244,11 @@ class Trainer:
 
         The step is skipped, so that weights and version stay, if no token counts, the gradient is
         zero, a number is not finite or would not be after the step, or a limit of the spec's guard
-        is exceeded. The report's means are over the window.
+        is exceeded; with `step.allow_empty` the first two are no reason. The report's means are
+        over the window.
 
         Raises:
-            RatoonError: WINDOW_EMPTY or WINDOW_POISONED.
+            RatoonError: WINDOW_EMPTY, unless it may be, or WINDOW_POISONED.
         """
         return self._optimizer_step(step, StepReport())
 
@@ -466,9 +467,15 @@ class Trainer:
 
     def _optimizer_step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock, found = DeviceClock(self.model.device), self.found
-        divisor, totals = self._window.divisor(step.divisor), self._window.totals
+        totals = self._window.totals
+        if step.allow_empty and self.is_window_empty:
+            divisor, found = 0.0, None
+        else:
+            divisor = self._window.divisor(step.divisor)
+        # Sums of nothing are zeros, whatever divides them.
+        by = divisor or (1.0 if step.allow_empty else 0.0)
         report = run_optimizer_step(
-            self.ranks, self._named, self.spec, step, totals.sums, divisor, base, found
+            self.ranks, self._named, self.spec, step, totals.sums, by, base, found
         )
         if not report.skipped:
             self.version += 1

@@ -174,6 +174,7 @@ class SqlStore:
             closes = or_(
                 and_(is_closing, OPERATIONS.c.state == JournalState.APPLIED),
                 and_(OPERATIONS.c.version.is_not(None), OPERATIONS.c.state == JournalState.LOST),
+                OPERATIONS.c.state == JournalState.DISCARDED,
             )
             closed_seq = _max_seq(connection, policy_id, closes)
             closed = select_operations(connection, policy_id, OPERATIONS.c.seq == closed_seq)

@@ -339,9 +339,12 @@ class Replayer:
         run = self._run
         run.reach(CrashPoint.ENGINE_IN_REPLAY)
         if record.state is not JournalState.APPLIED or not record.effect.is_replayed:
-            await run.ports.worker.call(
+            outcome = await run.ports.worker.call(
                 WorkerCore.skip, run.token, record.seq, _journaled_outcome(record)
             )
+            if record.state is JournalState.DISCARDED:
+                self._window.clear()
+                self.digests[record.seq] = outcome.weights_digest
             return
         await self._select(record)
         if isinstance(record.command, LoadCheckpointCommand):
@@ -410,6 +413,7 @@ def _journaled_outcome(record: OperationRecord) -> Outcome:
         operation_id=record.operation_id,
         state=OperationState(record.state.public),
         result=record.result or EmptyResult(),
+        discards_gradients=record.state is JournalState.DISCARDED,
         weights_digest=record.weights_digest,
         choices=record.choices,
         started_at=record.started_at,

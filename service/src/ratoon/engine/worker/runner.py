@@ -47,7 +47,7 @@ from ratoon.rollout.serial import batch_from_bytes
 from ratoon.stream.files import remove_folder
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Normalisation, OptimStep
-from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.optim.resolve import resolve_empty, resolve_optim
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 from ratoon.warning_kinds import WarningKind, warn
@@ -162,8 +162,12 @@ class TaskRunner:
                 return StepResult(version=self.version, report=report, file=file)
             case ForwardCommand() as command:
                 return self._forward(planned, command, on_progress, is_cancelled)
-            case OptimStepCommand(optim=optim):
-                step = self._step(optim, trainer.normalisation)
+            case OptimStepCommand(optim=optim) as command:
+                if command.allow_empty and trainer.is_window_empty:
+                    step = resolve_empty(optim, self._spec.optimizer)
+                else:
+                    step = self._step(optim, trainer.normalisation)
+                step = replace(step, allow_empty=command.allow_empty)
                 return self._stepped(trainer.optim_step(step), task.choices.next_version)
             case DiscardGradientsCommand():
                 trainer.discard_gradients()

@@ -95,7 +95,8 @@ class OptimStep:
 
     With `tensor_grad_norms` the gradient's norms are reported tensor by tensor, too, with
     `changed_share` how many bfloat16 weights it changes. With `step_on_zero_gradient` a gradient of
-    zeros is stepped on, by moments and decay alone.
+    zeros is stepped on, by moments and decay alone; with `allow_empty` also one of no token that
+    counts, or of no forward-backward.
     """
 
     learning_rate: float
@@ -109,6 +110,7 @@ class OptimStep:
     beta2: float | None = None
     eps: float | None = None
     step_on_zero_gradient: bool = False
+    allow_empty: bool = False
 
     def clip_factor(self, norm: float) -> float:
         """What a gradient of this norm, after division, is multiplied by."""
