@@ -30,7 +30,13 @@ from ratoon.rollout.selection import Counters
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_bytes, seal_document
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
-from ratoon.train.saved_state import FORMAT, MANIFEST_NAME, STATE_DIGEST, AsOf
+from ratoon.train.saved_state import (
+    FORMAT,
+    MANIFEST_NAME,
+    OPTIMIZER_STATES,
+    STATE_DIGEST,
+    AsOf,
+)
 from ratoon_proto.types import (
     DivideBy,
     LogprobsOf,
@@ -53,6 +59,8 @@ INFO = ModelInfo(
     shard="gradients",
 )
 _TORN = -1.0
+# The rate of a step that stands for moments that began anew.
+RESET = -2.0
 # A folder to import has its number there.
 IMPORTED_NAME = "number.json"
 
@@ -143,6 +151,7 @@ class FakeSnapshot:
             "version": self.version,
             **asdict(as_of),
             STATE_DIGEST: self.digest,
+            OPTIMIZER_STATES: INFO.optimizer_states,
         }
         (folder / MANIFEST_NAME).write_bytes(seal_document(manifest))
         return (folder / "state.json").write_text(self.text)
@@ -394,6 +403,9 @@ class FakeTrainer:
         if _happens(self.faults.tears, weights.number):
             raise RuntimeError("torn on purpose")
         self.version += 1
+
+    def reset_optimizer(self) -> None:
+        self.weights = [*self.weights, ([], RESET)]
 
     def load_checkpoint(self, folder: Path) -> None:
         try:

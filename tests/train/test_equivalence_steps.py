@@ -20,6 +20,12 @@ from ratoon.rollout.selection import predicted_mask
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import resolve_empty, resolve_optim
+from ratoon.train.saved_state import (
+    NO_OPERATIONS,
+    AsOf,
+    copy_saved_state,
+    read_saved_state,
+)
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     DivideBy,
@@ -359,6 +365,33 @@ def test_a_pass_answers_log_probs(
         pair.discard()
     for name, expected in gradients[None].items():
         assert torch.equal(gradients[LogprobsOf.TRAINED][name], expected)
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_steps_of_a_new_policy_go_on_from_a_checkpoint(
+    tmp_path: Path, with_optimizer: bool
+) -> None:
+    """Weights, and moments and their counter where they come along, are those of the source."""
+    pair = _pair(tmp_path)
+    forward_backward(pair, random_batch_near(pair, 0), GRPO)
+    check_step(pair, STEPS[0], divide_by="sequences")
+    pair.trainer.snapshot().write(tmp_path / "checkpoint", AsOf(seq=57, replay_from_seq=56))
+    spec = pair.trainer.spec
+    spec = replace(spec, model=replace(spec.model, seed=9))
+    copy_saved_state(tmp_path / "checkpoint", tmp_path / "copy", spec.model)
+    saved = read_saved_state(tmp_path / "copy")
+    assert (saved.version, saved.as_of) == (0, NO_OPERATIONS)
+    assert saved.state_digest == pair.trainer.state_digest()
+    new = replace(pair, trainer=Trainer.create(spec))
+    new.trainer.load_checkpoint(tmp_path / "copy")
+    assert new.trainer.state_digest() == saved.state_digest
+    if not with_optimizer:
+        new.trainer.reset_optimizer()
+        pair.oracle.forget_moments()
+    for seed, optim in enumerate(STEPS[1:], start=1):
+        forward_backward(new, random_batch_near(new, seed), GRPO)
+        check_step(new, optim, divide_by="sequences")
+    assert new.trainer.version == len(STEPS) - 1
 
 
 def test_steps_go_on_after_a_checkpoint(tmp_path: Path) -> None:

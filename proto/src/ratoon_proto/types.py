@@ -80,7 +80,7 @@ class ReferencePolicy(bases.WireEnum):
     NONE = "none"
     """There is none."""
     BASE = "base"
-    """The weights at creation; for LoRA the adapter off."""
+    """The weights of the preset or folder; for LoRA the adapter off."""
 
 
 ReferencePolicyName = Literal["none", "base"]
@@ -536,6 +536,17 @@ class NumericsGuard:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """Another policy's checkpoint, by the name that its caller gave it."""
+
+    policy_id: str
+    checkpoint_id: str
+    _: KW_ONLY
+    with_optimizer: bool = False
+    """Whether the optimizer's moments and step count come along; otherwise they begin anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySpec:
     """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default)
     or `lora`.
@@ -576,6 +587,11 @@ class PolicySpec:
     """Most bytes of kept rollouts: the oldest steps go first, and of a step that is larger alone
     the least conspicuous rollouts. Default 256 MiB.
     """
+    from_checkpoint: CheckpointSource | None = None
+    """Weights of version 0, in place of those of the preset or folder, which stay the frozen
+    reference. The source has the same base, tuning and dtype, and of an adapter on a preset the
+    same seed. It is read once: it may be deleted as soon as the policy is created.
+    """
 
     if TYPE_CHECKING:
 
@@ -603,6 +619,7 @@ class PolicySpec:
             numerics_guard: NumericsGuard = NumericsGuard(),
             keep_rollouts: KeepRollouts | KeepRolloutsName = KeepRollouts.NONE,
             keep_rollouts_bytes: int = 268435456,
+            from_checkpoint: CheckpointSource | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:

@@ -53,6 +53,7 @@ from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import StagedVllmAdapter, VllmAdapter
 from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
 from ratoon_proto.types import (
+    CheckpointSource,
     CorrectionMask,
     GradientManifest,
     ImportResult,
@@ -86,6 +87,7 @@ __all__ = [
     "AsyncRatoonClient",
     "AsyncWeightReceiver",
     "Checkpoint",
+    "CheckpointSource",
     "ClientConfig",
     "Correction",
     "CorrectionMask",

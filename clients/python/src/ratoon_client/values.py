@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ratoon_proto.types import (
     AdamWConfig,
     CheckpointInfo,
+    CheckpointSource,
     ImportResult,
     KeepRollouts,
     KeepRolloutsName,
@@ -91,6 +92,7 @@ class PolicyOptions(TypedDict, total=False):
     numerics_guard: NumericsGuard | None
     keep_rollouts: KeepRollouts | KeepRolloutsName | None
     keep_rollouts_bytes: int | None
+    from_checkpoint: CheckpointSource | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

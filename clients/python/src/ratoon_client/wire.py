@@ -34,7 +34,7 @@ from ratoon_proto.codec import CodecError, decode_tensor, encode_array
 from ratoon_proto.fields import FieldError
 from ratoon_proto.fill import fill
 from ratoon_proto.records import from_proto
-from ratoon_proto.types import NumericsGuard, StepReport
+from ratoon_proto.types import CheckpointSource, NumericsGuard, StepReport
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, training_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
 
@@ -45,6 +45,7 @@ _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
         "publish": Publish,
         "parallel": Parallel,
         "numerics_guard": NumericsGuard,
+        "from_checkpoint": CheckpointSource,
     }
 )
 T = TypeVar("T")

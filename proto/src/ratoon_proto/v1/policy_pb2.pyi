@@ -138,7 +138,7 @@ class _ReferencePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refer
     REFERENCE_POLICY_NONE: _ReferencePolicy.ValueType  # 1
     """There is none."""
     REFERENCE_POLICY_BASE: _ReferencePolicy.ValueType  # 2
-    """The weights at creation; for LoRA the adapter off."""
+    """The weights of the preset or folder; for LoRA the adapter off."""
 
 class ReferencePolicy(_ReferencePolicy, metaclass=_ReferencePolicyEnumTypeWrapper):
     """The frozen reference of a KL term, which the service computes."""
@@ -147,7 +147,7 @@ REFERENCE_POLICY_UNSPECIFIED: ReferencePolicy.ValueType  # 0
 REFERENCE_POLICY_NONE: ReferencePolicy.ValueType  # 1
 """There is none."""
 REFERENCE_POLICY_BASE: ReferencePolicy.ValueType  # 2
-"""The weights at creation; for LoRA the adapter off."""
+"""The weights of the preset or folder; for LoRA the adapter off."""
 Global___ReferencePolicy: _TypeAlias = ReferencePolicy  # noqa: Y015
 
 class _Shard:
@@ -454,6 +454,34 @@ class NumericsGuard(_message.Message):
 Global___NumericsGuard: _TypeAlias = NumericsGuard  # noqa: Y015
 
 @_typing.final
+class CheckpointSource(_message.Message):
+    """Another policy's checkpoint, by the name that its caller gave it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    WITH_OPTIMIZER_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    checkpoint_id: _builtins.str
+    with_optimizer: _builtins.bool
+    """Whether the optimizer's moments and step count come along; otherwise they begin anew."""
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+        with_optimizer: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "policy_id", b"policy_id", "with_optimizer", b"with_optimizer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointSource: _TypeAlias = CheckpointSource  # noqa: Y015
+
+@_typing.final
 class PolicySpec(_message.Message):
     """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default) or
     `lora`.
@@ -482,6 +510,7 @@ class PolicySpec(_message.Message):
     NUMERICS_GUARD_FIELD_NUMBER: _builtins.int
     KEEP_ROLLOUTS_FIELD_NUMBER: _builtins.int
     KEEP_ROLLOUTS_BYTES_FIELD_NUMBER: _builtins.int
+    FROM_CHECKPOINT_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """The policy's id: [a-z0-9][a-z0-9_-]{0,63}."""
     preset: _builtins.str
@@ -520,6 +549,13 @@ class PolicySpec(_message.Message):
     def parallel(self) -> Global___ParallelLayout: ...
     @_builtins.property
     def numerics_guard(self) -> Global___NumericsGuard: ...
+    @_builtins.property
+    def from_checkpoint(self) -> Global___CheckpointSource:
+        """Weights of version 0, in place of those of the preset or folder, which stay the frozen reference. The
+        source has the same base, tuning and dtype, and of an adapter on a preset the same seed. It is read
+        once: it may be deleted as soon as the policy is created.
+        """
+
     def __init__(
         self,
         *,
@@ -544,10 +580,11 @@ class PolicySpec(_message.Message):
         numerics_guard: Global___NumericsGuard | None = ...,
         keep_rollouts: Global___KeepRollouts.ValueType = ...,
         keep_rollouts_bytes: _builtins.int | None = ...,
+        from_checkpoint: Global___CheckpointSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "full", b"full", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "from_checkpoint", b"from_checkpoint", "full", b"full", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "full", b"full", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "from_checkpoint", b"from_checkpoint", "full", b"full", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_backend: _TypeAlias = _typing.Literal["attention_backend"]  # noqa: Y015
     _WhichOneofArgType__attention_backend: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend"]  # noqa: Y015

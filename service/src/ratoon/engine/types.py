@@ -12,6 +12,7 @@ from ratoon.model.spec import ModelInfo, ModelSpec
 from ratoon.train.spec import DEFAULT_GUARD
 from ratoon_proto.types import (
     AdamWConfig,
+    CheckpointSource,
     EmptyResult,
     ImportResult,
     KeepRollouts,
@@ -52,6 +53,8 @@ class PolicySpec:
     numerics_guard: NumericsGuard = DEFAULT_GUARD
     keep_rollouts: KeepRollouts = KeepRollouts.NONE
     keep_rollouts_bytes: int = 0
+    # Where the weights of version 0 come from; None: from the model.
+    from_checkpoint: CheckpointSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -427,6 +427,11 @@ class Trainer:
         self.ranks.all(Rank.set_values, key, adds=adds, resets_optimizer=resets_optimizer)
         self.version += 1
 
+    def reset_optimizer(self) -> None:
+        """Moments and step count begin anew; the weights stay. Raises WINDOW_OPEN."""
+        self._require_empty_window()
+        self.ranks.all(Rank.reset_optimizer)
+
     def info(self) -> ModelInfo:
         """Describe the model and how its states are kept."""
         kept = {"optimizer_states": self.spec.kept_states.value, "shard": self.spec.shard.value}

@@ -45,6 +45,7 @@ TAGS: dict[str, type] = {
     "tuning.full": proto.FullTuning,
     "tuning.lora": proto.LoraTuning,
     "adamw": proto.AdamWConfig,
+    "checkpoint_source": proto.CheckpointSource,
     "numerics_guard": proto.NumericsGuard,
     **{f"command.{command.kind}": command for command in COMMANDS},
     "choices": Choices,

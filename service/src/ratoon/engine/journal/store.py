@@ -40,6 +40,7 @@ from ratoon.engine.journal.tables import (
     OPERATIONS,
     POLICIES,
     STEPS,
+    insert_checkpoint,
     require_policy,
     select_checkpoints,
     select_operation,
@@ -98,6 +99,12 @@ class SqlStore:
                     field="policy_id",
                 ) from err
             insert_row(connection, OPERATIONS, to_columns(record))
+
+    def insert_first_state(self, policy_id: str, checkpoint: Checkpoint) -> None:
+        """Add the checkpoint that a policy without a controller is created from."""
+        with self._engine.begin() as connection:
+            require_policy(connection, policy_id)
+            insert_checkpoint(connection, policy_id, checkpoint)
 
     def policy(self, policy_id: str) -> PolicyRow | None:
         with self._engine.begin() as connection:

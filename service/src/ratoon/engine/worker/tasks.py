@@ -137,13 +137,17 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """State to load: the policy as of `last_seq`. `digests`: take digests from then on."""
+    """State to load: the policy as of `last_seq`. `digests`: take digests from then on.
+
+    `resets_optimizer`: moments and step count of the source are left behind.
+    """
 
     trainer: TrainerSpec
     source: InitialWeights | CheckpointWeights
     version: int
     last_seq: int
     digests: bool
+    resets_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

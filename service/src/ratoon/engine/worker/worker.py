@@ -282,6 +282,8 @@ class WorkerCore:
             trainer = self._create_trainer(request.trainer)
             if isinstance(request.source, CheckpointWeights):
                 _load_checkpoint(trainer, request.source)
+            if request.resets_optimizer:
+                trainer.reset_optimizer()
             trainer.version = request.version
             loaded = time.perf_counter()
             digest = trainer.state_digest() if request.digests else ""
