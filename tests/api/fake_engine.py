@@ -25,6 +25,7 @@ from ratoon.engine.commands import (
     Holder,
     ImportWeightsCommand,
     NoKey,
+    RefusedCommand,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
@@ -37,6 +38,7 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
+    FailedResult,
     ForwardResult,
     Operation,
     OperationFilter,
@@ -266,10 +268,13 @@ class FakeEngine(EngineClient):
             result = ForwardResult(
                 version=policy.version, digest=digest, size_bytes=len(output), report=REPORT
             )
+        state = OperationState.DONE
+        if isinstance(submission.command, RefusedCommand):
+            state, result = OperationState.FAILED, FailedResult(error=submission.command.error)
         await self.set(
             replace(
                 operation,
-                state=OperationState.DONE,
+                state=state,
                 blocked_by_seq=0,
                 started_at=3.0,
                 finished_at=4.0,

@@ -76,6 +76,47 @@ async def test_a_forward_backward_answers_what_it_is_asked_for(api: Api, wire_na
     assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", "with_entropy")
 
 
+async def test_a_refused_call_takes_its_seq_where_it_asks_to(api: Api, wire_name: str) -> None:
+    """For wires whose callers count on: as an operation that fails with the refusal, the same for a
+    retry. A key that is wrong, and what may pass, takes none."""
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    bad = requests.forward_backward(seq=1)
+    bad.loss.clip_low = -1.0
+    refused = await refused_by(wire, "ForwardBackward", bad)
+    assert api.engine.log == []
+    bad.key.consume = True
+    failed = await wire.call("ForwardBackward", bad)
+    assert (failed.seq, failed.kind) == (1, operation_pb2.OPERATION_KIND_FORWARD_BACKWARD)
+    assert failed.state == operation_pb2.OPERATION_STATE_FAILED
+    assert failed.error == refused.detail
+    again = await wire.call("ForwardBackward", bad)
+    assert again.operation_id == failed.operation_id
+    bad.loss.clip_low = -2.0
+    other = await refused_by(wire, "ForwardBackward", bad)
+    assert other.detail.code == "KEY_REUSED"
+    step = service_pb2.OptimStepRequest(
+        policy_id=requests.POLICY,
+        key=service_pb2.OperationKey(seq=2, consume=True),
+        optim=training_pb2.OptimStepConfig(learning_rate=-1.0),
+    )
+    assert (await wire.call("OptimStep", step)).error.field == "optim.learning_rate"
+    for key in ({"seq": 0}, {"request_id": "r"}, {}):
+        step.key.CopyFrom(service_pb2.OperationKey(consume=True, **key))
+        assert (await refused_by(wire, "OptimStep", step)).detail.field.startswith("key.")
+    upload = requests.forward_backward(seq=3)
+    upload.upload.upload_id, upload.upload.num_parts = "none", 1
+    upload.key.consume = True
+    gone = await refused_by(wire, "ForwardBackward", upload)
+    assert gone.detail.code == "UPLOAD_NOT_FOUND"
+    good = requests.forward_backward(seq=3)
+    good.key.consume = True
+    assert (await wire.call("ForwardBackward", good)).state == operation_pb2.OPERATION_STATE_DONE
+    assert [submission.key for submission in api.engine.log] == [
+        SeqKey(seq=seq) for seq in (1, 2, 3)
+    ]
+
+
 async def test_large_forward_output_is_a_file(api: Api, wire_name: str) -> None:
     await api.create_policy()
     size = api.limits.max_fetch_bytes

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
-from ratoon.engine.commands import SeqKey
+from ratoon.engine.commands import RefusedCommand, SeqKey
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.records import JournalState
 from ratoon.engine.types import CheckpointInfo, FailedResult, version_of
-from ratoon.errors import ErrorCode
-from ratoon_proto.types import OperationState, Recovery
+from ratoon.errors import ErrorCode, invalid
+from ratoon_proto.types import OperationKind, OperationState, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import (
     DISCARD,
@@ -23,6 +24,7 @@ from tests.engine.harness import (
     save,
     started,
 )
+from tests.engine.refusals import raises
 from tests.until import until
 
 
@@ -107,6 +109,37 @@ async def test_a_crash_loses_no_discard(make_machine: MakeMachine, point: CrashP
     assert not machine.run.window.is_open
     await machine.forward_backward(4, 40)
     await machine.end(await machine.step(5))
+    assert machine.weights == [([40.0], RATE)]
+
+
+@pytest.mark.parametrize("is_worker_lost", [False, True])
+async def test_a_refused_call_that_takes_its_seq_fails_at_its_turn(
+    make_machine: MakeMachine, is_worker_lost: bool
+) -> None:
+    """It poisons the window as any ForwardBackward that fails, before and after a restart."""
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    error = invalid("loss.clip_low", -1, "a number").to_dict()
+    refused = RefusedCommand(kind=OperationKind.FORWARD_BACKWARD, error=error, request_digest="00")
+    late = await machine.submit(2, refused, 0)
+    assert late.blocked_by_seq == 1
+    await machine.forward_backward(1, 10)
+    ended = await machine.end(late)
+    assert (ended.kind, ended.result) == (
+        OperationKind.FORWARD_BACKWARD,
+        FailedResult(error=error),
+    )
+    if is_worker_lost:
+        await machine.worker.kill()
+    await machine.restart_controller()
+    assert (await machine.submit(2, refused, 0)).operation_id == late.operation_id
+    with raises(ErrorCode.KEY_REUSED):
+        await machine.submit(2, replace(refused, request_digest="01"), 0)
+    poisoned = await machine.end(await machine.step(3, discard_on_poison=True))
+    assert code_of(poisoned) == ErrorCode.WINDOW_POISONED
+    plain = replace(refused, kind=OperationKind.SAVE_CHECKPOINT)
+    await machine.forward_backward(4, 40)
+    assert code_of(await machine.end(await machine.submit(5, plain, 0))) == "INVALID_ARGUMENT"
+    await machine.end(await machine.step(6))
     assert machine.weights == [([40.0], RATE)]
 
 

@@ -47,10 +47,10 @@ class AsyncPolicySession:
     where an argument has no form on the wire.
     """
 
-    def __init__(self, caller: Caller, policy_id: str) -> None:
+    def __init__(self, caller: Caller, policy_id: str, *, consume: bool = False) -> None:
         self._caller = caller
         self._policy_id = policy_id
-        self._sender = Sender(caller, policy_id)
+        self._sender = Sender(caller, policy_id, consume=consume)
 
     @property
     def policy_id(self) -> str:

@@ -84,17 +84,23 @@ class OperationKey(_message.Message):
 
     SEQ_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CONSUME_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     request_id: _builtins.str
+    consume: _builtins.bool
+    """Whether a call that is refused for what it says takes its place all the same: as an operation that
+    fails with the refusal at its turn. Default: what is refused takes no seq.
+    """
     def __init__(
         self,
         *,
         seq: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        consume: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consume", b"consume", "key", b"key", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_key: _TypeAlias = _typing.Literal["seq", "request_id"]  # noqa: Y015
     _WhichOneofArgType_key: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015

@@ -131,13 +131,13 @@ class PolicyService:
                 submissions.with_batch, request, policy, groups, self._limits
             )
 
-        return await self._submit(request.policy_id, built)
+        return await self._submit(request, built)
 
     async def _submit_plain(self, request: submissions.PlainRequest) -> operation_pb2.Operation:
         async def built(policy: Policy) -> Submission:
             return submissions.without_batch(request, policy)
 
-        return await self._submit(request.policy_id, built)
+        return await self._submit(request, built)
 
     # `submissions` says in what these calls differ.
     update = forward_backward = forward = _submit_batch
@@ -401,6 +401,24 @@ class PolicyService:
         return policy
 
     async def _submit(
+        self,
+        request: submissions.BatchRequest | submissions.PlainRequest,
+        build: Callable[[Policy], Awaitable[Submission]],
+    ) -> operation_pb2.Operation:
+        """Submit a call; or its refusal, where that takes the call's seq."""
+        try:
+            return await self._validated(request.policy_id, build)
+        except RatoonError as error:
+            if not submissions.is_consumed(request, error):
+                raise
+            refusal = error
+
+        async def refused(policy: Policy) -> Submission:
+            return await asyncio.to_thread(submissions.refused, request, policy, refusal)
+
+        return await self._validated(request.policy_id, refused)
+
+    async def _validated(
         self, policy_id: str, build: Callable[[Policy], Awaitable[Submission]]
     ) -> operation_pb2.Operation:
         """Validate a call by its policy, then submit it.

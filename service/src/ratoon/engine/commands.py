@@ -119,7 +119,7 @@ class BaseCommand:
 
     __slots__ = ()
 
-    kind: ClassVar[OperationKind]
+    kind: OperationKind
     effect: ClassVar[Effect] = Effect()
     body_digest: str
     # The version that the policy must be at when the command runs; None: any.
@@ -261,6 +261,22 @@ class ImportWeightsCommand(BaseCommand):
     expected_version: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedCommand(BaseCommand):
+    """A call of any kind that is refused for what it says, and takes its seq.
+
+    `error`: `RatoonError.to_dict()`, with which it fails at its turn. `request_digest`: of the
+    request without its key.
+    """
+
+    body_digest = ""
+    expected_version = None
+
+    kind: OperationKind
+    error: dict[str, object]
+    request_digest: str
+
+
 Command = (
     UpdateCommand
     | ForwardBackwardCommand
@@ -270,10 +286,14 @@ Command = (
     | SaveCheckpointCommand
     | LoadCheckpointCommand
     | ImportWeightsCommand
+    | RefusedCommand
 )
 
 
-COMMANDS: tuple[type[Command], ...] = typing.get_args(Command)
+# The classes that have a kind of their own.
+COMMANDS: tuple[type[Command], ...] = tuple(
+    command for command in typing.get_args(Command) if command is not RefusedCommand
+)
 _EFFECTS = {command.kind: command.effect for command in COMMANDS}
 _NO_EFFECT = Effect()
 

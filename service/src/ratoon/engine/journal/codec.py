@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, cast
 
-from ratoon.engine.commands import COMMANDS, Command
+from ratoon.engine.commands import COMMANDS, Command, RefusedCommand
 from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
@@ -48,6 +48,7 @@ TAGS: dict[str, type] = {
     "checkpoint_source": proto.CheckpointSource,
     "numerics_guard": proto.NumericsGuard,
     **{f"command.{command.kind}": command for command in COMMANDS},
+    "command.refused": RefusedCommand,
     "choices": Choices,
     "plan": UpdatePlan,
     "micro_batch": MicroBatch,

@@ -19,6 +19,7 @@ from ratoon.engine.commands import (
     ImportWeightsCommand,
     LoadCheckpointCommand,
     OptimStepCommand,
+    RefusedCommand,
     SaveCheckpointCommand,
     UpdateCommand,
 )
@@ -290,12 +291,14 @@ class TaskBuilder:
     async def choose(self, record: OperationRecord) -> Choices:
         """All choices but the cuts of a batch, which the worker makes.
 
-        Raises VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
+        Raises the error of a refused call, VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
         """
         command, run = record.command, self._run
         assert command is not None, "an open record keeps its command"
         command.check_version(run.version)
         match command:
+            case RefusedCommand(error=error):
+                raise RatoonError.from_dict(error)
             case UpdateCommand():
                 run.window.check_closed()
                 choices = await self._of_forward(command)

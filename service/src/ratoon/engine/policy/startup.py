@@ -212,7 +212,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
         seq=base.info.seq,
         replay_from_seq=base.info.replay_from_seq,
         version=base.info.version,
-        checkpoint_id=base.info.name or base.info.checkpoint_id,
+        checkpoint_id=base.info.name or (base.info.checkpoint_id if base.info.seq else ""),
         finished_at=run.ports.now(),
     )
     changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)

@@ -23,6 +23,7 @@ from ratoon.engine.commands import (
     ImportWeightsCommand,
     LoadCheckpointCommand,
     OptimStepCommand,
+    RefusedCommand,
     SaveCheckpointCommand,
     UpdateCommand,
 )
@@ -180,6 +181,8 @@ class TaskRunner:
                 if is_cancelled():
                     raise cancelled(task.operation_id)
                 return self._import(planned, command)
+            case RefusedCommand():
+                raise AssertionError("it fails before it is sent to a worker")
 
     def _keep_rollouts(self, task: Task, report: StepReport) -> None:
         """Write what the policy keeps of the task's rollouts; training goes on without them."""
