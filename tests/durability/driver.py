@@ -120,6 +120,8 @@ async def live(root: Path, base: Path) -> None:
     await caller.run(19, 20)
     await caller.run(21)
     await caller.run(22)
+    await caller.run(23, 24, 25)
+    await caller.run(26, 27)
 
 
 if __name__ == "__main__":

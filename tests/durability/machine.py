@@ -84,6 +84,11 @@ class TrainingWorker(LocalWorker):
 
         return await self._run(apply)
 
+    async def skip(self, token: int, seq: int, outcome: Outcome) -> Outcome:
+        skipped = await super().skip(token, seq, outcome)
+        self.digests[seq] = await self._run(lambda: digests_of(self.real[-1]))
+        return skipped
+
 
 class DurableMachine(Machine):
     """A `Machine` that is lost and started again as often as one likes."""
@@ -137,6 +142,11 @@ def commands() -> Mapping[int, tuple[Any, float]]:
         (update, 21),
         # Behind a checkpoint: its body is needed still.
         (update, 22),
+        (forward_backward, 23),
+        (partial(forward_backward, expected_version=99), 24),
+        (optim_step(discard_on_poison=True), 0),
+        (forward_backward, 26),
+        (optim_step(), 0),
     )
     return {
         seq: (call(number) if callable(call) else call, number)

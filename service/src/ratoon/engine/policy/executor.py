@@ -291,7 +291,8 @@ class TaskBuilder:
     async def choose(self, record: OperationRecord) -> Choices:
         """All choices but the cuts of a batch, which the worker makes.
 
-        Raises the error of a refused call, VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
+        Raises the error of a refused call, VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY,
+        WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
         """
         command, run = record.command, self._run
         assert command is not None, "an open record keeps its command"
