@@ -25,7 +25,8 @@ from torch import Tensor, distributed
 
 FILE = "model.safetensors"
 ID_BYTES = 128
-WAIT_S = 60.0
+# A busy machine takes a minute to import torch in a new process.
+WAIT_S = 240.0
 
 
 class ncclUniqueId(ctypes.Structure):  # noqa: N801 - vLLM's name

@@ -106,6 +106,7 @@ def make_pair(
     dtype: ModelDtype = ModelDtype.FLOAT64,
     micro_batch_tokens: int = WHOLE,
     attention: str = "eager",
+    optimizer: AdamWConfig = ADAMW,
 ) -> Pair:
     """Load the folder on both sides; an adapter is made by the trainer and read by the oracle."""
     tuning = FullTuning() if tuning is None else tuning
@@ -114,7 +115,7 @@ def make_pair(
     trainer = Trainer.create(
         TrainerSpec(
             model=ModelSpec(base=base, tuning=tuning, dtype=dtype, seed=3),
-            optimizer=ADAMW,
+            optimizer=optimizer,
             deterministic=True,
             micro_batch_tokens=micro_batch_tokens,
             keep_reference=not is_lora,

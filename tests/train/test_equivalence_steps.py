@@ -28,6 +28,7 @@ from ratoon.train.saved_state import (
 )
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
+    Decay,
     DivideBy,
     FullTuning,
     KlConfig,
@@ -273,6 +274,23 @@ def test_four_updates_reuse_one_forward(
     assert relative_error(torch.as_tensor(frozen.logprobs), initial) <= pair.tolerance
     assert ratios[0] == pytest.approx(1.0, abs=1e-12)
     assert all(ratio > 1.001 for ratio in ratios[1:])
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "olmo3"])
+def test_norms_and_biases_need_not_decay(tmp_path: Path, architecture: str) -> None:
+    """The oracle tells them by the classes of their modules, and steps the others alone with decay."""
+    folder = write_folder(tmp_path / "base", architecture)
+    config = replace(ADAMW, decay=Decay.MATRICES)
+    pair = make_pair(folder, scratch=tmp_path / "adapter", optimizer=config)
+    kept = {
+        id(parameter)
+        for module in pair.oracle.model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if "Norm" in type(module).__name__ or name == "bias"
+    }
+    assert 0 < len(kept) < len(pair.oracle.parameters())
+    pair.oracle.decay_only(lambda parameter: id(parameter) not in kept)
+    _three_steps(pair)
 
 
 def test_a_step_without_a_gradient_decays(tmp_path: Path) -> None:

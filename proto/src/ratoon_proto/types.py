@@ -102,6 +102,17 @@ class Shard(bases.WireEnum):
 ShardName = Literal["states", "gradients", "weights"]
 
 
+class Decay(bases.WireEnum):
+    """Which parameters weight decay applies to."""
+
+    ALL = "all"
+    MATRICES = "matrices"
+    """All but norms and biases, which transformers' trainers tell by their names."""
+
+
+DecayName = Literal["all", "matrices"]
+
+
 class KeepRollouts(bases.WireEnum):
     """Which rollouts of each ForwardBackward and Update are kept on disk, for ListRollouts and
     GetRollout.
@@ -393,11 +404,11 @@ class LogprobsOf(bases.WireEnum):
     """The response tokens whose log-probs a ForwardBackward returns."""
 
     TRAINED = "trained"
-    """Those that it runs in any case: trained ones of rollouts that stay and have a gradient. NaN
-    at the others.
+    """Only those that are run in any case: trained ones of rollouts that stay and have a gradient.
+    NaN at the others.
     """
     ALL = "all"
-    """All: masked ones, and those of rollouts that are dropped or have no gradient, are run for it.
+    """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it.
     NaN only at a first token without a prompt, which nothing predicts.
     """
 
@@ -460,6 +471,23 @@ class AdamWConfig:
     beta2: float = 0.95
     eps: float = 1e-08
     weight_decay: float = 0.01
+    decay: Decay = Decay.ALL
+    """Also of a weight decay that a step brings."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            beta1: float = 0.9,
+            beta2: float = 0.95,
+            eps: float = 1e-08,
+            weight_decay: float = 0.01,
+            decay: Decay | DecayName = Decay.ALL,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, decay=Decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -851,6 +879,10 @@ class LossConfig:
     """
     report_groups: bool = False
     """Report every group: `StepReport.groups`."""
+    count_untrained: bool = False
+    """Whether `sequences` and `constant` divide by rollouts without a trained token, and those that
+    overlong_filter drops, too: a mean over all that were sampled.
+    """
 
     if TYPE_CHECKING:
 
@@ -878,6 +910,7 @@ class LossConfig:
             tau_negative: float | None = None,
             top_entropy_share: float | None = None,
             report_groups: bool = False,
+            count_untrained: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:

@@ -6,7 +6,6 @@ Only fields whose names or forms differ are written here by hand.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -34,7 +33,7 @@ from ratoon_proto.codec import CodecError, decode_tensor, encode_array
 from ratoon_proto.fields import FieldError
 from ratoon_proto.fill import fill
 from ratoon_proto.records import from_proto
-from ratoon_proto.types import CheckpointSource, NumericsGuard, StepReport
+from ratoon_proto.types import CheckpointSource, NumericsGuard, StepReport, StepResult
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, training_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
 
@@ -169,11 +168,15 @@ def decode_step(
     output: training_pb2.ForwardOutput | None, step: operation_pb2.StepResult
 ) -> ForwardBackwardResult:
     """A ForwardBackward's result with its output, if it has one. Raises as `decode_forward`."""
-    result = decode(step, ForwardBackwardResult)
-    if output is None:
-        return result
-    logprobs, entropy = _by_rollout(output)
-    return replace(result, logprobs=logprobs, entropy=entropy)
+    result = decode(step, StepResult)
+    logprobs, entropy = (None, None) if output is None else _by_rollout(output)
+    return ForwardBackwardResult(
+        version=result.version,
+        report=result.report,
+        file=result.file,
+        logprobs=logprobs,
+        entropy=entropy,
+    )
 
 
 def _by_rollout(

@@ -186,6 +186,26 @@ With LoRA only the base's weights are sharded.
 """
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
 
+class _Decay:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DecayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decay.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DECAY_UNSPECIFIED: _Decay.ValueType  # 0
+    DECAY_ALL: _Decay.ValueType  # 1
+    DECAY_MATRICES: _Decay.ValueType  # 2
+    """All but norms and biases, which transformers' trainers tell by their names."""
+
+class Decay(_Decay, metaclass=_DecayEnumTypeWrapper):
+    """Which parameters weight decay applies to."""
+
+DECAY_UNSPECIFIED: Decay.ValueType  # 0
+DECAY_ALL: Decay.ValueType  # 1
+DECAY_MATRICES: Decay.ValueType  # 2
+"""All but norms and biases, which transformers' trainers tell by their names."""
+Global___Decay: _TypeAlias = Decay  # noqa: Y015
+
 class _KeepRollouts:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -296,11 +316,14 @@ class AdamWConfig(_message.Message):
     BETA2_FIELD_NUMBER: _builtins.int
     EPS_FIELD_NUMBER: _builtins.int
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
+    DECAY_FIELD_NUMBER: _builtins.int
     beta1: _builtins.float
     """Defaults 0.9, 0.95 (beta1, beta2), 1e-8, 0.01."""
     beta2: _builtins.float
     eps: _builtins.float
     weight_decay: _builtins.float
+    decay: Global___Decay.ValueType
+    """Also of a weight decay that a step brings."""
     def __init__(
         self,
         *,
@@ -308,10 +331,11 @@ class AdamWConfig(_message.Message):
         beta2: _builtins.float | None = ...,
         eps: _builtins.float | None = ...,
         weight_decay: _builtins.float | None = ...,
+        decay: Global___Decay.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "decay", b"decay", "eps", b"eps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015

@@ -32,12 +32,12 @@ class _LogprobsOfEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsOf
     DESCRIPTOR: _descriptor.EnumDescriptor
     LOGPROBS_OF_UNSPECIFIED: _LogprobsOf.ValueType  # 0
     LOGPROBS_OF_TRAINED: _LogprobsOf.ValueType  # 1
-    """Those that it runs in any case: trained ones of rollouts that stay and have a gradient. NaN at the
-    others.
+    """Only those that are run in any case: trained ones of rollouts that stay and have a gradient. NaN at
+    the others.
     """
     LOGPROBS_OF_ALL: _LogprobsOf.ValueType  # 2
-    """All: masked ones, and those of rollouts that are dropped or have no gradient, are run for it. NaN
-    only at a first token without a prompt, which nothing predicts.
+    """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it. NaN only
+    at a first token without a prompt, which nothing predicts.
     """
 
 class LogprobsOf(_LogprobsOf, metaclass=_LogprobsOfEnumTypeWrapper):
@@ -45,12 +45,12 @@ class LogprobsOf(_LogprobsOf, metaclass=_LogprobsOfEnumTypeWrapper):
 
 LOGPROBS_OF_UNSPECIFIED: LogprobsOf.ValueType  # 0
 LOGPROBS_OF_TRAINED: LogprobsOf.ValueType  # 1
-"""Those that it runs in any case: trained ones of rollouts that stay and have a gradient. NaN at the
-others.
+"""Only those that are run in any case: trained ones of rollouts that stay and have a gradient. NaN at
+the others.
 """
 LOGPROBS_OF_ALL: LogprobsOf.ValueType  # 2
-"""All: masked ones, and those of rollouts that are dropped or have no gradient, are run for it. NaN
-only at a first token without a prompt, which nothing predicts.
+"""Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it. NaN only
+at a first token without a prompt, which nothing predicts.
 """
 Global___LogprobsOf: _TypeAlias = LogprobsOf  # noqa: Y015
 

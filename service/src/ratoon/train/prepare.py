@@ -170,6 +170,9 @@ def prepare(
     if isinstance(plan, Planner):
         plan = plan.plan(batch, shared, is_run_S)
     counted = counters(columns.counted_J, batch, selection.kept_S)
+    if loss.count_untrained:
+        sampled_S = select(batch, replace(loss, overlong=None), version).kept_S
+        counted = replace(counted, sequences=int(np.count_nonzero(sampled_S)))
     comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
     warnings = batch_warnings(batch, loss, kept_S=selection.kept_S, version=version)
     run = run_sequences(plan)

@@ -65,6 +65,8 @@ class Loss:
     router_aux_loss_coefficient: float
     # Whether the report has every group.
     report_groups: bool
+    # Whether sequences without a trained token are counted.
+    count_untrained: bool = False
 
     @property
     def normalisation(self) -> Normalisation:
@@ -123,4 +125,5 @@ class OptimStep:
             beta2=policy.beta2 if self.beta2 is None else self.beta2,
             eps=policy.eps if self.eps is None else self.eps,
             weight_decay=self.weight_decay,
+            decay=policy.decay,
         )
