@@ -278,7 +278,7 @@ def test_four_updates_reuse_one_forward(
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "olmo3"])
 def test_norms_and_biases_need_not_decay(tmp_path: Path, architecture: str) -> None:
-    """The oracle tells them by the classes of their modules, and steps the others alone with decay."""
+    """The oracle tells them by the classes of their modules."""
     folder = write_folder(tmp_path / "base", architecture)
     config = replace(ADAMW, decay=Decay.MATRICES)
     pair = make_pair(folder, scratch=tmp_path / "adapter", optimizer=config)

@@ -156,17 +156,13 @@ class MasterAdamW(Optimizer):
         self._adamw: torch.optim.AdamW | None = None
         if self._masters:
             exempt = undecayed(self._masters, config)
-            groups = (
-                {
-                    "params": [
-                        m for name, m in self._masters.items() if (name in exempt) is not decays
-                    ]
-                }
-                | {"decays": decays}
-                for decays in (True, False)
-            )
+            groups: list[dict[str, Any]] = []
+            for decays in (True, False):
+                own = [m for name, m in self._masters.items() if (name not in exempt) is decays]
+                if own:
+                    groups.append({"params": own, "decays": decays})
             self._adamw = torch.optim.AdamW(
-                [group for group in groups if group["params"]],
+                groups,
                 lr=0.0,
                 betas=(config.beta1, config.beta2),
                 eps=config.eps,
