@@ -132,7 +132,7 @@ class Optimizer(ABC):
 
 
 def undecayed(names: Iterable[str], config: AdamWConfig) -> frozenset[str]:
-    """Those of the parameters that weight decay leaves alone."""
+    """Names of the parameters that weight decay leaves alone."""
     if config.decay is Decay.ALL:
         return frozenset()
     return frozenset(name for name in names if _NORM_OR_BIAS.search(name))
