@@ -54,7 +54,7 @@ async def test_a_forward_backward_answers_what_it_is_asked_for(api: Api, wire_na
     wire = api.wire(wire_name)
     output = training_pb2.ForwardOutput(logprobs=requests.floats([-1.0, float("nan")]))
     asked = service_pb2.LOGPROBS_OF_UNSPECIFIED, service_pb2.LOGPROBS_OF_ALL
-    for seq, (of, num_repeats) in enumerate([(asked[0], 1), (asked[1], 1), (asked[1], 10**6)], 1):
+    for seq, (of, num_repeats) in enumerate([(asked[0], 1), (asked[1], 1), (asked[1], 3 * 10**5)], 1):
         api.engine.forward_output = output.SerializeToString() * num_repeats
         request = requests.forward_backward(seq=seq)
         request.with_logprobs, request.with_entropy = of, bool(of)
