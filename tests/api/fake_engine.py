@@ -25,6 +25,7 @@ from ratoon.engine.commands import (
     Holder,
     ImportWeightsCommand,
     NoKey,
+    RefusedCommand,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
@@ -37,6 +38,7 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
+    FailedResult,
     ForwardResult,
     Operation,
     OperationFilter,
@@ -62,6 +64,7 @@ from ratoon_proto.types import (
     PolicyState,
     Progress,
     ReceiverInfo,
+    ResultFile,
     StepHistory,
     StepReport,
     StepResult,
@@ -235,6 +238,10 @@ class FakeEngine(EngineClient):
             policy = replace(policy, next_seq=policy.next_seq + 1, version=policy.version + 1)
             self.known_policies[operation.policy_id] = policy
         result: OperationResult = StepResult(version=policy.version, report=REPORT)
+        if getattr(submission.command, "with_logprobs", None) is not None:
+            output = self.forward_output
+            file = ResultFile(digest=self.add_file(output), size_bytes=len(output))
+            result = replace(result, file=file)
         if isinstance(submission.command, SaveCheckpointCommand):
             result = CheckpointInfo(
                 checkpoint_id=f"folder-{operation.seq}",
@@ -261,10 +268,13 @@ class FakeEngine(EngineClient):
             result = ForwardResult(
                 version=policy.version, digest=digest, size_bytes=len(output), report=REPORT
             )
+        state = OperationState.DONE
+        if isinstance(submission.command, RefusedCommand):
+            state, result = OperationState.FAILED, FailedResult(error=submission.command.error)
         await self.set(
             replace(
                 operation,
-                state=OperationState.DONE,
+                state=state,
                 blocked_by_seq=0,
                 started_at=3.0,
                 finished_at=4.0,

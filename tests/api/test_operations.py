@@ -19,7 +19,7 @@ from ratoon.engine.commands import (
     UpdateCommand,
 )
 from ratoon_proto.codec import decode_tensor, encode_array
-from ratoon_proto.types import ImportMode, LossConfig, OptimStepConfig
+from ratoon_proto.types import ImportMode, LogprobsOf, LossConfig, OptimStepConfig
 from ratoon_proto.v1 import operation_pb2, rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -46,6 +46,75 @@ async def test_small_forward_output_comes_inline(api: Api, wire_name: str) -> No
     assert submission.key == NoKey()
     assert isinstance(submission.command, ForwardCommand)
     assert submission.command.with_entropy
+
+
+async def test_a_forward_backward_answers_what_it_is_asked_for(api: Api, wire_name: str) -> None:
+    """Log-probs inline where they are few, as a file where they are many; nothing unasked."""
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    output = training_pb2.ForwardOutput(logprobs=requests.floats([-1.0, float("nan")]))
+    asked = service_pb2.LOGPROBS_OF_UNSPECIFIED, service_pb2.LOGPROBS_OF_ALL
+    for seq, (of, num_repeats) in enumerate([(asked[0], 1), (asked[1], 1), (asked[1], 3 * 10**5)], 1):
+        api.engine.forward_output = output.SerializeToString() * num_repeats
+        request = requests.forward_backward(seq=seq)
+        request.with_logprobs, request.with_entropy = of, bool(of)
+        step = (await wire.call("ForwardBackward", request)).step
+        assert step.WhichOneof("output") == (None, "inline", "file")[seq - 1]
+        if seq == 2:
+            logprobs = decode_tensor(step.inline.logprobs, max_bytes=64)
+            np.testing.assert_array_equal(logprobs, [-1.0, np.nan])
+    assert step.file.size_bytes == len(api.engine.forward_output)
+    commands = [submission.command for submission in api.engine.log]
+    assert [(each.with_logprobs, each.with_entropy) for each in commands] == [
+        (None, False),
+        (LogprobsOf.ALL, True),
+        (LogprobsOf.ALL, True),
+    ]
+    request = requests.forward_backward(seq=4)
+    request.with_entropy = True
+    refused = await refused_by(wire, "ForwardBackward", request)
+    assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", "with_entropy")
+
+
+async def test_a_refused_call_takes_its_seq_where_it_asks_to(api: Api, wire_name: str) -> None:
+    """For wires whose callers count on: as an operation that fails with the refusal, the same for a
+    retry. A key that is wrong, and what may pass, takes none."""
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    bad = requests.forward_backward(seq=1)
+    bad.loss.clip_low = -1.0
+    refused = await refused_by(wire, "ForwardBackward", bad)
+    assert api.engine.log == []
+    bad.key.consume = True
+    failed = await wire.call("ForwardBackward", bad)
+    assert (failed.seq, failed.kind) == (1, operation_pb2.OPERATION_KIND_FORWARD_BACKWARD)
+    assert failed.state == operation_pb2.OPERATION_STATE_FAILED
+    assert failed.error == refused.detail
+    again = await wire.call("ForwardBackward", bad)
+    assert again.operation_id == failed.operation_id
+    bad.loss.clip_low = -2.0
+    other = await refused_by(wire, "ForwardBackward", bad)
+    assert other.detail.code == "KEY_REUSED"
+    step = service_pb2.OptimStepRequest(
+        policy_id=requests.POLICY,
+        key=service_pb2.OperationKey(seq=2, consume=True),
+        optim=training_pb2.OptimStepConfig(learning_rate=-1.0),
+    )
+    assert (await wire.call("OptimStep", step)).error.field == "optim.learning_rate"
+    for key in ({"seq": 0}, {"request_id": "r"}, {}):
+        step.key.CopyFrom(service_pb2.OperationKey(consume=True, **key))
+        assert (await refused_by(wire, "OptimStep", step)).detail.field.startswith("key.")
+    upload = requests.forward_backward(seq=3)
+    upload.upload.upload_id, upload.upload.num_parts = "none", 1
+    upload.key.consume = True
+    gone = await refused_by(wire, "ForwardBackward", upload)
+    assert gone.detail.code == "UPLOAD_NOT_FOUND"
+    good = requests.forward_backward(seq=3)
+    good.key.consume = True
+    assert (await wire.call("ForwardBackward", good)).state == operation_pb2.OPERATION_STATE_DONE
+    assert [submission.key for submission in api.engine.log] == [
+        SeqKey(seq=seq) for seq in (1, 2, 3)
+    ]
 
 
 async def test_large_forward_output_is_a_file(api: Api, wire_name: str) -> None:
@@ -81,12 +150,7 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
         policy_id=policy_id, key=key(2), optim=update.optim, include_seqs=[1]
     )
     calls = [
-        (
-            "ForwardBackward",
-            service_pb2.ForwardBackwardRequest(
-                policy_id=policy_id, key=key(1), batch=update.batch, loss=update.loss
-            ),
-        ),
+        ("ForwardBackward", requests.forward_backward(1)),
         ("OptimStep", step),
         (
             "DiscardGradients",

@@ -80,7 +80,7 @@ class ReferencePolicy(bases.WireEnum):
     NONE = "none"
     """There is none."""
     BASE = "base"
-    """The weights at creation; for LoRA the adapter off."""
+    """The weights of the preset or folder; for LoRA the adapter off."""
 
 
 ReferencePolicyName = Literal["none", "base"]
@@ -100,6 +100,17 @@ class Shard(bases.WireEnum):
 
 
 ShardName = Literal["states", "gradients", "weights"]
+
+
+class Decay(bases.WireEnum):
+    """Which parameters weight decay applies to."""
+
+    ALL = "all"
+    MATRICES = "matrices"
+    """All but norms and biases, which transformers' trainers tell by their names."""
+
+
+DecayName = Literal["all", "matrices"]
 
 
 class KeepRollouts(bases.WireEnum):
@@ -389,6 +400,22 @@ class WeightKind(bases.WireEnum):
     """An adapter folder that peft loads."""
 
 
+class LogprobsOf(bases.WireEnum):
+    """The response tokens whose log-probs a ForwardBackward returns."""
+
+    TRAINED = "trained"
+    """Only those that are run in any case: trained ones of rollouts that stay and have a gradient.
+    NaN at the others.
+    """
+    ALL = "all"
+    """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it.
+    NaN only at a first token without a prompt, which nothing predicts.
+    """
+
+
+LogprobsOfName = Literal["trained", "all"]
+
+
 class ImportMode(bases.WireEnum):
     """How imported values change the weights."""
 
@@ -444,6 +471,23 @@ class AdamWConfig:
     beta2: float = 0.95
     eps: float = 1e-08
     weight_decay: float = 0.01
+    decay: Decay = Decay.ALL
+    """Also of a weight decay that a step brings."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            beta1: float = 0.9,
+            beta2: float = 0.95,
+            eps: float = 1e-08,
+            weight_decay: float = 0.01,
+            decay: Decay | DecayName = Decay.ALL,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, decay=Decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,6 +564,17 @@ class NumericsGuard:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """Another policy's checkpoint, by the name that its caller gave it."""
+
+    policy_id: str
+    checkpoint_id: str
+    _: KW_ONLY
+    with_optimizer: bool = False
+    """Whether the optimizer's moments and step count come along; otherwise they begin anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySpec:
     """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default)
     or `lora`.
@@ -560,6 +615,11 @@ class PolicySpec:
     """Most bytes of kept rollouts: the oldest steps go first, and of a step that is larger alone
     the least conspicuous rollouts. Default 256 MiB.
     """
+    from_checkpoint: CheckpointSource | None = None
+    """Weights of version 0, in place of those of the preset or folder, which stay the frozen
+    reference. The source has the same base, tuning and dtype, and of an adapter on a preset the
+    same seed. It is read once: it may be deleted as soon as the policy is created.
+    """
 
     if TYPE_CHECKING:
 
@@ -587,6 +647,7 @@ class PolicySpec:
             numerics_guard: NumericsGuard = NumericsGuard(),
             keep_rollouts: KeepRollouts | KeepRolloutsName = KeepRollouts.NONE,
             keep_rollouts_bytes: int = 268435456,
+            from_checkpoint: CheckpointSource | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -818,6 +879,10 @@ class LossConfig:
     """
     report_groups: bool = False
     """Report every group: `StepReport.groups`."""
+    count_untrained: bool = False
+    """Whether `sequences` and `constant` divide by rollouts without a trained token, and those that
+    overlong_filter drops, too: a mean over all that were sampled.
+    """
 
     if TYPE_CHECKING:
 
@@ -845,6 +910,7 @@ class LossConfig:
             tau_negative: float | None = None,
             top_entropy_share: float | None = None,
             report_groups: bool = False,
+            count_untrained: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -1298,6 +1364,8 @@ class StepResult(bases.StepResultMethods):
     version: int
     """The policy's version after the operation."""
     report: StepReport = StepReport()
+    file: ResultFile | None = None
+    """A serialized ForwardOutput."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

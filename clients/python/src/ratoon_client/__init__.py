@@ -29,6 +29,7 @@ from ratoon_client.values import (
     AdamW,
     Checkpoint,
     Correction,
+    ForwardBackwardResult,
     ForwardResult,
     FromForward,
     Health,
@@ -54,6 +55,7 @@ from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import StagedVllmAdapter, VllmAdapter
 from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
 from ratoon_proto.types import (
+    CheckpointSource,
     CorrectionMask,
     GradientManifest,
     ImportResult,
@@ -87,12 +89,14 @@ __all__ = [
     "AsyncRatoonClient",
     "AsyncWeightReceiver",
     "Checkpoint",
+    "CheckpointSource",
     "ClientConfig",
     "Correction",
     "CorrectionMask",
     "CustomLoss",
     "EngineError",
     "FolderAdapter",
+    "ForwardBackwardResult",
     "ForwardResult",
     "FromForward",
     "GradientManifest",

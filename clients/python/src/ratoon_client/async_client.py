@@ -159,9 +159,15 @@ class AsyncRatoonClient:
         answer = await self._caller.ask(rpcs.LIST_POLICIES)
         return [decode(policy, Policy) for policy in answer.policies]
 
-    def policy(self, policy_id: str) -> AsyncPolicySession:
-        """Begin a session of sequenced calls to a policy, which makes their keys; sends nothing."""
-        return AsyncPolicySession(self._caller, policy_id)
+    def policy(self, policy_id: str, *, consume: bool = False) -> AsyncPolicySession:
+        """Begin a session of sequenced calls to a policy, which makes their keys; sends nothing.
+
+        Args:
+            policy_id: The policy.
+            consume: Whether a call that the service refuses for what it says takes its seq all the
+                same, as an operation that fails with the refusal: for callers that count on.
+        """
+        return AsyncPolicySession(self._caller, policy_id, consume=consume)
 
     async def forward(
         self,

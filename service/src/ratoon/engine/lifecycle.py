@@ -15,6 +15,7 @@ from ratoon.config import LimitsConfig
 from ratoon.engine.controllers import Controllers
 from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.paths import PolicyPaths, remove_policy_files
+from ratoon.engine.first_states import FirstStates
 from ratoon.engine.journal.codec import hash_text, to_text
 from ratoon.engine.journal.journal import Journal, until_room, until_there
 from ratoon.engine.journal.records import (
@@ -38,7 +39,7 @@ from ratoon.engine.refusals import (
 )
 from ratoon.engine.types import FailedResult, Operation, OperationResult, PolicyResult, PolicySpec
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
-from ratoon.errors import ErrorCode, RatoonError, described
+from ratoon.errors import ErrorCode, RatoonError, described, invalid
 from ratoon.log import get_logger
 from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
 from ratoon_proto.types import EmptyResult, OperationKind, PolicyState
@@ -67,6 +68,7 @@ class Lifecycle:
         archive_of: Callable[[PolicyPaths], Archive],
         now: Callable[[], float],
     ) -> None:
+        self._first_states = FirstStates(journal, paths_of, archive_of, now)
         self._journal = journal
         self._controllers = controllers
         self._metrics = metrics
@@ -147,6 +149,7 @@ class Lifecycle:
             if row is not None:
                 return await self._existing(row, spec)
             await self._check_room()
+            await self._first_states.check(spec)
             await self._controllers.check(spec)
             record = self._record(spec.policy_id, OperationKind.CREATE_POLICY, to_text(spec))
             horizon = self._now() - self._limits.result_ttl_s
@@ -253,7 +256,9 @@ class Lifecycle:
         policy_id = spec.policy_id
         self._running(live)
         try:
+            await until_room(partial(self._first_states.take, spec))
             await until_there(lambda: self._controllers.start(spec))
+            await self._check_first_state(spec)
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             # Unlike a policy that comes back, this one is not started again.
             error = _typed(err.__cause__ if isinstance(err.__cause__, WorkerLostError) else err)
@@ -264,6 +269,14 @@ class Lifecycle:
         row = await until_room(lambda: self._journal.policy(policy_id))
         assert row is not None, "it is not deleted while it is created"
         await self._end(live, JournalState.APPLIED, PolicyResult(policy=row.to_policy()))
+
+    async def _check_first_state(self, spec: PolicySpec) -> None:
+        """Raises INVALID_ARGUMENT where a policy has not taken its source's state."""
+        row = await self._journal.policy(spec.policy_id)
+        is_failed = row is not None and row.state is PolicyState.FAILED
+        if spec.from_checkpoint is not None and is_failed:
+            name = spec.from_checkpoint.checkpoint_id
+            raise invalid("spec.from_checkpoint", name, f"one that can be loaded: {row.failure}")
 
     async def _delete(self, policy_id: str, live: LiveOperation) -> None:
         self._running(live)

@@ -120,6 +120,7 @@ class Journal:
 
     # Policies and their lifecycle operations.
     insert_policy = _awaited(SqlStore.insert_policy)
+    insert_first_state = _awaited(SqlStore.insert_first_state)
     mark_deleting = _awaited(SqlStore.mark_deleting)
     remove_policy = _awaited(SqlStore.remove_policy)
     end_lifecycle_operation = _awaited(SqlStore.end_lifecycle_operation)

@@ -1,9 +1,9 @@
 """The journal's nouns: durable knowledge of a policy, its operations and its checkpoints.
 
-A record is written twice: accepted, then applied, failed or cancelled, and never back. Only applied
-ones changed weights. That an operation is running is known in memory only. Where state and journal
-part, records change once more, and what is lost fails explicitly: after a rollback the state lacks
-what the journal has; after an adoption it has what the journal lost.
+A record is written twice: accepted, then applied, failed, discarded or cancelled, and never back.
+Only applied ones changed weights. That an operation is running is known in memory only. Where state
+and journal part, records change once more, and what is lost fails explicitly: after a rollback the
+state lacks what the journal has; after an adoption it has what the journal lost.
 
 A caller's checkpoint stays until its name is taken away: by a deletion, by another of the same
 name, by `keep_last` of a later one, or once it expires. From then on it is the service's own, as
@@ -51,6 +51,8 @@ class JournalState(StrEnum):
     APPLIED = "applied"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    # It failed, and the window's gradients were discarded by it.
+    DISCARDED = "discarded"
     # The journal lost how it ended, and the policy went on from a state that includes it.
     LOST = "lost"
 
@@ -70,6 +72,7 @@ _PUBLIC = {
     JournalState.APPLIED: OperationState.DONE,
     JournalState.FAILED: OperationState.FAILED,
     JournalState.CANCELLED: OperationState.CANCELLED,
+    JournalState.DISCARDED: OperationState.FAILED,
     JournalState.LOST: OperationState.FAILED,
 }
 

@@ -32,10 +32,12 @@ from ratoon.engine.policy.recovery import (
     settle_ended,
 )
 from ratoon.engine.policy.run import PolicyRun, read_run
+from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import Numerics, WorkerLostError, WorkerStatus
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
+from ratoon.train.saved_state import read_saved_state
 from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon.warning_kinds import WarningKind
 from ratoon_proto.types import PolicyState, Shard
@@ -99,6 +101,10 @@ async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
     history = await journal.history(run.policy_id)
     run.created_at, run.published = history.policy.created_at, history.policy.published
     run.trainer = _with_chosen(run.trainer, history.policy.info)
+    if history.policy.info is None and history.checkpoints:
+        first = history.checkpoints[0].info
+        await run.archive.restore_checkpoint(first.checkpoint_id)
+        run.trainer = await asyncio.to_thread(_as_saved, run, first)
     await _show(run)
     # Losses are looked for before anything is deleted, and before anything else can fail.
     decided = await find_loss(run, history)
@@ -157,6 +163,14 @@ def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
     return trainer
 
 
+def _as_saved(run: PolicyRun, first: CheckpointInfo) -> TrainerSpec:
+    """Keep the optimizer states of the checkpoint that the policy is created from."""
+    if run.trainer.optimizer_states is not None:
+        return run.trainer
+    saved = read_saved_state(run.paths.checkpoint(first.checkpoint_id))
+    return replace(run.trainer, optimizer_states=OptimizerStates(saved.optimizer_states))
+
+
 async def _fence(run: PolicyRun) -> WorkerStatus:
     worker = run.ports.worker
     # The shard of weights is set by name, or was chosen where all GPUs were of one node.
@@ -199,7 +213,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
         seq=base.info.seq,
         replay_from_seq=base.info.replay_from_seq,
         version=base.info.version,
-        checkpoint_id=base.info.name or base.info.checkpoint_id,
+        checkpoint_id=base.info.name or (base.info.checkpoint_id if base.info.seq else ""),
         finished_at=run.ports.now(),
     )
     changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)
