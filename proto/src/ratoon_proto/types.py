@@ -125,6 +125,12 @@ class PolicyState(bases.WireEnum):
     READY = "ready"
     FAILED = "failed"
     DELETING = "deleting"
+    RELEASED = "released"
+    """Put away: its state is on disk, and it has no worker. The next call that needs one brings it
+    back.
+    """
+    ENDED = "ended"
+    """Nobody has called it for `idle_ttl_s`. Its checkpoints and its history can still be read."""
 
 
 class LossKind(bases.WireEnum):
@@ -560,6 +566,14 @@ class PolicySpec:
     """Most bytes of kept rollouts: the oldest steps go first, and of a step that is larger alone
     the least conspicuous rollouts. Default 256 MiB.
     """
+    idle_release_s: float | None = None
+    """Seconds without work after which the policy is put away, as by ReleasePolicy; above 0. Not
+    while a window is open. Default: never.
+    """
+    idle_ttl_s: float | None = None
+    """Seconds without any call that names the policy, or one of its operations, after which it
+    ends; above 0. Its last state stays as a checkpoint, and its other files go. Default: never.
+    """
 
     if TYPE_CHECKING:
 
@@ -587,6 +601,8 @@ class PolicySpec:
             numerics_guard: NumericsGuard = NumericsGuard(),
             keep_rollouts: KeepRollouts | KeepRolloutsName = KeepRollouts.NONE,
             keep_rollouts_bytes: int = 268435456,
+            idle_release_s: float | None = None,
+            idle_ttl_s: float | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -623,7 +639,7 @@ class Policy:
     published_version: int | None = None
     """The newest version whose weights can be fetched."""
     failure: str
-    """Why the policy failed; empty where it has not."""
+    """Why the policy failed or ended; empty where it has not."""
     optimizer_states: str
     """The optimizer's states, by their name in worker.optimizer_states; for `auto` those that it
     chose, which stay. Empty until the model is loaded.

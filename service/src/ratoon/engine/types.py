@@ -51,6 +51,9 @@ class PolicySpec:
     numerics_guard: NumericsGuard = DEFAULT_GUARD
     keep_rollouts: KeepRollouts = KeepRollouts.NONE
     keep_rollouts_bytes: int = 0
+    # Seconds without work until it is put away, and without a call until it ends; None: never.
+    idle_release_s: float | None = None
+    idle_ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ class Policy:
     created_at: float
     info: ModelInfo | None
     published_version: int | None
-    # Why the policy failed; "": it has not, or the cause is unknown.
+    # Why the policy failed or ended; "": it has not, or the cause is unknown.
     failure: str = ""
 
 

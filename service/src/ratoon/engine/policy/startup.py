@@ -4,6 +4,9 @@ It raises the fencing token on the journal, then on the worker, before it reads 
 that agrees with the journal is kept, and its stored outcome completes the record. Otherwise lost
 work is replayed (`policy.recovery`). With `recovery: fail` the policy rolls back to its newest
 checkpoint or its initial weights instead, and everything after that fails explicitly.
+
+A policy that is put away gets no worker until something needs one. Its newest checkpoint is its
+state, so that its return is a replay of nothing, whatever its `recovery`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from ratoon import metrics
+from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.losses import Position, read_position
 from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
 from ratoon.engine.journal.records import JournalState, PolicyHistory, RollBack
@@ -43,25 +47,35 @@ _LOG = get_logger("startup")
 
 
 async def start_policy(
-    run: PolicyRun, executor: Executor, publisher: Publisher, checkpointer: Checkpointer
+    run: PolicyRun,
+    executor: Executor,
+    publisher: Publisher,
+    checkpointer: Checkpointer,
+    *,
+    is_worker_needed: bool,
 ) -> None:
     """Make `run` ready to take turns.
+
+    `is_worker_needed`: a policy that is put away is to come back.
 
     Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`, and
     `NumbersFailedError` where the policy failed for its numbers.
     """
     journal = run.ports.journal
-    history, status = await _take_over(run)
+    history, worker = await _take_over(run, is_worker_needed)
+    was_away = history.policy.state is PolicyState.RELEASED
+    status = worker or _no_worker(history)
     if run.replays:
         await run.archive.restore_bodies((await _needed_bodies(run)).values())
     recovered: Recovered | None = None
-    if not (status.is_loaded and agrees(history, status)):
+    if worker is not None and not (status.is_loaded and agrees(history, status)):
         recovered = await _recover(run, history)
         last_seq, numerics = recovered.last_seq, recovered.loaded.numerics
         status = replace(status, last_seq=last_seq, last_outcome=None, numerics=numerics)
         history = await journal.history(run.policy_id)
         await read_run(run, history.policy.next_seq)
-    run.numerics = Numerics.of(status.numerics)
+    if worker is not None:
+        run.numerics = Numerics.of(status.numerics)
     adopt(run, history, status)
     await settle_ended(run)
     fail_unsequenced(run)
@@ -70,10 +84,10 @@ async def start_policy(
     await run.bodies.reconcile(needed, listed)
     records = [live.record for live in run.ledger.open_operations()]
     run.claims.restore(run.policy_id, records)
-    if recovered is None and run.stored_outcome is None:
+    if worker is not None and recovered is None and run.stored_outcome is None:
         # Even an empty window: a cancelled ForwardBackward may have left partial gradients.
         await executor.restore_window()
-    await publisher.catch_up()
+    await publisher.catch_up(has_worker=worker is not None)
     await checkpointer.start()
     if recovered is not None and recovered.rebased:
         await checkpointer.take_now()
@@ -81,16 +95,24 @@ async def start_policy(
     info, known = None, history.policy.info
     if recovered is not None:
         info = replace(recovered.loaded.info, uses_gpu=run.trainer.device != "cpu")
-    await journal.set_policy(run.token, run.policy_id, PolicyState.READY, info)
-    run.enter(PolicyState.READY)
+    if was_away and worker is not None:
+        run.reach(CrashPoint.ENGINE_IN_RETURN)
+    state = PolicyState.RELEASED if worker is None else PolicyState.READY
+    await journal.set_policy(run.token, run.policy_id, state, info)
+    run.enter(state)
     if recovered is not None:
         await _show(run)
     run.send(telemetry.policy(run.policy_id, run.trainer, info or known))
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
 
 
-async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
-    """Fence the policy and its worker, and settle what the journal has lost, if anything."""
+async def _take_over(
+    run: PolicyRun, is_worker_needed: bool
+) -> tuple[PolicyHistory, WorkerStatus | None]:
+    """Fence the policy and its worker, and settle what the journal has lost, if anything.
+
+    The worker's status; None: the policy is put away, and stays so.
+    """
     journal, is_first = run.ports.journal, run.state is PolicyState.CREATING
     told = await asyncio.to_thread(read_position, run.paths.position)
     run.position = told or Position()
@@ -103,6 +125,12 @@ async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
     decided = await find_loss(run, history)
     # The count is read before the worker is started: a policy failed for its numbers gets none.
     await read_run(run, history.policy.next_seq)
+    if history.policy.state is PolicyState.RELEASED and not (is_worker_needed or decided):
+        # One that an interrupted start, or an interrupted end of it, has left.
+        await run.ports.worker.release()
+        if is_first:
+            await _make_folders(run)
+        return history, None
     status = await _fence(run)
     decided = decided or await find_worker_loss(run, history, status)
     if is_first:
@@ -111,6 +139,18 @@ async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
         history = await carry_out(run, history, status, decided)
         status = await _fence(run)
     return history, status
+
+
+def _no_worker(history: PolicyHistory) -> WorkerStatus:
+    """The status of a worker that would agree with the journal."""
+    return WorkerStatus(
+        is_loaded=False,
+        version=history.policy.version,
+        numerics={},
+        weights_digest="",
+        last_seq=last_in_turn(history),
+        last_outcome=None,
+    )
 
 
 async def _show(run: PolicyRun) -> None:
@@ -169,19 +209,23 @@ async def _fence(run: PolicyRun) -> WorkerStatus:
 
 
 async def _recover(run: PolicyRun, history: PolicyHistory) -> Recovered:
-    """Bring a worker that is lost, or disagrees with the journal, to a known state."""
-    if not run.replays:
+    """Bring a worker that is new, or disagrees with the journal, to a known state."""
+    was_away = history.policy.state is PolicyState.RELEASED
+    if not (run.replays or was_away):
         recovered, outcome = await _roll_back(run, history), "rolled_back"
     else:
         try:
             recovered, outcome = await replay_policy(run, history), "replayed"
         except RecoveryStoppedError:
-            run.send([metrics.RECOVERIES.sample(1, run.policy_id, "stopped")])
-            raise
+            if not run.replays:
+                recovered, outcome = await _roll_back(run, history), "rolled_back"
+            else:
+                run.send([metrics.RECOVERIES.sample(1, run.policy_id, "stopped")])
+                raise
     if recovered.rebased:
         numerics, outcome = Numerics.of(recovered.loaded.numerics), "rebased"
         await run.ports.journal.rebase(run.token, run.policy_id, recovered.rebased, numerics)
-    if history.policy.next_seq > 1:
+    if history.policy.next_seq > 1 and not (was_away and outcome == "replayed"):
         run.send([metrics.RECOVERIES.sample(1, run.policy_id, outcome)])
     return recovered
 
