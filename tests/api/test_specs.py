@@ -39,6 +39,11 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("keep_versions", {"keep_versions": 0}),
     ("keep_rollouts_bytes", {"keep_rollouts_bytes": 0}),
+    *(
+        (name, {name: seconds})
+        for name in ("idle_release_s", "idle_ttl_s")
+        for seconds in (0.0, -1.0, float("inf"), float("nan"))
+    ),
     ("micro_batch_tokens", {"micro_batch_tokens": 0}),
     # Replay needs determinism.
     ("recovery", {"deterministic": False}),

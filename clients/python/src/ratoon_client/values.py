@@ -91,6 +91,8 @@ class PolicyOptions(TypedDict, total=False):
     numerics_guard: NumericsGuard | None
     keep_rollouts: KeepRollouts | KeepRolloutsName | None
     keep_rollouts_bytes: int | None
+    idle_release_s: float | None
+    idle_ttl_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
