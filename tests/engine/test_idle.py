@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ratoon.engine.policy import checkpointer, turns
-from ratoon.engine.types import Acknowledgement
+from ratoon.config import LimitsConfig, RatoonConfig
+from ratoon.engine.policy import checkpointer, controller, idle, turns
+from ratoon.engine.policy.controller import Controller
+from ratoon.engine.settings import EngineSettings
+from ratoon.engine.types import Acknowledgement, OperationFilter
 from ratoon.engine.worker.tasks import WorkerStatus
-from ratoon.errors import ErrorCode, exhausted
+from ratoon.errors import ErrorCode, RatoonError, exhausted
 from ratoon.metrics import POLICY_RELEASED, RECOVERIES, Sample
 from ratoon_proto.types import OperationState, PolicyState, PublishConfig, PublishKind, Recovery
 from tests.engine.conftest import MakeMachine
@@ -23,6 +28,39 @@ from tests.engine.refusals import raises
 from tests.engine.test_engine import House
 from tests.engine.test_recovery import EACH, checkpoint_ids, counted, damage
 from tests.until import until
+
+
+class Clock:
+    """The loop's, in the place of `time`, which may be set forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (idle, controller):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+async def pass_by(clock: Clock, own: Controller, seconds: float) -> None:
+    """So many seconds go by, and the controller has seen it."""
+    clock.ahead_s += seconds
+    for _ in range(5):
+        own._turns.wake()
+        await asyncio.sleep(0.01)
+
+
+async def released(machine: Machine) -> None:
+    """Put away by callers that ask again."""
+    while machine.run.state is not PolicyState.RELEASED:
+        with contextlib.suppress(RatoonError):
+            await machine.controller.release()
 
 
 async def put_away(machine: Machine) -> None:
@@ -63,8 +101,6 @@ async def test_a_policy_comes_back_with_the_bits_it_went_with(
     assert digests[0] == digests[1]
     assert (machine.run.state, len(machine.worker.trainers)) == (PolicyState.READY, 2)
     assert counted(machine, RECOVERIES) == [], "no worker was lost"
-    gauge = [s.value for s in machine.metrics.changes if isinstance(s, Sample)]
-    assert gauge, machine.metrics.changes
     shown = [
         sample.value
         for sample in machine.metrics.changes
@@ -80,23 +116,23 @@ async def test_what_needs_no_worker_is_answered_without_one(make_machine: MakeMa
     await machine.end(await machine.submit(2, save("mine"), 0))
     await machine.landed()
     await machine.controller.release()
-    controller = machine.controller
+    own = machine.controller
     for _ in range(2):
-        assert (await controller.weight_manifest(None)).version == 1
+        assert (await own.weight_manifest(None)).version == 1
         ack = Acknowledgement(receiver_id="r", version=1, holds_version=1, hold_s=9.0)
-        assert await controller.ack_weights(ack) == 1
-        versions = await controller.versions()
+        assert await own.ack_weights(ack) == 1
+        versions = await own.versions()
         assert [each.version for each in versions.versions] == [0, 1]
-        assert (await controller.get_operation(first.operation_id, 0.0)).state.is_final
+        assert (await own.get_operation(first.operation_id, 0.0)).state.is_final
         assert (await machine.update(1, 1)).operation_id == first.operation_id
         with raises(ErrorCode.WINDOW_EMPTY):
-            await controller.read_gradients(("w",))
-        await controller.put_upload_part("u", 0, b"part")
-        assert await controller.get_upload_parts("u", 1) == [b"part"]
-        await controller.sweep()
+            await own.read_gradients(("w",))
+        await own.put_upload_part("u", 0, b"part")
+        assert await own.get_upload_parts("u", 1) == [b"part"]
+        await own.sweep()
         await machine.restart_controller()
-        controller = machine.controller
-    await controller.delete_checkpoint("mine")
+        own = machine.controller
+    await own.delete_checkpoint("mine")
     assert (machine.run.state, machine.worker.is_released) == (PolicyState.RELEASED, True)
     assert len(machine.worker.trainers) == 1
     await machine.updates(3)
@@ -156,7 +192,7 @@ async def test_work_that_comes_meanwhile_goes_first(make_machine: MakeMachine) -
     await machine.updates(1)
     with raises(ErrorCode.UNAVAILABLE, match="its state is being written"):
         await machine.controller.release()
-    asking = asyncio.ensure_future(machine.controller.release())
+    asking = asyncio.ensure_future(released(machine))
     await machine.updates(2)
     machine.faults.writes.set()
     await asking
@@ -177,7 +213,7 @@ async def test_a_state_that_cannot_be_saved_keeps_its_worker(
         await machine.controller.release()
     assert (machine.run.state, machine.worker.is_released) == (PolicyState.READY, False)
     machine.faults.full_disk = False
-    await machine.controller.release()
+    await released(machine)
     assert machine.worker.is_released
 
 
@@ -216,24 +252,25 @@ async def test_a_damaged_state_is_replayed_from_the_one_before(make_machine: Mak
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-async def test_a_policy_ends_that_nobody_calls(make_machine: MakeMachine, is_open: bool) -> None:
+async def test_a_policy_ends_that_nobody_calls(
+    make_machine: MakeMachine, clock: Clock, is_open: bool
+) -> None:
     """A wall clock that jumps ends nothing. Gradients of an open window are in no checkpoint."""
-    machine = await make_machine(recovery=Recovery.REPLAY, idle_ttl_s=0.3).start()
+    machine = await make_machine(recovery=Recovery.REPLAY, idle_ttl_s=1000.0).start()
     machine.run.ports = replace(machine.run.ports, now=lambda: time.time() + 1e9)
     await machine.updates(1)
     if is_open:
         await machine.end(await machine.forward_backward(2, 2))
     late = await machine.update(9, 9)
-    for _ in range(8):
-        await asyncio.sleep(0.05)
+    for _ in range(2):
+        await pass_by(clock, machine.controller, 900.0)
         machine.controller.note_call()
     assert machine.run.state is PolicyState.READY
-    called = time.monotonic()
+    await pass_by(clock, machine.controller, 1001.0)
     await until(lambda: machine.run.state is PolicyState.ENDED)
-    assert time.monotonic() - called >= 0.25
     state, failure = journaled(machine)
     assert state is PolicyState.ENDED
-    assert failure == "nobody has called it for 0.3 s; its last state is checkpoint ended-v1"
+    assert failure == "nobody has called it for 1000 s; its last state is checkpoint ended-v1"
     (known,) = machine.journal.store.checkpoints("p")
     assert (known.info.name, known.info.version) == ("ended-v1", 1)
     assert (machine.paths.checkpoint(known.info.checkpoint_id)).is_dir()
@@ -244,15 +281,15 @@ async def test_a_policy_ends_that_nobody_calls(make_machine: MakeMachine, is_ope
         await machine.updates(3)
 
 
-async def test_a_policy_ends_that_is_put_away(make_machine: MakeMachine) -> None:
+async def test_a_policy_ends_that_is_put_away(make_machine: MakeMachine, clock: Clock) -> None:
     """The checkpoint that a caller has saved last is its last state, and stays for good."""
-    spec = {"recovery": Recovery.FAIL, "idle_release_s": 0.05, "idle_ttl_s": 0.4}
-    machine = await make_machine(**spec).start()
+    machine = await make_machine(idle_release_s=0.05, idle_ttl_s=1000.0).start()
     await machine.updates(1)
     await machine.end(await machine.submit(2, save("mine", ttl_s=60.0), 0))
     await put_away(machine)
     await machine.restart_controller()
     assert machine.run.state is PolicyState.RELEASED
+    await pass_by(clock, machine.controller, 1001.0)
     await until(lambda: machine.run.state is PolicyState.ENDED)
     assert journaled(machine)[1].endswith("its last state is checkpoint mine")
     (known,) = machine.journal.store.checkpoints("p")
@@ -263,25 +300,47 @@ async def test_a_policy_ends_that_is_put_away(make_machine: MakeMachine) -> None
 @pytest.fixture
 async def house(tmp_path: Path) -> House:
     house = House(tmp_path)
+    config = RatoonConfig(data_root=tmp_path, limits=LimitsConfig(max_policies=1))
+    house.settings = EngineSettings.from_config(config)
+    await house.crash()
     await house.engine.recover()
     return house
 
 
-async def test_an_ended_policy_leaves_its_checkpoint_and_its_history(house: House) -> None:
-    """What a kill leaves of it, the next engine deletes."""
-    spec = policy_spec("a", recovery=Recovery.REPLAY, idle_ttl_s=0.5)
-    await house.end(await house.engine.create_policy(spec))
+def row_state(house: House) -> PolicyState:
+    row = house.journal.store.policy("a")
+    assert row is not None
+    return row.state
+
+
+async def test_an_ended_policy_leaves_its_checkpoint_and_its_history(
+    house: House, clock: Clock
+) -> None:
+    """What a kill leaves of it, the next engine deletes; every call that names it renews it."""
+    spec, engine = policy_spec("a", recovery=Recovery.REPLAY, idle_ttl_s=1000.0), house.engine
+    await house.end(await engine.create_policy(spec))
     await house.done("a", 1)
-    for _ in range(35):
-        await asyncio.sleep(0.02)
-        assert (await house.engine.policy("a")).state is PolicyState.READY
-
-    def row_state() -> PolicyState:
-        row = house.journal.store.policy("a")
-        assert row is not None
-        return row.state
-
-    await until(lambda: row_state() is PolicyState.ENDED)
+    operation = await house.update("a", 1)
+    ack = Acknowledgement(receiver_id="r", version=1, holds_version=None, hold_s=0.0)
+    asked = OperationFilter(policy_id="a", kinds=(), states=(), seq=0)
+    calls: tuple[Callable[[], Awaitable[object]], ...] = (
+        lambda: engine.policy("a"),
+        lambda: engine.note_call("a"),
+        lambda: engine.ack_weights("a", ack),
+        lambda: engine.list_checkpoints("a"),
+        lambda: engine.list_steps("a", (), (0, 0), 10),
+        lambda: engine.list_operations(asked, None, None, 10),
+        lambda: engine.get_operation(operation.operation_id, 0.0),
+    )
+    own = await engine._controllers.find("a")
+    assert own is not None
+    for call in calls:
+        await pass_by(clock, own, 900.0)
+        assert row_state(house) is PolicyState.READY
+        await call()
+    await engine.policies()
+    await pass_by(clock, own, 1001.0)
+    await until(lambda: row_state(house) is PolicyState.ENDED)
     paths = house.settings.paths("a")
     await until(lambda: not paths.weights.exists() and not paths.results.exists())
     assert house.cluster.workers["a"].is_released
@@ -307,7 +366,6 @@ async def test_an_ended_policy_leaves_its_checkpoint_and_its_history(house: Hous
     await house.engine.recover()
     await until(lambda: not paths.results.exists() and len([*paths.checkpoints.iterdir()]) == 1)
     await check()
-    house.settings.limits.__dict__["max_policies"] = 1
     await house.end(await house.engine.create_policy(policy_spec("b")))
     await house.end(await house.engine.delete_policy("a"))
     assert not paths.root.exists()
