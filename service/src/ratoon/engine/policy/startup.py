@@ -131,13 +131,13 @@ async def _take_over(
         if is_first:
             await _make_folders(run)
         return history, None
-    status = await _fence(run)
+    status = await fence_worker(run)
     decided = decided or await find_worker_loss(run, history, status)
     if is_first:
         await _make_folders(run)
     if decided is not None:
         history = await carry_out(run, history, status, decided)
-        status = await _fence(run)
+        status = await fence_worker(run)
     return history, status
 
 
@@ -196,7 +196,8 @@ def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
     return trainer
 
 
-async def _fence(run: PolicyRun) -> WorkerStatus:
+async def fence_worker(run: PolicyRun) -> WorkerStatus:
+    """Fence the policy's worker, one in the place of a lost one, or a new one."""
     worker = run.ports.worker
     # The shard of weights is set by name, or was chosen where all GPUs were of one node.
     on_one_node = run.trainer.parallel.shard is Shard.WEIGHTS

@@ -30,7 +30,7 @@ from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.recovery import RecoveryStoppedError
 from ratoon.engine.policy.run import MAX_LOSSES, NumbersFailedError, PolicyRun, note_end
-from ratoon.engine.policy.startup import start_policy
+from ratoon.engine.policy.startup import fence_worker, start_policy
 from ratoon.engine.refusals import is_waited_for, not_up, operation_not_found, policy_not_ready
 from ratoon.engine.worker.tasks import FencedError, GradientRequest, WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
@@ -219,6 +219,9 @@ class TurnLoop:
 
     async def _own(self) -> bool:
         """Start from journal and worker; returns whether that has ended a stopped publication."""
+        if self._run.state is PolicyState.RELEASED and self._is_worker_needed():
+            # Readers need not wait for a GPU, nor for a process that imports torch.
+            await fence_worker(self._run)
         async with self._lock:
             await self._checkpointer.stop()
             await self._publisher.stop()
