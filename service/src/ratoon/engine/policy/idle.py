@@ -141,7 +141,7 @@ class Idle:
         run = self._run
         run.reach(CrashPoint.ENGINE_BEFORE_PUT_AWAY)
         async with self._lock:
-            if self._is_needed():
+            if self._is_needed() or run.state is not PolicyState.READY:
                 return
             await run.ports.journal.set_policy(run.token, run.policy_id, PolicyState.RELEASED, None)
             run.enter(PolicyState.RELEASED)
@@ -154,7 +154,8 @@ class Idle:
         """End the policy, with what waits behind a seq that nobody has sent."""
         run = self._run
         async with self._lock:
-            if self._is_needed() or not self._is_over:
+            is_in_use = run.state in (PolicyState.READY, PolicyState.RELEASED)
+            if self._is_needed() or not (is_in_use and self._is_over):
                 return
             for live in run.ledger.open_operations():
                 await cancel_queued(run, live)

@@ -78,7 +78,8 @@ async def start_policy(
         run.numerics = Numerics.of(status.numerics)
     adopt(run, history, status)
     await settle_ended(run)
-    fail_unsequenced(run)
+    if not was_away:  # No worker has seen those that brought it back.
+        fail_unsequenced(run)
     listed, needed = await run.bodies.names(), await _needed_bodies(run)
     await run.check_newest()  # A newer controller's bodies are not in `needed`.
     await run.bodies.reconcile(needed, listed)
