@@ -49,7 +49,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 async def pass_by(clock: Clock, own: Controller, seconds: float) -> None:
-    """So many seconds go by, and the controller has seen it."""
+    """So many seconds go by with nothing to do, and the controller has seen it."""
+    await until(lambda: own._turns._idle._since is not None)
     clock.ahead_s += seconds
     for _ in range(5):
         own._turns.wake()

@@ -269,8 +269,13 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
 
 async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
     """Body digests by operation, of what recovery, the open window or the queue needs."""
-    if run.replays:
-        return dict(await run.ports.journal.bodies_in_use(run.policy_id))
     records = [live.record for live in run.ledger.open_operations()]
-    records += run.window.records.values()
-    return {record.operation_id: record.body_digest for record in records if record.body_digest}
+    needed: dict[str, str] = {}
+    if run.replays:
+        needed |= await run.ports.journal.bodies_in_use(run.policy_id)
+        records = [record for record in records if not record.seq]
+    else:
+        records += run.window.records.values()
+    return needed | {
+        record.operation_id: record.body_digest for record in records if record.body_digest
+    }
