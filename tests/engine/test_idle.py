@@ -25,6 +25,7 @@ from ratoon_proto.types import OperationState, PolicyState, PublishConfig, Publi
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import DISCARD, RATE, Machine, forward, policy_spec, save
 from tests.engine.refusals import raises
+from tests.engine.test_checkpointer import config
 from tests.engine.test_engine import House
 from tests.engine.test_recovery import EACH, checkpoint_ids, counted, damage
 from tests.until import until
@@ -79,7 +80,8 @@ async def test_a_policy_comes_back_with_the_bits_it_went_with(
     make_machine: MakeMachine, recovery: Recovery
 ) -> None:
     """A policy with `recovery: fail` too: nothing of it was lost, so nothing fails."""
-    plain, machine = [await make_machine(recovery=recovery).start() for _ in range(2)]
+    made = (make_machine(recovery=recovery, checkpoints=config()) for _ in range(2))
+    plain, machine = [await each.start() for each in made]
     for each in (plain, machine):
         await each.updates(1, 2)
         await each.end(await each.submit(3, forward(3), 3))
@@ -382,6 +384,7 @@ async def test_a_restarted_engine_leaves_a_policy_put_away(house: House) -> None
     assert (await house.engine.release_policy("a")).state is PolicyState.RELEASED
     await house.crash()
     await house.engine.recover()
+    await until(lambda: house.engine._controllers.find_started("a"))
     manifest = await house.engine.weight_manifest("a", None)
     policy = await house.engine.policy("a")
     assert (manifest.version, policy.state) == (1, PolicyState.RELEASED)
