@@ -249,7 +249,9 @@ async def test_it_waits_for_a_place_and_is_read_meanwhile(
 async def test_a_damaged_state_is_replayed_from_the_one_before(make_machine: MakeMachine) -> None:
     machine = await make_machine(recovery=Recovery.REPLAY, checkpoints=EACH).start()
     await machine.updates(1, 2, 3)
+    machine.journal.lost.add("set_policy")
     await machine.controller.release()
+    assert machine.journal.lost == set()
     damage(machine, checkpoint_ids(machine)[-1])
     await machine.updates(4)
     assert machine.weights == [([number], RATE) for number in (1.0, 2.0, 3.0, 4.0)]
@@ -265,6 +267,7 @@ async def test_a_policy_ends_that_nobody_calls(
     await machine.updates(1)
     if is_open:
         await machine.end(await machine.forward_backward(2, 2))
+        machine.journal.lost.add("end_policy")
     late = await machine.update(9, 9)
     for _ in range(2):
         await pass_by(clock, machine.controller, 900.0)

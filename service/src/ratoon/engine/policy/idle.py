@@ -76,6 +76,8 @@ class Idle:
     def pick(self, wake: Callable[[], None]) -> Callable[[], Awaitable[None]] | None:
         """The next thing to do here; None: there is none now. `wake` wakes the loop."""
         run = self._run
+        if run.state is PolicyState.RELEASED:
+            self.answer(None)
         try:
             run.window.check_closed()
         except RatoonError as error:
@@ -101,6 +103,13 @@ class Idle:
                 future.set_result(None)
             else:
                 future.set_exception(error)
+
+    def tell_end(self) -> None:
+        """Tell all that wait that the policy has ended."""
+        run = self._run
+        self._publisher.wake()
+        self.answer(policy_not_ready(run.policy_id, run.state, run.failure))
+        self._on_ended()
 
     @property
     def _is_over(self) -> bool:
@@ -164,6 +173,3 @@ class Idle:
             run.has_come_to(position)
             run.enter(PolicyState.ENDED, failure)
         _LOG.warning("policy ended", policy_id=run.policy_id, reason=failure)
-        self._publisher.wake()
-        self.answer(policy_not_ready(run.policy_id, run.state, failure))
-        self._on_ended()

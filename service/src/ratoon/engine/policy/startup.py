@@ -63,6 +63,8 @@ async def start_policy(
     """
     journal = run.ports.journal
     history, worker = await _take_over(run, is_worker_needed)
+    if run.state is PolicyState.ENDED:
+        return  # The journal's answer was lost.
     was_away = history.policy.state is PolicyState.RELEASED
     status = worker or _no_worker(history)
     if run.replays:
@@ -121,6 +123,9 @@ async def _take_over(
     history = await journal.history(run.policy_id)
     run.created_at, run.published = history.policy.created_at, history.policy.published
     run.trainer = _with_chosen(run.trainer, history.policy.info)
+    if history.policy.state is PolicyState.ENDED:
+        run.enter(PolicyState.ENDED, history.policy.failure)
+        return history, None
     await _show(run)
     # Losses are looked for before anything is deleted, and before anything else can fail.
     decided = await find_loss(run, history)

@@ -183,9 +183,10 @@ class TurnLoop:
             try:
                 if self._must_restart and await self._own():
                     failures = 0
-                if await self._take_one():
+                if self._run.state is not PolicyState.ENDED and await self._take_one():
                     failures = 0
                 if self._run.state is PolicyState.ENDED:
+                    self._idle.tell_end()
                     return
             except FencedError as err:
                 # Another controller owns the policy, which is fine.
