@@ -158,6 +158,12 @@ class FakeEngine(EngineClient):
         del self.known_policies[policy_id]
         return self._add(policy_id, OperationKind.DELETE_POLICY, EmptyResult())
 
+    async def release_policy(self, policy_id: str) -> Policy:
+        return replace(await self.policy(policy_id), state=PolicyState.RELEASED)
+
+    async def note_call(self, policy_id: str) -> None:
+        """No policy ends here."""
+
     async def policy(self, policy_id: str) -> Policy:
         if policy_id not in self.known_policies:
             raise RatoonError(

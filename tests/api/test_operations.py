@@ -20,7 +20,7 @@ from ratoon.engine.commands import (
 )
 from ratoon_proto.codec import decode_tensor, encode_array
 from ratoon_proto.types import ImportMode, LogprobsOf, LossConfig, OptimStepConfig
-from ratoon_proto.v1 import operation_pb2, rollout_pb2, service_pb2, training_pb2
+from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.guarded import Guarded
@@ -54,7 +54,9 @@ async def test_a_forward_backward_answers_what_it_is_asked_for(api: Api, wire_na
     wire = api.wire(wire_name)
     output = training_pb2.ForwardOutput(logprobs=requests.floats([-1.0, float("nan")]))
     asked = service_pb2.LOGPROBS_OF_UNSPECIFIED, service_pb2.LOGPROBS_OF_ALL
-    for seq, (of, num_repeats) in enumerate([(asked[0], 1), (asked[1], 1), (asked[1], 3 * 10**5)], 1):
+    for seq, (of, num_repeats) in enumerate(
+        [(asked[0], 1), (asked[1], 1), (asked[1], 3 * 10**5)], 1
+    ):
         api.engine.forward_output = output.SerializeToString() * num_repeats
         request = requests.forward_backward(seq=seq)
         request.with_logprobs, request.with_entropy = of, bool(of)
@@ -376,6 +378,19 @@ async def test_steps_and_versions_are_listed(api: Api, wire_name: str) -> None:
     request = service_pb2.ListVersionsRequest(policy_id=policy_id)
     (version,) = (await wire.call("ListVersions", request)).versions
     assert (version.version, version.size_bytes, version.is_held) == (5, 2**40, True)
+
+
+async def test_a_policy_is_put_away(api: Api, guarded: Guarded, wire_name: str) -> None:
+    await api.create_policy()
+    request = service_pb2.ReleasePolicyRequest(policy_id=requests.POLICY)
+    wire = guarded.wire(wire_name, guarded.key(Scope.READ, None))
+    error = await refused_by(wire, "ReleasePolicy", request)
+    assert error.detail.code == "PERMISSION_DENIED"
+    wire = guarded.wire(wire_name, guarded.key(Scope.TRAIN, None))
+    released = await wire.call("ReleasePolicy", request)
+    assert released.state == policy_pb2.POLICY_STATE_RELEASED
+    unknown = service_pb2.ReleasePolicyRequest(policy_id="none")
+    assert (await refused_by(wire, "ReleasePolicy", unknown)).detail.code == "POLICY_NOT_FOUND"
 
 
 @pytest.mark.parametrize("policies", [("tiny-2",), None])

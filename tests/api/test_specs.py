@@ -45,6 +45,11 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
         "from_checkpoint.checkpoint_id",
         {"from_checkpoint": Source(policy_id="a", checkpoint_id="../sft")},
     ),
+    *(
+        (name, {name: seconds})
+        for name in ("idle_release_s", "idle_ttl_s")
+        for seconds in (0.0, -1.0, float("inf"), float("nan"))
+    ),
     ("micro_batch_tokens", {"micro_batch_tokens": 0}),
     # Replay needs determinism.
     ("recovery", {"deterministic": False}),

@@ -210,6 +210,12 @@ class FakeService:
         self._finish(operation, empty=operation_pb2.EmptyResult())
         return operation
 
+    def _release_policy(self, request: service_pb2.ReleasePolicyRequest) -> Message:
+        policy = policy_pb2.Policy()
+        policy.CopyFrom(self._get_policy(service_pb2.GetPolicyRequest(policy_id=request.policy_id)))
+        policy.state = policy_pb2.POLICY_STATE_RELEASED
+        return policy
+
     def _get_policy(self, request: service_pb2.GetPolicyRequest) -> Message:
         policy = self._policy(request.policy_id)
         return policy_pb2.Policy(

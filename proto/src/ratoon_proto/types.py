@@ -136,6 +136,12 @@ class PolicyState(bases.WireEnum):
     READY = "ready"
     FAILED = "failed"
     DELETING = "deleting"
+    RELEASED = "released"
+    """Put away: its state is on disk, and it has no worker. The next call that needs one brings it
+    back.
+    """
+    ENDED = "ended"
+    """Nobody has called it for `idle_ttl_s`. Its checkpoints and its history can still be read."""
 
 
 class LossKind(bases.WireEnum):
@@ -620,6 +626,14 @@ class PolicySpec:
     reference. The source has the same base, tuning and dtype, and of an adapter on a preset the
     same seed. It is read once: it may be deleted as soon as the policy is created.
     """
+    idle_release_s: float | None = None
+    """Seconds without work after which the policy is put away, as by ReleasePolicy; above 0. Not
+    while a window is open. Default: never.
+    """
+    idle_ttl_s: float | None = None
+    """Seconds without any call that names the policy, or one of its operations, after which it
+    ends; above 0. Its last state stays as a checkpoint, and its other files go. Default: never.
+    """
 
     if TYPE_CHECKING:
 
@@ -648,6 +662,8 @@ class PolicySpec:
             keep_rollouts: KeepRollouts | KeepRolloutsName = KeepRollouts.NONE,
             keep_rollouts_bytes: int = 268435456,
             from_checkpoint: CheckpointSource | None = None,
+            idle_release_s: float | None = None,
+            idle_ttl_s: float | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -684,7 +700,7 @@ class Policy:
     published_version: int | None = None
     """The newest version whose weights can be fetched."""
     failure: str
-    """Why the policy failed; empty where it has not."""
+    """Why the policy failed or ended; empty where it has not."""
     optimizer_states: str
     """The optimizer's states, by their name in worker.optimizer_states; for `auto` those that it
     chose, which stay. Empty until the model is loaded.

@@ -260,6 +260,9 @@ class RpcEngine:
     async def record_metrics(self, changes: object) -> None:
         """Nobody looks."""
 
+    async def note_call(self, _policy_id: str) -> None:
+        """The policy does not end."""
+
     def __getattr__(self, name: str) -> Any:
         async def ask(*args: object) -> object:
             return await self._ask(name, *args)

@@ -150,6 +150,17 @@ class AsyncRatoonClient:
             self._caller, await self._caller.ask(rpcs.DELETE_POLICY, policy_id=policy_id)
         )
 
+    async def release_policy(self, policy_id: str) -> Policy:
+        """Put a policy away: save its state, and end its workers, whose GPUs are free then.
+
+        Waits until nothing is left to run. What needs no worker is answered as before, and the next
+        call that needs one brings the policy back.
+
+        Raises:
+            RatoonApiError: WINDOW_OPEN, where gradients wait for their step.
+        """
+        return decode(await self._caller.ask(rpcs.RELEASE_POLICY, policy_id=policy_id), Policy)
+
     async def get_policy(self, policy_id: str) -> Policy:
         """Read a policy as it is now."""
         return decode(await self._caller.ask(rpcs.GET_POLICY, policy_id=policy_id), Policy)

@@ -93,6 +93,8 @@ class PolicyOptions(TypedDict, total=False):
     keep_rollouts: KeepRollouts | KeepRolloutsName | None
     keep_rollouts_bytes: int | None
     from_checkpoint: CheckpointSource | None
+    idle_release_s: float | None
+    idle_ttl_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -243,6 +243,10 @@ class _PolicyStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PolicySta
     POLICY_STATE_READY: _PolicyState.ValueType  # 2
     POLICY_STATE_FAILED: _PolicyState.ValueType  # 3
     POLICY_STATE_DELETING: _PolicyState.ValueType  # 4
+    POLICY_STATE_RELEASED: _PolicyState.ValueType  # 5
+    """Put away: its state is on disk, and it has no worker. The next call that needs one brings it back."""
+    POLICY_STATE_ENDED: _PolicyState.ValueType  # 6
+    """Nobody has called it for `idle_ttl_s`. Its checkpoints and its history can still be read."""
 
 class PolicyState(_PolicyState, metaclass=_PolicyStateEnumTypeWrapper):
     """Where a policy stands."""
@@ -252,6 +256,10 @@ POLICY_STATE_CREATING: PolicyState.ValueType  # 1
 POLICY_STATE_READY: PolicyState.ValueType  # 2
 POLICY_STATE_FAILED: PolicyState.ValueType  # 3
 POLICY_STATE_DELETING: PolicyState.ValueType  # 4
+POLICY_STATE_RELEASED: PolicyState.ValueType  # 5
+"""Put away: its state is on disk, and it has no worker. The next call that needs one brings it back."""
+POLICY_STATE_ENDED: PolicyState.ValueType  # 6
+"""Nobody has called it for `idle_ttl_s`. Its checkpoints and its history can still be read."""
 Global___PolicyState: _TypeAlias = PolicyState  # noqa: Y015
 
 @_typing.final
@@ -535,6 +543,8 @@ class PolicySpec(_message.Message):
     KEEP_ROLLOUTS_FIELD_NUMBER: _builtins.int
     KEEP_ROLLOUTS_BYTES_FIELD_NUMBER: _builtins.int
     FROM_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    IDLE_RELEASE_S_FIELD_NUMBER: _builtins.int
+    IDLE_TTL_S_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """The policy's id: [a-z0-9][a-z0-9_-]{0,63}."""
     preset: _builtins.str
@@ -560,6 +570,14 @@ class PolicySpec(_message.Message):
     keep_rollouts_bytes: _builtins.int
     """Most bytes of kept rollouts: the oldest steps go first, and of a step that is larger alone the least
     conspicuous rollouts. Default 256 MiB.
+    """
+    idle_release_s: _builtins.float
+    """Seconds without work after which the policy is put away, as by ReleasePolicy; above 0. Not while
+    a window is open. Default: never.
+    """
+    idle_ttl_s: _builtins.float
+    """Seconds without any call that names the policy, or one of its operations, after which it ends;
+    above 0. Its last state stays as a checkpoint, and its other files go. Default: never.
     """
     @_builtins.property
     def full(self) -> Global___FullTuning: ...
@@ -605,15 +623,21 @@ class PolicySpec(_message.Message):
         keep_rollouts: Global___KeepRollouts.ValueType = ...,
         keep_rollouts_bytes: _builtins.int | None = ...,
         from_checkpoint: Global___CheckpointSource | None = ...,
+        idle_release_s: _builtins.float | None = ...,
+        idle_ttl_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "from_checkpoint", b"from_checkpoint", "full", b"full", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "from_checkpoint", b"from_checkpoint", "full", b"full", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_backend: _TypeAlias = _typing.Literal["attention_backend"]  # noqa: Y015
     _WhichOneofArgType__attention_backend: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend"]  # noqa: Y015
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
+    _WhichOneofReturnType__idle_release_s: _TypeAlias = _typing.Literal["idle_release_s"]  # noqa: Y015
+    _WhichOneofArgType__idle_release_s: _TypeAlias = _typing.Literal["_idle_release_s", b"_idle_release_s"]  # noqa: Y015
+    _WhichOneofReturnType__idle_ttl_s: _TypeAlias = _typing.Literal["idle_ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__idle_ttl_s: _TypeAlias = _typing.Literal["_idle_ttl_s", b"_idle_ttl_s"]  # noqa: Y015
     _WhichOneofReturnType__keep_rollouts_bytes: _TypeAlias = _typing.Literal["keep_rollouts_bytes"]  # noqa: Y015
     _WhichOneofArgType__keep_rollouts_bytes: _TypeAlias = _typing.Literal["_keep_rollouts_bytes", b"_keep_rollouts_bytes"]  # noqa: Y015
     _WhichOneofReturnType__keep_versions: _TypeAlias = _typing.Literal["keep_versions"]  # noqa: Y015
@@ -628,6 +652,10 @@ class PolicySpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attention_backend) -> _WhichOneofReturnType__attention_backend | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deterministic) -> _WhichOneofReturnType__deterministic | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_release_s) -> _WhichOneofReturnType__idle_release_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_ttl_s) -> _WhichOneofReturnType__idle_ttl_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_rollouts_bytes) -> _WhichOneofReturnType__keep_rollouts_bytes | None: ...
     @_typing.overload
@@ -676,7 +704,7 @@ class Policy(_message.Message):
     published_version: _builtins.int
     """The newest version whose weights can be fetched."""
     failure: _builtins.str
-    """Why the policy failed; empty where it has not."""
+    """Why the policy failed or ended; empty where it has not."""
     optimizer_states: _builtins.str
     """The optimizer's states, by their name in worker.optimizer_states; for `auto` those that it chose,
     which stay. Empty until the model is loaded.

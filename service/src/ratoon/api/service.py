@@ -112,6 +112,11 @@ class PolicyService:
             await self._finish(self._engine.call(Engine.delete_policy, policy_id))
         )
 
+    async def release_policy(self, request: service_pb2.ReleasePolicyRequest) -> policy_pb2.Policy:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        policy = await self._finish(self._engine.call(Engine.release_policy, policy_id))
+        return policy_message(policy, self._defaults.models_root)
+
     async def get_policy(self, request: service_pb2.GetPolicyRequest) -> policy_pb2.Policy:
         return policy_message(await self._policy(request.policy_id), self._defaults.models_root)
 

@@ -14,7 +14,11 @@ from pathlib import Path
 from ratoon.config import LimitsConfig
 from ratoon.engine.controllers import Controllers
 from ratoon.engine.files.archive import Archive
-from ratoon.engine.files.paths import PolicyPaths, remove_policy_files
+from ratoon.engine.files.paths import (
+    PolicyPaths,
+    remove_all_but_checkpoints,
+    remove_policy_files,
+)
 from ratoon.engine.first_states import FirstStates
 from ratoon.engine.journal.codec import hash_text, to_text
 from ratoon.engine.journal.journal import Journal, until_room, until_there
@@ -98,8 +102,10 @@ class Lifecycle:
                 case PolicyState.DELETING:
                     live = await self._resume_delete(policy_id)
                     self._spawn(self._delete(policy_id, live))
-                case PolicyState.READY | PolicyState.FAILED:
+                case PolicyState.READY | PolicyState.RELEASED | PolicyState.FAILED:
                     self._spawn(self._bring_back(row))
+                case PolicyState.ENDED:
+                    self.clear_ended(policy_id)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work, and let running operations finish within `grace_s` seconds.
@@ -234,13 +240,15 @@ class Lifecycle:
         """The first operation, for a retry with the same spec. Raises POLICY_EXISTS."""
         kind, policy_id = OperationKind.CREATE_POLICY, spec.policy_id
         first = await self._journal.find_lifecycle_operation(policy_id, kind)
-        if first is None or row.spec != spec or row.state is PolicyState.DELETING:
+        is_gone = row.state in (PolicyState.DELETING, PolicyState.ENDED)
+        if first is None or row.spec != spec or is_gone:
             is_other = row.spec != spec
             raise policy_exists(policy_id, row.state, row.version, is_other=is_other)
         return view_of(first)
 
     async def _check_room(self) -> None:
-        used, limit = len(await self._journal.policies()), self._limits.max_policies
+        rows, limit = await self._journal.policies(), self._limits.max_policies
+        used = sum(row.state is not PolicyState.ENDED for row in rows)
         if used >= limit:
             raise RatoonError(
                 ErrorCode.RESOURCE_EXHAUSTED,
@@ -309,6 +317,23 @@ class Lifecycle:
         await until_room(
             lambda: self._journal.remove_policy(policy_id, keep_operation_id=keep_operation_id)
         )
+        self._metrics.send([Gone(labels={POLICY_LABEL: policy_id})])
+
+    def clear_ended(self, policy_id: str) -> None:
+        """Begin to end the processes of a policy that has ended, and to delete what it leaves."""
+        self._spawn(self._clear_ended(policy_id))
+
+    async def _clear_ended(self, policy_id: str) -> None:
+        paths = self._paths_of(policy_id)
+        try:
+            await self._controllers.end(policy_id)
+            self._policy_ids.discard(policy_id)
+            known = await until_room(lambda: self._journal.checkpoints(policy_id))
+            kept = {checkpoint.info.checkpoint_id for checkpoint in known}
+            await self._archive_of(paths).forget(kept)
+            await asyncio.to_thread(remove_all_but_checkpoints, paths, kept)
+        except Exception:  # noqa: BLE001 - the next start, or a deletion, does it
+            _LOG.exception("not cleaned up", policy_id=policy_id)
         self._metrics.send([Gone(labels={POLICY_LABEL: policy_id})])
 
     async def _bring_back(self, row: PolicyRow) -> None:

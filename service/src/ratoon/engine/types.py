@@ -55,6 +55,9 @@ class PolicySpec:
     keep_rollouts_bytes: int = 0
     # Where the weights of version 0 come from; None: from the model.
     from_checkpoint: CheckpointSource | None = None
+    # Seconds without work until it is put away, and without a call until it ends; None: never.
+    idle_release_s: float | None = None
+    idle_ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ class Policy:
     created_at: float
     info: ModelInfo | None
     published_version: int | None
-    # Why the policy failed; "": it has not, or the cause is unknown.
+    # Why the policy failed or ended; "": it has not, or the cause is unknown.
     failure: str = ""
 
 

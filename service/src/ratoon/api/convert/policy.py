@@ -90,6 +90,8 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
         keep_rollouts=spec.keep_rollouts,
         keep_rollouts_bytes=at_least("spec.keep_rollouts_bytes", spec.keep_rollouts_bytes, 1),
         from_checkpoint=_source(spec.from_checkpoint),
+        idle_release_s=_seconds("spec.idle_release_s", spec.idle_release_s),
+        idle_ttl_s=_seconds("spec.idle_ttl_s", spec.idle_ttl_s),
     )
 
 
@@ -126,6 +128,10 @@ def _publish(publish: PublishConfig) -> PublishConfig:
     if every_n not in (0, 1):
         raise invalid("spec.publish.every_n", every_n, f"absent: kind is {publish.kind}")
     return replace(publish, every_n=1)
+
+
+def _seconds(field: str, seconds: float | None) -> float | None:
+    return None if seconds is None else positive(field, seconds)
 
 
 def _parallel(parallel: ParallelLayout) -> ParallelLayout:

@@ -108,6 +108,7 @@ class Journal:
     adopt = _awaited(FencedStore.adopt)
     set_policy = _awaited(FencedStore.set_policy)
     fail = _awaited(FencedStore.fail)
+    end_policy = _awaited(FencedStore.end_policy)
     check_token = _awaited(FencedStore.check_token)
     set_published = _awaited(FencedStore.set_published)
     accept = _awaited(FencedStore.accept)

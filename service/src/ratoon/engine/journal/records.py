@@ -167,7 +167,7 @@ class PolicyRow:
     info: ModelInfo | None
     # Versions whose weights can be fetched, in publication order.
     published: tuple[int, ...]
-    # Why the policy failed; "": it has not, or the cause is unknown.
+    # Why the policy failed or ended; "": it has not, or the cause is unknown.
     failure: str
     # Number of writes that callers could be told of. It grows with each and never falls.
     position: int
@@ -290,6 +290,14 @@ def unused_id(name: str, seq: int, token: int, checkpoints: Iterable[Checkpoint]
     if name not in {checkpoint.info.checkpoint_id for checkpoint in checkpoints}:
         return name
     return f"{automatic_id(seq, token)}{_OWN_SUFFIX}"
+
+
+def unused_name(name: str, names: Iterable[str]) -> str:
+    """The name, with as many dashes behind it as make it one that is not among `names`."""
+    taken = frozenset(names)
+    while name in taken:
+        name += "-"
+    return name
 
 
 def check_own_id(checkpoint_id: str) -> None:

@@ -173,8 +173,10 @@ class Publisher(Awaited):
         if version == self._stopped:
             await self._landed_well()
 
-    async def catch_up(self) -> None:
+    async def catch_up(self, *, has_worker: bool) -> None:
         """After a crash: publish the current version where it is due, or was lost.
+
+        Without a worker that is left to a reader, who brings it back.
 
         A worker that may be a step ahead of the journal still has the copy of it. Other versions
         that are lost or damaged are no longer listed. Folders of damaged versions are set aside,
@@ -190,7 +192,8 @@ class Publisher(Awaited):
         if there != run.published:
             _LOG.warning("versions lost", policy_id=run.policy_id, published=run.published)
             await run.set_published(there)
-        if self.newest == run.version or not (is_lost or self._is_due(run.version)):
+        is_whole = self.newest == run.version or not (is_lost or self._is_due(run.version))
+        if is_whole or not has_worker:
             self._leave()
             self.wake()
             return
