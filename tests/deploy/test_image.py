@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import check_jsonschema
 import pytest
 import yaml
-from jsonschema import Draft7Validator
+from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = Path(check_jsonschema.__file__).parent / "builtin_schemas" / "vendor"
@@ -116,7 +116,7 @@ def test_image_context_holds_all_that_the_dockerfile_copies() -> None:
 
 
 def test_compose_is_what_the_specification_takes() -> None:
-    schema = Draft7Validator(json.loads((SCHEMAS / "compose-spec.json").read_text("utf-8")))
+    schema = Draft202012Validator(json.loads((SCHEMAS / "compose-spec.json").read_text("utf-8")))
     schema.validate(_compose())
     for key in ("profile", "stop_grace"):
         spoilt = _compose()

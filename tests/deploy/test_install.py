@@ -69,7 +69,7 @@ def _install_whole(folder: Path) -> Installed:
 
 
 def _install_wheels(folder: Path) -> Installed:
-    """Those of a release, over the libraries of this environment."""
+    """The wheels of a release, over the libraries of this environment."""
     dist, packages = folder / "dist", folder / "packages"
     release.build(dist, "")
     release.check(dist, "")

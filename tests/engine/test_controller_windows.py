@@ -66,7 +66,7 @@ async def test_a_poisoned_step_may_discard_its_window(
 ) -> None:
     """It fails, as do retries; the next pair is right, whichever process dies in between."""
     machine = await make_machine(recovery=Recovery.REPLAY).start()
-    machine.faults.breaks.add(20.0)
+    machine.faults.refuses.add(20.0)
     await machine.updates(1)
     await machine.forward_backward(2, 10)
     await machine.forward_backward(3, 20)
@@ -76,7 +76,7 @@ async def test_a_poisoned_step_may_discard_its_window(
     assert machine.worker.trainer.gradients == []
     again = await machine.step(4, *seqs, discard_on_poison=True)
     assert (again.operation_id, again.result) == (refused.operation_id, refused.result)
-    await machine.forward_backward(5, 50)
+    await machine.end(await machine.forward_backward(5, 50))
     for is_worker_lost in (False, True, False):
         if is_worker_lost:
             await machine.worker.kill()
