@@ -15,18 +15,22 @@ from ratoon_proto.types import Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.crash_runs import HISTORY, Survivor, Told
 from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec
+from tests.until import until
 
 # Often, and collected at the earliest moment.
 OFTEN = CheckpointConfig(every_operations=3, every_s=0, every_bytes=0, keep=1)
 POINTS = [point for point in CrashPoint if not point.startswith(("ingress-", "rank-"))]
 
 
-def assert_nothing_superfluous(machine: Machine) -> None:
-    """Files are those that the journal names."""
+async def until_nothing_is_superfluous(machine: Machine) -> None:
+    """Files are those that the journal names, once the checkpoint that is under way is written."""
     store = machine.journal.store
-    assert machine.bodies == set(store.bodies_in_use("p").values())
-    names = {checkpoint.info.checkpoint_id for checkpoint in store.checkpoints("p")}
-    assert {path.name for path in machine.paths.checkpoints.iterdir()} == names
+
+    def names() -> set[str]:
+        return {checkpoint.info.checkpoint_id for checkpoint in store.checkpoints("p")}
+
+    await until(lambda: {path.name for path in machine.paths.checkpoints.iterdir()} == names())
+    await until(lambda: machine.bodies == set(store.bodies_in_use("p").values()))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
         machine = Machine(folder, spec, LimitsConfig(), checkpoints=OFTEN)
         told = await Survivor(machine, is_put_away=False).run()
         assert len(machine.worker.trainers) == 1
-        assert_nothing_superfluous(machine)
+        await until_nothing_is_superfluous(machine)
         await machine.controller.close(1.0)
         return told
 
@@ -82,4 +86,4 @@ async def test_a_kill_changes_nothing_that_can_be_seen(
     assert point in machine.crashes.hits
     assert machine.journal.store.history("p").policy.next_seq == len(HISTORY) + 1
     await machine.restart_controller()
-    assert_nothing_superfluous(machine)
+    await until_nothing_is_superfluous(machine)
