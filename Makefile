@@ -23,7 +23,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more test-slow lint type audit fmt release lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto
+	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -91,6 +91,9 @@ bench-streams: env-dev ## how fast versions leave, and what publishing them adds
 
 bench-floor: env-dev ## what a caller waits for at least, and what an idle service holds; 5 minutes
 	@$(BIN)/python -m benchmarks.service.floor --out benchmarks/results/cpu/floor.json $(ARGS)
+
+bench-see: env-dev ## what reports, the history of steps and an open page cost; 10 minutes
+	@$(BIN)/python -m benchmarks.service.see --out benchmarks/results/cpu/see.json $(ARGS)
 
 bench-scale: env ## simulate an update on 8 to 4,096 GPUs, from what was measured
 	@$(BIN)/python -m benchmarks.scale.main --out benchmarks/results/cpu/scale.json $(ARGS)

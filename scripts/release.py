@@ -171,7 +171,7 @@ def faults(wheel: Path, url: str) -> Iterator[str]:
             yield f"no {field}"
     if bool(url) != ("Project-URL" in meta):
         yield f"Project-URL: {meta.get_all('Project-URL')}, url {url!r}"
-    for _, _, target in _LINK.findall(meta.get_payload()):
+    for _, _, target in _LINK.findall(str(meta.get_payload())):
         if "://" not in target and not target.startswith("#"):
             yield f"a link of the description: {target}"
 

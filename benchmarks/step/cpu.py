@@ -90,7 +90,7 @@ def measure_packed(
     All responses of `group` have the same length.
     """
     threads = torch.get_num_threads()
-    trainer = Trainer.create(_spec(preset, group, seed, threads))
+    trainer = Trainer.create(trainer_spec(preset, group, seed, threads))
     batch = make_batch((group,), trainer.info().vocab_size, seed)
     loss = resolve_loss(LossConfig(kind=LossKind.GRPO), batch, has_frozen_reference=False)
 
@@ -147,7 +147,8 @@ def measure_packed(
     }
 
 
-def _spec(preset: str, group: Group, seed: int, threads: int) -> TrainerSpec:
+def trainer_spec(preset: str, group: Group, seed: int, threads: int) -> TrainerSpec:
+    """A full policy of a preset on the CPU, in float32."""
     model = ModelSpec(
         base=PresetBase(name=preset), tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=seed
     )

@@ -10,6 +10,7 @@ import pytest
 
 from ratoon.auth.keys import Scope
 from ratoon.engine.commands import (
+    ForwardBackwardCommand,
     ForwardCommand,
     ImportWeightsCommand,
     NoKey,
@@ -53,7 +54,7 @@ async def test_a_forward_backward_answers_what_it_is_asked_for(api: Api, wire_na
     await api.create_policy()
     wire = api.wire(wire_name)
     output = training_pb2.ForwardOutput(logprobs=requests.floats([-1.0, float("nan")]))
-    asked = service_pb2.LOGPROBS_OF_UNSPECIFIED, service_pb2.LOGPROBS_OF_ALL
+    asked, step = (service_pb2.LOGPROBS_OF_UNSPECIFIED, service_pb2.LOGPROBS_OF_ALL), None
     for seq, (of, num_repeats) in enumerate(
         [(asked[0], 1), (asked[1], 1), (asked[1], 3 * 10**5)], 1
     ):
@@ -65,9 +66,14 @@ async def test_a_forward_backward_answers_what_it_is_asked_for(api: Api, wire_na
         if seq == 2:
             logprobs = decode_tensor(step.inline.logprobs, max_bytes=64)
             np.testing.assert_array_equal(logprobs, [-1.0, np.nan])
+    assert step is not None
     assert step.file.size_bytes == len(api.engine.forward_output)
     commands = [submission.command for submission in api.engine.log]
-    assert [(each.with_logprobs, each.with_entropy) for each in commands] == [
+    assert [
+        (each.with_logprobs, each.with_entropy)
+        for each in commands
+        if isinstance(each, ForwardBackwardCommand)
+    ] == [
         (None, False),
         (LogprobsOf.ALL, True),
         (LogprobsOf.ALL, True),
@@ -103,8 +109,10 @@ async def test_a_refused_call_takes_its_seq_where_it_asks_to(api: Api, wire_name
         optim=training_pb2.OptimStepConfig(learning_rate=-1.0),
     )
     assert (await wire.call("OptimStep", step)).error.field == "optim.learning_rate"
-    for key in ({"seq": 0}, {"request_id": "r"}, {}):
-        step.key.CopyFrom(service_pb2.OperationKey(consume=True, **key))
+    key = service_pb2.OperationKey
+    for wrong_key in (key(seq=0), key(request_id="r"), key()):
+        wrong_key.consume = True
+        step.key.CopyFrom(wrong_key)
         wrong = await refused_by(wire, "OptimStep", step)
         assert wrong.detail.field.removeprefix("key.") in ("seq", "request_id")
     upload = requests.forward_backward(seq=3)

@@ -216,7 +216,7 @@ class FakeService:
         policy.state = policy_pb2.POLICY_STATE_RELEASED
         return policy
 
-    def _get_policy(self, request: service_pb2.GetPolicyRequest) -> Message:
+    def _get_policy(self, request: service_pb2.GetPolicyRequest) -> policy_pb2.Policy:
         policy = self._policy(request.policy_id)
         return policy_pb2.Policy(
             spec=policy_pb2.PolicySpec(

@@ -8,17 +8,17 @@ import json
 import re
 import shutil
 import subprocess
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import check_jsonschema
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
-SCHEMAS = Path(check_jsonschema.__file__).parent / "builtin_schemas" / "vendor"
+SCHEMAS = files("check_jsonschema") / "builtin_schemas" / "vendor"
 
 
 def _compose() -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_compose_lets_no_web_page_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _unit() -> configparser.RawConfigParser:
     unit = configparser.RawConfigParser(strict=False, delimiters="=")
-    unit.optionxform = str
+    unit.optionxform = lambda optionstr: optionstr
     unit.read_string((ROOT / "deploy" / "ratoon.service").read_text())
     return unit
 

@@ -157,8 +157,7 @@ def is_consumed(request: BatchRequest | PlainRequest, error: RatoonError) -> boo
 def refused(request: BatchRequest | PlainRequest, policy: Policy, error: RatoonError) -> Submission:
     """The operation that a refused request becomes. Raises INVALID_ARGUMENT for its key."""
     key = operation_key(request, policy)
-    content = type(request)()
-    content.CopyFrom(request)
+    content = type(request).FromString(request.SerializeToString())
     content.ClearField("key")
     digest = hashlib.sha256(content.SerializeToString(deterministic=True)).hexdigest()
     command = RefusedCommand(

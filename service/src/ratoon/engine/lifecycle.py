@@ -281,8 +281,7 @@ class Lifecycle:
     async def _check_first_state(self, spec: PolicySpec) -> None:
         """Raises INVALID_ARGUMENT where a policy has not taken its source's state."""
         row = await self._journal.policy(spec.policy_id)
-        is_failed = row is not None and row.state is PolicyState.FAILED
-        if spec.from_checkpoint is not None and is_failed:
+        if spec.from_checkpoint and row is not None and row.state is PolicyState.FAILED:
             name = spec.from_checkpoint.checkpoint_id
             raise invalid("spec.from_checkpoint", name, f"one that can be loaded: {row.failure}")
 
