@@ -131,7 +131,8 @@ async def test_a_step_tells_of_receivers_that_lag(machine: Machine) -> None:
         await machine.controller.ack_weights(ack("new", number))
         warnings = _warnings(ended)
         assert not warnings or number == 10
-    (warning,) = warnings
+    assert len(warnings) == 1
+    warning = warnings[0]
     assert warning.kind == WarningKind.RECEIVER_LAG
     assert "far behind version 9, the newest: old version 0 (9 behind); they" in warning.message
     await machine.controller.ack_weights(ack("old", 10))
