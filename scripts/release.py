@@ -52,7 +52,9 @@ CONTENTS = {
 }
 # Made when it runs, pages on the code, and files for operators, of which `package-data` has some.
 _LEFT_OUT = {"__pycache__", "cubins", "README.md", "deploy"}
-_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+_TARGET = re.compile(r"\]\(([^)\s]+)\)")
+# The label may be an image, which is a link of its own.
+_LINK = re.compile(r"(!?)\[((?:!\[[^\]]*\]\([^)\s]+\)|[^\]])*)\]\(([^)\s]+)\)")
 
 
 def versions() -> dict[str, str]:
@@ -101,10 +103,10 @@ def described(text: str, folder: Path, url: str, tag: str) -> str:
     """A description whose links, which start from `folder`, lead there from everywhere."""
 
     def linked(found: re.Match[str]) -> str:
-        image, label, target = found.groups()
+        image, label, target = found[1], _LINK.sub(linked, found[2]), found[3]
         path, mark, anchor = target.partition("#")
         if "://" in target or not path:
-            return found[0]
+            return f"{image}[{label}]({target})"
         place = (folder / path).resolve().relative_to(ROOT).as_posix()
         if not url:
             return label if image or label.strip("`").startswith(place) else f"{label} ({place})"
@@ -171,7 +173,7 @@ def faults(wheel: Path, url: str) -> Iterator[str]:
             yield f"no {field}"
     if bool(url) != ("Project-URL" in meta):
         yield f"Project-URL: {meta.get_all('Project-URL')}, url {url!r}"
-    for _, _, target in _LINK.findall(str(meta.get_payload())):
+    for target in _TARGET.findall(str(meta.get_payload())):
         if "://" not in target and not target.startswith("#"):
             yield f"a link of the description: {target}"
 

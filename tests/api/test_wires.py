@@ -96,6 +96,7 @@ async def test_create_policy_keeps_what_is_said(api: Api, wire_name: str) -> Non
     expected = policy_pb2.PolicySpec()
     expected.CopyFrom(spec)
     expected.optimizer.beta2, expected.optimizer.weight_decay = 0.95, 0.01
+    expected.optimizer.decay = policy_pb2.DECAY_ALL
     assert operation.policy.spec == expected
 
 
