@@ -43,8 +43,8 @@ _ESSENTIAL = (
 _NO_REPORTS = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
 # Ray's default is 15: beside other busy processes a worker would get a thirtieth of a core.
 _AS_NICE_AS_THIS = {"worker_niceness": 0}
-# Ray waits as long for its node.
-_RAYLET_S = 30.0
+# A busy machine takes longer than the 30 s that Ray would wait.
+_RAYLET_S = 180.0
 _POLL_S = 0.02
 
 
