@@ -38,6 +38,7 @@ from ratoon.train import report, trainer
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import CounterDivisor, OptimStep
 from ratoon.train.ranks import rank
+from ratoon.train.rollout_figures import FoundRollouts
 from ratoon.train.trainer import Trainer
 from ratoon_client import Loss, Optim, RatoonClient, group, rollout
 from ratoon_proto.types import DivideBy, LossConfig, LossKind, OperationKind
@@ -49,7 +50,7 @@ PATIENCE_S = 300.0
 GROUPS = (Group(prompt=512, responses=(128,) * 8),) * 2
 # What finds figures and warnings, each called once or twice in an update.
 FINDERS = (
-    (trainer.FoundRollouts, "of"),
+    (FoundRollouts, "of"),
     (trainer, "step_warnings"),
     (trainer.Trainer, "_probe"),
     (report, "pass_warnings"),
@@ -272,6 +273,8 @@ def _again(record: OperationRecord, seq: int) -> tuple[OperationRecord, Operatio
         created_at=record.created_at,
     )
     assert record.version is not None
+    assert record.result is not None
+    assert record.finished_at is not None
     end = OperationEnd(
         operation_id=operation_id,
         state=JournalState.APPLIED,
