@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -202,27 +203,28 @@ def measure_page(root: Path, blocks: int, seed: int) -> dict[str, Any]:
 
 @contextmanager
 def _open_page(url: str) -> Generator[None, None, None]:
-    """Ask for what an open page of the policy asks for, as often."""
+    """Ask for what an open page of the policy asks for, as often. Raises what a request raised."""
     is_over = threading.Event()
+    policy = f"{url}/v1/policies/{POLICY}"
 
     def read() -> None:
         after = 0
-        with httpx.Client(base_url=f"{url}/v1/policies/{POLICY}", trust_env=False) as client:
+        with httpx.Client(trust_env=False) as client:
             while not is_over.is_set():
-                client.get("").raise_for_status()
-                steps = client.get("/steps", params={"after_seq": after}).raise_for_status().json()
+                asked = {"after_seq": after}
+                steps = client.get(f"{policy}/steps", params=asked).raise_for_status().json()
                 after = max([after, *steps["seq"]])
-                client.get("/weights").raise_for_status()
-                client.get("/checkpoints").raise_for_status()
+                for name in ("", "/weights", "/checkpoints"):
+                    client.get(f"{policy}{name}").raise_for_status()
                 is_over.wait(PAGE_PERIOD_S)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        reader.join()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            yield
+        finally:
+            is_over.set()
+        reading.result()
 
 
 def measure_history(database: Path, ends: int) -> dict[str, Any]:
