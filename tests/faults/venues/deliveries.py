@@ -132,6 +132,8 @@ class _Deliveries:
 
     async def _until_served(self, client: AsyncRatoonClient) -> None:
         """Until the engine samples with the newest version, and readers of the folder see it."""
+        if self._run.notes.errors:
+            raise AssertionError(self._run.notes.errors)
         told = self._run.notes.told.values()
         newest = await client.weight_manifest(
             POLICY, max(one.version for one in told if one.version is not None), wait_s=60.0
