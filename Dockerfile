@@ -12,9 +12,9 @@ FROM ${PYTHON_IMAGE} AS build
 ARG DEVICE=cpu
 ARG TORCH_INDEX=
 WORKDIR /src
-COPY deploy/install.sh deploy/install.sh
-COPY deploy/torch.lock deploy/torch.lock
-COPY deploy/requirements.lock deploy/requirements.lock
+COPY LICENSE LICENSE
+COPY deploy deploy
+COPY examples examples
 COPY proto proto
 COPY kernels kernels
 COPY clients clients

@@ -22,7 +22,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-more test-slow lint type audit fmt lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
+.PHONY: help demo test test-more test-slow lint type audit fmt release lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
 	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto
 
 help:
@@ -66,6 +66,9 @@ audit: env-dev ## look up known vulnerabilities of what is installed; asks a ser
 fmt: env-dev ## format and fix what can be fixed
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
+
+release: env-dev ## build wheels and sdists into dist/ and check them; ARGS="--url URL": where the sources are
+	@$(BIN)/python scripts/release.py build $(ARGS)
 
 lock: ## resolve deploy/*.lock anew, at the versions of constraints.txt
 	@PYTHON=$(PYTHON) scripts/lock.sh
@@ -124,10 +127,10 @@ faults: env-dev ## kill, tear and load everything, in ten minutes: nothing ackno
 	@$(BIN)/python -m tests.faults.run $(ARGS)
 
 up: ## start the service, Prometheus and Grafana in containers
-	docker compose --profile monitoring up --build --detach --wait
+	docker compose --profile $(if $(NVIDIA),gpu,cpu) --profile monitoring up --build --detach --wait
 
 down: ## stop them
-	docker compose --profile monitoring down
+	docker compose --profile '*' down
 
 clean: ## remove the environments and every cache
 	rm -rf .venv .venv-proto .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis

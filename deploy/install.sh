@@ -4,8 +4,8 @@
 #
 #   deploy/install.sh VENV [cpu|cuda]
 #
-# cpu   torch from TORCH_INDEX where that is set (a CPU build is about 0.2 GB, the default one 3 GB): of
-#       the lock's version, but by whatever digest that index gives
+# cpu   torch's CPU build (about 0.2 GB; the default one has 3 GB), from TORCH_INDEX where that is set,
+#       else from PyTorch's own index: of the lock's version, but by whatever digest that index gives
 # cuda  torch's default build, which brings its CUDA libraries; the kernels are compiled ahead, which
 #       needs no GPU
 #
@@ -37,19 +37,24 @@ EOF
 "$python" -m venv "$venv"
 # The locks name all that is needed; pip is not to look for more.
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps)
-if [ "$device" = cpu ] && [ -n "${TORCH_INDEX:-}" ]; then
-  torch=$(grep --only-matching --extended-regexp '^torch==[0-9.]+' "$root/deploy/torch.lock")
+"${pip[@]}" --require-hashes --requirement "$root/deploy/requirements.lock"
+torch=$(grep --only-matching --extended-regexp '^torch==[0-9.]+' "$root/deploy/torch.lock")
+if [ "$device" = cuda ]; then
+  "${pip[@]}" --require-hashes --requirement "$root/deploy/torch.lock"
+elif [ -n "${TORCH_INDEX:-}" ]; then
   "${pip[@]}" --index-url "$TORCH_INDEX" "$torch"
 else
-  "${pip[@]}" --require-hashes --requirement "$root/deploy/torch.lock"
+  # Which knows where that index is; nothing needs it later.
+  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --torch-backend cpu "$torch"
 fi
-"${pip[@]}" --require-hashes --requirement "$root/deploy/requirements.lock"
+"$venv/bin/python" -m pip --quiet --disable-pip-version-check uninstall --yes uv
 # Built from a copy: the checkout may be read-only, and a build writes beside the sources.
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 for part in proto kernels clients/python service; do
   mkdir -p "$build/$part"
-  cp -R "$root/$part/pyproject.toml" "$root/$part/README.md" "$root/$part/src" "$build/$part/"
+  # Links, to the license, the examples and the like, as what they lead to.
+  cp -RL "$root/$part"/{pyproject.toml,README.md,LICENSE,src} "$build/$part/"
   find "$build/$part/src" \( -name '*.egg-info' -o -name cubins \) -prune -exec rm -rf {} +
 done
 # With the lock's setuptools: a build of its own environment would fetch another.

@@ -4,8 +4,9 @@
 
 `my-model` is a folder below the service's models root, or a preset ("tiny"). A line of a data file
 has `prompt` (text) or `messages` (chat turns), and whatever the reward needs beside them. The file
-of the reward has a function `reward(response: str, example: dict) -> float`. A line of --sft ends
-with the answer: `messages` whose last turn is the assistant's, or `prompt` and `response`.
+of the reward has a function `reward(response: str, example: dict) -> float`, and where lines have
+neither, `messages(example: dict) -> list[dict]`. A line of --sft ends with the answer: `messages`
+whose last turn is the assistant's, or `prompt` and `response`.
 
 The sampler is this process's own copy of the model, or with --vllm a vLLM server on the folder
 WORK/latest (docs/recipes.md has its flags). What a call does is a function of its seq alone: a run
@@ -20,6 +21,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +39,35 @@ from ratoon_client import (
     Optim,
     PolicySession,
     RatoonClient,
+    Rollout,
     StepReport,
     VllmAdapter,
+    WeightReceiver,
     group,
     rollout,
 )
 from ratoon_client.weights.hf_module import ModuleAdapter
 
 Example = dict[str, Any]
-Reward = Callable[[str, Example], float]
+Messages = list[dict[str, str]]
+# Requests that a vLLM server has at a time.
+AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What the file of the reward has; `messages` None: each line has its own prompt."""
+
+    reward: Callable[[str, Example], float]
+    messages: Callable[[Example], Messages] | None
+
+    def examples(self, path: Path | None) -> list[Example]:
+        """The lines of a data file, each with `messages` or a `prompt`."""
+        lines = read_lines(path) if path else []
+        for line in lines:
+            if self.messages and "prompt" not in line and "messages" not in line:
+                line["messages"] = self.messages(line)
+        return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +80,11 @@ class Sample:
 
 
 class Sampler(Protocol):
-    def sample(self, prompt: list[int], count: int, *, greedy: bool = False) -> list[Sample]: ...
+    def sample(
+        self, prompts: list[list[int]], count: int, *, greedy: bool = False
+    ) -> list[list[Sample]]:
+        """`count` responses to each of the prompts."""
+        ...
 
 
 class ModuleSampler:
@@ -84,8 +110,13 @@ class ModuleSampler:
             "output_logits": True,
         }
 
+    def sample(
+        self, prompts: list[list[int]], count: int, *, greedy: bool = False
+    ) -> list[list[Sample]]:
+        return [self._responses(prompt, count, greedy=greedy) for prompt in prompts]
+
     @torch.inference_mode()
-    def sample(self, prompt: list[int], count: int, *, greedy: bool = False) -> list[Sample]:
+    def _responses(self, prompt: list[int], count: int, *, greedy: bool) -> list[Sample]:
         tokens = torch.tensor([prompt] * count, device=self.model.device)
         # The whole distribution, as the trainer has it.
         drawn = {} if greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -117,7 +148,13 @@ class VllmSampler:
         self._http = httpx.Client(base_url=url, timeout=600.0, trust_env=False)
         self._max_tokens = max_tokens
 
-    def sample(self, prompt: list[int], count: int, *, greedy: bool = False) -> list[Sample]:
+    def sample(
+        self, prompts: list[list[int]], count: int, *, greedy: bool = False
+    ) -> list[list[Sample]]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(lambda prompt: self._responses(prompt, count, greedy), prompts))
+
+    def _responses(self, prompt: list[int], count: int, greedy: bool) -> list[Sample]:
         body = {
             "prompt": prompt,
             "n": count,
@@ -144,6 +181,7 @@ class Texts:
     """Chat turns and texts as the model's own tokens."""
 
     tokenizer: Any
+    template: dict[str, Any]
 
     def prompt(self, example: Example) -> list[int]:
         if "messages" not in example:
@@ -168,7 +206,10 @@ class Texts:
 
     def _chat(self, messages: Sequence[Example], *, add_generation_prompt: bool) -> list[int]:
         return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, return_dict=False
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            return_dict=False,
+            **self.template,
         )
 
 
@@ -205,13 +246,13 @@ def read_lines(path: Path) -> list[Example]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def read_reward(path: Path) -> Reward:
+def read_task(path: Path) -> Task:
     spec = importlib.util.spec_from_file_location("reward", path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.reward
+    return Task(reward=module.reward, messages=getattr(module, "messages", None))
 
 
 class Run:
@@ -221,10 +262,9 @@ class Run:
         self._options = options
         self._client = client
         self._session: PolicySession = client.policy(options.policy)
-        self._reward = read_reward(options.reward)
-        self._train, self._test, self._sft = (
-            read_lines(path) if path else [] for path in (options.data, options.eval, options.sft)
-        )
+        self._task = read_task(options.reward)
+        self._train, self._test = map(self._task.examples, (options.data, options.eval))
+        self._sft = read_lines(options.sft) if options.sft else []
         self.version = 0
         self.reports: list[StepReport] = []
         self.rewards: dict[int, float] = {}
@@ -240,13 +280,19 @@ class Run:
         pulled = client.pull_weights(options.policy, options.work)
         self.version = pulled.version
         tokens = AutoTokenizer.from_pretrained(options.base or pulled.folder)
-        self._texts = Texts(tokenizer=tokens)
+        self._texts = Texts(tokenizer=tokens, template=options.template)
         with self._open_sampler(pulled.folder) as (sampler, adapter):
             self._sampler = sampler
             receiver = client.weight_receiver(options.policy, options.work / "mirror", adapter)
+            if options.vllm:
+                # The server may have been left on an earlier version.
+                self._receive(receiver)
             while self._step():
-                received = receiver.sync_once()
-                self.version = self.version if received is None else received.version
+                self._receive(receiver)
+
+    def _receive(self, receiver: WeightReceiver) -> None:
+        received = receiver.sync_once()
+        self.version = self.version if received is None else received.version
 
     @contextmanager
     def _open_sampler(self, folder: Path) -> Iterator[tuple[Sampler, Adapter]]:
@@ -291,31 +337,36 @@ class Run:
             return groups, Loss("cross_entropy")
         torch.manual_seed(self._options.seed + call.number)
         examples = batch_of(self._train, call.number, self._options.prompts)
+        prompts = [self._texts.prompt(example) for example in examples]
+        sampled = self._sampler.sample(prompts, self._options.responses)
         groups = [
-            self._group(f"{call.number}-{index}", example) for index, example in enumerate(examples)
+            group(
+                f"{call.number}-{index}",
+                prompt,
+                [self._rollout(sample, example) for sample in samples],
+            )
+            for index, (prompt, samples, example) in enumerate(
+                zip(prompts, sampled, examples, strict=True)
+            )
         ]
         return groups, Loss(self._options.loss)
 
-    def _group(self, group_id: str, example: Example) -> Group:
-        prompt = self._texts.prompt(example)
-        rollouts = [
-            rollout(
-                response=sample.tokens,
-                sampler_logprobs=sample.logprobs,
-                reward=float(self._reward(self._texts.response(sample), example)),
-                policy_version=self.version,
-                truncated=sample.truncated,
-            )
-            for sample in self._sampler.sample(prompt, self._options.responses)
-        ]
-        return group(group_id, prompt, rollouts)
+    def _rollout(self, sample: Sample, example: Example) -> Rollout:
+        return rollout(
+            response=sample.tokens,
+            sampler_logprobs=sample.logprobs,
+            reward=float(self._task.reward(self._texts.response(sample), example)),
+            policy_version=self.version,
+            truncated=sample.truncated,
+        )
 
     def _evaluate(self, number: int) -> None:
         """Mean reward of the most likely answers to prompts that are not trained on."""
+        prompts = [self._texts.prompt(example) for example in self._test]
+        answers = self._sampler.sample(prompts, 1, greedy=True)
         rewards = [
-            self._reward(self._texts.response(sample), example)
-            for example in self._test
-            for sample in self._sampler.sample(self._texts.prompt(example), 1, greedy=True)
+            self._task.reward(self._texts.response(answer), example)
+            for (answer,), example in zip(answers, self._test, strict=True)
         ]
         self.rewards[number] = sum(rewards) / len(rewards)
         print(f"held out after {number} updates: reward {self.rewards[number]:.3f}", flush=True)
@@ -344,6 +395,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval", type=Path, help="JSON lines of held-out prompts")
     parser.add_argument("--eval-every", type=int, default=20, metavar="UPDATES")
     parser.add_argument("--save-every", type=int, default=50, metavar="UPDATES", help="0: never")
+    parser.add_argument(
+        "--template", type=json.loads, default={}, metavar="JSON", help="for the chat template"
+    )
     parser.add_argument("--vllm", metavar="URL", help="sample by this server")
     options = parser.parse_args(arguments)
     if options.lora and not (options.base or options.vllm):

@@ -13,7 +13,7 @@ trap 'rm -rf "$scratch"' EXIT
 parts=(proto kernels clients/python service) own=()
 for part in "${parts[@]}"; do
   mkdir -p "$scratch/$part" "$scratch/wheels"
-  cp -R "$part/pyproject.toml" "$part/README.md" "$part/src" "$scratch/$part/"
+  cp -RL "$part"/{pyproject.toml,README.md,LICENSE,src} "$scratch/$part/"
   "$scratch/venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$scratch/wheels" "$scratch/$part"
 done
 for wheel in "$scratch"/wheels/*.whl; do
@@ -21,9 +21,10 @@ for wheel in "$scratch"/wheels/*.whl; do
   own+=(--no-emit-package "${name%%-*}")
 done
 
-# Our distributions are built beside what the lock installs, so setuptools is of it.
+# Our distributions are built beside what the lock installs, so setuptools is of it; uv gets torch.
 echo 'ratoon[s3]
-setuptools>=77' >"$scratch/wanted.txt"
+setuptools>=77
+uv' >"$scratch/wanted.txt"
 compile() {
   "$scratch/venv/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes \
     --no-annotate --find-links "$scratch/wheels" --constraint constraints.txt "${own[@]}" \

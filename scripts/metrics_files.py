@@ -52,7 +52,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         ("Policies", "policy_info"),
         ("Kernel backends", "backend_info"),
         ("Versions in use", "build_info"),
-        ("Failed policies", "policy_failed"),
+        ("Failed policies, and those put away", "policy_failed", "policy_released"),
         ("Seconds since the last step", "last_step_timestamp_seconds"),
         ("Warnings", "warnings_total"),
         ("Steps", "steps_total"),

@@ -18,12 +18,16 @@ from tests.client.fake_engine import FILE, ROOT, FakeEngine
 
 
 class SamplingEngine(FakeEngine):
-    """Started on the version in `folder`; `url` is whoever's serves it."""
+    """Started on the version in `folder`; `url` is whoever's serves it.
+
+    `stop`: the token that ends a response; None: none does.
+    """
 
     url = ""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stop: int | None = None) -> None:
         self.folder = folder
+        self._stop = stop
         # generate() is typed as a tensor.
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder)
         self._generator = torch.Generator().manual_seed(0)
@@ -60,11 +64,12 @@ class SamplingEngine(FakeEngine):
 
     @torch.inference_mode()
     def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Responses of the whole distribution at the temperature; an end of turn ends none."""
+        """Responses of the whole distribution at the temperature; at 0 the likeliest tokens."""
         assert (body["top_p"], body["top_k"], body["logprobs"]) == (1.0, 0, 0)
         assert body["return_token_ids"] is True
         generator = self._generator
-        if body["seed"] is not None:
+        is_greedy = body["temperature"] == 0
+        if body.get("seed") is not None:
             generator = torch.Generator().manual_seed(body["seed"])
         cache, inputs = None, torch.tensor([body["prompt"]])
         drawn: list[torch.Tensor] = []
@@ -72,19 +77,23 @@ class SamplingEngine(FakeEngine):
         for _ in range(body["max_tokens"]):
             out = self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            rows = (out.logits[:, -1].float() / body["temperature"]).log_softmax(-1)
+            rows = (out.logits[:, -1].float() / (body["temperature"] or 1.0)).log_softmax(-1)
             if not drawn:
                 cache.batch_repeat_interleave(body["n"])
                 rows = rows.expand(body["n"], -1)
-            inputs = torch.multinomial(rows.exp(), 1, generator=generator)
+            if is_greedy:
+                inputs = rows.argmax(-1, keepdim=True)
+            else:
+                inputs = torch.multinomial(rows.exp(), 1, generator=generator)
             drawn.append(inputs)
             logprobs.append(rows.gather(1, inputs))
         responses, values = torch.cat(drawn, 1).tolist(), torch.cat(logprobs, 1).tolist()
-        return [
-            {
-                "token_ids": response,
-                "logprobs": {"token_logprobs": row},
-                "finish_reason": "length",
-            }
-            for response, row in zip(responses, values, strict=True)
-        ]
+        return [self._choice(*pair) for pair in zip(responses, values, strict=True)]
+
+    def _choice(self, tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
+        length = tokens.index(self._stop) + 1 if self._stop in tokens else len(tokens)
+        return {
+            "token_ids": tokens[:length],
+            "logprobs": {"token_logprobs": logprobs[:length]},
+            "finish_reason": "stop" if self._stop in tokens else "length",
+        }

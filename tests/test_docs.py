@@ -19,6 +19,7 @@ from ratoon.metrics import METRICS
 from ratoon.model.families import FAMILIES, WRAPPERS
 from ratoon.model.spec import PRESET_NAMES
 from ratoon.warning_kinds import WarningKind
+from ratoon_proto.bases import REPORT_GROUPS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -159,6 +160,15 @@ def test_every_message_of_the_troubleshooting_page_is_one() -> None:
     assert not unknown
     codes = {code for cell in seen for code in re.findall(r"\b[A-Z]+_[A-Z_]+\b", cell)}
     assert codes <= {str(code) for code in ErrorCode}
+
+
+def test_the_groups_of_a_report_are_those_of_the_page_on_training() -> None:
+    page = (DOCS / "train.md").read_text(encoding="utf-8")
+    told = {row[0]: row[1] for row in _rows(page, "| group | figures |")}
+    assert told == {
+        f"`{group}`": ", ".join(f"`{name}`" for name in names)
+        for group, names in REPORT_GROUPS.items()
+    }
 
 
 def test_the_page_of_models_is_what_the_families_say() -> None:

@@ -25,6 +25,7 @@ from ratoon.engine.commands import (
     Holder,
     ImportWeightsCommand,
     NoKey,
+    RefusedCommand,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
@@ -37,6 +38,7 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
+    FailedResult,
     ForwardResult,
     Operation,
     OperationFilter,
@@ -62,6 +64,7 @@ from ratoon_proto.types import (
     PolicyState,
     Progress,
     ReceiverInfo,
+    ResultFile,
     StepHistory,
     StepReport,
     StepResult,
@@ -155,6 +158,12 @@ class FakeEngine(EngineClient):
         del self.known_policies[policy_id]
         return self._add(policy_id, OperationKind.DELETE_POLICY, EmptyResult())
 
+    async def release_policy(self, policy_id: str) -> Policy:
+        return replace(await self.policy(policy_id), state=PolicyState.RELEASED)
+
+    async def note_call(self, policy_id: str) -> None:
+        """No policy ends here."""
+
     async def policy(self, policy_id: str) -> Policy:
         if policy_id not in self.known_policies:
             raise RatoonError(
@@ -235,6 +244,10 @@ class FakeEngine(EngineClient):
             policy = replace(policy, next_seq=policy.next_seq + 1, version=policy.version + 1)
             self.known_policies[operation.policy_id] = policy
         result: OperationResult = StepResult(version=policy.version, report=REPORT)
+        if getattr(submission.command, "with_logprobs", None) is not None:
+            output = self.forward_output
+            file = ResultFile(digest=self.add_file(output), size_bytes=len(output))
+            result = replace(result, file=file)
         if isinstance(submission.command, SaveCheckpointCommand):
             result = CheckpointInfo(
                 checkpoint_id=f"folder-{operation.seq}",
@@ -261,10 +274,13 @@ class FakeEngine(EngineClient):
             result = ForwardResult(
                 version=policy.version, digest=digest, size_bytes=len(output), report=REPORT
             )
+        state = OperationState.DONE
+        if isinstance(submission.command, RefusedCommand):
+            state, result = OperationState.FAILED, FailedResult(error=submission.command.error)
         await self.set(
             replace(
                 operation,
-                state=OperationState.DONE,
+                state=state,
                 blocked_by_seq=0,
                 started_at=3.0,
                 finished_at=4.0,

@@ -51,6 +51,13 @@ def spec(policy_id: str = POLICY, **changes: object) -> policy_pb2.PolicySpec:
     return message
 
 
+def forward_backward(seq: int = 1) -> service_pb2.ForwardBackwardRequest:
+    whole = update(seq)
+    return service_pb2.ForwardBackwardRequest(
+        policy_id=POLICY, key=whole.key, batch=whole.batch, loss=whole.loss
+    )
+
+
 def update(
     seq: int = 1,
     batch: Sequence[rollout_pb2.RolloutGroup] | None = None,

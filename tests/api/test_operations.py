@@ -10,6 +10,7 @@ import pytest
 
 from ratoon.auth.keys import Scope
 from ratoon.engine.commands import (
+    ForwardBackwardCommand,
     ForwardCommand,
     ImportWeightsCommand,
     NoKey,
@@ -19,8 +20,8 @@ from ratoon.engine.commands import (
     UpdateCommand,
 )
 from ratoon_proto.codec import decode_tensor, encode_array
-from ratoon_proto.types import ImportMode, LossConfig, OptimStepConfig
-from ratoon_proto.v1 import operation_pb2, rollout_pb2, service_pb2, training_pb2
+from ratoon_proto.types import ImportMode, LogprobsOf, LossConfig, OptimStepConfig
+from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
 from tests.api.guarded import Guarded
@@ -46,6 +47,85 @@ async def test_small_forward_output_comes_inline(api: Api, wire_name: str) -> No
     assert submission.key == NoKey()
     assert isinstance(submission.command, ForwardCommand)
     assert submission.command.with_entropy
+
+
+async def test_a_forward_backward_answers_what_it_is_asked_for(api: Api, wire_name: str) -> None:
+    """Log-probs inline where they are few, as a file where they are many; nothing unasked."""
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    output = training_pb2.ForwardOutput(logprobs=requests.floats([-1.0, float("nan")]))
+    asked, step = (service_pb2.LOGPROBS_OF_UNSPECIFIED, service_pb2.LOGPROBS_OF_ALL), None
+    for seq, (of, num_repeats) in enumerate(
+        [(asked[0], 1), (asked[1], 1), (asked[1], 3 * 10**5)], 1
+    ):
+        api.engine.forward_output = output.SerializeToString() * num_repeats
+        request = requests.forward_backward(seq=seq)
+        request.with_logprobs, request.with_entropy = of, bool(of)
+        step = (await wire.call("ForwardBackward", request)).step
+        assert step.WhichOneof("output") == (None, "inline", "file")[seq - 1]
+        if seq == 2:
+            logprobs = decode_tensor(step.inline.logprobs, max_bytes=64)
+            np.testing.assert_array_equal(logprobs, [-1.0, np.nan])
+    assert step is not None
+    assert step.file.size_bytes == len(api.engine.forward_output)
+    commands = [submission.command for submission in api.engine.log]
+    assert [
+        (each.with_logprobs, each.with_entropy)
+        for each in commands
+        if isinstance(each, ForwardBackwardCommand)
+    ] == [
+        (None, False),
+        (LogprobsOf.ALL, True),
+        (LogprobsOf.ALL, True),
+    ]
+    request = requests.forward_backward(seq=4)
+    request.with_entropy = True
+    refused = await refused_by(wire, "ForwardBackward", request)
+    assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", "with_entropy")
+
+
+async def test_a_refused_call_takes_its_seq_where_it_asks_to(api: Api, wire_name: str) -> None:
+    """For wires whose callers count on: as an operation that fails with the refusal, the same for a
+    retry. A key that is wrong, and what may pass, takes none."""
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    bad = requests.forward_backward(seq=1)
+    bad.loss.clip_low = -1.0
+    refused = await refused_by(wire, "ForwardBackward", bad)
+    assert api.engine.log == []
+    bad.key.consume = True
+    failed = await wire.call("ForwardBackward", bad)
+    assert (failed.seq, failed.kind) == (1, operation_pb2.OPERATION_KIND_FORWARD_BACKWARD)
+    assert failed.state == operation_pb2.OPERATION_STATE_FAILED
+    assert failed.error == refused.detail
+    again = await wire.call("ForwardBackward", bad)
+    assert again.operation_id == failed.operation_id
+    bad.loss.clip_low = -2.0
+    other = await refused_by(wire, "ForwardBackward", bad)
+    assert other.detail.code == "KEY_REUSED"
+    step = service_pb2.OptimStepRequest(
+        policy_id=requests.POLICY,
+        key=service_pb2.OperationKey(seq=2, consume=True),
+        optim=training_pb2.OptimStepConfig(learning_rate=-1.0),
+    )
+    assert (await wire.call("OptimStep", step)).error.field == "optim.learning_rate"
+    key = service_pb2.OperationKey
+    for wrong_key in (key(seq=0), key(request_id="r"), key()):
+        wrong_key.consume = True
+        step.key.CopyFrom(wrong_key)
+        wrong = await refused_by(wire, "OptimStep", step)
+        assert wrong.detail.field.removeprefix("key.") in ("seq", "request_id")
+    upload = requests.forward_backward(seq=3)
+    upload.upload.upload_id, upload.upload.num_parts = "none", 1
+    upload.key.consume = True
+    gone = await refused_by(wire, "ForwardBackward", upload)
+    assert gone.detail.code == "UPLOAD_NOT_FOUND"
+    good = requests.forward_backward(seq=3)
+    good.key.consume = True
+    assert (await wire.call("ForwardBackward", good)).state == operation_pb2.OPERATION_STATE_DONE
+    assert [submission.key for submission in api.engine.log] == [
+        SeqKey(seq=seq) for seq in (1, 2, 3)
+    ]
 
 
 async def test_large_forward_output_is_a_file(api: Api, wire_name: str) -> None:
@@ -81,12 +161,7 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
         policy_id=policy_id, key=key(2), optim=update.optim, include_seqs=[1]
     )
     calls = [
-        (
-            "ForwardBackward",
-            service_pb2.ForwardBackwardRequest(
-                policy_id=policy_id, key=key(1), batch=update.batch, loss=update.loss
-            ),
-        ),
+        ("ForwardBackward", requests.forward_backward(1)),
         ("OptimStep", step),
         (
             "DiscardGradients",
@@ -312,6 +387,19 @@ async def test_steps_and_versions_are_listed(api: Api, wire_name: str) -> None:
     request = service_pb2.ListVersionsRequest(policy_id=policy_id)
     (version,) = (await wire.call("ListVersions", request)).versions
     assert (version.version, version.size_bytes, version.is_held) == (5, 2**40, True)
+
+
+async def test_a_policy_is_put_away(api: Api, guarded: Guarded, wire_name: str) -> None:
+    await api.create_policy()
+    request = service_pb2.ReleasePolicyRequest(policy_id=requests.POLICY)
+    wire = guarded.wire(wire_name, guarded.key(Scope.READ, None))
+    error = await refused_by(wire, "ReleasePolicy", request)
+    assert error.detail.code == "PERMISSION_DENIED"
+    wire = guarded.wire(wire_name, guarded.key(Scope.TRAIN, None))
+    released = await wire.call("ReleasePolicy", request)
+    assert released.state == policy_pb2.POLICY_STATE_RELEASED
+    unknown = service_pb2.ReleasePolicyRequest(policy_id="none")
+    assert (await refused_by(wire, "ReleasePolicy", unknown)).detail.code == "POLICY_NOT_FOUND"
 
 
 @pytest.mark.parametrize("policies", [("tiny-2",), None])

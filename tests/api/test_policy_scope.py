@@ -146,6 +146,33 @@ async def test_damaged_bytes_are_judged_by_the_policy_that_they_name(
         assert (await _refused(guarded, key, rpc, damage))[0] == "MALFORMED_BODY", (rpc, damage)
 
 
+async def test_a_policy_of_another_ones_checkpoint_is_denied(
+    api: Api, guarded: Guarded, key: str
+) -> None:
+    """A key that is not for the source would read its weights in the policy that it makes."""
+    num_policies = len(api.engine.known_policies)
+    for name in (OTHER, NOWHERE, "No Id"):
+        request = _named("CreatePolicy", MINE)
+        request.spec.from_checkpoint.policy_id = name
+        request.spec.from_checkpoint.checkpoint_id = "sft"
+        data = request.SerializeToString()
+        assert await _refused(guarded, key, "CreatePolicy", data) == DENIED
+        response = await guarded.client.post(
+            "/v1/policies",
+            headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+            json={
+                "spec": {
+                    "policy_id": MINE,
+                    "preset": "tiny",
+                    "from_checkpoint": {"policy_id": name, "checkpoint_id": "sft"},
+                }
+            },
+        )
+        detail = http_error(response).detail
+        assert (detail.code, detail.message) == DENIED
+    assert len(api.engine.known_policies) == num_policies
+
+
 async def test_too_much_for_a_policy_of_others_is_denied(guarded: Guarded, key: str) -> None:
     """The number of groups was judged first."""
     for name, code in ((OTHER, DENIED[0]), (NOWHERE, DENIED[0]), (MINE, "BODY_TOO_LARGE")):

@@ -45,7 +45,7 @@ MESSAGES: dict[str, Descriptor] = {
 # Fields that are in the path instead of the body.
 IN_PATH = {"policy_id", "upload_id", "part_index", "checkpoint_id"}
 # Messages whose fields JSON has in place of the message itself.
-FLAT = {"key": {"seq", "request_id"}, "segments": {"segments"}}
+FLAT = {"key": {"seq", "request_id", "consume"}, "segments": {"segments"}}
 BODIES: dict[str, Any] = {
     method.input_type.name: body for method in SERVICE.methods if (body := body_of(method))
 }
@@ -89,6 +89,7 @@ def test_models_have_the_fields_of_their_messages_and_no_others() -> None:
 # What a request is refused without; a rule of the contract, so it stands here a second time.
 REQUIRED = {
     "AckWeightsRequest": {"receiver_id"},
+    "CheckpointSource": {"policy_id", "checkpoint_id"},
     "CorrectionMask": {"level", "low", "high"},
     "CreatePolicyRequest": {"spec"},
     "ForwardBackwardRequest": {"loss"},

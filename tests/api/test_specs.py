@@ -18,6 +18,7 @@ from tests.api.wires import refused_by
 
 AdamW, Guard = policy_pb2.AdamWConfig, policy_pb2.NumericsGuard
 Lora, Parallel = policy_pb2.LoraTuning, policy_pb2.ParallelLayout
+Source = policy_pb2.CheckpointSource
 
 
 def _limited(name: str, value: float) -> policy_pb2.NumericsGuard:
@@ -39,6 +40,16 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("keep_versions", {"keep_versions": 0}),
     ("keep_rollouts_bytes", {"keep_rollouts_bytes": 0}),
+    ("from_checkpoint.policy_id", {"from_checkpoint": Source(checkpoint_id="sft")}),
+    (
+        "from_checkpoint.checkpoint_id",
+        {"from_checkpoint": Source(policy_id="a", checkpoint_id="../sft")},
+    ),
+    *(
+        (name, {name: seconds})
+        for name in ("idle_release_s", "idle_ttl_s")
+        for seconds in (0.0, -1.0, float("inf"), float("nan"))
+    ),
     ("micro_batch_tokens", {"micro_batch_tokens": 0}),
     # Replay needs determinism.
     ("recovery", {"deterministic": False}),

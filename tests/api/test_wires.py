@@ -88,12 +88,15 @@ async def test_create_policy_keeps_what_is_said(api: Api, wire_name: str) -> Non
         ),
         keep_rollouts=policy_pb2.KEEP_ROLLOUTS_WORST,
         keep_rollouts_bytes=2**40,
+        idle_release_s=600.0,
+        idle_ttl_s=86_400.5,
     )
     request = service_pb2.CreatePolicyRequest(spec=spec)
     operation = await api.wire(wire_name).call("CreatePolicy", request)
     expected = policy_pb2.PolicySpec()
     expected.CopyFrom(spec)
     expected.optimizer.beta2, expected.optimizer.weight_decay = 0.95, 0.01
+    expected.optimizer.decay = policy_pb2.DECAY_ALL
     assert operation.policy.spec == expected
 
 

@@ -210,7 +210,13 @@ class FakeService:
         self._finish(operation, empty=operation_pb2.EmptyResult())
         return operation
 
-    def _get_policy(self, request: service_pb2.GetPolicyRequest) -> Message:
+    def _release_policy(self, request: service_pb2.ReleasePolicyRequest) -> Message:
+        policy = policy_pb2.Policy()
+        policy.CopyFrom(self._get_policy(service_pb2.GetPolicyRequest(policy_id=request.policy_id)))
+        policy.state = policy_pb2.POLICY_STATE_RELEASED
+        return policy
+
+    def _get_policy(self, request: service_pb2.GetPolicyRequest) -> policy_pb2.Policy:
         policy = self._policy(request.policy_id)
         return policy_pb2.Policy(
             spec=policy_pb2.PolicySpec(
@@ -236,8 +242,13 @@ class FakeService:
     def _submit(self, request: Any) -> Message:
         """A sequenced call: the same key and payload is the first operation again."""
         policy = self._policy(request.policy_id)
-        groups = self._groups(policy, request)
-        self._validate(groups)
+        groups, refusal = self._groups(policy, request), None
+        try:
+            self._validate(groups)
+        except RefusalError as error:
+            if not request.key.consume:
+                raise
+            refusal = error
         kind = request.DESCRIPTOR.name.removesuffix("Request")
         payload = kind.encode() + b"".join(group.SerializeToString() for group in groups)
         key = request.key.seq or request.key.request_id
@@ -260,7 +271,8 @@ class FakeService:
         if kind in ("Update", "OptimStep", "ImportWeights"):
             self.steps += 1
             policy.version += 1
-        self._finish(operation, **self._result(kind, policy, groups))
+        result = self._result(kind, policy, groups)
+        self._finish(operation, **({"error": refusal.detail} if refusal else result))
         if self.is_holding or self.polls_until_done:
             return self._unfinished(operation, operation_pb2.OPERATION_STATE_QUEUED)
         return operation

@@ -300,6 +300,7 @@ def test_a_checkpoint_is_saved_for_a_while_and_deleted(service: FakeService, cli
     assert (sent.overwrite, sent.pinned, sent.ttl_s, sent.keep_last) == (True, False, 60.0, 3)
     assert second.pinned  # pyright: ignore[reportAttributeAccessIssue]
     assert not second.HasField("ttl_s")
+    assert client.release_policy("p").state == "released"
     assert client.delete_checkpoint("p", "c-1").pinned
     with pytest.raises(RatoonApiError) as caught:
         client.delete_checkpoint("p", "c-2")

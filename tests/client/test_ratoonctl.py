@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -312,9 +313,11 @@ def test_a_url_of_no_wire_exits_2(ctl: Ctl):
 @pytest.mark.parametrize("scheme", ["grpc", "http"])
 def test_nobody_there_exits_3(capsys: pytest.CaptureFixture[str], scheme: str):
     ctl = Ctl(f"{scheme}://{NOBODY}", capsys)
-    for command in (["health"], ["--timeout-s", "0.2", "info"]):
+    for command in (["health"], ["--timeout-s", "0.2", "info"], ["runs"]):
+        begun = time.monotonic()
         status, out, err = ctl(*command)
         assert (status, out) == (3, "")
+        assert time.monotonic() - begun < 3
         assert f"no answer: {command[-1].capitalize()}" in err or NOBODY in err
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from datetime import UTC, datetime
 
 import numpy as np
 import pytest
 
 from ratoon_client import IntegrityError, Offender, Operation, StepReport, StepResult
-from ratoon_client.wire import decode, decode_forward
+from ratoon_client.wire import decode, decode_forward, decode_step
+from ratoon_proto.bases import REPORT_GROUPS
 from ratoon_proto.codec import encode_array
 from ratoon_proto.v1 import operation_pb2, training_pb2
 
@@ -55,6 +57,15 @@ def test_a_report_is_a_dictionary_without_what_is_missing():
     assert figures["seconds"]["backward"] == 2.0
     assert figures["tensor_grad_norms"] == [{"name": "w", "norm": 1.0, "max_abs": 0.0}]
     assert "grad_norm" not in figures
+    grouped = step.report.to_dict(grouped=True)
+    assert {name: value for group in grouped.values() for name, value in group.items()} == figures
+    assert grouped["loss"] == {"loss": -1.5, "kl": 0.0}
+    assert grouped["speed"]["seconds"]["backward"] == 2.0
+
+
+def test_every_field_of_a_report_is_in_one_group():
+    grouped = [name for names in REPORT_GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(field.name for field in fields(StepReport))
 
 
 def test_absent_is_none_and_zero_is_zero():
@@ -96,6 +107,22 @@ def test_forward_output_is_cut_by_rollout():
     assert result.entropy is not None
     assert [array.tolist() for array in result.entropy] == [[10, 11], [], [12, 13, 14]]
     assert (result.report.loss, result.version) == (1.0, 3)
+
+
+def test_a_forward_backward_has_log_probs_where_they_were_asked_for():
+    output = training_pb2.ForwardOutput(
+        logprobs=encode_array(np.array([-1, np.nan, -3], np.float32)),
+        offsets=encode_array(np.array([0, 1, 3], np.int64)),
+    )
+    step = operation_pb2.StepResult(version=3, report=training_pb2.StepReport(loss=1.0))
+    result = decode_step(output, step)
+    assert isinstance(result, StepResult)
+    assert (result.version, result.report.loss, result.entropy) == (3, 1.0, None)
+    assert result.logprobs is not None
+    np.testing.assert_array_equal(np.concatenate(result.logprobs), [-1, np.nan, -3])
+    assert [len(array) for array in result.logprobs] == [1, 2]
+    plain = decode_step(None, step)
+    assert (plain.logprobs, plain.entropy, plain.report) == (None, None, result.report)
 
 
 @pytest.mark.parametrize("offsets", [[], [0, 4], [1, 5], [0, 6, 5], [0, 3, 2, 5]])

@@ -56,6 +56,16 @@ def test_a_call_refused_at_validation_takes_no_seq(client: RatoonClient):
     assert session.discard_gradients().seq == 2
 
 
+def test_a_session_that_consumes_counts_what_is_refused(client: RatoonClient):
+    session = client.policy("p", consume=True)
+    refused = session.update(bad_group(), loss=LOSS, optim=OPTIM)
+    assert refused.seq == 1
+    with pytest.raises(RatoonApiError) as caught:
+        refused.result()
+    assert caught.value.code == "INVALID_ARGUMENT"
+    assert session.discard_gradients().seq == 2
+
+
 def test_a_session_starts_where_the_policy_is(service: FakeService, client: RatoonClient):
     service.policies["p"].next_seq = 41
     session = client.policy("p")

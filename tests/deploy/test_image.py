@@ -1,14 +1,28 @@
-"""The image and its compose file, as far as they can be read without a container."""
+"""The image, its compose file and the unit for systemd, as far as they can be read without a
+container."""
 
 from __future__ import annotations
 
+import configparser
+import json
 import re
+import shutil
+import subprocess
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
+SCHEMAS = files("check_jsonschema") / "builtin_schemas" / "vendor"
+
+
+def _compose() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 
 
 def test_image_runs_as_a_user_with_a_healthcheck() -> None:
@@ -21,10 +35,10 @@ def test_image_runs_as_a_user_with_a_healthcheck() -> None:
 def test_images_are_named_by_digest() -> None:
     """A tag is whatever its owner says today."""
     dockerfile = (ROOT / "Dockerfile").read_text()
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    named = [service["image"] for service in compose["services"].values() if "image" in service]
+    services = _compose()["services"].values()
+    named = [service["image"] for service in services if "image" in service]
     named += re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile, re.MULTILINE)
-    assert len(named) == 3
+    assert len(named) == 4
     for image in named:
         assert re.fullmatch(r"\S+:\S+@sha256:[0-9a-f]{64}", image), image
     bases = re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)
@@ -82,9 +96,9 @@ def test_compose_gives_the_service_time_to_drain() -> None:
     """It was killed after 30 s, which is what it has for operations alone."""
     from ratoon.config import LimitsConfig
 
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    grace = compose["services"]["ratoon"]["stop_grace_period"]
-    assert int(grace.removesuffix("s")) >= LimitsConfig().drain_s + 60
+    for name in ("ratoon", "ratoon-gpu"):
+        grace = _compose()["services"][name]["stop_grace_period"]
+        assert int(grace.removesuffix("s")) >= LimitsConfig().drain_s + 60
 
 
 def test_image_context_holds_all_that_the_dockerfile_copies() -> None:
@@ -97,19 +111,58 @@ def test_image_context_holds_all_that_the_dockerfile_copies() -> None:
     copied = re.findall(r"^COPY (?!--from)(\S+) ", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert copied
     for source in copied:
-        assert source in allowed
+        assert {source, source.partition("/")[0]} & allowed
         assert (ROOT / source).exists()
 
 
+def test_compose_is_what_the_specification_takes() -> None:
+    schema = Draft202012Validator(json.loads((SCHEMAS / "compose-spec.json").read_text("utf-8")))
+    schema.validate(_compose())
+    for key in ("profile", "stop_grace"):
+        spoilt = _compose()
+        spoilt["services"]["ratoon"][key] = "90s"
+        assert not schema.is_valid(spoilt), key
+
+
+def test_compose_starts_one_service_whatever_is_beside_it() -> None:
+    """The second would have its ports, and its folder."""
+    services = _compose()["services"]
+    profiles = {name: service["profiles"] for name, service in services.items()}
+    assert profiles == {
+        "ratoon": ["cpu"],
+        "ratoon-gpu": ["gpu"],
+        "postgres": ["postgres"],
+        "prometheus": ["monitoring"],
+        "grafana": ["monitoring"],
+    }
+    settings = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", (ROOT / ".env").read_text(), re.MULTILINE))
+    assert settings["COMPOSE_PROFILES"] == "cpu"
+    database = services["postgres"]["environment"]
+    given = urlsplit(settings["RATOON_DATABASE_URL"])
+    assert (given.hostname, given.port, given.path) == ("postgres", 5432, "/ratoon")
+    assert (given.username, given.password) == (database["POSTGRES_USER"], "ratoon")
+    assert database["POSTGRES_PASSWORD"].endswith(f":-{given.password}}}")
+    cpu, gpu = services["ratoon"], services["ratoon-gpu"]
+    assert [each["build"]["args"]["DEVICE"] for each in (cpu, gpu)] == ["cpu", "cuda"]
+    for each in (cpu, gpu):
+        # None: only where .env or the environment has it.
+        assert each["environment"]["RATOON_DATABASE_URL"] is None
+        assert each["depends_on"]["postgres"]["required"] is False
+        (models,) = [one for one in each["volumes"] if isinstance(one, dict)]
+        dockerfile = (ROOT / "Dockerfile").read_text()
+        assert f"RATOON_MODELS_ROOT={models['target']} " in dockerfile
+        assert models["read_only"]
+    assert "deploy" not in cpu
+    # Prometheus finds either by one name.
+    assert gpu["networks"]["default"]["aliases"] == ["ratoon"]
+
+
 def test_compose_scrapes_the_service_on_loopback_ports() -> None:
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    services = compose["services"]
-    assert set(services) == {"ratoon", "prometheus", "grafana"}
-    for name, service in services.items():
-        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
-        assert service.get("profiles") == (None if name == "ratoon" else ["monitoring"])
+    for service in _compose()["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
         # Files that a container mounts are there.
-        mounted = [part.split(":")[0] for part in service["volumes"] if part.startswith("./")]
+        named = [part for part in service["volumes"] if isinstance(part, str)]
+        mounted = [part.split(":")[0] for part in named if part.startswith("./")]
         assert all((ROOT / path).is_file() for path in mounted)
     scrape = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
     (job,) = scrape["scrape_configs"]
@@ -124,13 +177,49 @@ def test_compose_lets_no_web_page_in(monkeypatch: pytest.MonkeyPatch) -> None:
     from ratoon.auth.access import checked_hosts
     from ratoon.config import load_config
 
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    for name, value in compose["services"]["ratoon"]["environment"].items():
-        monkeypatch.setenv(name, value)
+    for name, value in _compose()["services"]["ratoon"]["environment"].items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
     config = load_config(ROOT / "deploy" / "ratoon.yaml")
     assert config.auth.required is False
     # The name by which Prometheus calls it.
     assert checked_hosts(config) == ("ratoon",)
+
+
+def _unit() -> configparser.RawConfigParser:
+    unit = configparser.RawConfigParser(strict=False, delimiters="=")
+    unit.optionxform = lambda optionstr: optionstr
+    unit.read_string((ROOT / "deploy" / "ratoon.service").read_text())
+    return unit
+
+
+def test_the_unit_lets_the_service_drain_and_survive_its_workers() -> None:
+    from ratoon.config import LimitsConfig
+
+    service = _unit()["Service"]
+    assert int(service["TimeoutStopSec"]) >= LimitsConfig().drain_s + 60
+    # Ray's processes end after the service that drains with their help; a worker that the kernel
+    # killed ended it.
+    assert (service["KillMode"], service["OOMPolicy"]) == ("mixed", "continue")
+    assert service["Restart"] == "on-failure"
+    assert service["ExecStart"].endswith("/bin/ratoon serve --config /etc/ratoon/ratoon.yaml")
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    text = (ROOT / "deploy" / "ratoon.service").read_text()
+    text = text.replace(_unit()["Service"]["ExecStart"].split()[0], "/bin/true")
+    # It says nothing of a unit that is well, and exits 0 where it ignores a key.
+    for spoilt, said in ((text, ""), (text.replace("KillMode=", "KillMod="), "Unknown key")):
+        path = tmp_path / "ratoon.service"
+        path.write_text(spoilt)
+        command = [analyze, "verify", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stderr
+        assert bool(done.stderr) == bool(said), done.stderr
 
 
 def test_deploy_settings_are_valid() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +17,10 @@ import pytest
 import torch
 
 from ratoon.sole_service import free_port
+from scripts import release
 
 ROOT = Path(__file__).parents[2]
 INSTALL = ROOT / "deploy" / "install.sh"
-DISTRIBUTIONS = ("proto", "kernels", "clients/python", "service")
 
 
 def _run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -70,16 +69,12 @@ def _install_whole(folder: Path) -> Installed:
 
 
 def _install_wheels(folder: Path) -> Installed:
-    """Built as the script builds them, over the libraries of this environment."""
-    build, packages = folder / "build", folder / "packages"
-    for part in DISTRIBUTIONS:
-        ignored = shutil.ignore_patterns("*.egg-info", "cubins", "__pycache__")
-        shutil.copytree(ROOT / part / "src", build / part / "src", ignore=ignored)
-        for name in ("pyproject.toml", "README.md"):
-            shutil.copy(ROOT / part / name, build / part)
+    """The wheels of a release, over the libraries of this environment."""
+    dist, packages = folder / "dist", folder / "packages"
+    release.build(dist, "")
+    release.check(dist, "")
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    sources = [build / part for part in DISTRIBUTIONS]
-    done = _run(*pip, "--no-deps", "--no-build-isolation", "--target", packages, *sources)
+    done = _run(*pip, "--no-deps", "--target", packages, *dist.glob("*.whl"))
     assert done.returncode == 0, done.stderr[-4000:]
     return Installed(
         packages=packages,
@@ -176,7 +171,31 @@ def test_installed_service_answers_and_stops_on_sigterm(
                 time.sleep(0.5)
             with urllib.request.urlopen(f"{url}/v1/info", timeout=300) as answer:
                 assert json.load(answer)["api_version"] == "v1"
+            with urllib.request.urlopen(f"{url}/", timeout=300) as answer:
+                assert b'<script type="module" src="' in answer.read()
             process.send_signal(signal.SIGTERM)
             assert process.wait() == 0
         finally:
             process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.timeout(1800)
+def test_wheels_alone_learn_within_three_minutes(tmp_path: Path) -> None:
+    """An empty environment and a folder of wheels, no clone; packages of others as pip has them."""
+    dist, venv = tmp_path / "dist", tmp_path / "venv"
+    release.build(dist, "", ("--wheel",))
+    index = _torch_index(tmp_path / "index")
+    begun = time.monotonic()
+    assert _run(sys.executable, "-m", "venv", venv).returncode == 0
+    pip = (venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "-q")
+    extra = ("--extra-index-url", index) if index else ()
+    done = _run(*pip, "--find-links", dist, *extra, "ratoon")
+    assert done.returncode == 0, done.stderr[-4000:]
+    installed_s = time.monotonic() - begun
+    done = _run(venv / "bin" / "ratoon", "demo")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    seconds = time.monotonic() - begun
+    print(f"installed in {installed_s:.0f} s, learned after {seconds:.0f} s")
+    assert seconds < 180

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import shutil
+import subprocess
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
+from kubernetes_validate import validate
 from ray.serve.schema import ServeDeploySchema
 
-from ratoon.config import RatoonConfig, is_loopback
+from ratoon.config import LimitsConfig, RatoonConfig, is_loopback
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+KUBERNETES = "1.37"
 NODES = {"matchLabels": {"ray.io/is-ray-node": "yes"}}
 
 
@@ -33,31 +39,8 @@ def _list(item: object) -> dict[str, object]:
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
 _TEXTS = {"type": "object", "additionalProperties": _TEXT}
-_SECRET = _object(secretKeyRef=_object("key", name=_TEXT, key=_TEXT))
-_POD = _object(
-    "containers",
-    securityContext=_object(runAsNonRoot={"type": "boolean"}, runAsUser=_NUMBER, fsGroup=_NUMBER),
-    containers=_list(
-        _object(
-            "name",
-            name=_TEXT,
-            image=_TEXT,
-            env=_list(_object("name", name=_TEXT, value=_TEXT, valueFrom=_SECRET)),
-            ports=_list(_object("containerPort", name=_TEXT, containerPort=_NUMBER)),
-            readinessProbe=_object(
-                httpGet=_object("port", path=_TEXT, port={"type": ["integer", "string"]}),
-                periodSeconds=_NUMBER,
-                failureThreshold=_NUMBER,
-            ),
-            resources=_object(requests=_TEXTS, limits=_TEXTS),
-            volumeMounts=_list(_object("mountPath", "name", name=_TEXT, mountPath=_TEXT)),
-        )
-    ),
-    volumes=_list(
-        _object("name", name=_TEXT, persistentVolumeClaim=_object("claimName", claimName=_TEXT))
-    ),
-)
-_TEMPLATE = _object(spec=_POD)
+# What is in a pod, `validate` checks.
+_TEMPLATE = _object(spec={"type": "object"})
 # The fields of RayService, ray.io/v1, that the manifest has, as the CRD of KubeRay 1.7.0 has them
 # (helm-chart/kuberay-operator/crds/ray.io_rayservices.yaml).
 _RAYSERVICE = _object(
@@ -94,19 +77,107 @@ def _read(name: str) -> Any:
     return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
 
 
+def _check(manifest: Any) -> None:
+    """By Kubernetes' schemas; the pods of a RayService, of which there is none, as pods."""
+    if manifest["kind"] != "RayService":
+        validate(manifest, KUBERNETES, strict=True)
+        return
+    cluster = manifest["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}}
+        validate(pod | {"spec": group["template"]["spec"]}, KUBERNETES, strict=True)
+
+
+def test_manifests_are_what_kubernetes_takes() -> None:
+    base = _read("kustomization.yaml")
+    names = {path.name for path in FOLDER.iterdir()}
+    assert {*base["resources"]} == names - {"kustomization.yaml", "ray-token.yaml"}
+    manifests = {name: _read(name) for name in base["resources"]}
+    for manifest in manifests.values():
+        _check(manifest)
+    # What the service's pods name is there.
+    cluster = manifests["rayservice.yaml"]["spec"]["rayClusterConfig"]
+    pod = cluster["headGroupSpec"]["template"]["spec"]
+    claim, secret = manifests["claim.yaml"], manifests["secret.yaml"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    (volume,) = pod["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    (key,) = [one["valueFrom"] for one in pod["containers"][0]["env"] if "valueFrom" in one]
+    name, url = secret["metadata"]["name"], "url"
+    assert key == {"secretKeyRef": {"name": name, "key": url}}
+    assert secret["stringData"][url].startswith("postgresql://")
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("claim", lambda spec: spec.update(accessMode=["ReadWriteMany"])),
+        ("networkpolicy", lambda spec: spec["ingress"][1]["ports"][0].update(protocol=6)),
+        ("rayservice", lambda spec: _pod(spec).update(terminationGracePeriodSeconds="90")),
+        ("rayservice", lambda spec: _pod(spec).update(terminationGracePeriod=90)),
+    ],
+)
+def test_a_manifest_that_kubernetes_does_not_take_is_seen(
+    name: str, spoil: Callable[[Any], object]
+) -> None:
+    manifest = _read(f"{name}.yaml")
+    spoil(manifest["spec"])
+    with pytest.raises(kubernetes_validate.ValidationError):
+        _check(manifest)
+
+
+def _pod(spec: Any) -> Any:
+    return spec["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+
+
+def test_pods_have_the_time_to_drain() -> None:
+    """Without it a pod is killed after 30 s, which is what it has for operations alone."""
+    cluster = _read("rayservice.yaml")["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s >= LimitsConfig().drain_s + 60
+
+
+def test_an_overlay_names_image_and_secret(tmp_path: Path) -> None:
+    """As the comment of the base has it."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    text = (FOLDER / "kustomization.yaml").read_text(encoding="utf-8")
+    lines = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    shutil.copytree(FOLDER, tmp_path / "base")
+    (overlay / "kustomization.yaml").write_text("\n".join(lines[:-1]))
+    (overlay / "url").write_text("postgresql://me:other@host/name")
+    command = [kubectl, "kustomize", str(overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+    assert {each["metadata"]["namespace"] for each in made.values()} == {"training"}
+    image = _container(made["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"])["image"]
+    assert image == "registry.example.com/ratoon:0.1.0-cuda"
+    assert made["Secret"]["metadata"]["name"] == "ratoon-database"
+    assert base64.b64decode(made["Secret"]["data"]["url"]) == b"postgresql://me:other@host/name"
+
+
 def test_others_reach_ratoons_ports_alone() -> None:
     """A rule without senders lets everybody in, one without ports lets them in everywhere."""
     policy = _read("networkpolicy.yaml")["spec"]
     assert policy["podSelector"] == NODES
     assert policy["policyTypes"] == ["Ingress"]
-    nodes, operator, callers = policy["ingress"]
+    nodes, operator, callers, prometheus = policy["ingress"]
     assert nodes == {"from": [{"podSelector": NODES}]}
-    for rule in (operator, callers):
+    for rule in (operator, callers, prometheus):
         assert all(sender.get("podSelector", {}).get("matchLabels") for sender in rule["from"])
     config = RatoonConfig()
     ours = [config.http.port, config.grpc.port]
-    assert [port["port"] for port in callers["ports"]] == ours
-    assert [port["port"] for port in operator["ports"]] == [8265, config.serve.http_port]
+    assert _ports(callers) == ours
+    # Nobody could scrape it: Prometheus is in another namespace, and has no caller's label.
+    assert _ports(prometheus) == [config.http.port]
+    (sender,) = prometheus["from"]
+    assert sender["namespaceSelector"]["matchLabels"]
+    assert _ports(operator) == [8265, config.serve.http_port]
 
 
 def test_the_service_is_what_kuberay_takes() -> None:
@@ -168,7 +239,7 @@ def test_security_md_and_the_manifests_agree_on_the_dashboard() -> None:
     assert "binds it to all of the head's addresses" in told
     assert cluster["authOptions"] == {"mode": "token"}
     assert "Every route requires the token" in told
-    nodes, operator, callers = _read("networkpolicy.yaml")["spec"]["ingress"]
+    nodes, operator, callers, _ = _read("networkpolicy.yaml")["spec"]["ingress"]
     assert "lets only the operator and nodes of the cluster reach the port" in told
     assert [port in _ports(rule) for rule in (operator, callers)] == [True, False]
     assert nodes == {"from": [{"podSelector": NODES}]}

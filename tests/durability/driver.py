@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from ratoon.auth.keys import KeyFile, Scope, new_key
-from ratoon.engine.types import ForwardResult, Operation
+from ratoon.engine.types import Operation, file_of
 from ratoon.stream.files import digest_bytes
 from tests.durability.machine import DurableMachine, commands, spec_of
 from tests.durability.recorder import mark
@@ -75,9 +75,10 @@ class Caller:
             version=getattr(ended.result, "version", None),
             digests=self.machine.training.digests.get(ended.seq),
         )
-        if isinstance(ended.result, ForwardResult):
+        file = file_of(ended.result)
+        if file is not None:
             operation_id = ended.operation_id
-            promise("result", digest=ended.result.digest, operation_id=operation_id, seq=ended.seq)
+            promise("result", digest=file.digest, operation_id=operation_id, seq=ended.seq)
         await self.published()
 
     async def published(self) -> None:
@@ -119,6 +120,8 @@ async def live(root: Path, base: Path) -> None:
     await caller.run(19, 20)
     await caller.run(21)
     await caller.run(22)
+    await caller.run(23, 24, 25)
+    await caller.run(26, 27)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,14 @@ from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon.stream.files import make_folder
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
-from ratoon_proto.types import FullTuning, OnChangedNumerics, PublishConfig, PublishKind, Recovery
+from ratoon_proto.types import (
+    FullTuning,
+    LogprobsOf,
+    OnChangedNumerics,
+    PublishConfig,
+    PublishKind,
+    Recovery,
+)
 from tests.engine.fake_trainer import Faults
 from tests.engine.harness import (
     DISCARD,
@@ -76,6 +84,11 @@ class TrainingWorker(LocalWorker):
 
         return await self._run(apply)
 
+    async def skip(self, token: int, seq: int, outcome: Outcome) -> Outcome:
+        skipped = await super().skip(token, seq, outcome)
+        self.digests[seq] = await self._run(lambda: digests_of(self.real[-1]))
+        return skipped
+
 
 class DurableMachine(Machine):
     """A `Machine` that is lost and started again as often as one likes."""
@@ -109,7 +122,7 @@ def commands() -> Mapping[int, tuple[Any, float]]:
         (update, 1),
         (update, 2),
         (forward_backward, 3),
-        (forward_backward, 4),
+        (partial(forward_backward, with_logprobs=LogprobsOf.ALL), 4),
         (save("first"), 0),
         (forward_backward, 6),
         (optim_step(), 0),
@@ -129,6 +142,11 @@ def commands() -> Mapping[int, tuple[Any, float]]:
         (update, 21),
         # Behind a checkpoint: its body is needed still.
         (update, 22),
+        (forward_backward, 23),
+        (partial(forward_backward, expected_version=99), 24),
+        (optim_step(discard_on_poison=True), 0),
+        (forward_backward, 26),
+        (optim_step(), 0),
     )
     return {
         seq: (call(number) if callable(call) else call, number)

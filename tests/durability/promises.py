@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ratoon.auth.keys import KeyFile
-from ratoon.engine.commands import DiscardGradientsCommand, SeqKey
+from ratoon.engine.commands import DiscardGradientsCommand, ForwardCommand, SeqKey
 from ratoon.engine.files.paths import read_result
 from ratoon.engine.files.results import read_old_logprobs
 from ratoon.engine.journal.records import OperationRecord
@@ -143,13 +143,15 @@ async def _check_uploads(machine: DurableMachine, promises: Promises) -> None:
 
 
 def _check_results(machine: DurableMachine, promises: Promises) -> None:
-    """What a Forward gave can be fetched, and used by a loss."""
+    """Log-probs can be fetched, and used by a loss where they are a Forward's."""
     for mark in promises.of("result"):
         digest, suffix = mark["digest"], mark["operation_id"].rpartition(".")[2]
         data = read_result(machine.paths, digest, 0, _RESULT_BYTES)
         if data is None or digest_bytes(data) != digest:
             raise LostError(f"the result of operation {mark['seq']}")
-        _, number = commands()[mark["seq"]]
+        command, number = commands()[mark["seq"]]
+        if not isinstance(command, ForwardCommand):
+            continue
         read_old_logprobs(machine.paths.results / f"{digest}.{suffix}", number_batch(number))
 
 

@@ -7,6 +7,8 @@ import math
 import random
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,7 +27,10 @@ from transformers import (
 from examples import grpo
 from ratoon.model.tokenizer import EOS_TOKEN
 from ratoon_client import RatoonClient
+from tests.client.ctl import Ctl
+from tests.client.fake_engine import serving_engine
 from tests.running_service import Service
+from tests.sampling_engine import SamplingEngine
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
@@ -47,6 +52,16 @@ assert [[run.trained for run in each.content] for each in rollouts] == [
     [True], [True, False, True], [True, False, True]
 ]
 assert rollouts[1].content[0].tokens.tolist() == rollouts[2].content[0].tokens.tolist()
+# The mask is exact, and so is rho: each token of the tree is run once.
+paths_of = [
+    [token for asked, tokens, _ in calls[-1:] for token in asked + tokens] for calls in records
+]
+assert report.trained_tokens == sum(len(tokens) for calls in records for _, tokens, _ in calls)
+assert report.unshared_tokens == sum(len(path) for path in paths_of)
+assert report.packed_tokens == len(
+    {tuple(path[: end + 1]) for path in paths_of for end in range(len(path))}
+)
+assert 1.5 < report.token_reduction == report.unshared_tokens / report.packed_tokens < 2
 """
 
 Run = Callable[[str], str]
@@ -154,29 +169,37 @@ def _save_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def _commands() -> list[list[str]]:
-    """Arguments of every run of the example that the page names."""
+def _commands(*names: str, heading: str = "") -> list[list[str]]:
+    """Words of the commands of the page on training that begin with a name, or of one section."""
     text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
-    return [
-        shlex.split(line)
-        for line in re.findall(r"^    python examples/grpo.py (.*)$", text, re.MULTILINE)
-    ]
+    if heading:
+        text = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    commands = [shlex.split(line) for line in re.findall(r"^    (\S.*)$", text, re.MULTILINE)]
+    return [words for words in commands if words[0] in names or not names]
 
 
 def test_every_command_of_the_page_on_training_is_known() -> None:
-    assert len([grpo.parse(command) for command in _commands()]) >= 5
+    runs = _commands("python")
+    assert len([grpo.parse(command[2:]) for command in runs]) >= 7
+    others = _commands("ratoon", "ratoonctl", "head", "VLLM_SERVER_DEV_MODE=1")
+    assert len(runs) + len(others) == len(_commands())
 
 
 @pytest.mark.more
 def test_the_example_learns_and_goes_on_where_it_was_stopped(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The page's first command, stopped in between."""
+    """The page's first command, stopped in between, and at the end its commands to go back,
+    export and delete."""
     url = f"grpc://{service.addresses.grpc}"
     monkeypatch.chdir(ROOT)
 
     def runs(*options: str) -> grpo.Run:
-        return grpo.main([*_commands()[0], "--url", url, *options])
+        return grpo.main([*_commands("python")[0][2:], "--url", url, *options])
 
     first = runs("--updates", "20", "--work", str(tmp_path / "work"))
     # Another directory and process state: only the service knows what was done.
@@ -194,7 +217,32 @@ def test_the_example_learns_and_goes_on_where_it_was_stopped(
         # Where all rewards are equal there is no step.
         taken = [report for report in (*first.reports, *second.reports) if not report.skipped]
         assert client.get_policy("case").version == len(taken) > NUM_UPDATES - 10
-        client.delete_policy("case").result()
+    renamed = {"grpo": "case", "update-100": "update-30", "update-50": "update-15"}
+    listed, loaded, deleted, exported, ended = (
+        [renamed.get(word, word) for word in words[1:]]
+        for words in _commands("ratoonctl", heading="Stop, resume, export, delete")
+    )
+    capsys.readouterr()
+    ctl = Ctl(url, capsys, 60)
+    assert {"update-15", "update-30"} <= {each["checkpoint_id"] for each in ctl.json(*listed)}
+    ctl.json(*loaded)
+    at_30 = [report for report in (*first.reports, *second.reports)[:30] if not report.skipped]
+    with RatoonClient(url) as client:
+        assert client.get_policy("case").version == len(at_30)
+    # The load took the seq of update 41.
+    third = runs("--updates", "43", "--work", str(tmp_path / "again"))
+    assert [report.staleness_max for report in third.reports] == [0, 0]
+    gaps = [report.sampler_kl for report in third.reports]
+    assert max(abs(gap) for gap in gaps if gap is not None) < 1e-4
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    ctl.json(*deleted)
+    assert "update-15" not in {each["checkpoint_id"] for each in ctl.json(*listed)}
+    with RatoonClient(url) as client:
+        assert ctl.json(*exported)["version"] == client.get_policy("case").version
+    assert AutoTokenizer.from_pretrained(tmp_path / exported[-1]).eos_token_id == EOS_TOKEN
+    ctl.json(*ended)
+    assert "case" not in {each["policy_id"] for each in ctl.json("runs")}
 
 
 @pytest.mark.more
@@ -221,6 +269,83 @@ def test_the_example_adapts_a_folder_by_its_own_template_after_a_warm_start(
     assert run.version == len(run.reports) == 10
     with RatoonClient(url) as client:
         client.delete_policy("chat").result()
+
+
+@pytest.mark.more
+def test_the_commands_for_gsm8k_run(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a tiny model of that name, which a warm start has taught the one answer of its problems.
+
+    The server is left on version 0 in between: the script, started again, loads what it lacks.
+    """
+    assert service.config.models_root is not None
+    _save_model(service.config.models_root / "qwen3-0.6b")
+    for name in ("examples", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        {"question": f"what is {n} and two?", "answer": f"{n}+2=<<{n}+2=4>>4\n#### 4"}
+        for n in ("two", "2", "two two", "2 2")
+    ]
+    for name in ("train.jsonl", "test.jsonl"):
+        Path(name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    reward = grpo.read_task(Path("examples/gsm8k/reward.py"))
+    assert reward.messages is not None
+    turn = {"role": "assistant", "content": "#### 4"}
+    taught = [{"messages": [*reward.messages(line), turn]} for line in lines]
+    Path("sft.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in taught))
+
+    head, first, serve, then = _commands(heading="Train Qwen3-0.6B on GSM8K")
+    subprocess.run(["bash", "-c", shlex.join(head).replace("'>'", ">")], check=True)
+    assert Path("held-out.jsonl").read_text() == Path("test.jsonl").read_text()
+    url = f"grpc://{service.addresses.grpc}"
+    small = ["--url", url, "--dtype", "float32", "--max-tokens", "12", "--responses", "4"]
+    grpo.main([*first[2:], *small])
+    assert serve[1:3] == ["vllm", "serve"]
+    stop = AutoTokenizer.from_pretrained(serve[3]).eos_token_id
+    shutil.copytree(serve[3], "left")
+    warm = ["--sft", "sft.jsonl", "--sft-updates", "24", "--learning-rate", "1e-2"]
+    warm += ["--prompts", "4", "--eval-every", "1"]
+    runs: list[grpo.Run] = []
+    for updates in ("1", "2"):
+        engine = SamplingEngine(Path("left"), stop)
+        with serving_engine(engine) as engine.url:
+            there = [then[: then.index("--vllm")], then[then.index("--vllm") + 2 :]]
+            command = [*there[0][2:], *there[1], "--vllm", engine.url, *small, *warm]
+            runs.append(grpo.main([*command, "--updates", updates]))
+    assert [len(run.reports) for run in runs] == [25, 1]
+    assert runs[0].rewards[0] == runs[1].rewards[1] == 1.0
+    for report in (runs[0].reports[-1], runs[1].reports[-1]):
+        assert report.num_sequences == 16
+        assert (report.reward_mean or 0.0) > 0.2
+        assert report.staleness_max == 0
+        assert not [each for each in report.warnings if each.kind == "wrong_logprobs"]
+    with RatoonClient(url) as client:
+        client.delete_policy("gsm8k").result()
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "points"),
+    [
+        ("3+4=7\n#### 7", "3+4=<<3+4=7>>7\n#### 7", 1.0),
+        ("####7.0", "#### 7", 1.0),
+        ("#### $1,234", "#### 1234", 1.0),
+        ("#### 1234 pens.", "#### 1,234", 1.0),
+        ("#### -3", "#### -3", 1.0),
+        ("#### 3", "#### -3", 0.0),
+        ("#### 7\nno: #### 8", "#### 7", 0.0),
+        ("the answer is 7", "#### 7", 0.0),
+        ("#### seven", "#### 7", 0.0),
+        ("", "#### 7", 0.0),
+        ("#### 77", "#### 7", 0.0),
+    ],
+)
+def test_a_solution_of_gsm8k_is_right_by_its_number(
+    response: str, answer: str, points: float
+) -> None:
+    task = grpo.read_task(ROOT / "examples" / "gsm8k" / "reward.py")
+    assert task.reward(response, {"answer": answer}) == points
 
 
 @pytest.mark.parametrize(("sft", "every"), [(0, 0), (3, 0), (0, 4), (5, 2)])

@@ -56,4 +56,11 @@ def test_a_run_is_seen_from_a_shell(
     whole = ctl.json("rollouts", name, "1", "0", "1")
     assert whole["tokens"] == [50, 43, 52, 53, 54]
     assert abs(whole["gaps"][1]) == pytest.approx(whole["gap_max"])
+
+    assert ctl.json("policies", "release", name)["state"] == "released"
+    (run,) = [each for each in ctl.json("runs") if each["policy_id"] == name]
+    assert (run["state"], run["step"]) == ("released", 2)
+    assert [each["version"] for each in ctl.json("weights", "list", name)["versions"]] == [1, 2]
+    assert ctl.json("update", name, str(file), "--lr", "1e-4")["step"]["version"] == 3
+    assert ctl.json("policies", "get", name)["state"] == "ready"
     ctl.json("policies", "delete", name)

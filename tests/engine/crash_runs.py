@@ -13,7 +13,7 @@ from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.types import CheckpointInfo, Operation, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon_proto.types import OperationState, PhaseSeconds, StepResult
+from ratoon_proto.types import OperationState, PhaseSeconds, PolicyState, StepResult
 from tests.engine.harness import (
     DISCARD,
     SAVE,
@@ -28,6 +28,7 @@ from tests.engine.harness import (
     update,
 )
 from tests.engine.stores import assert_steps_are_reports
+from tests.until import until
 
 BROKEN, SKIPPED = 30.0, 8.0
 _RETRYABLE = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
@@ -60,6 +61,8 @@ HISTORY: tuple[tuple[Command, float], ...] = (
     (import_weights(5), 5),
     (update(4), 4),
 )
+# Seqs after which no window is open.
+_REST = (11, 20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +80,12 @@ class Told:
 class Survivor:
     """Submits the history to a machine and starts anew what was killed."""
 
-    def __init__(self, machine: Machine, *, loses_worker: bool = False) -> None:
+    def __init__(
+        self, machine: Machine, *, loses_worker: bool = False, is_put_away: bool = True
+    ) -> None:
+        """`is_put_away`: the policy is, twice on its way."""
         self.machine = machine
+        self._bounds = (*(_REST if is_put_away else ()), len(HISTORY))
         machine.faults.breaks.add(BROKEN)
         machine.faults.skips.add(SKIPPED)
         # A kill of the controller takes the worker with it.
@@ -87,11 +94,15 @@ class Survivor:
 
     async def run(self) -> Told:
         await self.revive(is_first=True)
-        for seq, (command, number) in enumerate(HISTORY, 1):
-            await self.submit(seq, command, number)
-        ended = [
-            await self.end(seq, command, number) for seq, (command, number) in enumerate(HISTORY, 1)
-        ]
+        calls = [(seq, *call) for seq, call in enumerate(HISTORY, 1)]
+        ended: list[Operation] = []
+        for bound in self._bounds:
+            chunk = calls[len(ended) : bound]
+            for call in chunk:
+                await self.submit(*call)
+            ended += [await self.end(*call) for call in chunk]
+            if bound < len(HISTORY):
+                await asyncio.wait_for(self._put_away(), _PATIENCE_S)
         await self.delete("last")
         machine = self.machine
         await asyncio.wait_for(self._rest(), _PATIENCE_S)
@@ -106,6 +117,20 @@ class Survivor:
             versions=(policy.version, policy.max_version, policy.published),
             checkpoints=[(c.info.name, c.info.seq) for c in known if c.info.name],
         )
+
+    async def _put_away(self) -> None:
+        """Until the policy is put away; a kill leaves it so, or in use."""
+        machine, hits = self.machine, self.machine.crashes.hits
+        while machine.journal.store.history("p").policy.state is not PolicyState.RELEASED:
+            await self.revive()
+            asking = asyncio.ensure_future(machine.controller.release())
+            while not (asking.done() or self._is_dead(hits)):
+                await asyncio.wait({asking}, timeout=0.002)
+            asking.cancel()
+            await asyncio.wait({asking})
+        await self.revive()
+        assert machine.run.state is PolicyState.RELEASED
+        await until(lambda: machine.worker.is_released)
 
     async def _rest(self) -> None:
         """Until no publication or checkpoint is under way."""

@@ -30,8 +30,21 @@ from ratoon.rollout.selection import Counters
 from ratoon.rollout.serial import batch_to_bytes
 from ratoon.stream.files import digest_bytes, seal_document
 from ratoon.train.loss.spec import Loss, Normalisation, OptimStep
-from ratoon.train.saved_state import FORMAT, MANIFEST_NAME, STATE_DIGEST, AsOf
-from ratoon_proto.types import DivideBy, SkipReason, StepReport, StepWarning, TokenWeight
+from ratoon.train.saved_state import (
+    FORMAT,
+    MANIFEST_NAME,
+    OPTIMIZER_STATES,
+    STATE_DIGEST,
+    AsOf,
+)
+from ratoon_proto.types import (
+    DivideBy,
+    LogprobsOf,
+    SkipReason,
+    StepReport,
+    StepWarning,
+    TokenWeight,
+)
 
 if TYPE_CHECKING:
     from ratoon.train.trainer import Trainer
@@ -46,6 +59,8 @@ INFO = ModelInfo(
     shard="gradients",
 )
 _TORN = -1.0
+# The rate of a step that stands for moments that began anew.
+RESET = -2.0
 # A folder to import has its number there.
 IMPORTED_NAME = "number.json"
 
@@ -89,6 +104,15 @@ class FakePrepared:
     loss: Loss | None = None
     gradient: float = 0.0
     warnings: tuple[StepWarning, ...] = ()
+    logprobs_of: LogprobsOf | None = None
+
+
+@dataclass(frozen=True)
+class FakeFound:
+    """`answers_2J` None: nothing was asked for."""
+
+    prepared: FakePrepared
+    answers_2J: NDArray[np.floating] | None
 
 
 @dataclass(frozen=True)
@@ -127,6 +151,7 @@ class FakeSnapshot:
             "version": self.version,
             **asdict(as_of),
             STATE_DIGEST: self.digest,
+            OPTIMIZER_STATES: INFO.optimizer_states,
         }
         (folder / MANIFEST_NAME).write_bytes(seal_document(manifest))
         return (folder / "state.json").write_text(self.text)
@@ -172,6 +197,7 @@ class FakeTrainer:
         self.gradients: list[float] = []
         # Plans that were run.
         self.plans: list[UpdatePlan] = []
+        self.found: FakeFound | None = None
         self.faults = faults
         self.is_device_dead = False
 
@@ -207,13 +233,15 @@ class FakeTrainer:
         *,
         old_logprobs_J: NDArray[np.floating] | None = None,
         entropy_J: NDArray[np.floating] | None = None,
+        logprobs_of: LogprobsOf | None = None,
     ) -> FakePrepared:
         number = number_of(batch)
         if number in self.faults.refuses:
             raise RatoonError(ErrorCode.STALE_ROLLOUTS, "too old")
         if old_logprobs_J is not None:
             number = float(old_logprobs_J.sum())
-        return FakePrepared(batch, plan or self._plan(), loss, number)
+        plan = plan or self._plan()
+        return FakePrepared(batch, plan, loss, number, logprobs_of=logprobs_of)
 
     def prepare_forward(self, batch: RolloutBatch, plan: UpdatePlan | None = None) -> FakePrepared:
         return FakePrepared(batch, plan or self._plan())
@@ -253,6 +281,9 @@ class FakeTrainer:
         if number in self.faults.no_memory:
             # Another rank's, whose pass outlasts this one's.
             raise MemoryError("tried to allocate 2.32 GiB")
+        answers_2J = np.full((2, len(prepared.batch.loss_mask)), -number, np.float32)
+        is_asked = prepared.logprobs_of is not None
+        self.found = FakeFound(prepared, answers_2J if is_asked else None)
         return StepReport(
             loss=number,
             num_micro_batches=2,
@@ -264,12 +295,12 @@ class FakeTrainer:
         )
 
     def optim_step(self, step: OptimStep) -> StepReport:
-        if not self.gradients:
+        if not self.gradients and not step.allow_empty:
             raise RatoonError(ErrorCode.WINDOW_EMPTY, "empty")
         reason = None
         if self.faults.skips.intersection(self.gradients):
             reason = SkipReason.NON_FINITE_LOSS
-        elif self.faults.empties.issuperset(self.gradients):
+        elif self.gradients and self.faults.empties.issuperset(self.gradients):
             reason = SkipReason.NO_TOKENS
         skipped = reason is not None
         if any(_happens(self.faults.tears, number) for number in self.gradients):
@@ -372,6 +403,9 @@ class FakeTrainer:
         if _happens(self.faults.tears, weights.number):
             raise RuntimeError("torn on purpose")
         self.version += 1
+
+    def reset_optimizer(self) -> None:
+        self.weights = [*self.weights, ([], RESET)]
 
     def load_checkpoint(self, folder: Path) -> None:
         try:

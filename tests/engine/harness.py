@@ -209,11 +209,11 @@ class Machine:
         await started(self, operation)
         return operation
 
-    async def forward_backward(self, seq: int, number: float) -> Operation:
-        return await self.submit(seq, forward_backward(number), number)
+    async def forward_backward(self, seq: int, number: float, **changes: object) -> Operation:
+        return await self.submit(seq, forward_backward(number, **changes), number)
 
-    async def step(self, seq: int, *include_seqs: int) -> Operation:
-        return await self.submit(seq, optim_step(*include_seqs), 0)
+    async def step(self, seq: int, *include_seqs: int, **changes: object) -> Operation:
+        return await self.submit(seq, optim_step(*include_seqs, **changes), 0)
 
     async def end(self, operation: Operation) -> Operation:
         """The operation once it has ended; while a controller recovers, answers come early."""
@@ -262,10 +262,11 @@ def update(number: float, **changes: object) -> UpdateCommand:
     return replace(command, **changes)
 
 
-def forward_backward(number: float) -> ForwardBackwardCommand:
-    return ForwardBackwardCommand(
+def forward_backward(number: float, **changes: object) -> ForwardBackwardCommand:
+    command = ForwardBackwardCommand(
         loss=LossConfig(kind=LossKind.GRPO), expected_version=None, body_digest=digest_of(number)
     )
+    return replace(command, **changes)
 
 
 def from_forward(operation: Operation) -> LossConfig:
@@ -275,10 +276,11 @@ def from_forward(operation: Operation) -> LossConfig:
     return LossConfig(kind=LossKind.GRPO, old_logprobs=old)
 
 
-def optim_step(*include_seqs: int) -> OptimStepCommand:
-    return OptimStepCommand(
+def optim_step(*include_seqs: int, **changes: object) -> OptimStepCommand:
+    command = OptimStepCommand(
         optim=OptimStepConfig(learning_rate=RATE), expected_version=None, include_seqs=include_seqs
     )
+    return replace(command, **changes)
 
 
 def forward(number: float) -> ForwardCommand:

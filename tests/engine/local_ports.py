@@ -189,8 +189,8 @@ class LocalWorker:
     async def apply(self, token: int, task: Task) -> Outcome:
         return await self._run(lambda: self.core.apply(token, task))
 
-    async def skip(self, token: int, seq: int, outcome: Outcome) -> None:
-        await self._run(lambda: self.core.skip(token, seq, outcome))
+    async def skip(self, token: int, seq: int, outcome: Outcome) -> Outcome:
+        return await self._run(lambda: self.core.skip(token, seq, outcome))
 
     async def forward(self, token: int, task: Task) -> Outcome:
         return await self._run(lambda: self.core.forward(token, task))

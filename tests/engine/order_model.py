@@ -19,7 +19,15 @@ from tests.engine.harness import (
     update,
 )
 
-KINDS = ("update", "forward_backward", "forward_backward", "optim_step", "discard", "import")
+KINDS = (
+    "update",
+    "forward_backward",
+    "forward_backward",
+    "optim_step",
+    "loose_step",
+    "discard",
+    "import",
+)
 
 
 @dataclass(slots=True)
@@ -46,6 +54,8 @@ class Call:
                 return forward_backward(self.number)
             case "optim_step":
                 return optim_step()
+            case "loose_step":
+                return optim_step(allow_empty=True, discard_on_poison=True)
             case "import":
                 return import_weights(self.number)
             case _:
@@ -122,7 +132,10 @@ class OrderModel:
                 return str(ErrorCode.WINDOW_POISONED)
             case "optim_step" if not self.window:
                 return str(ErrorCode.WINDOW_EMPTY)
-            case "optim_step":
+            case "loose_step" if self.is_poisoned:
+                self.window, self.is_poisoned = [], False
+                return str(ErrorCode.WINDOW_POISONED)
+            case "optim_step" | "loose_step":
                 self.weights.append((self.window, RATE))
                 self.window = []
             case "discard":

@@ -12,11 +12,12 @@ from ratoon.engine.journal.records import (
     OperationRecord,
     PolicyRow,
 )
-from ratoon.engine.journal.steps import ROLLED_BACK, figures_of, pack, warning_kinds
+from ratoon.engine.journal.steps import figures_of, pack, warning_kinds
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import Choices, Numerics
+from ratoon.warning_kinds import WarningKind
 from ratoon_proto.types import OperationKind, StepReport, StepResult
 from tests.engine.harness import forward_backward, life_record, optim_step, policy_spec, update
 from tests.plans import PLAN
@@ -73,7 +74,10 @@ def assert_steps_are_reports(store: SqlStore, policy_id: str) -> None:
     for record in store.records_from(policy_id, 1):
         step, is_applied = steps.pop(record.seq, None), record.state is JournalState.APPLIED
         if not (is_applied and record.effect.changes_weights):
-            assert step is None or (step.figures, step.warnings) == (None, (ROLLED_BACK,))
+            assert step is None or (step.figures, step.warnings) == (
+                None,
+                (WarningKind.ROLLED_BACK,),
+            )
             continue
         assert step is not None, f"no step of seq {record.seq}"
         assert (step.version, step.finished_at) == (record.version, record.finished_at)

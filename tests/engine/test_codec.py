@@ -166,7 +166,8 @@ def test_the_name_of_a_class_is_nowhere_in_the_journal(rename: Callable[[], None
     step = OptimStepConfig(learning_rate=0.5, beta2=0.99)
     command = OptimStepCommand(optim=step, expected_version=None, include_seqs=(2,))
     text = (
-        '{"$":"command.optim_step","expected_version":null,"include_seqs":[2],"optim":{"$":"optim",'
+        '{"$":"command.optim_step","allow_empty":false,"discard_on_poison":false,'
+        '"expected_version":null,"include_seqs":[2],"optim":{"$":"optim",'
         '"beta1":null,"beta2":0.99,"changed_share":false,"divide_by":null,"divide_constant":null,'
         '"eps":null,"learning_rate":0.5,"max_grad_norm":null,'
         '"step_on_zero_gradient":false,"tensor_grad_norms":false,"weight_decay":null}}'

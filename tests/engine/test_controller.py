@@ -18,14 +18,18 @@ from ratoon.engine.types import FailedResult, ForwardResult, version_of
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import OPERATIONS, Sample
 from ratoon.stream.versions import publish_version
+from ratoon_proto.codec import decode_tensor
 from ratoon_proto.types import (
+    LogprobsOf,
     OperationState,
     PublishConfig,
     PublishKind,
+    Recovery,
     Sequencing,
     StepResult,
     WeightKind,
 )
+from ratoon_proto.v1.training_pb2 import ForwardOutput
 from tests.engine.conftest import MakeMachine
 from tests.engine.fake_trainer import number_body
 from tests.engine.harness import (
@@ -300,6 +304,37 @@ async def test_a_forward_without_a_key_runs_between_and_is_not_journaled(machine
     await machine.end(await machine.step(2))
     assert machine.weights == [([10.0], RATE)]
     assert machine.journal.store.find_operation(read.operation_id) is None
+
+
+async def test_a_forward_backward_answers_log_probs_once(make_machine: MakeMachine) -> None:
+    """They are there for whoever asks after a restart. A window that is computed again, and a
+    replay, write no file: it may have expired, and the disk may be full."""
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    ended = await machine.end(
+        await machine.forward_backward(1, 10, with_logprobs=LogprobsOf.ALL, with_entropy=True)
+    )
+    plain = await machine.end(await machine.forward_backward(2, 11))
+    assert isinstance(ended.result, StepResult)
+    assert isinstance(plain.result, StepResult)
+    file = ended.result.file
+    assert file is not None
+    assert plain.result.file is None
+    path = machine.paths.results / file.digest
+    output = ForwardOutput.FromString(path.read_bytes())
+    assert len(path.read_bytes()) == file.size_bytes
+    for column in (output.logprobs, output.entropy):
+        assert decode_tensor(column, max_bytes=64).tolist() == [-10, -10]
+    assert decode_tensor(output.offsets, max_bytes=64).tolist() == [0, 2]
+    await machine.restart_controller()
+    assert (await machine.end(ended)).result == ended.result
+    assert path.exists()
+    path.unlink()
+    await machine.worker.kill()
+    await machine.restart_controller()
+    assert machine.worker.trainer.gradients == [10, 11]
+    assert not path.exists()
+    await machine.end(await machine.step(3))
+    assert machine.weights == [([10.0, 11.0], RATE)]
 
 
 async def test_old_logprobs_come_from_the_forward_that_is_named(machine: Machine) -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
+import pytest
+
+from ratoon.engine.commands import RefusedCommand, SeqKey
+from ratoon.engine.crash_points import CrashPoint
+from ratoon.engine.journal.records import JournalState
 from ratoon.engine.types import CheckpointInfo, FailedResult, version_of
-from ratoon.errors import ErrorCode
-from ratoon_proto.types import OperationState
+from ratoon.errors import ErrorCode, invalid
+from ratoon_proto.types import OperationKind, OperationState, Recovery
+from tests.engine.conftest import MakeMachine
 from tests.engine.harness import (
     DISCARD,
+    POLICY,
     RATE,
     SAVE,
     Machine,
@@ -16,6 +24,8 @@ from tests.engine.harness import (
     save,
     started,
 )
+from tests.engine.refusals import raises
+from tests.until import until
 
 
 async def test_gradients_of_a_window_add_up_until_the_step(machine: Machine) -> None:
@@ -48,6 +58,115 @@ async def test_a_failed_forward_backward_poisons_the_window_until_discard(machin
     await machine.forward_backward(5, 50)
     await machine.end(await machine.step(6))
     assert machine.weights == [([50.0], RATE)]
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+async def test_a_poisoned_step_may_discard_its_window(
+    make_machine: MakeMachine, is_listed: bool
+) -> None:
+    """It fails, as do retries; the next pair is right, whichever process dies in between."""
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    machine.faults.refuses.add(20.0)
+    await machine.updates(1)
+    await machine.forward_backward(2, 10)
+    await machine.forward_backward(3, 20)
+    seqs = (2, 3) if is_listed else ()
+    refused = await machine.end(await machine.step(4, *seqs, discard_on_poison=True))
+    assert (code_of(refused), refused.state) == (ErrorCode.WINDOW_POISONED, OperationState.FAILED)
+    assert machine.worker.trainer.gradients == []
+    again = await machine.step(4, *seqs, discard_on_poison=True)
+    assert (again.operation_id, again.result) == (refused.operation_id, refused.result)
+    await machine.end(await machine.forward_backward(5, 50))
+    for is_worker_lost in (False, True, False):
+        if is_worker_lost:
+            await machine.worker.kill()
+        await machine.restart_controller()
+        assert tuple(machine.run.window.records) == (5,)
+        assert machine.worker.trainer.gradients == [50.0]
+    await machine.end(await machine.step(6))
+    assert machine.weights == [([1.0], RATE), ([50.0], RATE)]
+    await machine.worker.kill()
+    await machine.restart_controller()
+    assert machine.weights == [([1.0], RATE), ([50.0], RATE)]
+    assert machine.run.version == 2
+    step = machine.journal.store.find_key(POLICY, SeqKey(seq=4))
+    assert step is not None
+    assert (step.state, step.version) == (JournalState.DISCARDED, None)
+
+
+@pytest.mark.parametrize("point", [CrashPoint.ENGINE_BEFORE_END, CrashPoint.ENGINE_AFTER_END])
+async def test_a_crash_loses_no_discard(make_machine: MakeMachine, point: CrashPoint) -> None:
+    """The worker has discarded the window before the journal hears of it."""
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    machine.faults.refuses.add(20.0)
+    for seq, number in ((1, 10), (2, 20)):
+        await machine.end(await machine.forward_backward(seq, number))
+    machine.crashes.armed[point] = 1
+    step = await machine.step(3, discard_on_poison=True)
+    await until(lambda: machine.crashes.hits)
+    await machine.restart_controller()
+    assert code_of(await machine.end(step)) == ErrorCode.WINDOW_POISONED
+    assert not machine.run.window.is_open
+    await machine.forward_backward(4, 40)
+    await machine.end(await machine.step(5))
+    assert machine.weights == [([40.0], RATE)]
+
+
+@pytest.mark.parametrize("is_worker_lost", [False, True])
+async def test_a_refused_call_that_takes_its_seq_fails_at_its_turn(
+    make_machine: MakeMachine, is_worker_lost: bool
+) -> None:
+    """It poisons the window as any ForwardBackward that fails, before and after a restart."""
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    error = invalid("loss.clip_low", -1, "a number").to_dict()
+    refused = RefusedCommand(kind=OperationKind.FORWARD_BACKWARD, error=error, request_digest="00")
+    late = await machine.submit(2, refused, 0)
+    assert late.blocked_by_seq == 1
+    await machine.forward_backward(1, 10)
+    ended = await machine.end(late)
+    assert (ended.kind, ended.result) == (
+        OperationKind.FORWARD_BACKWARD,
+        FailedResult(error=error),
+    )
+    if is_worker_lost:
+        await machine.worker.kill()
+    await machine.restart_controller()
+    assert (await machine.submit(2, refused, 0)).operation_id == late.operation_id
+    with raises(ErrorCode.KEY_REUSED):
+        await machine.submit(2, replace(refused, request_digest="01"), 0)
+    poisoned = await machine.end(await machine.step(3, discard_on_poison=True))
+    assert code_of(poisoned) == ErrorCode.WINDOW_POISONED
+    plain = replace(refused, kind=OperationKind.SAVE_CHECKPOINT)
+    await machine.forward_backward(4, 40)
+    assert code_of(await machine.end(await machine.submit(5, plain, 0))) == "INVALID_ARGUMENT"
+    await machine.end(await machine.step(6))
+    assert machine.weights == [([40.0], RATE)]
+
+
+async def test_what_else_fails_a_step_discards_nothing(machine: Machine) -> None:
+    await machine.forward_backward(1, 10)
+    fenced = {"discard_on_poison": True, "expected_version": 7}
+    failed = await machine.end(await machine.step(2, **fenced))
+    assert code_of(failed) == ErrorCode.VERSION_MISMATCH
+    await machine.end(await machine.step(3, discard_on_poison=True))
+    assert machine.weights == [([10.0], RATE)]
+
+
+async def test_a_step_without_a_gradient_is_taken_where_it_may_be(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await make_machine(recovery=Recovery.REPLAY).start()
+    assert code_of(await machine.end(await machine.step(1))) == ErrorCode.WINDOW_EMPTY
+    stepped = await machine.end(await machine.step(2, allow_empty=True))
+    assert version_of(stepped.result) == 1
+    machine.faults.refuses.add(20.0)
+    await machine.forward_backward(3, 20)
+    poisoned = await machine.end(await machine.step(4, allow_empty=True))
+    assert code_of(poisoned) == ErrorCode.WINDOW_POISONED
+    await machine.worker.kill()
+    await machine.restart_controller()
+    assert machine.weights == [([], RATE)]
+    assert machine.run.version == 1
 
 
 async def test_a_step_may_list_the_operations_to_include(machine: Machine) -> None:

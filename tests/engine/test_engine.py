@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,39 @@ import pytest
 from ratoon.cluster.ray_cluster import RayCluster
 from ratoon.config import RatoonConfig
 from ratoon.engine import lifecycle
-from ratoon.engine.commands import SeqKey, Submission
+from ratoon.engine.commands import Command, SeqKey, Submission
 from ratoon.engine.engine import Engine
+from ratoon.engine.first_states import check_fits
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.records import JournalAwayError
+from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.policy import turns
 from ratoon.engine.policy.turns import TurnLoop
 from ratoon.engine.settings import EngineSettings
-from ratoon.engine.types import Operation, PolicySpec
+from ratoon.engine.types import Operation, PolicyResult, PolicySpec
 from ratoon.engine.worker.tasks import Loaded, LoadRequest, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import ModelDtype, PresetBase
 from ratoon.train.spec import TrainerSpec
-from ratoon_proto.types import BackendInfo, OperationState, PolicyState
-from tests.engine.fake_trainer import Faults, number_body
-from tests.engine.harness import PATIENCE_S, RATE, policy_spec, trainer_spec, update
+from ratoon_proto.types import (
+    BackendInfo,
+    CheckpointSource,
+    LoraTuning,
+    OperationState,
+    PolicyState,
+    Recovery,
+)
+from tests.engine.fake_trainer import RESET, Faults, number_body
+from tests.engine.harness import (
+    PATIENCE_S,
+    RATE,
+    code_of,
+    policy_spec,
+    save,
+    trainer_spec,
+    update,
+)
 from tests.engine.local_ports import LocalWorker
 from tests.engine.refusals import raises
 from tests.until import until
@@ -100,6 +119,12 @@ class House:
         body = number_body(number)
         return await self.engine.submit(
             Submission(policy_id=policy_id, key=SeqKey(seq=seq), command=update(number), body=body)
+        )
+
+    async def submit(self, policy_id: str, seq: int, command: Command) -> Operation:
+        """An operation without a batch."""
+        return await self.engine.submit(
+            Submission(policy_id=policy_id, key=SeqKey(seq=seq), command=command, body=b"")
         )
 
     async def end(self, operation: Operation) -> Operation:
@@ -180,6 +205,105 @@ async def test_a_controller_that_fails_for_good_is_the_failure_of_its_policy_alo
     await house.crash()
     # What was accepted before has failed with the worker.
     await house.done("a", 2)
+
+
+async def _saved(house: House) -> None:
+    """Two updates of policy a, and a checkpoint after them."""
+    for seq in (1, 2):
+        await house.done("a", seq)
+    await house.end(await house.submit("a", 3, save("sft")))
+
+
+@pytest.mark.parametrize("recovery", Recovery)
+@pytest.mark.parametrize("with_optimizer", [True, False])
+async def test_a_policy_begins_with_another_ones_checkpoint(
+    house: House, recovery: Recovery, with_optimizer: bool
+) -> None:
+    """The source may be trained on and deleted; the new one recovers from its own copy."""
+    await _saved(house)
+    begun = [([1.0], RATE), ([2.0], RATE), *([] if with_optimizer else [([], RESET)])]
+    origin = CheckpointSource("a", "sft", with_optimizer=with_optimizer)
+    spec = policy_spec("c", from_checkpoint=origin, recovery=recovery)
+    created = await house.end(await house.engine.create_policy(spec))
+    assert isinstance(created.result, PolicyResult)
+    assert (created.result.policy.version, created.result.policy.spec) == (0, spec)
+    assert (await house.end(await house.engine.create_policy(spec))).result == created.result
+    assert house.weights("c") == begun
+    await house.done("a", 4)
+    await house.end(await house.engine.delete_policy("a"))
+    await house.done("c", 1)
+    await house.cluster.workers["c"].kill()
+    await house.crash()
+    await house.engine.recover()
+    await house.done("c", 2)
+    # What is not replayed is lost with the worker.
+    kept = [([1.0], RATE)] if recovery is Recovery.REPLAY else []
+    assert house.weights("c") == [*begun, *kept, ([2.0], RATE)]
+    assert await house.engine.list_checkpoints("c") == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "changes", "source"),
+    [
+        ("spec.preset", {"base": PresetBase(name="small")}, ("a", "sft")),
+        ("spec.lora", {"tuning": LoraTuning(rank=2, alpha=4.0)}, ("a", "sft")),
+        ("spec.dtype", {"dtype": ModelDtype.BFLOAT16}, ("a", "sft")),
+        ("checkpoint_id", {}, ("a", "none")),
+        ("policy_id", {}, ("none", "sft")),
+    ],
+)
+async def test_a_source_that_does_not_fit_is_refused_by_field(
+    house: House, field: str, changes: dict[str, object], source: tuple[str, str]
+) -> None:
+    await _saved(house)
+    spec = policy_spec("c", from_checkpoint=CheckpointSource(*source))
+    with pytest.raises(RatoonError) as caught:
+        await house.engine.create_policy(replace(spec, model=replace(spec.model, **changes)))
+    assert caught.value.field == field
+    assert [policy.spec.policy_id for policy in await house.engine.policies()] == ["a", "b"]
+
+
+def test_a_seed_matters_where_it_makes_frozen_weights() -> None:
+    full = policy_spec().model
+    check_fits(replace(full, seed=7), full)
+    adapter = replace(full, tuning=LoraTuning(rank=2, alpha=4.0))
+    with raises(ErrorCode.INVALID_ARGUMENT, match=r"spec\.seed"):
+        check_fits(replace(adapter, seed=7), adapter)
+
+
+async def test_a_damaged_source_fails_the_creation_and_leaves_nothing(house: House) -> None:
+    await _saved(house)
+    (folder,) = house.engine._settings.paths("a").checkpoints.glob("sft*")
+    (folder / "state.json").write_text("damaged")
+    spec = policy_spec("c", from_checkpoint=CheckpointSource("a", "sft"))
+    created = await house.end(await house.engine.create_policy(spec))
+    assert code_of(created) == ErrorCode.INVALID_ARGUMENT
+    with raises(ErrorCode.POLICY_NOT_FOUND):
+        await house.engine.policy("c")
+    assert not house.engine._settings.paths("c").root.exists()
+
+
+async def test_a_creation_that_is_killed_takes_its_first_state_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that the journal does not have is replaced; it would be ahead of the journal."""
+    await _saved(house)
+    insert = SqlStore.insert_first_state
+
+    def die(*_: object) -> None:
+        raise JournalAwayError("killed")
+
+    monkeypatch.setattr(SqlStore, "insert_first_state", die)
+    spec = policy_spec("c", from_checkpoint=CheckpointSource("a", "sft", with_optimizer=True))
+    created = await house.engine.create_policy(spec)
+    checkpoints = house.engine._settings.paths("c").checkpoints
+    await until(lambda: checkpoints.exists() and any(checkpoints.iterdir()))
+    await house.leave()
+    monkeypatch.setattr(SqlStore, "insert_first_state", insert)
+    house.engine = house.new()
+    await house.engine.recover()
+    assert (await house.end(created)).state is OperationState.DONE
+    assert house.weights("c") == house.weights("a")
 
 
 async def test_a_worker_that_hangs_holds_its_policy_alone(house: House) -> None:

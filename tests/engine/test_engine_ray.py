@@ -312,7 +312,8 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: RayEngine) -> None
 def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: RayEngine) -> None:
     """Every process but the ingress, whose caller this is; beside a policy that nothing happens to.
 
-    At the fourth update a checkpoint has freed the bodies of the first three.
+    At the fourth update a checkpoint has freed the bodies of the first three. Before the sixth the
+    policy is put away.
     """
     folder = engine.config.data_root / "crash-points"
     points = {
@@ -346,17 +347,21 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: R
         spec = replace(SPEC, policy_id=policy_id, recovery=Recovery.REPLAY)
         await ended(client, await client.call(Engine.create_policy, spec))
         told: list[object] = []
-        for seq in range(1, 6):
+        for seq in range(1, 7):
             if kills and seq in points:
                 (folder / points[seq]).write_text("1")
             if kills and seq == 5:
                 await lose_worker(policy_id)
+            if kills and seq == 6:
+                away = await client.call(Engine.release_policy, policy_id)
+                assert away.state is PolicyState.RELEASED
+                assert await find_worker(policy_id, engine.config.ray.namespace) is None
             submitted = submission(seq, update(0), random_batch(seq), policy_id)
             result = (await ended(client, await client.submit(submitted))).result
             assert isinstance(result, StepResult), result
             told.append((result.version, result.report.loss, result.report.grad_norm))
         assert list(folder.iterdir()) == [], "a point was not reached"
-        manifest = await client.call(Engine.weight_manifest, policy_id, 5)
+        manifest = await client.call(Engine.weight_manifest, policy_id, 6)
         files = {file.name: file.digest for file in manifest.files}
         await ended(client, await client.call(Engine.delete_policy, policy_id))
         return told, files["model.safetensors"]

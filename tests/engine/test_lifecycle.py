@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -298,7 +299,7 @@ async def test_a_failed_create_ends_once_it_is_cleaned_up(town: Town) -> None:
     faults = [store_away() for _ in range(3)]
 
     class AwayAtFirst(Archive):
-        async def forget(self) -> None:
+        async def forget(self, kept: Collection[str] = ()) -> None:
             if faults:
                 raise faults.pop()
 

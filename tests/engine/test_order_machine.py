@@ -111,7 +111,8 @@ class OrderMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reuse_a_seq(self, data: st.DataObject) -> None:
         call = self.any_call(data)
-        kind = {"discard": "optim_step", "optim_step": "discard"}.get(call.kind, call.kind)
+        other = {"discard": "optim_step", "optim_step": "loose_step", "loose_step": "discard"}
+        kind = other.get(call.kind, call.kind)
         with raises(ErrorCode.KEY_REUSED) as caught:
             self.submit(Call(call.seq, kind, 0.5, False, False))
         assert caught.value.details == {"operation_id": call.operation_id}

@@ -73,6 +73,7 @@ def client_of(controller: Controller, folder: Path = Path("data")) -> EngineClie
     engine = SimpleNamespace(
         weight_manifest=lambda _policy_id, *args: controller.weight_manifest(*args),
         policy=lambda _policy_id: asyncio.sleep(0.0),
+        note_call=lambda _policy_id: asyncio.sleep(0.0),
     )
     settings = EngineSettings.from_config(RatoonConfig(data_root=folder))
     return EngineClient(lambda call: call.on(engine), settings)

@@ -9,11 +9,12 @@ import pytest
 
 from ratoon import metrics
 from ratoon.engine.policy.receivers import MAX_RECEIVERS, Receivers
-from ratoon.engine.types import Acknowledgement
+from ratoon.engine.types import Acknowledgement, Operation
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Gone, MetricsTotals
 from ratoon.stream.versions import list_versions
-from ratoon_proto.types import Recovery
+from ratoon.warning_kinds import WarningKind
+from ratoon_proto.types import Recovery, StepResult, StepWarning
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import Machine, load, save
 from tests.engine.local_ports import POLICY
@@ -107,6 +108,41 @@ def test_the_longest_silent_makes_way_for_a_new_one(receivers: Receivers) -> Non
     for number in range(2, MAX_RECEIVERS):
         receivers.acknowledge(ack(f"r{number}", 0))
     assert receivers.acknowledge(ack("r1")) == ("new",)
+
+
+def test_a_receiver_lags_in_publications_until_it_is_taken_for_gone(receivers: Receivers) -> None:
+    for name, version in (("near", 92), ("far", 36), ("lags", 91), ("gone", 35), ("ahead", 120)):
+        receivers.acknowledge(ack(name, version))
+    receivers.acknowledge(ack("serves none"))
+    told = ("far version 36 (64 behind)", "lags version 91 (9 behind)")
+    assert receivers.lagging(100, 1) == told
+    assert receivers.lagging(126, 10) == (
+        "gone version 35 (91 behind)",
+        "far version 36 (90 behind)",
+    )
+
+
+async def test_a_step_tells_of_receivers_that_lag(machine: Machine) -> None:
+    await machine.controller.ack_weights(ack("old", 0))
+    warnings: tuple[StepWarning, ...] = ()
+    for number in range(1, 11):
+        ended = await machine.end(await machine.update(number, number))
+        await machine.landed()
+        await machine.controller.ack_weights(ack("new", number))
+        warnings = _warnings(ended)
+        assert not warnings or number == 10
+    assert len(warnings) == 1
+    warning = warnings[0]
+    assert warning.kind == WarningKind.RECEIVER_LAG
+    assert "far behind version 9, the newest: old version 0 (9 behind); they" in warning.message
+    await machine.controller.ack_weights(ack("old", 10))
+    assert _warnings(await machine.end(await machine.update(11, 11))) == ()
+
+
+def _warnings(ended: Operation) -> tuple[StepWarning, ...]:
+    assert isinstance(ended.result, StepResult)
+    assert ended.result.report is not None
+    return ended.result.report.warnings
 
 
 async def test_a_held_version_stays_until_it_is_let_go(machine: Machine) -> None:

@@ -12,7 +12,8 @@ from ratoon.config import CheckpointConfig
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.types import FailedResult
 from ratoon.errors import ErrorCode
-from ratoon.metrics import CHECKPOINTS, RECOVERIES, Metric, Sample
+from ratoon.metrics import CHECKPOINTS, RECOVERIES, WARNINGS, Metric, Sample
+from ratoon.warning_kinds import WarningKind
 from ratoon_proto.types import OnChangedNumerics, OperationState, PolicyState, Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.harness import (
@@ -272,6 +273,7 @@ async def test_a_roll_back_passes_over_a_damaged_checkpoint_for_good(
     assert machine.weights == [([1.0], RATE)]
     assert (await machine.end(lost)).result == lost.result
     assert set(counted(machine, RECOVERIES)) == {"rolled_back"}
+    assert set(counted(machine, WARNINGS)) == {WarningKind.ROLLED_BACK}
     # Its caller may still ask for it by name.
     loaded = await machine.end(await machine.submit(7, load("newer"), 0))
     assert loaded.state is OperationState.DONE

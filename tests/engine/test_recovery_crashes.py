@@ -46,7 +46,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     async def run() -> Told:
         folder, spec = tmp_path_factory.mktemp("undisturbed"), policy_spec(recovery=Recovery.REPLAY)
         machine = Machine(folder, spec, LimitsConfig(), checkpoints=OFTEN)
-        told = await Survivor(machine).run()
+        told = await Survivor(machine, is_put_away=False).run()
         assert len(machine.worker.trainers) == 1
         await until_nothing_is_superfluous(machine)
         await machine.controller.close(1.0)

@@ -117,8 +117,8 @@ async def test_a_restart_that_is_asked_for_during_another_is_one_more(
     machine, known = make_machine(recovery=Recovery.REPLAY), list[bool]()
     start_policy = startup.start_policy
 
-    async def noted(run: PolicyRun, *others: Any) -> None:
-        await start_policy(run, *others)
+    async def noted(run: PolicyRun, *others: Any, **options: Any) -> None:
+        await start_policy(run, *others, **options)
         known.append(machine.controller._turns.is_known)
         if len(known) == 2:
             machine.controller._turns.restart()

@@ -16,10 +16,11 @@ from sqlalchemy import text
 from ratoon.engine.journal import store as store_module
 from ratoon.engine.journal.fenced import FencedStore
 from ratoon.engine.journal.records import JournalState, RollBack
-from ratoon.engine.journal.steps import FIGURES, ROLLED_BACK, Curves, StepRow, pack, unpack
+from ratoon.engine.journal.steps import FIGURES, Curves, StepRow, pack, unpack
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.types import CheckpointInfo, OperationFilter
 from ratoon.errors import ErrorCode
+from ratoon.warning_kinds import WarningKind
 from ratoon_proto.types import (
     OperationKind,
     OperationState,
@@ -219,7 +220,7 @@ def test_a_step_that_was_rolled_back_is_a_mark(database_url: str) -> None:
     history = curves_of(steps_of(stores), ("loss",), 100, 3)
     assert (history.seq, history.num_steps) == ((1, 2), 2)
     marks = [(mark.seq, mark.version, mark.warnings) for mark in history.marks]
-    assert marks == [(seq, 2, (ROLLED_BACK,)) for seq in (4, 5)]
+    assert marks == [(seq, 2, (WarningKind.ROLLED_BACK,)) for seq in (4, 5)]
     assert all(mark.skip_reason is None for mark in history.marks)
     assert_steps_are_reports(stores.store, "p")
     stores.engine.dispose()

@@ -60,6 +60,7 @@ def test_an_older_token_writes_nothing(stores: Stores) -> None:
         lambda: fenced.set_published(old, "p", (1,)),
         lambda: fenced.check_token(old, "p"),
         lambda: fenced.set_policy(old, "p", PolicyState.READY, INFO),
+        lambda: fenced.end_policy(old, "p", "nobody has called it"),
         lambda: fenced.roll_back(old, "p", roll_back_to(0)),
     ):
         with pytest.raises(FencedError):

@@ -6,6 +6,7 @@ back to no gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -130,12 +131,26 @@ class OracleTrainer:
         norm = float(nn.utils.clip_grad_norm_(trained, limit))
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-            if weight_decay is not None:
+            if weight_decay is not None and group.get("decays", True):
                 group["weight_decay"] = weight_decay
         self._optimizer.step()
         self.version += 1
         self.discard()
         return norm
+
+    def decay_only(self, decays: Callable[[Tensor], bool]) -> None:
+        """Leave the weights of all other parameters out of weight decay; before the first step."""
+        trained = list(self.parameters().values())
+        groups = [[p for p in trained if decays(p) is wanted] for wanted in (True, False)]
+        defaults = self._optimizer.defaults
+        self._optimizer = torch.optim.AdamW(
+            [{"params": group} for group in groups],
+            lr=0.0,
+            betas=defaults["betas"],
+            eps=defaults["eps"],
+            weight_decay=defaults["weight_decay"],
+        )
+        self._optimizer.param_groups[1].update(weight_decay=0.0, decays=False)
 
     def forget_moments(self) -> None:
         """And the number of steps: the next one is a first one."""

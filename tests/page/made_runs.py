@@ -98,7 +98,7 @@ def policy(run: MadeRun) -> dict[str, Any]:
     spec = {
         "policy_id": run.policy_id,
         "preset": None,
-        "model_folder": "qwen3-0.6b",
+        "model_folder": "my-model",
         "full": {},
         "lora": None,
         "dtype": "bfloat16",
@@ -141,7 +141,7 @@ def list_steps(run: MadeRun, figures: list[str], after_seq: int, max_points: int
         )
     marks = []
     if run.bad is not None and run.bad > after_seq:
-        kinds = ["sampler_gap"] + ([HOSTILE] if run.hostile else [])
+        kinds = ["dominant_rollout"] + ([HOSTILE] if run.hostile else [])
         mark = {"seq": run.bad, "version": run.bad, "kind": "update", "warnings": kinds}
         marks.append({**mark, "skip_reason": None})
     return {
@@ -164,9 +164,10 @@ def operation(run: MadeRun, seq: int) -> dict[str, Any]:
         "value": 8.31,
     }
     warning = {
-        "kind": "sampler_gap",
-        "message": "log-probs of the sampler and the trainer differ by up to 8.31 nats at version "
-        f"{seq - 1}; one rollout of 64 makes 93 % of the sum" + HOSTILE * run.hostile,
+        "kind": "dominant_rollout",
+        "message": "one rollout makes 93% of the sampler's gap: its log-probs are 0.31 nats a "
+        "token from the policy's, those of the others 0.016; they are of other tokens or another "
+        "prompt" + HOSTILE * run.hostile,
         "offenders": [offender],
     }
     report |= {
@@ -200,7 +201,7 @@ def operation(run: MadeRun, seq: int) -> dict[str, Any]:
 
 
 def group_id(run: MadeRun, group: int) -> str:
-    return HOSTILE if run.hostile else f"gsm8k-train-{1000 + 37 * group}"
+    return HOSTILE if run.hostile else f"sum-{1000 + 37 * group}"
 
 
 def kept(run: MadeRun, seq: int, group: int, index: int, *, whole: bool) -> dict[str, Any]:

@@ -22,13 +22,13 @@ pytestmark = [pytest.mark.more]
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 OpenPage = Callable[..., Page]
 BAD_STEP = 37
-RUN = MadeRun(policy_id="gsm8k-grpo", num_steps=50, bad=BAD_STEP, seed=2)
-OTHER = MadeRun(policy_id="gsm8k-dapo", num_steps=44, seed=1)
+RUN = MadeRun(policy_id="sums-grpo", num_steps=50, bad=BAD_STEP, seed=2)
+OTHER = MadeRun(policy_id="sums-dapo", num_steps=44, seed=1)
 VIEWS = {
     "policies": "#/",
-    "policy": "#/policies/gsm8k-grpo",
-    "step": f"#/policies/gsm8k-grpo/steps/{BAD_STEP}",
-    "rollout": f"#/policies/gsm8k-grpo/steps/{BAD_STEP}/rollouts/5/3?token=17",
+    "policy": "#/policies/sums-grpo",
+    "step": f"#/policies/sums-grpo/steps/{BAD_STEP}",
+    "rollout": f"#/policies/sums-grpo/steps/{BAD_STEP}/rollouts/5/3?token=17",
     "operations": "#/operations",
 }
 
@@ -47,10 +47,10 @@ def _settled(page: Page) -> None:
 
 def test_a_bad_rollout_is_three_clicks_away(made: MadeService, open_page: OpenPage) -> None:
     page = open_page(made.url)
-    page.get_by_role("link", name="gsm8k-grpo").first.click()
+    page.get_by_role("link", name="sums-grpo").first.click()
     marks = page.get_by_role("group", name="Marks of reward")
-    marks.get_by_role("link", name=f"Step {BAD_STEP}: sampler gap").click()
-    offenders = page.get_by_role("list", name="Rollouts that sampler gap names, worst first")
+    marks.get_by_role("link", name=f"Step {BAD_STEP}: dominant rollout").click()
+    offenders = page.get_by_role("list", name="Rollouts that dominant rollout names, worst first")
     offenders.get_by_role("link").first.click()
     title = f"Rollout {BAD_ROLLOUT} of group {BAD_GROUP}"
     expect(page.get_by_role("heading", level=1)).to_contain_text(title)
@@ -68,7 +68,7 @@ def test_the_keyboard_reaches_a_rollout(made: MadeService, open_page: OpenPage) 
     page.keyboard.press("ArrowRight")
     norm = RUN.figures()["grad_norm"][BAD_STEP - 1]
     assert norm is not None
-    said = f"step {BAD_STEP}: {norm:.4g}, sampler gap"
+    said = f"step {BAD_STEP}: {norm:.4g}, dominant rollout"
     expect(slider).to_have_attribute("aria-valuetext", said)
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text(f"Step {BAD_STEP}")
@@ -128,10 +128,10 @@ def test_a_key_is_asked_once_and_kept_for_the_tab(open_page: OpenPage) -> None:
             dialog.get_by_role("button", name="Continue").click()
             if text == "wrong":
                 expect(dialog).to_contain_text("unknown, revoked or expired")
-        expect(page.get_by_role("link", name="gsm8k-grpo").first).to_be_visible()
+        expect(page.get_by_role("link", name="sums-grpo").first).to_be_visible()
         expect(dialog).to_be_hidden()
         page.reload()
-        expect(page.get_by_role("link", name="gsm8k-grpo").first).to_be_visible()
+        expect(page.get_by_role("link", name="sums-grpo").first).to_be_visible()
         assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
         assert "secret" not in page.content() + page.url
         page.get_by_role("button", name="Forget key").click()
@@ -175,8 +175,8 @@ def test_what_goes_wrong_is_said(open_page: OpenPage) -> None:
         expect(alert).to_contain_text("the engine does not answer. Trying again.")
         service.is_down = False
         expect(alert).to_be_hidden()
-        del service.runs["gsm8k-grpo"]
-        expect(alert).to_have_text("policy_id: no policy gsm8k-grpo.")
+        del service.runs["sums-grpo"]
+        expect(alert).to_have_text("policy_id: no policy sums-grpo.")
         asked = service.asked.total()
         page.wait_for_timeout(5000)
         assert service.asked.total() == asked
@@ -244,6 +244,35 @@ def test_a_hundred_thousand_steps_are_drawn_within_a_second(open_page: OpenPage)
             }"""
         )
     assert 0 < seconds < 1
+
+
+# Left edge and text of each label of a vertical axis.
+LABELS = """
+    window.labels = [];
+    const fill = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+      if (this.textAlign === "right") labels.push([x - this.measureText(text).width, text]);
+      fill.call(this, text, x, y);
+    };
+"""
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_labels_of_an_axis_are_whole_and_differ(open_page: OpenPage, width: int) -> None:
+    """Losses near 1e-14 were labelled ".0e−14", and ratios near 1 all "1"."""
+    run = MadeRun(policy_id="small", num_steps=20)
+    for name, shift, scale in (("loss", 0, -1e-13), ("ratio_max", 1, 1e-4), ("entropy", 0, 1e9)):
+        run.figures()[name] = [shift + scale * (value or 0) for value in run.figures()[name]]
+    with made_service(run) as service:
+        viewport = {"width": width, "height": 900}
+        page = open_page(service.url + "#/policies/small", init=LABELS, viewport=viewport)
+        _settled(page)
+        labels = page.evaluate("labels")
+    texts = {text for _, text in labels}
+    assert [text for text in texts if "e−1" in text]
+    assert len([text for text in texts if text.startswith("1.000")]) > 1
+    assert "1\u202f000\u202f000\u202f000" in texts
+    assert min(left for left, _ in labels) >= 0
 
 
 def test_a_forest_of_ten_thousand_nodes_is_smooth(browser: Browser, open_page: OpenPage) -> None:

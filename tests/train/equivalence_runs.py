@@ -34,6 +34,7 @@ from ratoon_proto.types import (
     AdamWConfig,
     CorrectionMode,
     FullTuning,
+    LogprobsOf,
     LoraTuning,
     LossConfig,
     LossKind,
@@ -105,6 +106,7 @@ def make_pair(
     dtype: ModelDtype = ModelDtype.FLOAT64,
     micro_batch_tokens: int = WHOLE,
     attention: str = "eager",
+    optimizer: AdamWConfig = ADAMW,
 ) -> Pair:
     """Load the folder on both sides; an adapter is made by the trainer and read by the oracle."""
     tuning = FullTuning() if tuning is None else tuning
@@ -113,7 +115,7 @@ def make_pair(
     trainer = Trainer.create(
         TrainerSpec(
             model=ModelSpec(base=base, tuning=tuning, dtype=dtype, seed=3),
-            optimizer=ADAMW,
+            optimizer=optimizer,
             deterministic=True,
             micro_batch_tokens=micro_batch_tokens,
             keep_reference=not is_lora,
@@ -229,6 +231,7 @@ def forward_backward(
     forward_logprobs_J: np.ndarray[Any, Any] | None = None,
     forward_entropy_J: np.ndarray[Any, Any] | None = None,
     oracle_batch: RolloutBatch | None = None,
+    logprobs_of: LogprobsOf | None = None,
 ) -> tuple[StepReport, Sums]:
     """One forward-backward on both sides. `oracle_batch`: what the oracle sees in its place."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
@@ -240,6 +243,7 @@ def forward_backward(
         plan=cpu_planner(micro_batch_tokens),
         old_logprobs_J=forward_logprobs_J,
         entropy_J=forward_entropy_J,
+        logprobs_of=logprobs_of,
     )
     report = trainer.forward_backward(prepared)
     paths = paths_of(oracle_batch or batch)

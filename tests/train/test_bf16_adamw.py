@@ -22,7 +22,7 @@ from ratoon.train.optim import bf16_state
 from ratoon.train.optim.bf16_adamw import Bf16AdamW, make_optimizer
 from ratoon.train.optim.rounding import decode_positive, decode_signed
 from ratoon.train.spec import OptimizerStates
-from ratoon_proto.types import AdamWConfig
+from ratoon_proto.types import AdamWConfig, Decay
 from tests.train.optimizer_runs import (
     CONFIG,
     SPLIT,
@@ -65,6 +65,28 @@ def test_a_steps_own_betas_and_eps_are_as_the_policys_would_be(kind: OptimizerSt
     take_step(by_step, make_gradients(3), 2.0, optim_step())
     take_step(by_policy, make_gradients(3), 2.0, optim_step())
     assert not _same(copied(by_step.state()), copied(by_policy.state()))
+
+
+@pytest.mark.parametrize("kind", [OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_8BIT])
+def test_decay_of_matrices_leaves_norms_alone(kind: OptimizerStates) -> None:
+    """Each weight has the bits of a step with decay, or of one without."""
+    names = ("layers.0.mlp.up_proj.weight", "layers.0.input_layernorm.weight", "q_proj.bias")
+
+    def stepped(config: AdamWConfig, weight_decay: float) -> dict[str, Tensor]:
+        values = [*make_parameters().values()]
+        parameters = {name: values[0].detach().clone() for name in names}
+        optimizer = Bf16AdamW(parameters, config, kind, 0)
+        gradient = next(iter(make_gradients(0).values()))
+        step = replace(optim_step(), weight_decay=weight_decay)
+        take_step(optimizer, {name: gradient.clone() for name in names}, 2.0, step)
+        return {name: weight.clone() for name, weight in optimizer.state().weights.items()}
+
+    of_matrices = stepped(replace(CONFIG, decay=Decay.MATRICES), 0.5)
+    of_all, without = stepped(CONFIG, 0.5), stepped(CONFIG, 0.0)
+    assert torch.equal(of_matrices[names[0]], of_all[names[0]])
+    for name in names[1:]:
+        assert torch.equal(of_matrices[name], without[name])
+        assert not torch.equal(of_all[name], without[name])
 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))

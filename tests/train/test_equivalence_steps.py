@@ -15,27 +15,38 @@ import torch
 
 from ratoon.errors import RatoonError
 from ratoon.model.spec import ModelDtype
+from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.selection import predicted_mask
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.optim.resolve import resolve_empty, resolve_optim
+from ratoon.train.saved_state import (
+    NO_OPERATIONS,
+    AsOf,
+    copy_saved_state,
+    read_saved_state,
+)
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
+    Decay,
     DivideBy,
     FullTuning,
     KlConfig,
     KlKind,
+    LogprobsOf,
     LoraTuning,
     LossConfig,
     LossKind,
     OldLogprobs,
     OldLogprobsKind,
     OptimStepConfig,
+    OverlongFilter,
     ReferenceKind,
     SharedTokens,
     TokenWeight,
 )
 from tests.builders import limits, random_groups
-from tests.equivalence import assert_close, paths_of, relative_error
+from tests.equivalence import assert_close, paths_of, relative_error, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import ARCHITECTURES, write_folder
 from tests.train.equivalence_runs import (
@@ -263,6 +274,142 @@ def test_four_updates_reuse_one_forward(
     assert relative_error(torch.as_tensor(frozen.logprobs), initial) <= pair.tolerance
     assert ratios[0] == pytest.approx(1.0, abs=1e-12)
     assert all(ratio > 1.001 for ratio in ratios[1:])
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "olmo3"])
+def test_norms_and_biases_need_not_decay(tmp_path: Path, architecture: str) -> None:
+    """The oracle tells them by the classes of their modules."""
+    folder = write_folder(tmp_path / "base", architecture)
+    config = replace(ADAMW, decay=Decay.MATRICES)
+    pair = make_pair(folder, scratch=tmp_path / "adapter", optimizer=config)
+    kept = {
+        id(parameter)
+        for module in pair.oracle.model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if "Norm" in type(module).__name__ or name == "bias"
+    }
+    assert 0 < len(kept) < len(pair.oracle.parameters())
+    pair.oracle.decay_only(lambda parameter: id(parameter) not in kept)
+    _three_steps(pair)
+
+
+def test_a_step_without_a_gradient_decays(tmp_path: Path) -> None:
+    """As torch's AdamW on zeros: the moments decay and move the weights, weight decay applies.
+
+    So it is without a forward-backward, and with one none of whose tokens counts."""
+    pair = _pair(tmp_path)
+    trainer = pair.trainer
+    forward_backward(pair, random_batch_near(pair, 0), GRPO)
+    check_step(pair, STEPS[0], divide_by="sequences")
+    dropped = random_batch_near(pair, 1)
+    dropped = replace(dropped, truncated=np.ones(dropped.num_sequences, np.bool_))
+    request = OptimStepConfig(learning_rate=1e-2, weight_decay=0.3, divide_constant=7.0)
+    empty = replace(resolve_empty(request, ADAMW), allow_empty=True)
+    for is_open in (False, True):
+        if is_open:
+            loss = resolve_loss(
+                LossConfig(kind=LossKind.PPO_CLIP, overlong=OverlongFilter()),
+                dropped,
+                has_frozen_reference=True,
+            )
+            trainer.forward_backward(trainer.prepare(dropped, loss))
+        before = {name: p.detach().clone() for name, p in pair.oracle.parameters().items()}
+        report = trainer.optim_step(empty)
+        pair.oracle.optim_step(learning_rate=1e-2, divide_by="none", weight_decay=0.3)
+        assert (report.skipped, report.grad_norm, report.loss) == (False, 0.0, None)
+        assert_close(weight_errors(pair), pair.tolerance)
+        after = {name: p.detach() for name, p in pair.oracle.parameters().items()}
+        assert min(relative_errors(before, after).values()) > 1e-4
+    assert trainer.version == 3
+    with pytest.raises(RatoonError, match="no ForwardBackward"):
+        trainer.optim_step(replace(empty, allow_empty=False))
+
+
+def _with_idle_rollouts(batch: RolloutBatch) -> RolloutBatch:
+    """Every third rollout has no advantage, every fourth is truncated, every fifth token masked."""
+    assert batch.advantages is not None
+    sequence_J = np.repeat(np.arange(batch.num_sequences), np.diff(batch.response_offsets))
+    return replace(
+        batch,
+        advantages=np.where(sequence_J % 3 == 0, np.float32(0), batch.advantages),
+        truncated=np.arange(batch.num_sequences) % 4 == 1,
+        loss_mask=batch.loss_mask & (np.arange(len(sequence_J)) % 5 != 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro_batch_tokens", "architecture"),
+    [
+        (LossKind.PPO_CLIP, 1 << 20, "qwen3"),
+        (LossKind.PPO_CLIP, 25, "qwen3"),
+        (LossKind.GSPO, 1 << 20, "gemma3"),
+        (LossKind.GSPO, 25, "qwen3_moe"),
+    ],
+    ids=str,
+)
+def test_a_pass_answers_log_probs(
+    tmp_path: Path, kind: LossKind, micro_batch_tokens: int, architecture: str
+) -> None:
+    """Masked and dropped tokens, and those without an advantage, have the oracle's log-probs and
+    entropies, and no part in the loss; those of trained tokens alone change no bit of the pass."""
+    pair = _pair(tmp_path, architecture)
+    batch = _with_idle_rollouts(random_batch_near(pair, 3))
+    request = make_request(kind, overlong=OverlongFilter(), entropy_coefficient=0.0)
+    gradients: dict[LogprobsOf | None, dict[str, torch.Tensor]] = {}
+    oracle_JJ = hf.all_logprobs(pair.oracle.model, paths_of(batch))
+    logprob_J, entropy_J = (torch.cat(each).numpy() for each in zip(*oracle_JJ, strict=True))
+    for asked in (None, LogprobsOf.TRAINED, LogprobsOf.ALL):
+        options = {"micro_batch_tokens": micro_batch_tokens, "logprobs_of": asked}
+        report, sums = forward_backward(pair, batch, request, **options)
+        assert_close(pair.gradient_errors(), pair.tolerance)
+        counted = (report.trained_tokens, report.num_sequences)
+        assert counted == (sums.counters.tokens, sums.counters.sequences)
+        gradients[asked] = {name: grad.clone() for name, grad in pair.gradients().items()}
+        found = pair.trainer.found
+        assert found is not None
+        if asked is None:
+            assert found.answers_2J is None
+        elif found.answers_2J is not None:
+            is_trained_J = ~np.isnan(found.columns_4J[0])
+            is_known_J = predicted_mask(batch) if asked is LogprobsOf.ALL else is_trained_J
+            assert (np.isnan(found.answers_2J) == ~is_known_J).all()
+            assert 0 < is_trained_J.sum() < batch.loss_mask.sum() < predicted_mask(batch).sum()
+            np.testing.assert_allclose(
+                found.answers_2J[:, is_known_J],
+                np.stack([logprob_J, entropy_J])[:, is_known_J],
+                rtol=pair.tolerance,
+                atol=pair.tolerance,
+            )
+        pair.discard()
+    for name, expected in gradients[None].items():
+        assert torch.equal(gradients[LogprobsOf.TRAINED][name], expected)
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_steps_of_a_new_policy_go_on_from_a_checkpoint(
+    tmp_path: Path, with_optimizer: bool
+) -> None:
+    """Weights, and moments and their counter where they come along, are those of the source."""
+    pair = _pair(tmp_path)
+    forward_backward(pair, random_batch_near(pair, 0), GRPO)
+    check_step(pair, STEPS[0], divide_by="sequences")
+    pair.trainer.snapshot().write(tmp_path / "checkpoint", AsOf(seq=57, replay_from_seq=56))
+    spec = pair.trainer.spec
+    spec = replace(spec, model=replace(spec.model, seed=9))
+    copy_saved_state(tmp_path / "checkpoint", tmp_path / "copy", spec.model)
+    saved = read_saved_state(tmp_path / "copy")
+    assert (saved.version, saved.as_of) == (0, NO_OPERATIONS)
+    assert saved.state_digest == pair.trainer.state_digest()
+    new = replace(pair, trainer=Trainer.create(spec))
+    new.trainer.load_checkpoint(tmp_path / "copy")
+    assert new.trainer.state_digest() == saved.state_digest
+    if not with_optimizer:
+        new.trainer.reset_optimizer()
+        pair.oracle.forget_moments()
+    for seed, optim in enumerate(STEPS[1:], start=1):
+        forward_backward(new, random_batch_near(new, seed), GRPO)
+        check_step(new, optim, divide_by="sequences")
+    assert new.trainer.version == len(STEPS) - 1
 
 
 def test_steps_go_on_after_a_checkpoint(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.selection import Counters
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.prepare import Prepared, prepare
@@ -242,6 +243,32 @@ def test_nothing_to_learn_is_said() -> None:
     given = [replace(raw, reward=None, advantages=np.zeros(1, np.float32)) for raw in flat[1:]]
     ready = _prepare(validate_groups([builders.group([9], given)], builders.limits()))
     assert [each.kind for each in ready.warnings] == ["zero_advantages"]
+
+
+def test_sequences_without_a_trained_token_count_where_asked_for() -> None:
+    """A mean over all that were sampled, as TRL's where it masks truncated ones; tokens, groups and
+    what is dropped for another cause count as ever."""
+    none = np.zeros(2, np.bool_)
+    groups = [
+        builders.group(
+            [9],
+            [
+                builders.rollout([1, 2], reward=1.0),
+                builders.rollout([3, 4], reward=0.0, loss_mask=none),
+                builders.rollout([5, 6], reward=0.5, truncated=True),
+            ],
+            "a",
+        ),
+        builders.group([8], [builders.rollout([1, 2], reward=1.0, loss_mask=none)], "b"),
+        builders.group([7], [builders.rollout([n], reward=1.0) for n in (1, 2)], "flat"),
+    ]
+    batch = validate_groups(groups, builders.limits())
+    options = {"overlong": OverlongFilter(), "drop_zero_variance_groups": True}
+    plain = _prepare(batch, **options)
+    asked = _prepare(batch, count_untrained=True, **options)
+    assert plain.counters == Counters(tokens=2, sequences=1, groups=1)
+    assert asked.counters == replace(plain.counters, sequences=4)
+    assert asked.plan == plain.plan
 
 
 FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="p.op")

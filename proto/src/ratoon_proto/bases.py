@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from typing import Any, Self, cast
 
 UNSPECIFIED = "unspecified"
+# Every field of a report is in one group; docs/train.md has the same table.
+REPORT_GROUPS: Mapping[str, tuple[str, ...]] = {
+    group: tuple(names.split())
+    for group, names in {
+        "loss": "loss policy_gradient_loss kl entropy router_aux_loss",
+        "rewards": "reward_mean reward_std reward_min reward_max advantage_mean advantage_std "
+        "zero_variance_fraction zero_advantage_sequences groups",
+        "sampler": "sampler_kl sampler_gap_mean sampler_gap_abs_mean sampler_gap_max "
+        "clamped_sampler_gaps staleness_mean staleness_max token_staleness_mean route_mismatch",
+        "ratio": "ratio_mean ratio_min ratio_p01 ratio_p50 ratio_p99 ratio_max old_kl "
+        "clip_fraction_low clip_fraction_high clip_fraction_dual clip_fraction_positive "
+        "clip_fraction_negative clamped_ratios clamped_kls correction_masked_fraction "
+        "correction_truncated_fraction correction_weight_mean correction_ess_fraction",
+        "step": "learning_rate grad_norm tensor_grad_norms update_norm weight_norm step_kl "
+        "step_kl_tokens changed_share skipped skip_reason",
+        "batch": "num_groups num_sequences trained_tokens response_length_mean response_length_p50 "
+        "response_length_p90 response_length_p99 response_length_max truncated_fraction "
+        "dropped_stale dropped_truncated dropped_zero_variance",
+        "packing": "unshared_tokens packed_tokens token_reduction attention_pair_reduction "
+        "num_micro_batches route_conflicts",
+        "speed": "seconds tokens_per_second hardware_mfu logical_mfu rank_seconds rank_gap "
+        "peak_memory_bytes planned_memory_bytes",
+        "checks": "warnings self_check routers",
+    }.items()
+}
 
 
 class WireEnum(StrEnum):
@@ -122,9 +148,18 @@ class StepReportMethods:
             shown.append(f"skipped: {report.skip_reason or UNSPECIFIED}")
         return ", ".join(shown)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The figures by name, as JSON and loggers take them; what was not computed is left out."""
-        return _plain(self)
+    def to_dict(self, *, grouped: bool = False) -> dict[str, Any]:
+        """The figures by name, as JSON and loggers take them; what was not computed is left out.
+
+        `grouped`: by the groups of `REPORT_GROUPS`, then by name.
+        """
+        plain = _plain(self)
+        if not grouped:
+            return plain
+        return {
+            group: {name: plain[name] for name in names if name in plain}
+            for group, names in REPORT_GROUPS.items()
+        }
 
 
 class StepResultMethods:

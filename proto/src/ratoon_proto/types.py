@@ -80,7 +80,7 @@ class ReferencePolicy(bases.WireEnum):
     NONE = "none"
     """There is none."""
     BASE = "base"
-    """The weights at creation; for LoRA the adapter off."""
+    """The weights of the preset or folder; for LoRA the adapter off."""
 
 
 ReferencePolicyName = Literal["none", "base"]
@@ -100,6 +100,17 @@ class Shard(bases.WireEnum):
 
 
 ShardName = Literal["states", "gradients", "weights"]
+
+
+class Decay(bases.WireEnum):
+    """Which parameters weight decay applies to."""
+
+    ALL = "all"
+    MATRICES = "matrices"
+    """All but norms and biases, which transformers' trainers tell by their names."""
+
+
+DecayName = Literal["all", "matrices"]
 
 
 class KeepRollouts(bases.WireEnum):
@@ -125,6 +136,12 @@ class PolicyState(bases.WireEnum):
     READY = "ready"
     FAILED = "failed"
     DELETING = "deleting"
+    RELEASED = "released"
+    """Put away: its state is on disk, and it has no worker. The next call that needs one brings it
+    back.
+    """
+    ENDED = "ended"
+    """Nobody has called it for `idle_ttl_s`. Its checkpoints and its history can still be read."""
 
 
 class LossKind(bases.WireEnum):
@@ -389,6 +406,22 @@ class WeightKind(bases.WireEnum):
     """An adapter folder that peft loads."""
 
 
+class LogprobsOf(bases.WireEnum):
+    """The response tokens whose log-probs a ForwardBackward returns."""
+
+    TRAINED = "trained"
+    """Only those that are run in any case: trained ones of rollouts that stay and have a gradient.
+    NaN at the others.
+    """
+    ALL = "all"
+    """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it.
+    NaN only at a first token without a prompt, which nothing predicts.
+    """
+
+
+LogprobsOfName = Literal["trained", "all"]
+
+
 class ImportMode(bases.WireEnum):
     """How imported values change the weights."""
 
@@ -444,6 +477,23 @@ class AdamWConfig:
     beta2: float = 0.95
     eps: float = 1e-08
     weight_decay: float = 0.01
+    decay: Decay = Decay.ALL
+    """Also of a weight decay that a step brings."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            beta1: float = 0.9,
+            beta2: float = 0.95,
+            eps: float = 1e-08,
+            weight_decay: float = 0.01,
+            decay: Decay | DecayName = Decay.ALL,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, decay=Decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,6 +570,17 @@ class NumericsGuard:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """Another policy's checkpoint, by the name that its caller gave it."""
+
+    policy_id: str
+    checkpoint_id: str
+    _: KW_ONLY
+    with_optimizer: bool = False
+    """Whether the optimizer's moments and step count come along; otherwise they begin anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySpec:
     """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default)
     or `lora`.
@@ -560,6 +621,19 @@ class PolicySpec:
     """Most bytes of kept rollouts: the oldest steps go first, and of a step that is larger alone
     the least conspicuous rollouts. Default 256 MiB.
     """
+    from_checkpoint: CheckpointSource | None = None
+    """Weights of version 0, in place of those of the preset or folder, which stay the frozen
+    reference. The source has the same base, tuning and dtype, and of an adapter on a preset the
+    same seed. It is read once: it may be deleted as soon as the policy is created.
+    """
+    idle_release_s: float | None = None
+    """Seconds without work after which the policy is put away, as by ReleasePolicy; above 0. Not
+    while a window is open. Default: never.
+    """
+    idle_ttl_s: float | None = None
+    """Seconds without any call that names the policy, or one of its operations, after which it
+    ends; above 0. Its last state stays as a checkpoint, and its other files go. Default: never.
+    """
 
     if TYPE_CHECKING:
 
@@ -587,6 +661,9 @@ class PolicySpec:
             numerics_guard: NumericsGuard = NumericsGuard(),
             keep_rollouts: KeepRollouts | KeepRolloutsName = KeepRollouts.NONE,
             keep_rollouts_bytes: int = 268435456,
+            from_checkpoint: CheckpointSource | None = None,
+            idle_release_s: float | None = None,
+            idle_ttl_s: float | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -623,7 +700,7 @@ class Policy:
     published_version: int | None = None
     """The newest version whose weights can be fetched."""
     failure: str
-    """Why the policy failed; empty where it has not."""
+    """Why the policy failed or ended; empty where it has not."""
     optimizer_states: str
     """The optimizer's states, by their name in worker.optimizer_states; for `auto` those that it
     chose, which stay. Empty until the model is loaded.
@@ -818,6 +895,10 @@ class LossConfig:
     """
     report_groups: bool = False
     """Report every group: `StepReport.groups`."""
+    count_untrained: bool = False
+    """Whether `sequences` and `constant` divide by rollouts without a trained token, and those that
+    overlong_filter drops, too: a mean over all that were sampled.
+    """
 
     if TYPE_CHECKING:
 
@@ -845,6 +926,7 @@ class LossConfig:
             tau_negative: float | None = None,
             top_entropy_share: float | None = None,
             report_groups: bool = False,
+            count_untrained: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -1298,6 +1380,8 @@ class StepResult(bases.StepResultMethods):
     version: int
     """The policy's version after the operation."""
     report: StepReport = StepReport()
+    file: ResultFile | None = None
+    """A serialized ForwardOutput."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

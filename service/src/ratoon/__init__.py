@@ -1,3 +1,5 @@
 """Ratoon: the policy-update service for RL post-training."""
 
-__version__ = "0.1.0"
+from importlib.metadata import version
+
+__version__ = version("ratoon")

@@ -1,4 +1,4 @@
-"""The `ratoon` command: serve, health, keys, recover, demo, doctor.
+"""The `ratoon` command: serve, health, keys, recover, demo, example, doctor.
 
 Commands import what they need when they run, so `--help` is quick and `doctor` works on a broken
 installation.
@@ -26,6 +26,7 @@ from ratoon.auth.audit import AuditEntry, AuditLog
 from ratoon.auth.keys import KeyFile, Scope, new_key
 from ratoon.config import KeyLimits, RatoonConfig, load_config
 from ratoon.errors import RatoonError
+from ratoon.example_files import EXAMPLES, write_example
 from ratoon.garbage import frozen_imports
 from ratoon.model.spec import PRESET_NAMES
 from ratoon_proto.build import describe_build
@@ -54,6 +55,7 @@ console = Console()
 DAY_S = 86_400.0
 RAY_POLL_S = 1.0
 LIST_COLUMNS = 240
+PRESETS = ", ".join(PRESET_NAMES)
 QUOTA_HELP = "Tokens of accepted rollouts, without sharing; over all policies and processes."
 
 
@@ -96,7 +98,9 @@ def _reported(*errors: type[Exception]) -> Generator[None, None, None]:
         raise typer.Exit(2) from err
 
 
-@cli.command()
+@cli.command(
+    epilog=f"Clients create policies: of a folder below models_root, or of a preset: {PRESETS}."
+)
 def serve(
     config: ConfigOption = None,
     verbose: Annotated[
@@ -130,7 +134,7 @@ def serve(
 @cli.command()
 def doctor(config: ConfigOption = None) -> None:
     """Show what this machine can do; exit 1 if the service could not start."""
-    from ratoon.doctor import Status, run_checks
+    from ratoon.doctor import Status, next_step, run_checks
 
     checks = run_checks(_read_config(config))
     colors = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
@@ -142,6 +146,7 @@ def doctor(config: ConfigOption = None) -> None:
             escape(check.detail),
         )
     console.print(table)
+    typer.echo(f"\nnext: {next_step(checks)}")
     raise typer.Exit(1 if any(check.status is Status.FAIL for check in checks) else 0)
 
 
@@ -190,9 +195,9 @@ def recover(
 
 @cli.command()
 def demo(
-    preset: Annotated[
-        str, typer.Option(help=f"Built-in random model: {', '.join(PRESET_NAMES)}.")
-    ] = PRESET_NAMES[0],
+    preset: Annotated[str, typer.Option(help=f"Built-in random model: {PRESETS}.")] = PRESET_NAMES[
+        0
+    ],
     seed: Annotated[
         int, typer.Option(help="Seed of the policy, the prompts and the sampler.", min=0)
     ] = 0,
@@ -203,7 +208,7 @@ def demo(
 ) -> None:
     """Start the service here and watch a tiny policy learn; exit 1 if it does not."""
     if preset not in PRESET_NAMES:
-        raise typer.BadParameter(f"{preset!r} is none of {', '.join(PRESET_NAMES)}")
+        raise typer.BadParameter(f"{preset!r} is none of {PRESETS}")
     # The demo reads the environment too, so bad variables are refused as in the other commands.
     _read_config(None)
     from ratoon.demo.run import run_demo
@@ -213,6 +218,26 @@ def demo(
         if run_demo(preset=preset, seed=seed, shuffle_rewards=shuffle_rewards, console=console)
         else 1
     )
+
+
+@cli.command()
+def example(
+    name: Annotated[
+        str | None, typer.Argument(help="Example to write. Without it they are listed.")
+    ] = None,
+    folder: Annotated[Path, typer.Argument(help="Where to write its files.")] = Path(),
+) -> None:
+    """Write an example, or files for operators, into this folder, or list what there is."""
+    if name is None:
+        for each, found in EXAMPLES.items():
+            typer.echo(f"{each:<12} {found.about}")
+        return
+    if name not in EXAMPLES:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(EXAMPLES)}")
+    with _reported(OSError):
+        for path in write_example(name, folder):
+            typer.echo(f"{'wrote':<12} {path}")
+    typer.echo(f"{'next':<12} {EXAMPLES[name].then}")
 
 
 @keys.command("create")

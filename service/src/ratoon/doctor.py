@@ -1,7 +1,8 @@
 """`ratoon doctor`: reports what this machine and a cluster's nodes can do, and why they cannot.
 
 Nothing is changed, and nothing is started except a short task on each node of `ray.address`. A
-check that cannot be made is itself a failed check.
+check that cannot be made is itself a failed check. What does not apply to this machine, such as GPU
+kernels where there is no GPU, is no warning.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import platform
 import shutil
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import psutil
 
@@ -30,13 +32,18 @@ from ratoon.sole_service import is_free, ports_of
 
 if TYPE_CHECKING:
     from ratoon.cluster.placement import Node
+    from ratoon_kernels.registry import BackendStatus
 
 MIN_PYTHON = (3, 11)
 TORCH_VERSIONS = ((2, 11), (2, 13))
 MIN_FREE_DISK_BYTES = 2 * 2**30
 MIN_FREE_MEMORY_BYTES = 2 * 2**30
 _PROBE_S = 10.0
+# Model folders that are named.
+_NAMED = 8
 _HEALTH = "/v1/health"
+# The end of what is said of a port, where the service runs already.
+_SERVED = " is the service's, which answers"
 # How a server bound to all addresses is reached from its own machine; nothing is bound here.
 _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # nosec B104
 
@@ -61,11 +68,14 @@ class Check:
 def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
     """Run all checks, in start-up order. Never raises for what it examines."""
     groups: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
+        ("settings", lambda: _check_settings(config)),
+        ("models root", lambda: _check_models(config)),
         ("python", _check_python),
         ("torch", _check_torch),
         ("gpu", _check_gpu),
         ("ranks", _check_ranks),
         ("kernels", _check_kernels),
+        ("compiler", _check_compiler),
         ("ports", lambda: _check_ports(config)),
         ("tls", lambda: _check_tls(config)),
         ("disk", lambda: _check_disk(config)),
@@ -83,6 +93,42 @@ def run_checks(config: RatoonConfig) -> tuple[Check, ...]:
                 Check(name=name, status=Status.FAIL, detail=f"{type(err).__name__}: {err}")
             )
     return tuple(checks)
+
+
+def next_step(checks: Sequence[Check]) -> str:
+    """What to type next."""
+    if failed := [check.name for check in checks if check.status is Status.FAIL]:
+        return f"mend what fails ({', '.join(failed)}), then `ratoon doctor` again"
+    if any(check.detail.endswith(_SERVED) for check in checks):
+        return "`ratoonctl runs`: the service answers"
+    return "`ratoon demo`; or `ratoon serve` and, in another shell, `ratoon example first`"
+
+
+def _check_settings(config: RatoonConfig) -> Iterator[Check]:
+    """Name what is set, as some values are secrets."""
+    given = sorted(_names(config.model_dump(exclude_unset=True)))
+    detail = f"set: {', '.join(given)}" if given else "none set: the defaults"
+    yield Check(name="settings", status=Status.OK, detail=detail)
+
+
+def _names(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _names(cast("dict[str, object]", value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _check_models(config: RatoonConfig) -> Iterator[Check]:
+    root = config.models_folder
+    found = sorted(
+        str(path.parent.relative_to(root))
+        for depth in ("*", "*/*")
+        for path in root.glob(f"{depth}/config.json")
+    )
+    named = ", ".join(found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
+    detail = f"{root}: {named or 'no model folder yet; a preset needs none'}"
+    yield Check(name="models root", status=Status.OK, detail=detail)
 
 
 def _check_python() -> Iterator[Check]:
@@ -109,8 +155,11 @@ def _check_gpu() -> Iterator[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        reason = "torch is a CPU build" if torch.version.cuda is None else "no NVIDIA device found"
-        yield Check(name="gpu", status=Status.WARN, detail=f"none: {reason}; the CPU is used")
+        # The driver's, which a machine without such a device has not.
+        is_there = Path("/dev/nvidiactl").exists()
+        why = "torch is a CPU build" if torch.version.cuda is None else "torch finds none"
+        detail = f"one is here, but {why}; the CPU is used" if is_there else "none: the CPU is used"
+        yield Check(name="gpu", status=Status.WARN if is_there else Status.OK, detail=detail)
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -137,12 +186,40 @@ def _check_ranks() -> Iterator[Check]:
 
 
 def _check_kernels() -> Iterator[Check]:
+    import torch
+
     from ratoon_kernels.registry import list_backends
 
-    for backend in list_backends():
-        status = Status.OK if backend.is_available else Status.WARN
-        detail = "available" if backend.is_available else backend.reason
-        yield Check(name=f"{backend.op} [{backend.name}]", status=status, detail=detail)
+    yield from judge_backends(list_backends(), has_gpu=torch.cuda.is_available())
+
+
+def judge_backends(backends: Iterable[BackendStatus], *, has_gpu: bool) -> Iterator[Check]:
+    """Name the backends of each op that can be used, best first, and on a GPU why others cannot.
+
+    A GPU that only the plain reference serves is a warning.
+    """
+    for op, of_op in groupby(backends, key=lambda backend: backend.op):
+        each = list(of_op)
+        usable = [backend.name for backend in each if backend.is_available]
+        others = [f"not {one.name}: {one.reason}" for one in each if has_gpu and one.reason]
+        is_slow = has_gpu and usable == [each[-1].name]
+        yield Check(
+            name=op,
+            status=Status.WARN if is_slow else Status.OK,
+            detail="; ".join([", ".join(usable), *others]),
+        )
+
+
+def _check_compiler() -> Iterator[Check]:
+    import torch
+
+    found = shutil.which("gcc") or shutil.which("clang")
+    if torch.cuda.is_available():
+        status = Status.OK if found else Status.WARN
+        detail = found or "none: Triton needs gcc or clang, with libc's headers"
+    else:
+        status, detail = Status.OK, f"{found or 'none'}; the CPU needs none"
+    yield Check(name="compiler", status=status, detail=detail)
 
 
 def _check_ports(config: RatoonConfig) -> Iterator[Check]:
@@ -153,7 +230,9 @@ def _check_ports(config: RatoonConfig) -> Iterator[Check]:
             if port == 0:
                 detail = "any free port"
             elif not is_free(host, port):
-                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+                if own_health(config) is not None:
+                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+                detail = f"{host}:{port}{_SERVED}"
         except OSError as err:
             status, detail = Status.FAIL, f"{host}:{port} cannot be bound: {err.strerror}"
         yield Check(name=f"port {name}", status=status, detail=detail)

@@ -121,6 +121,11 @@ BACKEND = _gauge(
 POLICY_FAILED = _gauge(
     "ratoon_policy_failed", "1 if the policy is FAILED until somebody acts, else 0.", POLICY_LABEL
 )
+POLICY_RELEASED = _gauge(
+    "ratoon_policy_released",
+    "1 while the policy is put away and has no worker, else 0.",
+    POLICY_LABEL,
+)
 OPERATIONS = _counter(
     "ratoon_operations_total",
     "Operations in the journal that entered a state: each counts as `queued` and in its later "

@@ -43,6 +43,9 @@ class WarningKind(StrEnum):
     SELF_CHECK_EXCEEDED = "self_check_exceeded"
     SELF_CHECK_NOT_RUN = "self_check_not_run"
     NOT_PUBLISHED = "not_published"
+    # Receivers of its versions, and a start that went back.
+    RECEIVER_LAG = "receiver_lag"
+    ROLLED_BACK = "rolled_back"
 
 
 def warn(kind: WarningKind, message: str, offenders: Iterable[Offender] = ()) -> StepWarning:

@@ -26,12 +26,19 @@ _STORE_NUMBERS = 2_000_000
 _IMPORT_NUMBERS = 3_000_000
 # Points that the two processes reach; the real service reaches the others (`live`).
 POINTS = tuple(point for point in CrashPoint if not point.startswith(("ingress-", "rank-")))
+# Points of a policy that is put away.
+AWAY_POINTS = (
+    CrashPoint.ENGINE_BEFORE_PUT_AWAY,
+    CrashPoint.ENGINE_AFTER_PUT_AWAY,
+    CrashPoint.ENGINE_IN_RETURN,
+)
 # Points that an import reaches: it has no body and no micro-batches.
 IMPORT_POINTS = tuple(
     point
     for point in POINTS
     if point
     not in (
+        *AWAY_POINTS,
         CrashPoint.ENGINE_AFTER_BODY,
         CrashPoint.ENGINE_IN_REPLAY,
         CrashPoint.WORKER_IN_APPLY,
@@ -55,6 +62,8 @@ def crash_at(run: LightRun, kills: Kills, point: CrashPoint) -> None:
     def play() -> None:
         if point is CrashPoint.ENGINE_IN_REPLAY:
             run.pair.kill("worker")
+        if point in AWAY_POINTS:
+            run.pair.put_away()
         run.play_segment()
 
     run.pair.arm(point, run.rng.randint(1, 3))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from ratoon_client import AsyncRatoonClient
+from ratoon_client import AsyncRatoonClient, ClientConfig
 from tests.client.fake_engine import START, FakeEngine, serving_engine
 from tests.faults.judge.calls import WEIGHTS_FILE, Call, Kind
 from tests.faults.judge.history import Verdict
@@ -96,7 +96,11 @@ class _Deliveries:
     async def run(self, num_kills: int) -> None:
         run, rng = self._run, self._run.rng
         url, seed = run.settings.url, run.options.seed
-        async with AsyncRatoonClient(url, timeout_s=PATIENCE_S, attempt_timeout_s=10.0) as client:
+        # The edge is still starting.
+        config = ClientConfig(
+            timeout_s=PATIENCE_S, attempt_timeout_s=10.0, connect_timeout_s=PATIENCE_S
+        )
+        async with AsyncRatoonClient(url, config=config) as client:
             player = Player(client, POLICY, seed, self._model, has_seqs=True, notes=run.notes)
             begin = time.monotonic()
             for _ in range(_WARM_ROUNDS):
@@ -132,10 +136,12 @@ class _Deliveries:
 
     async def _until_served(self, client: AsyncRatoonClient) -> None:
         """Until the engine samples with the newest version, and readers of the folder see it."""
-        told = self._run.notes.told.values()
-        newest = await client.weight_manifest(
-            POLICY, max(one.version for one in told if one.version is not None), wait_s=60.0
+        notes = self._run.notes
+        versions = [one.version for one in notes.told.values() if one.version is not None]
+        assert versions, (
+            f"no version was made: {notes.errors}, {self._run.pair.failures}, {notes.told}"
         )
+        newest = await client.weight_manifest(POLICY, max(versions), wait_s=60.0)
         digest = next(file.digest for file in newest.files if file.name == WEIGHTS_FILE)
         latest = self._run.settings.mirror / "latest"
         deadline = time.monotonic() + PATIENCE_S

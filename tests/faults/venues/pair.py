@@ -137,6 +137,11 @@ class Pair:
             time.sleep(_POLL_S)
         raise TimeoutError(f"{operation_id} does not end")
 
+    def put_away(self) -> None:
+        """Put the policy away, unless its window is open."""
+        with suppress(RatoonError):
+            self._insist("release")
+
     def worker(self) -> Peer:
         return Peer(self.settings.socket("worker"))
 

@@ -176,7 +176,7 @@ def run_edge(settings: Settings) -> None:
 
 def run_receiver(settings: Settings) -> None:
     """In pulls of many chunks."""
-    config = ClientConfig(chunk_bytes=2048, attempt_timeout_s=10.0)
+    config = ClientConfig(chunk_bytes=2048, attempt_timeout_s=10.0, connect_timeout_s=600.0)
     with (
         RatoonClient(settings.url, config=config) as client,
         VllmAdapter(settings.inference_url) as vllm,
@@ -259,6 +259,9 @@ class RpcEngine:
 
     async def record_metrics(self, changes: object) -> None:
         """Nobody looks."""
+
+    async def note_call(self, _policy_id: str) -> None:
+        """The policy does not end."""
 
     def __getattr__(self, name: str) -> Any:
         async def ask(*args: object) -> object:

@@ -1,5 +1,7 @@
 """Client of the Ratoon policy-update service."""
 
+from importlib.metadata import version
+
 from ratoon_client.async_client import AsyncRatoonClient
 from ratoon_client.blocking import (
     OperationHandle,
@@ -27,6 +29,7 @@ from ratoon_client.values import (
     AdamW,
     Checkpoint,
     Correction,
+    ForwardBackwardResult,
     ForwardResult,
     FromForward,
     Health,
@@ -52,6 +55,7 @@ from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import StagedVllmAdapter, VllmAdapter
 from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
 from ratoon_proto.types import (
+    CheckpointSource,
     CorrectionMask,
     GradientManifest,
     ImportResult,
@@ -75,7 +79,7 @@ from ratoon_proto.types import (
     WeightManifest,
 )
 
-__version__ = "0.1.0"
+__version__ = version("ratoon-client")
 
 __all__ = [
     "AdamW",
@@ -85,12 +89,14 @@ __all__ = [
     "AsyncRatoonClient",
     "AsyncWeightReceiver",
     "Checkpoint",
+    "CheckpointSource",
     "ClientConfig",
     "Correction",
     "CorrectionMask",
     "CustomLoss",
     "EngineError",
     "FolderAdapter",
+    "ForwardBackwardResult",
     "ForwardResult",
     "FromForward",
     "GradientManifest",

@@ -150,6 +150,17 @@ class AsyncRatoonClient:
             self._caller, await self._caller.ask(rpcs.DELETE_POLICY, policy_id=policy_id)
         )
 
+    async def release_policy(self, policy_id: str) -> Policy:
+        """Put a policy away: save its state, and end its workers, whose GPUs are free then.
+
+        Waits until nothing is left to run. What needs no worker is answered as before, and the next
+        call that needs one brings the policy back.
+
+        Raises:
+            RatoonApiError: WINDOW_OPEN, where gradients wait for their step.
+        """
+        return decode(await self._caller.ask(rpcs.RELEASE_POLICY, policy_id=policy_id), Policy)
+
     async def get_policy(self, policy_id: str) -> Policy:
         """Read a policy as it is now."""
         return decode(await self._caller.ask(rpcs.GET_POLICY, policy_id=policy_id), Policy)
@@ -159,9 +170,15 @@ class AsyncRatoonClient:
         answer = await self._caller.ask(rpcs.LIST_POLICIES)
         return [decode(policy, Policy) for policy in answer.policies]
 
-    def policy(self, policy_id: str) -> AsyncPolicySession:
-        """Begin a session of sequenced calls to a policy, which makes their keys; sends nothing."""
-        return AsyncPolicySession(self._caller, policy_id)
+    def policy(self, policy_id: str, *, consume: bool = False) -> AsyncPolicySession:
+        """Begin a session of sequenced calls to a policy, which makes their keys; sends nothing.
+
+        Args:
+            policy_id: The policy.
+            consume: Whether a call that the service refuses for what it says takes its seq all the
+                same, as an operation that fails with the refusal: for callers that count on.
+        """
+        return AsyncPolicySession(self._caller, policy_id, consume=consume)
 
     async def forward(
         self,

@@ -322,6 +322,7 @@ class RatoonClient(_Face[AsyncRatoonClient]):
 
     create_policy = blocking(AsyncRatoonClient.create_policy)
     delete_policy = blocking(AsyncRatoonClient.delete_policy)
+    release_policy = blocking(AsyncRatoonClient.release_policy)
     get_policy = blocking(AsyncRatoonClient.get_policy)
     list_policies = blocking(AsyncRatoonClient.list_policies)
     policy = blocking(AsyncRatoonClient.policy)

@@ -28,9 +28,9 @@ from ratoon_client.errors import (
     ResultTimeoutError,
 )
 from ratoon_client.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERATION
-from ratoon_client.values import Checkpoint, ForwardResult, OperationResult
+from ratoon_client.values import Checkpoint, OperationResult
 from ratoon_client.weights.calls import fetch_result_file
-from ratoon_client.wire import decode, decode_forward, error_of, request_message
+from ratoon_client.wire import decode, decode_forward, decode_step, error_of, request_message
 from ratoon_proto.types import ImportResult, Operation, Policy, StepResult
 from ratoon_proto.v1 import operation_pb2, service_pb2, training_pb2
 
@@ -205,6 +205,8 @@ async def outcome(caller: Caller, message: operation_pb2.Operation) -> Operation
             raise error_of(message.error)
         case "policy":
             return decode(message.policy, Policy)
+        case "step" if decode(message, Operation).kind == "forward_backward":
+            return decode_step(await _output(caller, message, message.step), message.step)
         case "step":
             return decode(message.step, StepResult)
         case "checkpoint":
@@ -212,7 +214,8 @@ async def outcome(caller: Caller, message: operation_pb2.Operation) -> Operation
         case "imported":
             return decode(message.imported, ImportResult)
         case "forward":
-            return await _forward(caller, message)
+            output = await _output(caller, message, message.forward)
+            return decode_forward(output or training_pb2.ForwardOutput(), message.forward)
         case _:
             pass
     state = decode(message, Operation).state
@@ -221,18 +224,24 @@ async def outcome(caller: Caller, message: operation_pb2.Operation) -> Operation
     raise RatoonApiError(state.upper(), f"operation {message.operation_id} is {state}")
 
 
-async def _forward(caller: Caller, message: operation_pb2.Operation) -> ForwardResult:
-    forward = message.forward
-    if forward.WhichOneof("output") != "file":
-        return decode_forward(forward.inline, forward)
-    data = await fetch_result_file(
-        caller, message.policy_id, forward.file.digest, forward.file.size_bytes
-    )
+async def _output(
+    caller: Caller,
+    message: operation_pb2.Operation,
+    result: operation_pb2.ForwardResult | operation_pb2.StepResult,
+) -> training_pb2.ForwardOutput | None:
+    """The result's log-probs, which are fetched where they are a file; None: it has none."""
+    match result.WhichOneof("output"):
+        case "inline":
+            return result.inline
+        case "file":
+            file = result.file
+        case _:
+            return None
+    data = await fetch_result_file(caller, message.policy_id, file.digest, file.size_bytes)
     try:
-        output = training_pb2.ForwardOutput.FromString(data)
+        return training_pb2.ForwardOutput.FromString(data)
     except DecodeError as err:
-        raise IntegrityError(f"result file {forward.file.digest} is no ForwardOutput") from err
-    return decode_forward(output, forward)
+        raise IntegrityError(f"result file {file.digest} is no ForwardOutput") from err
 
 
 @contextmanager

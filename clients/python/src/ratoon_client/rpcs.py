@@ -34,6 +34,7 @@ CREATE_POLICY = Rpc("CreatePolicy", service_pb2.CreatePolicyRequest, _Operation)
 DELETE_POLICY = Rpc(
     "DeletePolicy", service_pb2.DeletePolicyRequest, _Operation, is_idempotent=False
 )
+RELEASE_POLICY = Rpc("ReleasePolicy", service_pb2.ReleasePolicyRequest, policy_pb2.Policy)
 GET_POLICY = Rpc("GetPolicy", service_pb2.GetPolicyRequest, policy_pb2.Policy)
 LIST_POLICIES = Rpc(
     "ListPolicies", service_pb2.ListPoliciesRequest, service_pb2.ListPoliciesResponse

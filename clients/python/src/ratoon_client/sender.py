@@ -49,9 +49,11 @@ class _Said:
 class Sender:
     """Sends calls one at a time, each under a key; `AsyncPolicySession` says which."""
 
-    def __init__(self, caller: Caller, policy_id: str) -> None:
+    def __init__(self, caller: Caller, policy_id: str, *, consume: bool = False) -> None:
+        """`consume`: a call that is refused for what it says takes its key all the same."""
         self._caller = caller
         self._policy_id = policy_id
+        self._consume = consume
         self._lock = asyncio.Lock()
         self._next_seq: int | None = None
         # Seqs beyond the next that calls have named and the service has accepted.
@@ -118,6 +120,7 @@ class Sender:
         self, key: OperationKey, rpc: SequencedRpc, request: Any
     ) -> AsyncOperationHandle[Any]:
         request.key.CopyFrom(key)
+        request.key.consume = self._consume
         return AsyncOperationHandle(self._caller, await self._caller.call(rpc, request))
 
     def _advance(self) -> None:

@@ -12,9 +12,22 @@ from ratoon_client.custom_loss import WEIGHTED, CustomLoss, weighted
 from ratoon_client.operation import AsyncOperationHandle
 from ratoon_client.rollouts import Group
 from ratoon_client.sender import OperationKey, Sender, SequencedRpc, operation_key, set_batch
-from ratoon_client.values import Checkpoint, ForwardResult, Loss, Optim
+from ratoon_client.values import (
+    Checkpoint,
+    ForwardBackwardResult,
+    ForwardResult,
+    Loss,
+    Optim,
+)
 from ratoon_client.wire import loss_message, optim_message, request_message
-from ratoon_proto.types import ImportMode, ImportModeName, ImportResult, StepResult
+from ratoon_proto.types import (
+    ImportMode,
+    ImportModeName,
+    ImportResult,
+    LogprobsOf,
+    LogprobsOfName,
+    StepResult,
+)
 
 
 class AsyncPolicySession:
@@ -34,10 +47,10 @@ class AsyncPolicySession:
     where an argument has no form on the wire.
     """
 
-    def __init__(self, caller: Caller, policy_id: str) -> None:
+    def __init__(self, caller: Caller, policy_id: str, *, consume: bool = False) -> None:
         self._caller = caller
         self._policy_id = policy_id
-        self._sender = Sender(caller, policy_id)
+        self._sender = Sender(caller, policy_id, consume=consume)
 
     @property
     def policy_id(self) -> str:
@@ -94,13 +107,26 @@ class AsyncPolicySession:
         groups: Sequence[Group],
         *,
         loss: Loss,
+        with_logprobs: LogprobsOf | LogprobsOfName | None = None,
+        with_entropy: bool = False,
         expected_version: int | None = None,
         seq: int | None = None,
         request_id: str | None = None,
-    ) -> AsyncOperationHandle[StepResult]:
+    ) -> AsyncOperationHandle[ForwardBackwardResult]:
         """Add the gradients of a batch to the window.
 
-        Args and returns as `update`.
+        Args:
+            groups: As for `update`.
+            loss: As for `update`.
+            with_logprobs: Which response tokens' log-probs to return: those that are `trained`,
+                or `all`. Default: none.
+            with_entropy: Whether to return their entropies too.
+            expected_version: As for `update`.
+            seq: As for `update`.
+            request_id: As for `update`.
+
+        Returns:
+            The handle of the operation, which is durably accepted.
         """
         key = operation_key(seq, request_id)
         return await self._send(
@@ -108,12 +134,14 @@ class AsyncPolicySession:
             key,
             groups,
             loss=loss_message(loss),
+            with_logprobs=with_logprobs,
+            with_entropy=with_entropy,
             expected_version=expected_version,
         )
 
     async def forward_backward_custom(
         self, groups: Sequence[Group], *, loss_of: CustomLoss
-    ) -> tuple[float, AsyncOperationHandle[StepResult]]:
+    ) -> tuple[float, AsyncOperationHandle[ForwardBackwardResult]]:
         """Add the gradient of a loss of the caller's own to the window.
 
         The session makes two calls, with two keys: a Forward, whose result it waits for, and a
@@ -141,6 +169,8 @@ class AsyncPolicySession:
         *,
         optim: Optim,
         include_seqs: Sequence[int] = (),
+        allow_empty: bool = False,
+        discard_on_poison: bool = False,
         expected_version: int | None = None,
         seq: int | None = None,
         request_id: str | None = None,
@@ -151,6 +181,9 @@ class AsyncPolicySession:
             optim: The optimizer step.
             include_seqs: Seqs of the ForwardBackwards to include. Default: the whole window, none
                 of which may have failed.
+            allow_empty: Whether to step without any gradient too, by moments and weight decay.
+            discard_on_poison: Whether a step that a failed ForwardBackward keeps from being taken
+                also discards the window.
             expected_version: As for `update`.
             seq: As for `update`.
             request_id: As for `update`.
@@ -165,6 +198,8 @@ class AsyncPolicySession:
             optim=optim_message(optim),
             expected_version=expected_version,
             include_seqs=include_seqs,
+            allow_empty=allow_empty,
+            discard_on_poison=discard_on_poison,
         )
 
     async def discard_gradients(

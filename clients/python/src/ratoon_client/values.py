@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ratoon_proto.types import (
     AdamWConfig,
     CheckpointInfo,
+    CheckpointSource,
     ImportResult,
     KeepRollouts,
     KeepRolloutsName,
@@ -91,6 +92,9 @@ class PolicyOptions(TypedDict, total=False):
     numerics_guard: NumericsGuard | None
     keep_rollouts: KeepRollouts | KeepRolloutsName | None
     keep_rollouts_bytes: int | None
+    from_checkpoint: CheckpointSource | None
+    idle_release_s: float | None
+    idle_ttl_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,20 @@ class ForwardResult:
     logprobs: tuple[NDArray[np.float32], ...]
     entropy: tuple[NDArray[np.float32], ...] | None
     report: StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardResult(StepResult):
+    """A ForwardBackward's result, with its log-probs where it was asked for them.
+
+    Attributes:
+        logprobs: One float32 [R] array a rollout, in request order, NaN at tokens without; None
+            unless they were asked for.
+        entropy: Likewise.
+    """
+
+    logprobs: tuple[NDArray[np.float32], ...] | None = None
+    entropy: tuple[NDArray[np.float32], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

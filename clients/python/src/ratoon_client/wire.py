@@ -20,6 +20,7 @@ from ratoon_client.rollouts import Group, Rollout
 from ratoon_client.rpcs import RequestT
 from ratoon_client.values import (
     AdamW,
+    ForwardBackwardResult,
     ForwardResult,
     Lora,
     Loss,
@@ -32,7 +33,7 @@ from ratoon_proto.codec import CodecError, decode_tensor, encode_array
 from ratoon_proto.fields import FieldError
 from ratoon_proto.fill import fill
 from ratoon_proto.records import from_proto
-from ratoon_proto.types import NumericsGuard, StepReport
+from ratoon_proto.types import CheckpointSource, NumericsGuard, StepReport, StepResult
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, training_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
 
@@ -43,6 +44,7 @@ _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
         "publish": Publish,
         "parallel": Parallel,
         "numerics_guard": NumericsGuard,
+        "from_checkpoint": CheckpointSource,
     }
 )
 T = TypeVar("T")
@@ -152,16 +154,39 @@ def error_of(detail: operation_pb2.ErrorDetail) -> RatoonApiError:
 def decode_forward(
     output: training_pb2.ForwardOutput, forward: operation_pb2.ForwardResult
 ) -> ForwardResult:
-    """Split the concatenated arrays by rollout. Raises IntegrityError where they do not fit."""
-    offsets = _array(output.offsets, "offsets").astype(np.int64)
-    logprobs = _array(output.logprobs, "logprobs")
-    entropy = _array(output.entropy, "entropy") if output.HasField("entropy") else None
+    """A Forward's result with its output. Raises IntegrityError where they do not fit."""
+    logprobs, entropy = _by_rollout(output)
     return ForwardResult(
-        logprobs=_split(logprobs, offsets),
-        entropy=None if entropy is None else _split(entropy, offsets),
+        logprobs=logprobs,
+        entropy=entropy,
         report=decode(forward.report, StepReport),
         version=forward.version,
     )
+
+
+def decode_step(
+    output: training_pb2.ForwardOutput | None, step: operation_pb2.StepResult
+) -> ForwardBackwardResult:
+    """A ForwardBackward's result with its output, if it has one. Raises as `decode_forward`."""
+    result = decode(step, StepResult)
+    logprobs, entropy = (None, None) if output is None else _by_rollout(output)
+    return ForwardBackwardResult(
+        version=result.version,
+        report=result.report,
+        file=result.file,
+        logprobs=logprobs,
+        entropy=entropy,
+    )
+
+
+def _by_rollout(
+    output: training_pb2.ForwardOutput,
+) -> tuple[tuple[NDArray[np.float32], ...], tuple[NDArray[np.float32], ...] | None]:
+    """Log-probs and entropies, the concatenated arrays split by rollout."""
+    offsets = _array(output.offsets, "offsets").astype(np.int64)
+    logprobs = _array(output.logprobs, "logprobs")
+    entropy = _array(output.entropy, "entropy") if output.HasField("entropy") else None
+    return _split(logprobs, offsets), None if entropy is None else _split(entropy, offsets)
 
 
 def _array(tensor: Tensor, name: str) -> NDArray[Any]:

@@ -299,21 +299,33 @@ class StepResult(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    INLINE_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """The policy's version after the operation."""
     @_builtins.property
     def report(self) -> _training_pb2.StepReport: ...
+    @_builtins.property
+    def inline(self) -> _training_pb2.ForwardOutput: ...
+    @_builtins.property
+    def file(self) -> Global___ResultFile:
+        """A serialized ForwardOutput."""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         report: _training_pb2.StepReport | None = ...,
+        inline: _training_pb2.ForwardOutput | None = ...,
+        file: Global___ResultFile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "inline", b"inline", "output", b"output", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "inline", b"inline", "output", b"output", "report", b"report", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_output: _TypeAlias = _typing.Literal["inline", "file"]  # noqa: Y015
+    _WhichOneofArgType_output: _TypeAlias = _typing.Literal["output", b"output"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_output) -> _WhichOneofReturnType_output | None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
 

@@ -138,7 +138,7 @@ class _ReferencePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refer
     REFERENCE_POLICY_NONE: _ReferencePolicy.ValueType  # 1
     """There is none."""
     REFERENCE_POLICY_BASE: _ReferencePolicy.ValueType  # 2
-    """The weights at creation; for LoRA the adapter off."""
+    """The weights of the preset or folder; for LoRA the adapter off."""
 
 class ReferencePolicy(_ReferencePolicy, metaclass=_ReferencePolicyEnumTypeWrapper):
     """The frozen reference of a KL term, which the service computes."""
@@ -147,7 +147,7 @@ REFERENCE_POLICY_UNSPECIFIED: ReferencePolicy.ValueType  # 0
 REFERENCE_POLICY_NONE: ReferencePolicy.ValueType  # 1
 """There is none."""
 REFERENCE_POLICY_BASE: ReferencePolicy.ValueType  # 2
-"""The weights at creation; for LoRA the adapter off."""
+"""The weights of the preset or folder; for LoRA the adapter off."""
 Global___ReferencePolicy: _TypeAlias = ReferencePolicy  # noqa: Y015
 
 class _Shard:
@@ -186,6 +186,26 @@ With LoRA only the base's weights are sharded.
 """
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
 
+class _Decay:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DecayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decay.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DECAY_UNSPECIFIED: _Decay.ValueType  # 0
+    DECAY_ALL: _Decay.ValueType  # 1
+    DECAY_MATRICES: _Decay.ValueType  # 2
+    """All but norms and biases, which transformers' trainers tell by their names."""
+
+class Decay(_Decay, metaclass=_DecayEnumTypeWrapper):
+    """Which parameters weight decay applies to."""
+
+DECAY_UNSPECIFIED: Decay.ValueType  # 0
+DECAY_ALL: Decay.ValueType  # 1
+DECAY_MATRICES: Decay.ValueType  # 2
+"""All but norms and biases, which transformers' trainers tell by their names."""
+Global___Decay: _TypeAlias = Decay  # noqa: Y015
+
 class _KeepRollouts:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -223,6 +243,10 @@ class _PolicyStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PolicySta
     POLICY_STATE_READY: _PolicyState.ValueType  # 2
     POLICY_STATE_FAILED: _PolicyState.ValueType  # 3
     POLICY_STATE_DELETING: _PolicyState.ValueType  # 4
+    POLICY_STATE_RELEASED: _PolicyState.ValueType  # 5
+    """Put away: its state is on disk, and it has no worker. The next call that needs one brings it back."""
+    POLICY_STATE_ENDED: _PolicyState.ValueType  # 6
+    """Nobody has called it for `idle_ttl_s`. Its checkpoints and its history can still be read."""
 
 class PolicyState(_PolicyState, metaclass=_PolicyStateEnumTypeWrapper):
     """Where a policy stands."""
@@ -232,6 +256,10 @@ POLICY_STATE_CREATING: PolicyState.ValueType  # 1
 POLICY_STATE_READY: PolicyState.ValueType  # 2
 POLICY_STATE_FAILED: PolicyState.ValueType  # 3
 POLICY_STATE_DELETING: PolicyState.ValueType  # 4
+POLICY_STATE_RELEASED: PolicyState.ValueType  # 5
+"""Put away: its state is on disk, and it has no worker. The next call that needs one brings it back."""
+POLICY_STATE_ENDED: PolicyState.ValueType  # 6
+"""Nobody has called it for `idle_ttl_s`. Its checkpoints and its history can still be read."""
 Global___PolicyState: _TypeAlias = PolicyState  # noqa: Y015
 
 @_typing.final
@@ -296,11 +324,14 @@ class AdamWConfig(_message.Message):
     BETA2_FIELD_NUMBER: _builtins.int
     EPS_FIELD_NUMBER: _builtins.int
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
+    DECAY_FIELD_NUMBER: _builtins.int
     beta1: _builtins.float
     """Defaults 0.9, 0.95 (beta1, beta2), 1e-8, 0.01."""
     beta2: _builtins.float
     eps: _builtins.float
     weight_decay: _builtins.float
+    decay: Global___Decay.ValueType
+    """Also of a weight decay that a step brings."""
     def __init__(
         self,
         *,
@@ -308,10 +339,11 @@ class AdamWConfig(_message.Message):
         beta2: _builtins.float | None = ...,
         eps: _builtins.float | None = ...,
         weight_decay: _builtins.float | None = ...,
+        decay: Global___Decay.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "decay", b"decay", "eps", b"eps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
@@ -454,6 +486,34 @@ class NumericsGuard(_message.Message):
 Global___NumericsGuard: _TypeAlias = NumericsGuard  # noqa: Y015
 
 @_typing.final
+class CheckpointSource(_message.Message):
+    """Another policy's checkpoint, by the name that its caller gave it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    WITH_OPTIMIZER_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    checkpoint_id: _builtins.str
+    with_optimizer: _builtins.bool
+    """Whether the optimizer's moments and step count come along; otherwise they begin anew."""
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+        with_optimizer: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "policy_id", b"policy_id", "with_optimizer", b"with_optimizer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointSource: _TypeAlias = CheckpointSource  # noqa: Y015
+
+@_typing.final
 class PolicySpec(_message.Message):
     """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default) or
     `lora`.
@@ -482,6 +542,9 @@ class PolicySpec(_message.Message):
     NUMERICS_GUARD_FIELD_NUMBER: _builtins.int
     KEEP_ROLLOUTS_FIELD_NUMBER: _builtins.int
     KEEP_ROLLOUTS_BYTES_FIELD_NUMBER: _builtins.int
+    FROM_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    IDLE_RELEASE_S_FIELD_NUMBER: _builtins.int
+    IDLE_TTL_S_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """The policy's id: [a-z0-9][a-z0-9_-]{0,63}."""
     preset: _builtins.str
@@ -508,6 +571,14 @@ class PolicySpec(_message.Message):
     """Most bytes of kept rollouts: the oldest steps go first, and of a step that is larger alone the least
     conspicuous rollouts. Default 256 MiB.
     """
+    idle_release_s: _builtins.float
+    """Seconds without work after which the policy is put away, as by ReleasePolicy; above 0. Not while
+    a window is open. Default: never.
+    """
+    idle_ttl_s: _builtins.float
+    """Seconds without any call that names the policy, or one of its operations, after which it ends;
+    above 0. Its last state stays as a checkpoint, and its other files go. Default: never.
+    """
     @_builtins.property
     def full(self) -> Global___FullTuning: ...
     @_builtins.property
@@ -520,6 +591,13 @@ class PolicySpec(_message.Message):
     def parallel(self) -> Global___ParallelLayout: ...
     @_builtins.property
     def numerics_guard(self) -> Global___NumericsGuard: ...
+    @_builtins.property
+    def from_checkpoint(self) -> Global___CheckpointSource:
+        """Weights of version 0, in place of those of the preset or folder, which stay the frozen reference. The
+        source has the same base, tuning and dtype, and of an adapter on a preset the same seed. It is read
+        once: it may be deleted as soon as the policy is created.
+        """
+
     def __init__(
         self,
         *,
@@ -544,15 +622,22 @@ class PolicySpec(_message.Message):
         numerics_guard: Global___NumericsGuard | None = ...,
         keep_rollouts: Global___KeepRollouts.ValueType = ...,
         keep_rollouts_bytes: _builtins.int | None = ...,
+        from_checkpoint: Global___CheckpointSource | None = ...,
+        idle_release_s: _builtins.float | None = ...,
+        idle_ttl_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "full", b"full", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "full", b"full", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_backend: _TypeAlias = _typing.Literal["attention_backend"]  # noqa: Y015
     _WhichOneofArgType__attention_backend: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend"]  # noqa: Y015
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
+    _WhichOneofReturnType__idle_release_s: _TypeAlias = _typing.Literal["idle_release_s"]  # noqa: Y015
+    _WhichOneofArgType__idle_release_s: _TypeAlias = _typing.Literal["_idle_release_s", b"_idle_release_s"]  # noqa: Y015
+    _WhichOneofReturnType__idle_ttl_s: _TypeAlias = _typing.Literal["idle_ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__idle_ttl_s: _TypeAlias = _typing.Literal["_idle_ttl_s", b"_idle_ttl_s"]  # noqa: Y015
     _WhichOneofReturnType__keep_rollouts_bytes: _TypeAlias = _typing.Literal["keep_rollouts_bytes"]  # noqa: Y015
     _WhichOneofArgType__keep_rollouts_bytes: _TypeAlias = _typing.Literal["_keep_rollouts_bytes", b"_keep_rollouts_bytes"]  # noqa: Y015
     _WhichOneofReturnType__keep_versions: _TypeAlias = _typing.Literal["keep_versions"]  # noqa: Y015
@@ -567,6 +652,10 @@ class PolicySpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attention_backend) -> _WhichOneofReturnType__attention_backend | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deterministic) -> _WhichOneofReturnType__deterministic | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_release_s) -> _WhichOneofReturnType__idle_release_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_ttl_s) -> _WhichOneofReturnType__idle_ttl_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_rollouts_bytes) -> _WhichOneofReturnType__keep_rollouts_bytes | None: ...
     @_typing.overload
@@ -615,7 +704,7 @@ class Policy(_message.Message):
     published_version: _builtins.int
     """The newest version whose weights can be fetched."""
     failure: _builtins.str
-    """Why the policy failed; empty where it has not."""
+    """Why the policy failed or ended; empty where it has not."""
     optimizer_states: _builtins.str
     """The optimizer's states, by their name in worker.optimizer_states; for `auto` those that it chose,
     which stay. Empty until the model is loaded.

@@ -24,6 +24,36 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _LogprobsOf:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogprobsOfEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsOf.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOGPROBS_OF_UNSPECIFIED: _LogprobsOf.ValueType  # 0
+    LOGPROBS_OF_TRAINED: _LogprobsOf.ValueType  # 1
+    """Only those that are run in any case: trained ones of rollouts that stay and have a gradient. NaN at
+    the others.
+    """
+    LOGPROBS_OF_ALL: _LogprobsOf.ValueType  # 2
+    """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it. NaN only
+    at a first token without a prompt, which nothing predicts.
+    """
+
+class LogprobsOf(_LogprobsOf, metaclass=_LogprobsOfEnumTypeWrapper):
+    """The response tokens whose log-probs a ForwardBackward returns."""
+
+LOGPROBS_OF_UNSPECIFIED: LogprobsOf.ValueType  # 0
+LOGPROBS_OF_TRAINED: LogprobsOf.ValueType  # 1
+"""Only those that are run in any case: trained ones of rollouts that stay and have a gradient. NaN at
+the others.
+"""
+LOGPROBS_OF_ALL: LogprobsOf.ValueType  # 2
+"""Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it. NaN only
+at a first token without a prompt, which nothing predicts.
+"""
+Global___LogprobsOf: _TypeAlias = LogprobsOf  # noqa: Y015
+
 class _ImportMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -54,17 +84,23 @@ class OperationKey(_message.Message):
 
     SEQ_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CONSUME_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     request_id: _builtins.str
+    consume: _builtins.bool
+    """Whether a call that is refused for what it says takes its place all the same: as an operation that
+    fails with the refusal at its turn. Default: what is refused takes no seq.
+    """
     def __init__(
         self,
         *,
         seq: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        consume: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consume", b"consume", "key", b"key", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_key: _TypeAlias = _typing.Literal["seq", "request_id"]  # noqa: Y015
     _WhichOneofArgType_key: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
@@ -112,6 +148,25 @@ class DeletePolicyRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeletePolicyRequest: _TypeAlias = DeletePolicyRequest  # noqa: Y015
+
+@_typing.final
+class ReleasePolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleasePolicyRequest: _TypeAlias = ReleasePolicyRequest  # noqa: Y015
 
 @_typing.final
 class GetPolicyRequest(_message.Message):
@@ -233,8 +288,14 @@ class ForwardBackwardRequest(_message.Message):
     UPLOAD_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     EXPECTED_VERSION_FIELD_NUMBER: _builtins.int
+    WITH_LOGPROBS_FIELD_NUMBER: _builtins.int
+    WITH_ENTROPY_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     expected_version: _builtins.int
+    with_logprobs: Global___LogprobsOf.ValueType
+    """Which response tokens' log-probs to return, of the weights that the gradient is of. Default: none."""
+    with_entropy: _builtins.bool
+    """Whether to return their entropies too."""
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -252,10 +313,12 @@ class ForwardBackwardRequest(_message.Message):
         upload: _rollout_pb2.UploadedBatch | None = ...,
         loss: _training_pb2.LossConfig | None = ...,
         expected_version: _builtins.int | None = ...,
+        with_logprobs: Global___LogprobsOf.ValueType = ...,
+        with_entropy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "loss", b"loss", "source", b"source", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "loss", b"loss", "policy_id", b"policy_id", "source", b"source", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "loss", b"loss", "policy_id", b"policy_id", "source", b"source", "upload", b"upload", "with_entropy", b"with_entropy", "with_logprobs", b"with_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_version: _TypeAlias = _typing.Literal["expected_version"]  # noqa: Y015
     _WhichOneofArgType__expected_version: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version"]  # noqa: Y015
@@ -279,8 +342,18 @@ class OptimStepRequest(_message.Message):
     OPTIM_FIELD_NUMBER: _builtins.int
     EXPECTED_VERSION_FIELD_NUMBER: _builtins.int
     INCLUDE_SEQS_FIELD_NUMBER: _builtins.int
+    ALLOW_EMPTY_FIELD_NUMBER: _builtins.int
+    DISCARD_ON_POISON_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     expected_version: _builtins.int
+    allow_empty: _builtins.bool
+    """Whether to step where there is no gradient too: without a ForwardBackward, without a token that
+    counts, or on one that is zero in every element. Moments decay then, and weight decay applies.
+    """
+    discard_on_poison: _builtins.bool
+    """Whether a step that a failed ForwardBackward keeps from being taken discards the window, so that the
+    next ForwardBackward opens a new one. The step fails all the same.
+    """
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -297,10 +370,12 @@ class OptimStepRequest(_message.Message):
         optim: _training_pb2.OptimStepConfig | None = ...,
         expected_version: _builtins.int | None = ...,
         include_seqs: _abc.Iterable[_builtins.int] | None = ...,
+        allow_empty: _builtins.bool = ...,
+        discard_on_poison: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "expected_version", b"expected_version", "key", b"key", "optim", b"optim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "expected_version", b"expected_version", "include_seqs", b"include_seqs", "key", b"key", "optim", b"optim", "policy_id", b"policy_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "allow_empty", b"allow_empty", "discard_on_poison", b"discard_on_poison", "expected_version", b"expected_version", "include_seqs", b"include_seqs", "key", b"key", "optim", b"optim", "policy_id", b"policy_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_version: _TypeAlias = _typing.Literal["expected_version"]  # noqa: Y015
     _WhichOneofArgType__expected_version: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version"]  # noqa: Y015

@@ -50,6 +50,11 @@ class PolicyServiceStub(object):
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.DeletePolicyRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
                 _registered_method=True)
+        self.ReleasePolicy = channel.unary_unary(
+                '/ratoon.v1.PolicyService/ReleasePolicy',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ReleasePolicyRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_policy__pb2.Policy.FromString,
+                _registered_method=True)
         self.GetPolicy = channel.unary_unary(
                 '/ratoon.v1.PolicyService/GetPolicy',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.GetPolicyRequest.SerializeToString,
@@ -206,6 +211,15 @@ class PolicyServiceServicer(object):
 
     def DeletePolicy(self, request, context):
         """Stops its workers and removes its files; its operations can still be read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleasePolicy(self, request, context):
+        """Puts a policy away: saves its state and ends its workers, whose GPUs are free from then on. It waits
+        until nothing is left to run. Weights and history stay readable, and the next call that needs the
+        worker brings it back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -426,6 +440,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.DeletePolicyRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.SerializeToString,
             ),
+            'ReleasePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleasePolicy,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ReleasePolicyRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_policy__pb2.Policy.SerializeToString,
+            ),
             'GetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPolicy,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.GetPolicyRequest.FromString,
@@ -623,6 +642,33 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/DeletePolicy',
             ratoon__proto_dot_v1_dot_service__pb2.DeletePolicyRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleasePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/ReleasePolicy',
+            ratoon__proto_dot_v1_dot_service__pb2.ReleasePolicyRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_policy__pb2.Policy.FromString,
             options,
             channel_credentials,
             insecure,

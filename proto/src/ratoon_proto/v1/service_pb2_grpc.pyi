@@ -43,6 +43,11 @@ class PolicyServiceStub:
     """Builds a policy; done once its model is loaded and version 0 can be trained."""
     DeletePolicy: _grpc.UnaryUnaryMultiCallable[_service_pb2.DeletePolicyRequest, _operation_pb2.Operation]
     """Stops its workers and removes its files; its operations can still be read."""
+    ReleasePolicy: _grpc.UnaryUnaryMultiCallable[_service_pb2.ReleasePolicyRequest, _policy_pb2.Policy]
+    """Puts a policy away: saves its state and ends its workers, whose GPUs are free from then on. It waits
+    until nothing is left to run. Weights and history stay readable, and the next call that needs the
+    worker brings it back.
+    """
     GetPolicy: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetPolicyRequest, _policy_pb2.Policy]
     """A policy as it is now."""
     ListPolicies: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListPoliciesRequest, _service_pb2.ListPoliciesResponse]
@@ -123,6 +128,11 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Builds a policy; done once its model is loaded and version 0 can be trained."""
     DeletePolicy: _aio.UnaryUnaryMultiCallable[_service_pb2.DeletePolicyRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """Stops its workers and removes its files; its operations can still be read."""
+    ReleasePolicy: _aio.UnaryUnaryMultiCallable[_service_pb2.ReleasePolicyRequest, _policy_pb2.Policy]  # type: ignore[assignment]
+    """Puts a policy away: saves its state and ends its workers, whose GPUs are free from then on. It waits
+    until nothing is left to run. Weights and history stay readable, and the next call that needs the
+    worker brings it back.
+    """
     GetPolicy: _aio.UnaryUnaryMultiCallable[_service_pb2.GetPolicyRequest, _policy_pb2.Policy]  # type: ignore[assignment]
     """A policy as it is now."""
     ListPolicies: _aio.UnaryUnaryMultiCallable[_service_pb2.ListPoliciesRequest, _service_pb2.ListPoliciesResponse]  # type: ignore[assignment]
@@ -212,6 +222,17 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
         """Stops its workers and removes its files; its operations can still be read."""
+
+    @_abc_1.abstractmethod
+    def ReleasePolicy(
+        self,
+        request: _service_pb2.ReleasePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_pb2.Policy, _abc.Awaitable[_policy_pb2.Policy]]:
+        """Puts a policy away: saves its state and ends its workers, whose GPUs are free from then on. It waits
+        until nothing is left to run. Weights and history stay readable, and the next call that needs the
+        worker brings it back.
+        """
 
     @_abc_1.abstractmethod
     def GetPolicy(

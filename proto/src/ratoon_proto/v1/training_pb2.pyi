@@ -592,6 +592,7 @@ class LossConfig(_message.Message):
     TAU_NEGATIVE_FIELD_NUMBER: _builtins.int
     TOP_ENTROPY_SHARE_FIELD_NUMBER: _builtins.int
     REPORT_GROUPS_FIELD_NUMBER: _builtins.int
+    COUNT_UNTRAINED_FIELD_NUMBER: _builtins.int
     kind: Global___LossKind.ValueType
     advantage: Global___AdvantageKind.ValueType
     clip_low: _builtins.float
@@ -626,6 +627,10 @@ class LossConfig(_message.Message):
     """
     report_groups: _builtins.bool
     """Report every group: `StepReport.groups`."""
+    count_untrained: _builtins.bool
+    """Whether `sequences` and `constant` divide by rollouts without a trained token, and those that
+    overlong_filter drops, too: a mean over all that were sampled.
+    """
     @_builtins.property
     def old_logprobs(self) -> Global___OldLogprobs: ...
     @_builtins.property
@@ -667,10 +672,11 @@ class LossConfig(_message.Message):
         tau_negative: _builtins.float | None = ...,
         top_entropy_share: _builtins.float | None = ...,
         report_groups: _builtins.bool = ...,
+        count_untrained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "report_groups", b"report_groups", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "token_weight", b"token_weight", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "count_untrained", b"count_untrained", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "report_groups", b"report_groups", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "token_weight", b"token_weight", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
@@ -1672,7 +1678,7 @@ Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 
 @_typing.final
 class ForwardOutput(_message.Message):
-    """Per-token results of Forward, concatenated over all rollouts in request order."""
+    """Per-token results of a Forward or ForwardBackward, concatenated over all rollouts in request order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1681,7 +1687,9 @@ class ForwardOutput(_message.Message):
     OFFSETS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> _tensor_pb2.Tensor:
-        """float32 [sum of R]; 0 where the loss mask is false."""
+        """float32 [sum of R]. Of a Forward 0 where the loss mask is false, of a ForwardBackward NaN where it
+        has none.
+        """
 
     @_builtins.property
     def entropy(self) -> _tensor_pb2.Tensor:

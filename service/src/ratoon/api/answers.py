@@ -78,6 +78,8 @@ def operation_message(
             pass
         case result:
             write(message, {_FIELDS[type(result)]: result})
+            if forward_output is not None:
+                message.step.inline.CopyFrom(_parsed(forward_output))
     return message
 
 
@@ -121,11 +123,15 @@ def _set_forward(message: wire.ForwardResult, result: ForwardResult, output: byt
     write(message, result, skip=("digest", "size_bytes"))
     if output is None:
         message.file.digest, message.file.size_bytes = result.digest, result.size_bytes
-        return
+    else:
+        message.inline.CopyFrom(_parsed(output))
+
+
+def _parsed(output: bytes) -> ForwardOutput:
     try:
-        message.inline.CopyFrom(ForwardOutput.FromString(output))
+        return ForwardOutput.FromString(output)
     except DecodeError as err:
-        raise AssertionError(f"result file {result.digest} is not a ForwardOutput") from err
+        raise AssertionError("a result file is not a ForwardOutput") from err
 
 
 def cut(text: str) -> str:

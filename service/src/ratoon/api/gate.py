@@ -108,11 +108,14 @@ class Gate:
         return caller, None if caller.may_call(call) else denied()
 
     def check(self, authorized: AuthorizedCall, request: Message) -> None:
-        """Check that the key is for the policy of a request.
+        """Check that the key is for the policy of a request, and for one that it copies.
 
         Raises PERMISSION_DENIED.
         """
         self.check_policy(authorized, policy_of(request), seq_of(request))
+        source = source_of(request)
+        if source and not authorized.caller.may_see(source):
+            self._refuse(authorized, policy_of(request), 0, denied())
 
     def check_policy(self, authorized: AuthorizedCall, policy_id: str, seq: int = 0) -> None:
         """Check that the key is for a policy, for wires that know its id before the whole request.
@@ -274,6 +277,13 @@ def policy_of(request: Message) -> str:
     if "spec" in fields:
         return str(message.spec.policy_id)
     return ""
+
+
+def source_of(request: Message) -> str:
+    """Return the policy whose checkpoint a request makes another one of; "" if there is none."""
+    if not isinstance(request, service_pb2.CreatePolicyRequest):
+        return ""
+    return request.spec.from_checkpoint.policy_id
 
 
 def seq_of(message: Message | FileChunk) -> int:

@@ -49,10 +49,10 @@ from ratoon.engine.commands import Submission
 from ratoon.engine.refusals import is_policy_replaced
 from ratoon.engine.types import (
     Acknowledgement,
-    ForwardResult,
     Operation,
     OperationFilter,
     Policy,
+    file_of,
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
@@ -112,6 +112,11 @@ class PolicyService:
             await self._finish(self._engine.call(Engine.delete_policy, policy_id))
         )
 
+    async def release_policy(self, request: service_pb2.ReleasePolicyRequest) -> policy_pb2.Policy:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        policy = await self._finish(self._engine.call(Engine.release_policy, policy_id))
+        return policy_message(policy, self._defaults.models_root)
+
     async def get_policy(self, request: service_pb2.GetPolicyRequest) -> policy_pb2.Policy:
         return policy_message(await self._policy(request.policy_id), self._defaults.models_root)
 
@@ -131,13 +136,13 @@ class PolicyService:
                 submissions.with_batch, request, policy, groups, self._limits
             )
 
-        return await self._submit(request.policy_id, built)
+        return await self._submit(request, built)
 
     async def _submit_plain(self, request: submissions.PlainRequest) -> operation_pb2.Operation:
         async def built(policy: Policy) -> Submission:
             return submissions.without_batch(request, policy)
 
-        return await self._submit(request.policy_id, built)
+        return await self._submit(request, built)
 
     # `submissions` says in what these calls differ.
     update = forward_backward = forward = _submit_batch
@@ -401,6 +406,24 @@ class PolicyService:
         return policy
 
     async def _submit(
+        self,
+        request: submissions.BatchRequest | submissions.PlainRequest,
+        build: Callable[[Policy], Awaitable[Submission]],
+    ) -> operation_pb2.Operation:
+        """Submit a call; or its refusal, where that takes the call's seq."""
+        try:
+            return await self._validated(request.policy_id, build)
+        except RatoonError as error:
+            if not submissions.is_consumed(request, error):
+                raise
+            refusal = error
+
+        async def refused(policy: Policy) -> Submission:
+            return await asyncio.to_thread(submissions.refused, request, policy, refusal)
+
+        return await self._validated(request.policy_id, refused)
+
+    async def _validated(
         self, policy_id: str, build: Callable[[Policy], Awaitable[Submission]]
     ) -> operation_pb2.Operation:
         """Validate a call by its policy, then submit it.
@@ -454,13 +477,12 @@ class PolicyService:
                 raise required("source", "batch or upload")
 
     async def _message(self, operation: Operation) -> operation_pb2.Operation:
-        """The wire form; a Forward's output is inline if it is small and not expired."""
-        output = None
-        result = operation.result
-        if isinstance(result, ForwardResult) and result.size_bytes <= self._inline_bytes:
+        """The wire form; log-probs are inline if they are small and not expired."""
+        output, file = None, file_of(operation.result)
+        if file is not None and file.size_bytes <= self._inline_bytes:
             try:
                 output = await self._engine.fetch_chunk(
-                    operation.policy_id, result.digest, 0, result.size_bytes
+                    operation.policy_id, file.digest, 0, file.size_bytes
                 )
             except RatoonError as error:
                 if error.code is not ErrorCode.WEIGHTS_NOT_FOUND:

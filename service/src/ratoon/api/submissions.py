@@ -6,9 +6,12 @@ has the same body, digest and payload hash on every wire.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
+from google.protobuf.message import Message
 
 from ratoon.api.convert.checks import (
     CHECKPOINT_ID,
@@ -31,6 +34,7 @@ from ratoon.engine.commands import (
     NoKey,
     OperationKey,
     OptimStepCommand,
+    RefusedCommand,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
@@ -46,7 +50,14 @@ from ratoon.rollout.serial import batch_digest, batch_to_bytes
 from ratoon.rollout.validate import BatchLimits, validate_groups
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import check_optim, resolve_optim
-from ratoon_proto.types import ImportMode, LossConfig, OptimStepConfig, ReferencePolicy
+from ratoon_proto.types import (
+    ImportMode,
+    LogprobsOf,
+    LossConfig,
+    OperationKind,
+    OptimStepConfig,
+    ReferencePolicy,
+)
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 
 Groups = Iterable[rollout_pb2.RolloutGroup]
@@ -60,6 +71,20 @@ PlainRequest = (
     | service_pb2.SaveCheckpointRequest
     | service_pb2.LoadCheckpointRequest
     | service_pb2.ImportWeightsRequest
+)
+
+
+_KINDS: Mapping[type[Message], OperationKind] = MappingProxyType(
+    {
+        service_pb2.UpdateRequest: OperationKind.UPDATE,
+        service_pb2.ForwardBackwardRequest: OperationKind.FORWARD_BACKWARD,
+        service_pb2.ForwardRequest: OperationKind.FORWARD,
+        service_pb2.OptimStepRequest: OperationKind.OPTIM_STEP,
+        service_pb2.DiscardGradientsRequest: OperationKind.DISCARD_GRADIENTS,
+        service_pb2.SaveCheckpointRequest: OperationKind.SAVE_CHECKPOINT,
+        service_pb2.LoadCheckpointRequest: OperationKind.LOAD_CHECKPOINT,
+        service_pb2.ImportWeightsRequest: OperationKind.IMPORT_WEIGHTS,
+    }
 )
 
 
@@ -96,7 +121,16 @@ def _batch_command(
     loss = _loss(request)
     resolved = resolve_loss(loss, batch, has_frozen_reference=has_reference)
     if isinstance(request, service_pb2.ForwardBackwardRequest):
-        return ForwardBackwardCommand(loss=loss, expected_version=version, body_digest=digest)
+        logprobs_of = read_enum(request, "with_logprobs", LogprobsOf, "with_logprobs")
+        if request.with_entropy and not request.with_logprobs:
+            raise invalid("with_entropy", "true", "with_logprobs beside it")
+        return ForwardBackwardCommand(
+            loss=loss,
+            expected_version=version,
+            body_digest=digest,
+            with_logprobs=logprobs_of if request.with_logprobs else None,
+            with_entropy=request.with_entropy,
+        )
     optim = _optim(request)
     resolve_optim(optim, resolved.normalisation, policy.spec.optimizer)
     return UpdateCommand(loss=loss, optim=optim, expected_version=version, body_digest=digest)
@@ -110,6 +144,28 @@ def without_batch(request: PlainRequest, policy: Policy) -> Submission:
     )
 
 
+def is_consumed(request: BatchRequest | PlainRequest, error: RatoonError) -> bool:
+    """Whether a refused request takes its seq: it asks so, and what it says is at fault.
+
+    What may pass, and a key that is wrong itself, takes none.
+    """
+    is_of_content = error.code in (ErrorCode.INVALID_ARGUMENT, ErrorCode.UNSUPPORTED)
+    has_key = request.key.WhichOneof("key") is not None
+    return request.key.consume and has_key and is_of_content and not error.field.startswith("key")
+
+
+def refused(request: BatchRequest | PlainRequest, policy: Policy, error: RatoonError) -> Submission:
+    """The operation that a refused request becomes. Raises INVALID_ARGUMENT for its key."""
+    key = operation_key(request, policy)
+    content = type(request).FromString(request.SerializeToString())
+    content.ClearField("key")
+    digest = hashlib.sha256(content.SerializeToString(deterministic=True)).hexdigest()
+    command = RefusedCommand(
+        kind=_KINDS[type(request)], error=error.to_dict(), request_digest=digest
+    )
+    return Submission(policy_id=request.policy_id, key=key, command=command, body=b"")
+
+
 def _plain_command(request: PlainRequest, policy: Policy) -> Command:
     match request:
         case service_pb2.OptimStepRequest():
@@ -119,6 +175,8 @@ def _plain_command(request: PlainRequest, policy: Policy) -> Command:
                 optim=optim,
                 expected_version=_expected_version(request),
                 include_seqs=_include_seqs(request.include_seqs),
+                allow_empty=request.allow_empty,
+                discard_on_poison=request.discard_on_poison,
             )
         case service_pb2.DiscardGradientsRequest():
             return DiscardGradientsCommand()

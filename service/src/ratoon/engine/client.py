@@ -8,7 +8,7 @@ engine's actor, makes a client.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -37,6 +37,9 @@ else:
 _LOG = get_logger("client")
 _WATCH_S = 10.0
 _RECORD_S = 0.25
+# How often the engine hears that files of a policy are read.
+_NOTE_S = 10.0
+_MAX_NOTED = 1024
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -53,6 +56,8 @@ class EngineClient:
         # Requests outnumber all other changes, so their samples are batched.
         self._changes: list[Change] = []
         self._sending: set[asyncio.Task[None]] = set()
+        # When the engine has last heard of a read, by policy.
+        self._noted: dict[str, float] = {}
         self._reach = make_reach(settings.crash_points)
 
     async def call(
@@ -151,7 +156,11 @@ class EngineClient:
 
     def _send_metrics(self) -> None:
         changes, self._changes = self._changes, []
-        sending = asyncio.get_running_loop().create_task(self._record(tuple(changes)))
+        self._begin(self._record(tuple(changes)))
+
+    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
+        """Run a call that nobody waits for."""
+        sending = asyncio.get_running_loop().create_task(call)
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
 
@@ -160,8 +169,19 @@ class EngineClient:
         with suppress(RatoonError):
             await self.call(Engine.record_metrics, changes)
 
+    async def _note_call(self, policy_id: str) -> None:
+        """Tell the engine of reads that it does not see, which is lost where it is away."""
+        with suppress(RatoonError):
+            await self.call(Engine.note_call, policy_id)
+
     async def _read(self, policy_id: str, read: Callable[[PolicyPaths], T]) -> T:
         """Read files in a thread. Raises POLICY_NOT_FOUND where the policy is missing as well."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._noted.get(policy_id, -_NOTE_S) + _NOTE_S:
+            if len(self._noted) >= _MAX_NOTED:
+                self._noted.clear()
+            self._noted[policy_id] = now
+            self._begin(self._note_call(policy_id))
         try:
             paths = self._settings.paths(policy_id)
             return await asyncio.to_thread(read, paths)

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
-from ratoon_proto.types import ImportMode, LossConfig, OperationKind, OptimStepConfig, Sequencing
+from ratoon_proto.types import (
+    ImportMode,
+    LogprobsOf,
+    LossConfig,
+    OperationKind,
+    OptimStepConfig,
+    Sequencing,
+)
 
 if TYPE_CHECKING:
     # Workers have no settings: they import no pydantic.
@@ -112,7 +119,7 @@ class BaseCommand:
 
     __slots__ = ()
 
-    kind: ClassVar[OperationKind]
+    kind: OperationKind
     effect: ClassVar[Effect] = Effect()
     body_digest: str
     # The version that the policy must be at when the command runs; None: any.
@@ -166,6 +173,9 @@ class ForwardBackwardCommand(BaseCommand):
     loss: LossConfig
     expected_version: int | None
     body_digest: str
+    # None: no log-probs are answered.
+    with_logprobs: LogprobsOf | None = None
+    with_entropy: bool = False
 
     @property
     def forward_id(self) -> str:
@@ -182,6 +192,8 @@ class OptimStepCommand(BaseCommand):
     expected_version: int | None
     # Empty: the whole window, none of whose operations may have failed.
     include_seqs: tuple[int, ...]
+    allow_empty: bool = False
+    discard_on_poison: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +261,22 @@ class ImportWeightsCommand(BaseCommand):
     expected_version: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedCommand(BaseCommand):
+    """A call of any kind that is refused for what it says, and takes its seq.
+
+    `error`: `RatoonError.to_dict()`, with which it fails at its turn. `request_digest`: of the
+    request without its key.
+    """
+
+    body_digest = ""
+    expected_version = None
+
+    kind: OperationKind
+    error: dict[str, object]
+    request_digest: str
+
+
 Command = (
     UpdateCommand
     | ForwardBackwardCommand
@@ -258,10 +286,14 @@ Command = (
     | SaveCheckpointCommand
     | LoadCheckpointCommand
     | ImportWeightsCommand
+    | RefusedCommand
 )
 
 
-COMMANDS: tuple[type[Command], ...] = typing.get_args(Command)
+# The classes that have a kind of their own.
+COMMANDS: tuple[type[Command], ...] = tuple(
+    command for command in typing.get_args(Command) if command is not RefusedCommand
+)
 _EFFECTS = {command.kind: command.effect for command in COMMANDS}
 _NO_EFFECT = Effect()
 

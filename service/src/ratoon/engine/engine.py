@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from platform import python_version
 from typing import TYPE_CHECKING
@@ -127,9 +128,21 @@ class Engine:
         await self._recovered()
         return await self._lifecycle.delete_policy(policy_id)
 
+    async def release_policy(self, policy_id: str) -> Policy:
+        """Put a policy away. Raises what `Controller.release` raises, and POLICY_NOT_FOUND."""
+        await (await self._controller(policy_id)).release()
+        return await self.policy(policy_id)
+
     async def policy(self, policy_id: str) -> Policy:
         """Raises POLICY_NOT_FOUND."""
+        await self.note_call(policy_id)
         return (await self._lifecycle.policy(policy_id)).to_policy()
+
+    async def note_call(self, policy_id: str) -> None:
+        """A caller has named the policy: it does not end for as long as its `idle_ttl_s` says."""
+        controller = self._controllers.find_started(policy_id)
+        if controller is not None:
+            controller.note_call()
 
     async def policies(self) -> tuple[Policy, ...]:
         """All policies, oldest first."""
@@ -169,6 +182,7 @@ class Engine:
         Raises POLICY_NOT_FOUND where one is named of which nothing is left.
         """
         await self._recovered()
+        await self.note_call(asked.policy_id)
         found, goes_on = await self._journal.list_operations(asked, policies, after, most)
         if asked.policy_id and after is None and not found:
             await self._lifecycle.policy(asked.policy_id)
@@ -186,7 +200,7 @@ class Engine:
         deleted meanwhile.
         """
         curves = Curves(figures, max_points)
-        created_at = (await self._lifecycle.policy(policy_id)).created_at
+        created_at = (await self.policy(policy_id)).created_at
         after_seq, before_seq = seqs
         while rows := await self._journal.steps(policy_id, after_seq, before_seq, _STEPS_READ):
             await asyncio.to_thread(curves.add, rows)
@@ -238,7 +252,7 @@ class Engine:
 
     async def list_checkpoints(self, policy_id: str) -> tuple[CheckpointInfo, ...]:
         """The checkpoints that callers have saved, by seq. Raises POLICY_NOT_FOUND."""
-        await self._lifecycle.policy(policy_id)
+        await self.policy(policy_id)
         known = await self._journal.checkpoints(policy_id)
         return tuple(checkpoint.info for checkpoint in known if checkpoint.info.name)
 
@@ -326,9 +340,10 @@ class Engine:
         """
         await self._recovered()
         controller = await self._controllers.find(policy_id)
+        await self.note_call(policy_id)
         if controller is None:
             row = await self._lifecycle.policy(policy_id)
-            if row.state is PolicyState.READY:
+            if row.state in (PolicyState.READY, PolicyState.RELEASED):
                 raise not_up(policy_id, "it waits for a GPU, or for its turn")
             raise policy_not_ready(policy_id, row.state, row.failure)
         return controller
@@ -341,6 +356,7 @@ class Engine:
     ) -> Operation:
         controller = self._controllers.find_started(_policy_of(operation_id))
         if controller is not None:
+            controller.note_call()
             try:
                 return await of_policy(controller)
             except RatoonError as error:
@@ -376,7 +392,7 @@ class Engine:
             claims=self._claims,
             reach=self._reach,
         )
-        return Controller(run)
+        return Controller(run, partial(self._lifecycle.clear_ended, spec.policy_id))
 
 
 def _policy_of(operation_id: str) -> str:

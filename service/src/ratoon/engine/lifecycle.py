@@ -14,7 +14,12 @@ from pathlib import Path
 from ratoon.config import LimitsConfig
 from ratoon.engine.controllers import Controllers
 from ratoon.engine.files.archive import Archive
-from ratoon.engine.files.paths import PolicyPaths, remove_policy_files
+from ratoon.engine.files.paths import (
+    PolicyPaths,
+    remove_all_but_checkpoints,
+    remove_policy_files,
+)
+from ratoon.engine.first_states import FirstStates
 from ratoon.engine.journal.codec import hash_text, to_text
 from ratoon.engine.journal.journal import Journal, until_room, until_there
 from ratoon.engine.journal.records import (
@@ -38,7 +43,7 @@ from ratoon.engine.refusals import (
 )
 from ratoon.engine.types import FailedResult, Operation, OperationResult, PolicyResult, PolicySpec
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
-from ratoon.errors import ErrorCode, RatoonError, described
+from ratoon.errors import ErrorCode, RatoonError, described, invalid
 from ratoon.log import get_logger
 from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
 from ratoon_proto.types import EmptyResult, OperationKind, PolicyState
@@ -67,6 +72,7 @@ class Lifecycle:
         archive_of: Callable[[PolicyPaths], Archive],
         now: Callable[[], float],
     ) -> None:
+        self._first_states = FirstStates(journal, paths_of, archive_of, now)
         self._journal = journal
         self._controllers = controllers
         self._metrics = metrics
@@ -96,8 +102,10 @@ class Lifecycle:
                 case PolicyState.DELETING:
                     live = await self._resume_delete(policy_id)
                     self._spawn(self._delete(policy_id, live))
-                case PolicyState.READY | PolicyState.FAILED:
+                case PolicyState.READY | PolicyState.RELEASED | PolicyState.FAILED:
                     self._spawn(self._bring_back(row))
+                case PolicyState.ENDED:
+                    self.clear_ended(policy_id)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work, and let running operations finish within `grace_s` seconds.
@@ -147,6 +155,7 @@ class Lifecycle:
             if row is not None:
                 return await self._existing(row, spec)
             await self._check_room()
+            await self._first_states.check(spec)
             await self._controllers.check(spec)
             record = self._record(spec.policy_id, OperationKind.CREATE_POLICY, to_text(spec))
             horizon = self._now() - self._limits.result_ttl_s
@@ -231,13 +240,15 @@ class Lifecycle:
         """The first operation, for a retry with the same spec. Raises POLICY_EXISTS."""
         kind, policy_id = OperationKind.CREATE_POLICY, spec.policy_id
         first = await self._journal.find_lifecycle_operation(policy_id, kind)
-        if first is None or row.spec != spec or row.state is PolicyState.DELETING:
+        is_gone = row.state in (PolicyState.DELETING, PolicyState.ENDED)
+        if first is None or row.spec != spec or is_gone:
             is_other = row.spec != spec
             raise policy_exists(policy_id, row.state, row.version, is_other=is_other)
         return view_of(first)
 
     async def _check_room(self) -> None:
-        used, limit = len(await self._journal.policies()), self._limits.max_policies
+        rows, limit = await self._journal.policies(), self._limits.max_policies
+        used = sum(row.state is not PolicyState.ENDED for row in rows)
         if used >= limit:
             raise RatoonError(
                 ErrorCode.RESOURCE_EXHAUSTED,
@@ -253,7 +264,9 @@ class Lifecycle:
         policy_id = spec.policy_id
         self._running(live)
         try:
+            await until_room(partial(self._first_states.take, spec))
             await until_there(lambda: self._controllers.start(spec))
+            await self._check_first_state(spec)
         except Exception as err:  # noqa: BLE001 - whatever it is, the caller must hear of it
             # Unlike a policy that comes back, this one is not started again.
             error = _typed(err.__cause__ if isinstance(err.__cause__, WorkerLostError) else err)
@@ -264,6 +277,13 @@ class Lifecycle:
         row = await until_room(lambda: self._journal.policy(policy_id))
         assert row is not None, "it is not deleted while it is created"
         await self._end(live, JournalState.APPLIED, PolicyResult(policy=row.to_policy()))
+
+    async def _check_first_state(self, spec: PolicySpec) -> None:
+        """Raises INVALID_ARGUMENT where a policy has not taken its source's state."""
+        row = await self._journal.policy(spec.policy_id)
+        if spec.from_checkpoint and row is not None and row.state is PolicyState.FAILED:
+            name = spec.from_checkpoint.checkpoint_id
+            raise invalid("spec.from_checkpoint", name, f"one that can be loaded: {row.failure}")
 
     async def _delete(self, policy_id: str, live: LiveOperation) -> None:
         self._running(live)
@@ -296,6 +316,23 @@ class Lifecycle:
         await until_room(
             lambda: self._journal.remove_policy(policy_id, keep_operation_id=keep_operation_id)
         )
+        self._metrics.send([Gone(labels={POLICY_LABEL: policy_id})])
+
+    def clear_ended(self, policy_id: str) -> None:
+        """Begin to end the processes of a policy that has ended, and to delete what it leaves."""
+        self._spawn(self._clear_ended(policy_id))
+
+    async def _clear_ended(self, policy_id: str) -> None:
+        paths = self._paths_of(policy_id)
+        try:
+            await self._controllers.end(policy_id)
+            self._policy_ids.discard(policy_id)
+            known = await until_room(lambda: self._journal.checkpoints(policy_id))
+            kept = {checkpoint.info.checkpoint_id for checkpoint in known}
+            await self._archive_of(paths).forget(kept)
+            await asyncio.to_thread(remove_all_but_checkpoints, paths, kept)
+        except Exception:  # noqa: BLE001 - the next start, or a deletion, does it
+            _LOG.exception("not cleaned up", policy_id=policy_id)
         self._metrics.send([Gone(labels={POLICY_LABEL: policy_id})])
 
     async def _bring_back(self, row: PolicyRow) -> None:

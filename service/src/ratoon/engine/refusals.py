@@ -45,6 +45,8 @@ def policy_exists(
     """`is_other`: it was created with another spec."""
     if state is PolicyState.DELETING:
         text = "is being deleted; its id is free once that has ended"
+    elif state is PolicyState.ENDED:
+        text = "has ended; its id is free once it is deleted, with its checkpoints"
     elif is_other:
         text = (
             f"exists already, with another spec; it is {state}, at version {version}. Take another"

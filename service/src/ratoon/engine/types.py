@@ -12,6 +12,7 @@ from ratoon.model.spec import ModelInfo, ModelSpec
 from ratoon.train.spec import DEFAULT_GUARD
 from ratoon_proto.types import (
     AdamWConfig,
+    CheckpointSource,
     EmptyResult,
     ImportResult,
     KeepRollouts,
@@ -25,6 +26,7 @@ from ratoon_proto.types import (
     PublishConfig,
     Recovery,
     ReferencePolicy,
+    ResultFile,
     Sequencing,
     StepReport,
     StepResult,
@@ -51,6 +53,11 @@ class PolicySpec:
     numerics_guard: NumericsGuard = DEFAULT_GUARD
     keep_rollouts: KeepRollouts = KeepRollouts.NONE
     keep_rollouts_bytes: int = 0
+    # Where the weights of version 0 come from; None: from the model.
+    from_checkpoint: CheckpointSource | None = None
+    # Seconds without work until it is put away, and without a call until it ends; None: never.
+    idle_release_s: float | None = None
+    idle_ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +71,7 @@ class Policy:
     created_at: float
     info: ModelInfo | None
     published_version: int | None
-    # Why the policy failed; "": it has not, or the cause is unknown.
+    # Why the policy failed or ended; "": it has not, or the cause is unknown.
     failure: str = ""
 
 
@@ -146,6 +153,17 @@ OperationResult = (
     | EmptyResult
     | FailedResult
 )
+
+
+def file_of(result: OperationResult | None) -> ResultFile | None:
+    """The file of the policy's results folder that the result names; None: it names none."""
+    match result:
+        case ForwardResult(digest=digest, size_bytes=size_bytes):
+            return ResultFile(digest=digest, size_bytes=size_bytes)
+        case StepResult(file=file):
+            return file
+        case _:
+            return None
 
 
 def version_of(result: OperationResult | None) -> int | None:

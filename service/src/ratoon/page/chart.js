@@ -4,7 +4,9 @@
 import { h } from "./dom.js";
 import { NONE, number } from "./format.js";
 
+// What a chart leaves for the axis at least; wider numbers get what they need.
 const LEFT = 46;
+const GAP = 6;
 const RIGHT = 10;
 const TOP = 8;
 const BOTTOM = 18;
@@ -68,6 +70,14 @@ export function ticks(low, high, most) {
   return found;
 }
 
+// Ticks as texts, with so many digits that neighbours differ.
+export function tickTexts(values) {
+  const size = Math.max(...values.map(Math.abs));
+  const step = values.length > 1 ? values[1] - values[0] : size;
+  const digits = size ? Math.max(3, Math.ceil(Math.log10(size / step)) + 1) : 3;
+  return values.map((value) => number(value, Math.min(digits, 15)));
+}
+
 // The sentence that stands for the picture.
 export function summary(label, series, marks, unit) {
   const told = series.map((one) => {
@@ -119,11 +129,12 @@ export function chart({ label, unit = "step", tall = false, point = pointer(), o
   let limits = null;
   let width = 0;
   let height = 0;
+  let left = LEFT;
   let asked = 0;
 
-  const toX = (x) => LEFT + ((x - range[0]) / (range[1] - range[0] || 1)) * (width - LEFT - RIGHT);
+  const toX = (x) => left + ((x - range[0]) / (range[1] - range[0] || 1)) * (width - left - RIGHT);
   const toY = (y) => TOP + (1 - (y - limits[0]) / (limits[1] - limits[0])) * (height - TOP - BOTTOM);
-  const fromX = (px) => range[0] + ((px - LEFT) / (width - LEFT - RIGHT || 1)) * (range[1] - range[0]);
+  const fromX = (px) => range[0] + ((px - left) / (width - left - RIGHT || 1)) * (range[1] - range[0]);
 
   function redraw() {
     asked ||= requestAnimationFrame(() => {
@@ -138,10 +149,10 @@ export function chart({ label, unit = "step", tall = false, point = pointer(), o
     width = plot.clientWidth;
     height = plot.clientHeight;
     if (!width || !height) return;
-    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    const isResized = canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio);
+    if (isResized) {
       canvas.width = Math.round(width * ratio);
       canvas.height = Math.round(height * ratio);
-      placeMarks();
     }
     const style = getComputedStyle(plot);
     const color = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -149,12 +160,17 @@ export function chart({ label, unit = "step", tall = false, point = pointer(), o
     ink.setTransform(ratio, 0, 0, ratio, 0, 0);
     ink.clearRect(0, 0, width, height);
     ink.font = `11px ${style.fontFamily}`;
+    const levels = limits ? ticks(limits[0], limits[1], Math.max(2, height / 44)) : [];
+    const texts = tickTexts(levels);
+    const before = left;
+    left = Math.ceil(Math.max(LEFT, ...texts.map((text) => ink.measureText(text).width + GAP + 1)));
+    if (isResized || left !== before) placeMarks();
     if (!limits) {
       ink.fillStyle = color("soft");
-      ink.fillText("no values", LEFT, height / 2);
+      ink.fillText("no values", left, height / 2);
       return;
     }
-    drawAxes(ink, color);
+    drawAxes(ink, color, levels, texts);
     for (const mark of marks) {
       ink.strokeStyle = color("warn");
       ink.globalAlpha = 0.35;
@@ -163,23 +179,23 @@ export function chart({ label, unit = "step", tall = false, point = pointer(), o
     ink.globalAlpha = 1;
     ink.save();
     ink.beginPath();
-    ink.rect(LEFT, 0, width - LEFT - RIGHT + 2, height - BOTTOM + 1);
+    ink.rect(left, 0, width - left - RIGHT + 2, height - BOTTOM + 1);
     ink.clip();
     for (const one of series) drawSeries(ink, one, color(one.color));
     ink.restore();
     drawPointer(ink, color);
   }
 
-  function drawAxes(ink, color) {
+  function drawAxes(ink, color, levels, texts) {
     ink.lineWidth = 1;
     ink.textAlign = "right";
     ink.textBaseline = "middle";
-    for (const tick of ticks(limits[0], limits[1], Math.max(2, height / 44))) {
-      const y = Math.round(toY(tick)) + 0.5;
+    for (const [i, level] of levels.entries()) {
+      const y = Math.round(toY(level)) + 0.5;
       ink.strokeStyle = color("rule");
-      line(ink, [[LEFT, y], [width - RIGHT, y]]);
+      line(ink, [[left, y], [width - RIGHT, y]]);
       ink.fillStyle = color("soft");
-      ink.fillText(number(tick, 3), LEFT - 6, y);
+      ink.fillText(texts[i], left - GAP, y);
     }
     ink.textAlign = "center";
     ink.textBaseline = "alphabetic";
@@ -217,7 +233,7 @@ export function chart({ label, unit = "step", tall = false, point = pointer(), o
   function drawPointer(ink, color) {
     if (point.x === null) return;
     const at = toX(point.x);
-    if (at < LEFT - 1 || at > width - RIGHT + 1) return;
+    if (at < left - 1 || at > width - RIGHT + 1) return;
     ink.lineWidth = 1;
     ink.strokeStyle = color("soft");
     line(ink, [[at, TOP], [at, height - BOTTOM]]);

@@ -9,7 +9,7 @@ export function number(value, digits = 4) {
   if (size >= 1e4 || Number.isInteger(value)) {
     if (size < 1e12) return Math.round(value).toLocaleString("en-US").replaceAll(",", "\u202f").replace("-", "−");
   }
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(digits - 2).replace("e+", "e").replace("-", "−");
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(digits - 2).replace("e+", "e").replaceAll("-", "−");
   return String(Number(value.toPrecision(digits))).replace("-", "−");
 }
 

@@ -140,6 +140,15 @@ def trained_mask(batch: RolloutBatch, kept_S: NDArray[np.bool_]) -> NDArray[np.b
     return batch.loss_mask & np.repeat(kept_S, np.diff(batch.response_offsets))
 
 
+def predicted_mask(batch: RolloutBatch) -> NDArray[np.bool_]:
+    """Response tokens with a log-prob, bool [J]: all but a first token without a prompt."""
+    mask = np.ones(len(batch.loss_mask), np.bool_)
+    has_no_prompt_S = (np.diff(batch.prompt_offsets) == 0)[group_of_sequence(batch)]
+    starts, stops = batch.response_offsets[:-1], batch.response_offsets[1:]
+    mask[starts[has_no_prompt_S & (starts < stops)]] = False
+    return mask
+
+
 def trained_lengths(batch: RolloutBatch, mask_J: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Response tokens of each sequence where `mask_J` (bool [J]) holds, int64 [S]."""
     before = np.zeros(len(mask_J) + 1, np.int64)

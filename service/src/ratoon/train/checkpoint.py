@@ -7,7 +7,6 @@ load checks digests, names, shapes, dtypes and the model's spec before anything 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -36,12 +35,13 @@ from ratoon.train.saved_state import (
     FORMAT,
     MANIFEST_NAME,
     NO_OPERATIONS,
+    OPTIMIZER_STATES,
     STATE_DIGEST,
     AsOf,
+    plain_model,
 )
 from ratoon.train.spec import OptimizerStates
 
-_KIND = "optimizer_states"
 _NUMBERS = ("version", "seq", "replay_from_seq", "num_steps")
 
 
@@ -96,9 +96,9 @@ class Snapshot:
                 "seq": as_of.seq,
                 "replay_from_seq": as_of.replay_from_seq,
                 "num_steps": self.num_steps,
-                _KIND: self.kind.value,
+                OPTIMIZER_STATES: self.kind.value,
                 STATE_DIGEST: self.digest,
-                "model": _plain(self.model),
+                "model": plain_model(self.model),
                 "files": [asdict(file) for file in files],
             }
             (temporary / MANIFEST_NAME).write_bytes(seal_document(manifest))
@@ -138,10 +138,12 @@ def read_manifest(folder: Path, kind: OptimizerStates, model: ModelSpec) -> Mani
     another model or kind of states, INTERNAL where it is damaged.
     """
     manifest = _read(folder)
-    if manifest.model != _plain(model):
-        raise invalid("checkpoint.model", manifest.model, f"the policy's own: {_plain(model)}")
+    if manifest.model != plain_model(model):
+        raise invalid("checkpoint.model", manifest.model, f"the policy's own: {plain_model(model)}")
     if manifest.kind != kind.value:
-        raise invalid(f"checkpoint.{_KIND}", manifest.kind, f"the trainer's own: {kind.value}")
+        raise invalid(
+            f"checkpoint.{OPTIMIZER_STATES}", manifest.kind, f"the trainer's own: {kind.value}"
+        )
     return manifest
 
 
@@ -188,11 +190,6 @@ def _flat(state: OptimizerState) -> dict[str, Tensor]:
     }
 
 
-def _plain(model: ModelSpec) -> object:
-    """JSON values of a model's spec."""
-    return json.loads(json.dumps(asdict(model)))
-
-
 def _read(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.is_file():
@@ -217,7 +214,7 @@ def _parsed(document: Mapping[str, Any]) -> Manifest:
         version=numbers["version"],
         num_steps=numbers["num_steps"],
         state_digest=str(document[STATE_DIGEST]),
-        kind=str(document[_KIND]),
+        kind=str(document[OPTIMIZER_STATES]),
         model=document["model"],
         files=files,
     )

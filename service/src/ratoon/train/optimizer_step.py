@@ -44,7 +44,7 @@ def reason_in_norm(norm: float, step: OptimStep, guard: NumericsGuard) -> SkipRe
     """Why a gradient of this norm, after division, is not stepped on."""
     if not math.isfinite(norm):
         return SkipReason.NON_FINITE_GRADIENT
-    if norm == 0 and not step.step_on_zero_gradient:
+    if norm == 0 and not (step.step_on_zero_gradient or step.allow_empty):
         return SkipReason.ZERO_GRADIENT
     limit = guard.max_grad_norm_to_step
     return None if limit is None or norm <= limit else SkipReason.GRADIENT_NORM

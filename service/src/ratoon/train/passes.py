@@ -99,7 +99,7 @@ def forward_backward_pass(
     found = TokenParts()
     rows, clock = 0, DeviceClock(model.device)
     model.routes.clear()
-    for item in packed_micro_batches(model.device, prepared, prepared.columns.trained_J, hooks):
+    for item in packed_micro_batches(model.device, prepared, prepared.term_mask_J, hooks):
         sums += _train(model, prepared, item, clock, group, found)
         rows += _counted_rows(item, group)
     seconds = clock.seconds()

@@ -28,6 +28,7 @@ from ratoon.rollout.selection import (
     counters,
     first_owner_mask,
     group_keys,
+    predicted_mask,
     select_sequences,
     trained_lengths,
     trained_mask,
@@ -37,6 +38,7 @@ from ratoon.train.loss.warnings import batch_warnings
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     AdvantageKind,
+    LogprobsOf,
     OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
@@ -96,6 +98,7 @@ class Prepared:
         old_logprobs_J: Old log-probs [J] of a `from_forward` loss; None for any other.
         prefixes: The prefixes that `plan` shares.
         group_keys: Keys of the groups, if they may come in parts in several calls; else empty.
+        asked_J: bool [J], tokens whose log-probs are answered, trained or not; None: of none.
         not_run_S: bool [S], sequences that count but are in no micro-batch, having no gradient.
         route_conflicts: Tokens that sequences of the plan do not share only because their recorded
             routes differ.
@@ -111,11 +114,18 @@ class Prepared:
     columns: Columns
     counters: Counters
     group_keys: frozenset[bytes]
+    asked_J: NDArray[np.bool_] | None
     not_run_S: NDArray[np.bool_]
     plan: UpdatePlan
     warnings: tuple[StepWarning, ...]
     route_conflicts: int
     seconds: float
+
+    @property
+    def term_mask_J(self) -> NDArray[np.bool_]:  # noqa: N802
+        """Tokens that the pass has log-probs of, bool [J]: those asked for beside the trained."""
+        trained_J = self.columns.trained_J
+        return trained_J if self.asked_J is None else trained_J | self.asked_J
 
     def of_rank(self, rank: int) -> Prepared:
         """What one rank runs of it."""
@@ -130,6 +140,7 @@ def prepare(
     plan: UpdatePlan | Planner,
     old_logprobs_J: NDArray[np.floating] | None = None,
     entropy_J: NDArray[np.floating] | None = None,
+    logprobs_of: LogprobsOf | None = None,
 ) -> Prepared:
     """Make every decision of a forward-backward before the model runs.
 
@@ -140,6 +151,7 @@ def prepare(
         plan: The plan to run, made earlier from the same batch, loss and version, or what makes it.
         old_logprobs_J: Log-probs [J] of the Forward that a `from_forward` loss names.
         entropy_J: Entropies [J] of that Forward, for a loss with `top_entropy_share`.
+        logprobs_of: Tokens whose log-probs are answered; with `all`, every sequence is run.
 
     Raises:
         RatoonError: STALE_ROLLOUTS if the loss refuses stale rollouts.
@@ -148,9 +160,19 @@ def prepare(
     shared = sort_sequences(batch)
     selection = select(batch, loss, version)
     columns = _columns(batch, loss, shared, selection)
+    asked_J, has_gradient_S = None, _has_gradient(batch, loss, columns)
+    is_run_S = has_gradient_S
+    if logprobs_of is LogprobsOf.TRAINED:
+        asked_J = columns.trained_J
+    elif logprobs_of is LogprobsOf.ALL:
+        asked_J = predicted_mask(batch)
+        is_run_S = has_gradient_S | (trained_lengths(batch, asked_J) > 0)
     if isinstance(plan, Planner):
-        plan = plan.plan(batch, shared, _has_gradient(batch, loss, columns))
+        plan = plan.plan(batch, shared, is_run_S)
     counted = counters(columns.counted_J, batch, selection.kept_S)
+    if loss.count_untrained:
+        sampled_S = select(batch, replace(loss, overlong=None), version).kept_S
+        counted = replace(counted, sequences=int(np.count_nonzero(sampled_S)))
     comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
     warnings = batch_warnings(batch, loss, kept_S=selection.kept_S, version=version)
     run = run_sequences(plan)
@@ -164,9 +186,10 @@ def prepare(
         columns=_keep_top_entropy(columns, loss, entropy_J),
         counters=counted,
         group_keys=frozenset() if comes_whole else group_keys(batch, columns.counted_J),
+        asked_J=asked_J,
         not_run_S=_not_run(batch, columns, run),
         plan=plan,
-        warnings=(*warnings, *_warnings(batch, counted, plan, warnings)),
+        warnings=(*warnings, *_warnings(batch, counted, has_gradient_S, warnings)),
         route_conflicts=route_conflicts(shared, run),
         seconds=time.perf_counter() - started,
     )
@@ -298,7 +321,10 @@ def _advantages(batch: RolloutBatch, loss: Loss) -> NDArray[np.float64]:
 
 
 def _warnings(
-    batch: RolloutBatch, counted: Counters, plan: UpdatePlan, told: tuple[StepWarning, ...]
+    batch: RolloutBatch,
+    counted: Counters,
+    has_gradient_S: NDArray[np.bool_],
+    told: tuple[StepWarning, ...],
 ) -> tuple[StepWarning, ...]:
     """What drops and advantages leave to train on, where it is nothing and `told` has no cause."""
     every = offenders(batch, np.arange(batch.num_sequences), value_S=batch.rewards)
@@ -306,8 +332,8 @@ def _warnings(
         text = "every rollout was dropped: there is nothing to train on"
         return (warn(WarningKind.ALL_DROPPED, text, every),)
     is_told = any(each.kind == WarningKind.EQUAL_REWARDS for each in told)
-    if not plan.micro_batches and not is_told:
-        text = "every advantage is zero: nothing was run, and the gradient is zero"
+    if not has_gradient_S.any() and not is_told:
+        text = "every advantage is zero: nothing is trained, and the gradient is zero"
         return (warn(WarningKind.ZERO_ADVANTAGES, text, every),)
     return ()
 

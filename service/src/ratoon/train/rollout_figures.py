@@ -34,6 +34,9 @@ class TokenFigures:
     # where the loss has none; 1 where the clip holds the term. But for the log-prob they are of
     # counted tokens.
     values_4N: NDArray[np.floating]
+    # int64 [a]: tokens whose log-probs are answered; [2, a]: log-prob and entropy.
+    answered_A: NDArray[np.int64]
+    answers_2A: NDArray[np.floating]
 
     @classmethod
     def over(cls, ranks: Sequence[TokenFigures]) -> TokenFigures:
@@ -41,7 +44,15 @@ class TokenFigures:
         return cls(
             token_N=np.concatenate([found.token_N for found in ranks]),
             values_4N=np.concatenate([found.values_4N for found in ranks], axis=1),
+            answered_A=np.concatenate([found.answered_A for found in ranks]),
+            answers_2A=np.concatenate([found.answers_2A for found in ranks], axis=1),
         )
+
+    def answers(self, num_tokens: int) -> NDArray[np.floating]:
+        """Log-probs and entropies by response token, [2, J]; NaN where there are none."""
+        answers_2J = np.full((2, num_tokens), np.nan, self.answers_2A.dtype)
+        answers_2J[:, self.answered_A] = self.answers_2A
+        return answers_2J
 
     def columns(self, num_tokens: int) -> NDArray[np.float64]:
         """The values by response token, float64 [4, J]; NaN where a token was not run."""
@@ -56,20 +67,35 @@ class TokenParts:
     def __init__(self) -> None:
         self._tokens: list[NDArray[np.int64]] = []
         self._values: list[Tensor] = []
+        self._answered: list[NDArray[np.int64]] = []
+        self._answers: list[Tensor] = []
 
     def add(self, tokens: NDArray[np.int64], logprob_L: Tensor, output: LossOutput) -> None:
         """Add the terms of response tokens, int64 [L], from their loss; nothing waits for it."""
         self._tokens.append(tokens)
         self._values.append(_term_values(logprob_L, output))
 
+    def answer(self, tokens: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> None:
+        """Add the answers at response tokens, int64 [L]; nothing waits for them."""
+        self._answered.append(tokens)
+        self._answers.append(torch.stack([logprob_L.detach(), entropy_L.detach()]))
+
     def on_host(self) -> TokenFigures:
         """Copy all that was added; waits for the device."""
-        if not self._tokens:
-            return TokenFigures(token_N=np.empty(0, np.int64), values_4N=np.empty((4, 0)))
+        token_N, values_4N = _joined(self._tokens, self._values, 4)
+        answered_A, answers_2A = _joined(self._answered, self._answers, 2)
         return TokenFigures(
-            token_N=np.concatenate(self._tokens),
-            values_4N=torch.cat(self._values, dim=1).cpu().numpy(),
+            token_N=token_N, values_4N=values_4N, answered_A=answered_A, answers_2A=answers_2A
         )
+
+
+def _joined(
+    tokens: list[NDArray[np.int64]], values: list[Tensor], num_rows: int
+) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+    """Tokens [n] and values [num_rows, n] on the host."""
+    if not tokens:
+        return np.empty(0, np.int64), np.empty((num_rows, 0), np.float32)
+    return np.concatenate(tokens), torch.cat(values, dim=1).cpu().numpy()
 
 
 @torch.no_grad()
@@ -156,14 +182,21 @@ class FoundRollouts:
     prepared: Prepared
     # float64 [4, J], as `TokenFigures.columns`.
     columns_4J: NDArray[np.float64]
+    # [2, J], as `TokenFigures.answers`; None: nothing was asked for.
+    answers_2J: NDArray[np.floating] | None
     figures: RolloutFigures
 
     @classmethod
     def of(cls, prepared: Prepared, found: TokenFigures) -> FoundRollouts:
         """`found`: by all ranks."""
-        columns_4J = found.columns(len(prepared.batch.loss_mask))
-        figures = rollout_figures(prepared, columns_4J)
-        return cls(prepared=prepared, columns_4J=columns_4J, figures=figures)
+        num_tokens = len(prepared.batch.loss_mask)
+        columns_4J = found.columns(num_tokens)
+        return cls(
+            prepared=prepared,
+            columns_4J=columns_4J,
+            answers_2J=None if prepared.asked_J is None else found.answers(num_tokens),
+            figures=rollout_figures(prepared, columns_4J),
+        )
 
     def gaps(self) -> NDArray[np.float64]:
         """log p - log p_sampler of each response token; NaN where they do not compare."""

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ratoon.stream.files import DamagedFileError, unseal_document
+from ratoon.model.spec import ModelSpec
+from ratoon.stream.files import (
+    DamagedFileError,
+    fsync_tree,
+    make_folder,
+    remove_folder,
+    rename_folder,
+    seal_document,
+    temporary_name,
+    unseal_document,
+)
 
 MANIFEST_NAME = "checkpoint.json"
 FORMAT = 5
 STATE_DIGEST = "state_digest"
+OPTIMIZER_STATES = "optimizer_states"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +48,9 @@ NO_OPERATIONS = AsOf(seq=0, replay_from_seq=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """`state_digest`: of weights, moments and counters."""
+    """`state_digest`: of weights, moments and counters. `optimizer_states`: how they are kept."""
 
+    optimizer_states: str
     version: int
     as_of: AsOf
     state_digest: str
@@ -53,6 +68,7 @@ def read_saved_state(folder: Path) -> SavedState:
         raise DamagedFileError(f"format {document.get('format')}, expected {FORMAT}")
     try:
         return SavedState(
+            optimizer_states=str(document[OPTIMIZER_STATES]),
             version=int(document["version"]),
             as_of=AsOf(seq=int(document["seq"]), replay_from_seq=int(document["replay_from_seq"])),
             state_digest=str(document[STATE_DIGEST]),
@@ -60,3 +76,47 @@ def read_saved_state(folder: Path) -> SavedState:
         )
     except (KeyError, TypeError, ValueError) as err:
         raise DamagedFileError(f"another manifest's fields: {err!r}") from err
+
+
+def copy_saved_state(source: Path, folder: Path, model: ModelSpec) -> int:
+    """Make a checkpoint a new policy's first state, before any operation; returns its bytes.
+
+    Files of tensors are links to the source's where the file system has them, as nobody changes
+    them. `model`: the new policy's, of the same shapes. `folder` may exist, from an earlier try.
+    Raises `FileNotFoundError` where the source is gone, and `DamagedFileError`.
+    """
+    document = unseal_document((source / MANIFEST_NAME).read_bytes())
+    if document.get("format") != FORMAT:
+        raise DamagedFileError(f"format {document.get('format')}, expected {FORMAT}")
+    first = asdict(NO_OPERATIONS) | {"version": 0, "model": plain_model(model)}
+    make_folder(folder.parent)
+    if folder.exists():
+        remove_folder(folder)
+    temporary = temporary_name(folder)
+    temporary.mkdir()
+    try:
+        for path in source.iterdir():
+            if path.name != MANIFEST_NAME:
+                _link(path, temporary / path.name)
+        (temporary / MANIFEST_NAME).write_bytes(seal_document(document | first))
+        size_bytes = sum(path.stat().st_size for path in temporary.iterdir())
+        fsync_tree(temporary)
+        rename_folder(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return size_bytes
+
+
+def plain_model(model: ModelSpec) -> object:
+    """JSON values of a model's spec."""
+    return json.loads(json.dumps(asdict(model)))
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # Another file system, or one without links.
+        shutil.copyfile(source, target)

@@ -154,8 +154,8 @@ def _packed_and_alone(prepared: Prepared, sequence: int) -> tuple[Prepared, Prep
     own = next(part for part in plan.micro_batches if sequence in part.sequences)
     alone = cpu_planner(plan.micro_batch_tokens).plan(batch, prepared.prefixes, is_it_S)
     return (
-        replace(prepared, columns=of_it, plan=replace(plan, micro_batches=(own,))),
-        replace(prepared, columns=of_it, plan=alone),
+        replace(prepared, columns=of_it, asked_J=None, plan=replace(plan, micro_batches=(own,))),
+        replace(prepared, columns=of_it, asked_J=None, plan=alone),
     )
 
 

@@ -69,7 +69,7 @@ from ratoon.train.self_check import SelfCheckOutcome, is_due, run_self_check
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.step_probe import probe_of
 from ratoon.train.verdicts import step_warnings
-from ratoon_proto.types import Shard, StepReport
+from ratoon_proto.types import LogprobsOf, Shard, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +173,7 @@ class Trainer:
         *,
         old_logprobs_J: NDArray[np.floating] | None = None,
         entropy_J: NDArray[np.floating] | None = None,
+        logprobs_of: LogprobsOf | None = None,
     ) -> Prepared:
         """Decide advantages, drops, counters and cuts of a forward-backward; touches no state.
 
@@ -183,6 +184,7 @@ class Trainer:
             old_logprobs_J: `ForwardArrays.logprobs` of the operation that a `from_forward` loss
                 names, else None.
             entropy_J: The entropies of that operation, for a loss with `top_entropy_share`.
+            logprobs_of: Tokens whose log-probs are answered, in `FoundRollouts.answers_2J`.
 
         Raises:
             RatoonError: STALE_ROLLOUTS; INVALID_ARGUMENT if the loss cannot join the open window,
@@ -201,6 +203,7 @@ class Trainer:
             plan=self._plan_or_planner(plan, batch),
             old_logprobs_J=old_logprobs_J,
             entropy_J=entropy_J,
+            logprobs_of=logprobs_of,
         )
 
     def forward_backward(
@@ -241,10 +244,11 @@ class Trainer:
 
         The step is skipped, so that weights and version stay, if no token counts, the gradient is
         zero, a number is not finite or would not be after the step, or a limit of the spec's guard
-        is exceeded. The report's means are over the window.
+        is exceeded; with `step.allow_empty` the first two are no reason. The report's means are
+        over the window.
 
         Raises:
-            RatoonError: WINDOW_EMPTY or WINDOW_POISONED.
+            RatoonError: WINDOW_EMPTY, unless it may be, or WINDOW_POISONED.
         """
         return self._optimizer_step(step, StepReport())
 
@@ -423,6 +427,11 @@ class Trainer:
         self.ranks.all(Rank.set_values, key, adds=adds, resets_optimizer=resets_optimizer)
         self.version += 1
 
+    def reset_optimizer(self) -> None:
+        """Moments and step count begin anew; the weights stay. Raises WINDOW_OPEN."""
+        self._require_empty_window()
+        self.ranks.all(Rank.reset_optimizer)
+
     def info(self) -> ModelInfo:
         """Describe the model and how its states are kept."""
         kept = {"optimizer_states": self.spec.kept_states.value, "shard": self.spec.shard.value}
@@ -463,9 +472,15 @@ class Trainer:
 
     def _optimizer_step(self, step: OptimStep, base: StepReport) -> StepReport:
         clock, found = DeviceClock(self.model.device), self.found
-        divisor, totals = self._window.divisor(step.divisor), self._window.totals
+        totals = self._window.totals
+        if step.allow_empty and self.is_window_empty:
+            divisor, found = 0.0, None
+        else:
+            divisor = self._window.divisor(step.divisor)
+        # Sums of nothing are zeros, whatever divides them.
+        by = divisor or (1.0 if step.allow_empty else 0.0)
         report = run_optimizer_step(
-            self.ranks, self._named, self.spec, step, totals.sums, divisor, base, found
+            self.ranks, self._named, self.spec, step, totals.sums, by, base, found
         )
         if not report.skipped:
             self.version += 1

@@ -64,6 +64,17 @@ def create(context: typer.Context, policy_id: PolicyId, **options: Any) -> None:
 
 
 @policies.command()
+def release(context: typer.Context, policy_id: PolicyId) -> None:
+    """Put a policy away, so that its memory and GPUs are free; the next call brings it back.
+
+    It waits until nothing is left to run, and is refused while gradients wait for their step.
+    """
+    with open_client(context) as client:
+        policy = client.release_policy(policy_id)
+    show(context, policy, _fields(policy))
+
+
+@policies.command()
 def delete(context: typer.Context, policy_id: PolicyId) -> None:
     """Delete a policy with its weights and checkpoints."""
     with open_client(context) as client:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratoon.api.convert.checks import (
+    CHECKPOINT_ID,
     INT32_MAX,
     POLICY_ID,
     at_least,
@@ -28,6 +29,7 @@ from ratoon.train.optim.resolve import check_adamw
 from ratoon_proto import types
 from ratoon_proto.types import (
     AdamWConfig,
+    CheckpointSource,
     FullTuning,
     LoraTuning,
     NumericsGuard,
@@ -87,6 +89,9 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
         numerics_guard=_guard(spec.numerics_guard),
         keep_rollouts=spec.keep_rollouts,
         keep_rollouts_bytes=at_least("spec.keep_rollouts_bytes", spec.keep_rollouts_bytes, 1),
+        from_checkpoint=_source(spec.from_checkpoint),
+        idle_release_s=_seconds("spec.idle_release_s", spec.idle_release_s),
+        idle_ttl_s=_seconds("spec.idle_ttl_s", spec.idle_ttl_s),
     )
 
 
@@ -125,6 +130,10 @@ def _publish(publish: PublishConfig) -> PublishConfig:
     return replace(publish, every_n=1)
 
 
+def _seconds(field: str, seconds: float | None) -> float | None:
+    return None if seconds is None else positive(field, seconds)
+
+
 def _parallel(parallel: ParallelLayout) -> ParallelLayout:
     ranks = at_least("spec.parallel.num_workers", parallel.num_workers, 1)
     together = parallel.sequence_ranks
@@ -132,6 +141,13 @@ def _parallel(parallel: ParallelLayout) -> ParallelLayout:
         expected = f"a divisor of num_workers, {ranks}"
         raise invalid("spec.parallel.sequence_ranks", together, expected)
     return parallel
+
+
+def _source(source: CheckpointSource | None) -> CheckpointSource | None:
+    if source is not None:
+        matched("spec.from_checkpoint.policy_id", source.policy_id, POLICY_ID)
+        matched("spec.from_checkpoint.checkpoint_id", source.checkpoint_id, CHECKPOINT_ID)
+    return source
 
 
 def _guard(guard: NumericsGuard) -> NumericsGuard:

@@ -75,6 +75,15 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
         "ListPolicies": ("policies", ()),
         "GetPolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND,)),
         "DeletePolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY)),
+        "ReleasePolicy": (
+            "policies",
+            (
+                ErrorCode.POLICY_NOT_FOUND,
+                ErrorCode.POLICY_NOT_READY,
+                ErrorCode.POLICY_FAILED,
+                ErrorCode.WINDOW_OPEN,
+            ),
+        ),
         "SaveCheckpoint": ("policies", _KEYED),
         "ListCheckpoints": ("policies", (ErrorCode.POLICY_NOT_FOUND,)),
         "DeleteCheckpoint": (

@@ -70,8 +70,8 @@ class Archive:
         """Ids of the checkpoints in the store."""
         return frozenset()
 
-    async def forget(self) -> None:
-        """Delete all copies of the policy."""
+    async def forget(self, kept: Collection[str] = ()) -> None:
+        """Delete all copies of the policy but those of the `kept` checkpoints."""
 
 
 class BlobArchive(Archive):
@@ -156,11 +156,11 @@ class BlobArchive(Archive):
     async def checkpoint_names(self) -> frozenset[str]:
         return frozenset(await asyncio.to_thread(self._store.folder_names, self._checkpoints))
 
-    async def forget(self) -> None:
-        await asyncio.to_thread(self._forget)
+    async def forget(self, kept: Collection[str] = ()) -> None:
+        await asyncio.to_thread(self._forget, kept)
 
-    def _forget(self) -> None:
-        for name in self._store.folder_names(self._checkpoints):
+    def _forget(self, kept: Collection[str]) -> None:
+        for name in {*self._store.folder_names(self._checkpoints)}.difference(kept):
             self._store.delete_folder(self._key(name))
         for name in self._store.names(self._bodies):
             self._store.delete(f"{self._bodies}/{name}")

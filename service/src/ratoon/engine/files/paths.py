@@ -144,6 +144,14 @@ def remove_policy_files(paths: PolicyPaths) -> None:
         remove_folder(folder)
 
 
+def remove_all_but_checkpoints(paths: PolicyPaths, kept: Collection[str]) -> None:
+    """Delete the files of a policy that has ended, but for the `kept` checkpoints and rollouts."""
+    for folder in (paths.weights, paths.bodies, paths.uploads, paths.results):
+        remove_folder(folder)
+    for name in {*names_in(paths.checkpoints)}.difference(kept):
+        drop_checkpoint_folder(paths, name)
+
+
 def require_known(data_root: Path, policy_ids: Collection[str]) -> None:
     """Raises INTERNAL if files exist for a policy that the journal does not know.
 

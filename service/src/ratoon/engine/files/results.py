@@ -1,4 +1,5 @@
-"""Stores results as files: a Forward's log-probs, with an index of their rollouts.
+"""Stores results as files: log-probs of a Forward, with an index of their rollouts, or of a
+ForwardBackward.
 
 `<digest>` is a serialized `ForwardOutput`; `<digest>.<operation>` is its sealed index, 16 bytes per
 rollout. A loss with `from_forward` reads both. Old log-probs are found by the rollout's tokens,
@@ -30,6 +31,7 @@ from ratoon.stream.files import (
     write_atomic,
 )
 from ratoon_proto.codec import decode_tensor, encode_array
+from ratoon_proto.types import ResultFile
 from ratoon_proto.v1.tensor_pb2 import Tensor
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 
@@ -47,17 +49,38 @@ def write_forward_output(
     is_reference: bool,
 ) -> tuple[str, int]:
     """Write both files; return the digest and the size in bytes of the output."""
-    output = ForwardOutput(
-        logprobs=encode_array(logprobs_J), offsets=encode_array(batch.response_offsets)
-    )
-    if entropy_J is not None:
-        output.entropy.CopyFrom(encode_array(entropy_J))
-    data = output.SerializeToString(deterministic=True)
+    data = _output(batch, logprobs_J, entropy_J)
     digest = digest_bytes(data)
     keys = b"".join(_rollout_keys(batch, is_reference=is_reference))
     write_atomic(folder / f"{digest}.{operation_id.rpartition('.')[2]}", seal_bytes(keys))
     write_atomic(folder / digest, data)
     return digest, len(data)
+
+
+def write_logprobs(
+    folder: Path,
+    batch: RolloutBatch,
+    logprobs_J: NDArray[np.floating],
+    entropy_J: NDArray[np.floating] | None,
+) -> ResultFile:
+    """Write a `ForwardOutput` that no loss reads by its rollouts."""
+    data = _output(batch, logprobs_J, entropy_J)
+    file = ResultFile(digest=digest_bytes(data), size_bytes=len(data))
+    write_atomic(folder / file.digest, data)
+    return file
+
+
+def _output(
+    batch: RolloutBatch,
+    logprobs_J: NDArray[np.floating],
+    entropy_J: NDArray[np.floating] | None,
+) -> bytes:
+    output = ForwardOutput(
+        logprobs=encode_array(logprobs_J), offsets=encode_array(batch.response_offsets)
+    )
+    if entropy_J is not None:
+        output.entropy.CopyFrom(encode_array(entropy_J))
+    return output.SerializeToString(deterministic=True)
 
 
 def keep_result(folder: Path, write: Callable[[Path], None]) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, cast
 
-from ratoon.engine.commands import COMMANDS, Command
+from ratoon.engine.commands import COMMANDS, Command, RefusedCommand
 from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
@@ -45,8 +45,10 @@ TAGS: dict[str, type] = {
     "tuning.full": proto.FullTuning,
     "tuning.lora": proto.LoraTuning,
     "adamw": proto.AdamWConfig,
+    "checkpoint_source": proto.CheckpointSource,
     "numerics_guard": proto.NumericsGuard,
     **{f"command.{command.kind}": command for command in COMMANDS},
+    "command.refused": RefusedCommand,
     "choices": Choices,
     "plan": UpdatePlan,
     "micro_batch": MicroBatch,
@@ -62,6 +64,7 @@ TAGS: dict[str, type] = {
     "staleness": proto.StalenessConfig,
     "result.policy": PolicyResult,
     "result.step": proto.StepResult,
+    "result_file": proto.ResultFile,
     "result.forward": ForwardResult,
     "result.checkpoint": CheckpointInfo,
     "result.import": proto.ImportResult,

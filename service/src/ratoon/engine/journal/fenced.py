@@ -32,8 +32,9 @@ from ratoon.engine.journal.records import (
     lost_records,
     rolled_back,
     surplus,
+    unused_name,
 )
-from ratoon.engine.journal.steps import ROLLED_BACK, step_row
+from ratoon.engine.journal.steps import step_row
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
     NUMERICS,
@@ -55,6 +56,7 @@ from ratoon.engine.refusals import operation_not_found, policy_not_found
 from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import FencedError, Numerics
 from ratoon.model.spec import ModelInfo
+from ratoon.warning_kinds import WarningKind
 from ratoon_proto.types import OperationKind, PolicyState
 
 ALL_STEPS = 2**62
@@ -102,6 +104,37 @@ class FencedStore:
             if policy["state"] != PolicyState.DELETING:
                 columns = {"state": PolicyState.FAILED, "failure": failure}
                 update_row(connection, POLICIES, policy, columns)
+
+    def end_policy(self, token: int, policy_id: str, why: str) -> tuple[str, int]:
+        """Mark the policy ended, unless it is being deleted; only callers' checkpoints are left.
+
+        The checkpoint of its last state gets a name, if it has none. Returns why the policy ended,
+        with that name, and its position.
+        """
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            if policy["state"] == PolicyState.DELETING:
+                return why, policy["position"] or 0
+            known = select_checkpoints(connection, policy_id)
+            last = next(iter(kept_checkpoints(known, 1)), None)
+            failure = f"{why}; no operation had changed it"
+            if last is not None:
+                names = {checkpoint.info.name for checkpoint in known}
+                name = last.info.name or unused_name(f"ended-v{last.info.version}", names)
+                is_last = CHECKPOINTS.c.checkpoint_id == last.info.checkpoint_id
+                mine = and_(CHECKPOINTS.c.policy_id == policy_id, is_last)
+                update_rows(connection, CHECKPOINTS, mine, {"name": name, "expires_at": None})
+                failure = f"{why}; its last state is checkpoint {name}"
+            unnamed = (c.info.checkpoint_id for c in known if not c.info.name and c is not last)
+            position = _dropped(connection, policy, tuple(unnamed)).position + 1
+            columns = {
+                "state": PolicyState.ENDED,
+                "failure": failure,
+                "published": "[]",
+                "position": position,
+            }
+            update_row(connection, POLICIES, _fence(connection, policy_id, token), columns)
+            return failure, position
 
     def check_token(self, token: int, policy_id: str) -> None:
         """Raises `FencedError` where the token is not the newest."""
@@ -335,7 +368,7 @@ class FencedStore:
             columns = {
                 "version": roll_back.version,
                 "figures": None,
-                "warnings": ROLLED_BACK,
+                "warnings": WarningKind.ROLLED_BACK.value,
                 "skip_reason": None,
             }
             update_rows(connection, STEPS, is_undone, columns)

@@ -108,6 +108,7 @@ class Journal:
     adopt = _awaited(FencedStore.adopt)
     set_policy = _awaited(FencedStore.set_policy)
     fail = _awaited(FencedStore.fail)
+    end_policy = _awaited(FencedStore.end_policy)
     check_token = _awaited(FencedStore.check_token)
     set_published = _awaited(FencedStore.set_published)
     accept = _awaited(FencedStore.accept)
@@ -120,6 +121,7 @@ class Journal:
 
     # Policies and their lifecycle operations.
     insert_policy = _awaited(SqlStore.insert_policy)
+    insert_first_state = _awaited(SqlStore.insert_first_state)
     mark_deleting = _awaited(SqlStore.mark_deleting)
     remove_policy = _awaited(SqlStore.remove_policy)
     end_lifecycle_operation = _awaited(SqlStore.end_lifecycle_operation)

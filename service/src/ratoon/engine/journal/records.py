@@ -1,9 +1,9 @@
 """The journal's nouns: durable knowledge of a policy, its operations and its checkpoints.
 
-A record is written twice: accepted, then applied, failed or cancelled, and never back. Only applied
-ones changed weights. That an operation is running is known in memory only. Where state and journal
-part, records change once more, and what is lost fails explicitly: after a rollback the state lacks
-what the journal has; after an adoption it has what the journal lost.
+A record is written twice: accepted, then applied, failed, discarded or cancelled, and never back.
+Only applied ones changed weights. That an operation is running is known in memory only. Where state
+and journal part, records change once more, and what is lost fails explicitly: after a rollback the
+state lacks what the journal has; after an adoption it has what the journal lost.
 
 A caller's checkpoint stays until its name is taken away: by a deletion, by another of the same
 name, by `keep_last` of a later one, or once it expires. From then on it is the service's own, as
@@ -51,6 +51,8 @@ class JournalState(StrEnum):
     APPLIED = "applied"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    # It failed, and the window's gradients were discarded by it.
+    DISCARDED = "discarded"
     # The journal lost how it ended, and the policy went on from a state that includes it.
     LOST = "lost"
 
@@ -70,6 +72,7 @@ _PUBLIC = {
     JournalState.APPLIED: OperationState.DONE,
     JournalState.FAILED: OperationState.FAILED,
     JournalState.CANCELLED: OperationState.CANCELLED,
+    JournalState.DISCARDED: OperationState.FAILED,
     JournalState.LOST: OperationState.FAILED,
 }
 
@@ -164,7 +167,7 @@ class PolicyRow:
     info: ModelInfo | None
     # Versions whose weights can be fetched, in publication order.
     published: tuple[int, ...]
-    # Why the policy failed; "": it has not, or the cause is unknown.
+    # Why the policy failed or ended; "": it has not, or the cause is unknown.
     failure: str
     # Number of writes that callers could be told of. It grows with each and never falls.
     position: int
@@ -287,6 +290,14 @@ def unused_id(name: str, seq: int, token: int, checkpoints: Iterable[Checkpoint]
     if name not in {checkpoint.info.checkpoint_id for checkpoint in checkpoints}:
         return name
     return f"{automatic_id(seq, token)}{_OWN_SUFFIX}"
+
+
+def unused_name(name: str, names: Iterable[str]) -> str:
+    """The name, with as many dashes behind it as make it one that is not among `names`."""
+    taken = frozenset(names)
+    while name in taken:
+        name += "-"
+    return name
 
 
 def check_own_id(checkpoint_id: str) -> None:

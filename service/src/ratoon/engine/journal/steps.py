@@ -37,8 +37,6 @@ from ratoon_proto.types import (
 )
 from ratoon_proto.v1 import training_pb2
 
-# The warning of a step that a later start went back behind.
-ROLLED_BACK = "rolled_back"
 _NUMBERS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_INT64)
 # Fields of PhaseSeconds are numbered from here on, below all fields of StepReport.
 _SECONDS = 128
@@ -109,7 +107,7 @@ def figures_of(report: StepReport) -> dict[str, float | None]:
 
 def warning_kinds(report: StepReport) -> tuple[str, ...]:
     """Kinds of the report's warnings, each once."""
-    return tuple(dict.fromkeys(getattr(each, "kind", "unspecified") for each in report.warnings))
+    return tuple(dict.fromkeys(each.kind for each in report.warnings))
 
 
 def pack(figures: Mapping[str, float | None]) -> bytes:

@@ -40,6 +40,7 @@ from ratoon.engine.journal.tables import (
     OPERATIONS,
     POLICIES,
     STEPS,
+    insert_checkpoint,
     require_policy,
     select_checkpoints,
     select_operation,
@@ -98,6 +99,12 @@ class SqlStore:
                     field="policy_id",
                 ) from err
             insert_row(connection, OPERATIONS, to_columns(record))
+
+    def insert_first_state(self, policy_id: str, checkpoint: Checkpoint) -> None:
+        """Add the checkpoint that a policy without a controller is created from."""
+        with self._engine.begin() as connection:
+            require_policy(connection, policy_id)
+            insert_checkpoint(connection, policy_id, checkpoint)
 
     def policy(self, policy_id: str) -> PolicyRow | None:
         with self._engine.begin() as connection:
@@ -174,6 +181,7 @@ class SqlStore:
             closes = or_(
                 and_(is_closing, OPERATIONS.c.state == JournalState.APPLIED),
                 and_(OPERATIONS.c.version.is_not(None), OPERATIONS.c.state == JournalState.LOST),
+                OPERATIONS.c.state == JournalState.DISCARDED,
             )
             closed_seq = _max_seq(connection, policy_id, closes)
             closed = select_operations(connection, policy_id, OPERATIONS.c.seq == closed_seq)

@@ -57,7 +57,9 @@ class _Since:
 
 
 class Checkpointer:
-    """Used by the turn loop's coroutine. Takes no checkpoints of a policy with `recovery: fail`.
+    """Used by the turn loop's coroutine.
+
+    Of a policy with `recovery: fail` it takes one only where the worker is given up.
 
     `must_collect`: there may be checkpoints that nothing needs any more.
     """
@@ -81,13 +83,12 @@ class Checkpointer:
             names |= {result.checkpoint_id} if isinstance(result, CheckpointInfo) else set()
         await drop_unknown_checkpoints(run, names)
         self.must_collect = True
-        if not run.replays:
-            return
         newest_seq = known[-1].info.seq if known else 0
         for record in await run.ports.journal.records_from(run.policy_id, newest_seq + 1):
             if record.state.is_final:
                 self.note(record)
-        await self._cover(None)
+        if run.replays:
+            await self._cover(None)
 
     async def stop(self) -> None:
         """Stop, and do not journal the checkpoint that is being written."""
@@ -104,8 +105,6 @@ class Checkpointer:
     def note(self, record: OperationRecord) -> None:
         """Count a sequenced operation that ended."""
         run, since = self._run, self._since
-        if not run.replays:
-            return
         if record.state is JournalState.APPLIED and record.effect.is_replayed:
             since.num_operations += 1
             since.has_import |= record.kind is OperationKind.IMPORT_WEIGHTS
@@ -115,15 +114,27 @@ class Checkpointer:
         if since.first_at is None and (since.num_operations or since.size_bytes):
             since.first_at = _clock()
 
-    def wait_s(self) -> float | None:
-        """Seconds until a checkpoint is due if nothing else ends; 0: now; None: never."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether anything has ended that no journaled checkpoint includes."""
+        return self._since.first_at is not None or self._is_landing
+
+    @property
+    def _is_landing(self) -> bool:
+        return self._landing is not None and not self._landing.done()
+
+    def wait_s(self, *, at_once: bool = False) -> float | None:
+        """Seconds until a checkpoint is due if nothing else ends; 0: now; None: never.
+
+        `at_once`: it is due as soon as there is anything to save.
+        """
         since, config = self._since, self._run.checkpoints
-        is_landing = self._landing is not None and not self._landing.done()
-        if since.first_at is None or is_landing:
+        if since.first_at is None or self._is_landing or not (self._run.replays or at_once):
             return None
         due_at = since.first_at + config.every_s if config.every_s else None
         if (
-            since.has_import
+            at_once
+            or since.has_import
             or (config.every_operations and since.num_operations >= config.every_operations)
             or (config.every_bytes and since.size_bytes >= config.every_bytes)
         ):

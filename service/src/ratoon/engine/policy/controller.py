@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 from ratoon.engine.commands import NOBODY, Holder, NoKey, Submission
@@ -18,7 +19,7 @@ from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_expired_results
 from ratoon.engine.files.uploads import UploadFiles
 from ratoon.engine.journal.codec import payload_hash
-from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.policy.callers import (
     Admission,
     JournalUnknownError,
@@ -29,8 +30,7 @@ from ratoon.engine.policy.callers import (
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.publisher import PublicationState, Publisher
-from ratoon.engine.policy.queue import LiveOperation
-from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.run import PolicyRun, cancel_queued
 from ratoon.engine.policy.turns import GradientReads, TurnLoop
 from ratoon.engine.refusals import (
     cancelled,
@@ -44,7 +44,6 @@ from ratoon.engine.refusals import (
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
-    FailedResult,
     ForwardResult,
     Operation,
 )
@@ -61,7 +60,8 @@ _QUEUE_S = 20.0
 class Controller:
     """Its methods may be called concurrently on one event loop."""
 
-    def __init__(self, run: PolicyRun) -> None:
+    def __init__(self, run: PolicyRun, on_ended: Callable[[], None] = lambda: None) -> None:
+        """`on_ended` is called once the policy has ended by itself, and its controller is to."""
         self._run = run
         self._views = OperationViews(run)
         self._publisher = Publisher(run, on_stopped=self._restart)
@@ -72,7 +72,7 @@ class Controller:
         executor = Executor(run, self._publisher, checkpointer)
         self._gradients = GradientReads(run)
         self._turns = TurnLoop(
-            run, executor, self._publisher, checkpointer, self._gradients, self._lock
+            run, executor, self._publisher, checkpointer, self._gradients, self._lock, on_ended
         )
         self._uploads = UploadFiles(
             run.paths,
@@ -88,6 +88,10 @@ class Controller:
     @property
     def state(self) -> PolicyState:
         return self._run.state
+
+    def note_call(self) -> None:
+        """A caller has named the policy, which renews its `idle_ttl_s`."""
+        self._run.called_at = time.monotonic()
 
     async def start(self) -> None:
         """Own the policy and begin to take turns. Raises `RatoonError` where it cannot load."""
@@ -192,7 +196,12 @@ class Controller:
             return view_of(record)
         async with self._lock:
             if not live.is_started and not live.is_final:
-                await self._cancel_queued(live)
+                try:
+                    await cancel_queued(self._run, live)
+                except Exception as err:
+                    if is_disk_full(err):
+                        raise
+                    raise self._unknown() from err
                 self._turns.wake()
         if not live.is_final:
             live.cancel_requested = True
@@ -265,9 +274,27 @@ class Controller:
         POLICY_NOT_READY, POLICY_FAILED.
         """
         self._check_taking()
+        if self._run.state is PolicyState.RELEASED:
+            self._run.window.select(())  # It has none open, which no worker needs to say.
         manifest = self._gradients.ask(names)
         self._turns.wake()
         return await asyncio.shield(manifest)
+
+    async def release(self) -> None:
+        """Put the policy away once nothing is left to run; it is put away on return.
+
+        Raises WINDOW_OPEN, POLICY_NOT_READY, POLICY_FAILED, and UNAVAILABLE where it has work, or
+        its state is being written, for longer than callers wait.
+        """
+        self._check_taking()
+        if self._run.state is PolicyState.RELEASED:
+            return
+        try:
+            async with asyncio.timeout(self._run.limits.max_wait_s):
+                await self._turns.release()
+        except TimeoutError:
+            text = f"policy {self._run.policy_id} still has work, or its state is being written"
+            raise RatoonError(ErrorCode.UNAVAILABLE, f"{text}; ask again") from None
 
     async def put_upload_part(
         self, upload_id: str, part_index: int, body: bytes, holder: Holder = NOBODY
@@ -378,31 +405,6 @@ class Controller:
                 digests.add(record.result.digest)
         return frozenset(digests)
 
-    async def _cancel_queued(self, live: LiveOperation) -> None:
-        run, record = self._run, live.record
-        error = cancelled(record.operation_id)
-        result, now = FailedResult(error=error.to_dict()), run.ports.now()
-        if record.seq:
-            end = OperationEnd(
-                operation_id=record.operation_id,
-                state=JournalState.CANCELLED,
-                result=result,
-                version=run.version,
-                started_at=None,
-                finished_at=now,
-            )
-            try:
-                await run.end(end)
-            except Exception as err:
-                if is_disk_full(err):
-                    raise
-                raise self._unknown() from err
-            run.sequencer.consume(record.seq)
-        live.end(JournalState.CANCELLED, result, now)
-        run.settle(live)
-        if record.body_digest:
-            await run.bodies.release(record.operation_id, record.body_digest)
-
     def _restart(self) -> None:
         """See `TurnLoop.restart`."""
         self._turns.restart()
@@ -418,7 +420,7 @@ class Controller:
         self._check_ready()
 
     def _check_ready(self) -> None:
-        if self._run.state is not PolicyState.READY:
+        if self._run.state not in (PolicyState.READY, PolicyState.RELEASED):
             run = self._run
             raise policy_not_ready(run.policy_id, run.state, run.failure)
 

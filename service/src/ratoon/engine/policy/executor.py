@@ -19,6 +19,7 @@ from ratoon.engine.commands import (
     ImportWeightsCommand,
     LoadCheckpointCommand,
     OptimStepCommand,
+    RefusedCommand,
     SaveCheckpointCommand,
     UpdateCommand,
 )
@@ -121,7 +122,7 @@ class Executor:
             return await self._skip(live, cancelled(live.operation_id))
         command = live.record.command
         if isinstance(command, OptimStepCommand):
-            selected = run.window.select(command.include_seqs)
+            selected = run.window.select(command.include_seqs, allow_empty=command.allow_empty)
             if selected != run.window.applied:
                 await self._restore(selected)
         call = run.ports.worker.call(WorkerCore.apply, run.token, task)
@@ -138,8 +139,11 @@ class Executor:
         """Have the worker count the operation's seq without running it."""
         run, record = self._run, live.record
         outcome = Outcome.of_error(live.operation_id, error, started_at=record.started_at)
-        await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
-        return outcome
+        command = record.command
+        if isinstance(command, OptimStepCommand) and command.discard_on_poison:
+            discards = error.code is ErrorCode.WINDOW_POISONED
+            outcome = replace(outcome, discards_gradients=discards)
+        return await run.ports.worker.call(WorkerCore.skip, run.token, record.seq, outcome)
 
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         """Have the worker compute the gradients of these ForwardBackwards again."""
@@ -163,6 +167,8 @@ class Executor:
     async def _conclude(self, live: LiveOperation, outcome: Outcome) -> None:
         """Hold the new version, if any, journal how the operation ended, then act on it."""
         run, state = self._run, _JOURNAL_STATE[outcome.state]
+        if outcome.discards_gradients:
+            state = JournalState.DISCARDED
         live.set_record(
             replace(live.record, choices=outcome.choices, started_at=outcome.started_at)
         )
@@ -215,7 +221,7 @@ class Executor:
             numerics=run.numerics,
             checkpoint=saved,
             keep_last=keep_last,
-            frees_window=done and record.effect.closes_window and not run.replays,
+            frees_window=_closes_window(record, state) and not run.replays,
         )
 
     async def _follow_window(self, live: LiveOperation, state: JournalState) -> None:
@@ -231,7 +237,7 @@ class Executor:
             if state is JournalState.FAILED:
                 run.window = run.window.with_failed(record.seq)
         doomed = [record] if record.body_digest else []
-        if state is JournalState.APPLIED and record.effect.closes_window:
+        if _closes_window(record, state):
             doomed += run.window.records.values()
             run.window = Window()
         if run.replays and state is not JournalState.CANCELLED:
@@ -265,6 +271,12 @@ class Executor:
         run.send([*telemetry.ended(live.record), *now])
 
 
+def _closes_window(record: OperationRecord, state: JournalState) -> bool:
+    """Whether no window is open after an operation that has ended in this state."""
+    is_applied = state is JournalState.APPLIED and record.effect.closes_window
+    return is_applied or state is JournalState.DISCARDED
+
+
 def _has_subset(record: OperationRecord) -> bool:
     """Whether an OptimStep may have left only part of the window's gradients on the worker."""
     return isinstance(record.command, OptimStepCommand) and bool(record.command.include_seqs)
@@ -279,12 +291,15 @@ class TaskBuilder:
     async def choose(self, record: OperationRecord) -> Choices:
         """All choices but the cuts of a batch, which the worker makes.
 
-        Raises VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY, WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
+        Raises the error of a refused call, VERSION_MISMATCH, WINDOW_OPEN, WINDOW_EMPTY,
+        WINDOW_POISONED, CHECKPOINT_NOT_FOUND.
         """
         command, run = record.command, self._run
         assert command is not None, "an open record keeps its command"
         command.check_version(run.version)
         match command:
+            case RefusedCommand(error=error):
+                raise RatoonError.from_dict(error)
             case UpdateCommand():
                 run.window.check_closed()
                 choices = await self._of_forward(command)
@@ -292,7 +307,7 @@ class TaskBuilder:
             case ForwardBackwardCommand():
                 return await self._of_forward(command)
             case OptimStepCommand():
-                run.window.select(command.include_seqs)
+                run.window.select(command.include_seqs, allow_empty=command.allow_empty)
                 return Choices(next_version=run.max_version + 1)
             case ForwardCommand() | DiscardGradientsCommand():
                 return Choices()

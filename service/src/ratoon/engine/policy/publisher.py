@@ -44,6 +44,8 @@ from ratoon_proto.types import PublishKind, StepResult, StepWarning, VersionInfo
 _LOG = get_logger("publisher")
 # Fraction of an operation's duration during which the next operation yields to publishing.
 _HEAD_START = 0.05
+# Receivers that one warning names.
+_MOST_NAMED = 8
 
 
 class PublicationState(Enum):
@@ -131,12 +133,14 @@ class Publisher(Awaited):
         """Copy the weights of the `version` that an operation has made, where that is due.
 
         Returns the result with the seconds that the worker was held, or a warning that the version
-        is not published. Raises `WorkerLostError`, and what stopped the version before.
+        is not published, and with one of receivers that serve old weights. Raises
+        `WorkerLostError`, and what stopped the version before.
         """
         if not self._is_due(version):
             return result
         started = time.perf_counter()
         error = await self._hold(version)
+        result = self._with_lagging(result)
         if error is not None:
             text = f"version {version} is not published: {error}"
             return _with_warning(result, warn(WarningKind.NOT_PUBLISHED, text))
@@ -169,8 +173,10 @@ class Publisher(Awaited):
         if version == self._stopped:
             await self._landed_well()
 
-    async def catch_up(self) -> None:
+    async def catch_up(self, *, has_worker: bool) -> None:
         """After a crash: publish the current version where it is due, or was lost.
+
+        Without a worker that is left to a reader, who brings it back.
 
         A worker that may be a step ahead of the journal still has the copy of it. Other versions
         that are lost or damaged are no longer listed. Folders of damaged versions are set aside,
@@ -186,7 +192,8 @@ class Publisher(Awaited):
         if there != run.published:
             _LOG.warning("versions lost", policy_id=run.policy_id, published=run.published)
             await run.set_published(there)
-        if self.newest == run.version or not (is_lost or self._is_due(run.version)):
+        is_whole = self.newest == run.version or not (is_lost or self._is_due(run.version))
+        if is_whole or not has_worker:
             self._leave()
             self.wake()
             return
@@ -320,6 +327,26 @@ class Publisher(Awaited):
         await self.landed()
         if self._landing is not None:
             self._landing.result()
+
+    def _with_lagging(self, result: OperationResult) -> OperationResult:
+        """The result of a step with a warning of receivers far behind the versions before it.
+
+        Receivers that ask for each version follow at a pace of their own.
+        """
+        publish = self._run.spec.publish
+        if self.newest is None or publish.kind is PublishKind.ON_REQUEST:
+            return result
+        every = publish.every_n if publish.kind is PublishKind.EVERY_N else 1
+        lagging = self.receivers.lagging(self.newest, every)
+        if not lagging:
+            return result
+        more = len(lagging) - _MOST_NAMED
+        text = (
+            f"receivers serve weights far behind version {self.newest}, the newest: "
+            f"{', '.join(lagging[:_MOST_NAMED])}{f' and {more} more' if more > 0 else ''}; they "
+            "have stopped, or load versions more slowly than they are made"
+        )
+        return _with_warning(result, warn(WarningKind.RECEIVER_LAG, text))
 
     def _leave(self) -> None:
         """No version is under way any more."""

@@ -260,15 +260,18 @@ class Window:
                 details={"window_seqs": _names(self.entries)},
             )
 
-    def select(self, include_seqs: tuple[int, ...]) -> tuple[int, ...]:
+    def select(
+        self, include_seqs: tuple[int, ...], *, allow_empty: bool = False
+    ) -> tuple[int, ...]:
         """The ForwardBackwards that an OptimStep steps on; `include_seqs` empty: all.
 
-        Raises WINDOW_POISONED naming what failed, WINDOW_EMPTY, or INVALID_ARGUMENT.
+        Raises WINDOW_POISONED naming what failed, WINDOW_EMPTY unless it is allowed to be, or
+        INVALID_ARGUMENT.
         """
         if not include_seqs:
             if self.failed:
                 raise self._poisoned(self.failed[0])
-            if not self.applied:
+            if not self.applied and not allow_empty:
                 raise RatoonError(
                     ErrorCode.WINDOW_EMPTY, "no ForwardBackward since the last step or discard"
                 )

@@ -16,6 +16,9 @@ from ratoon_proto.types import ReceiverInfo
 
 # Receivers per policy; one more makes the longest silent one forgotten.
 MAX_RECEIVERS = 64
+# Publications behind the newest from which on a receiver that follows lags, and from which on one
+# is taken for gone.
+LAGGING = range(9, 65)
 # A hold ends with its reader's next acknowledgement.
 _RETRY_S = 5.0
 
@@ -87,6 +90,18 @@ class Receivers:
             for name, receiver in self._receivers.items()
             if receiver.version is not None
         }
+
+    def lagging(self, newest: int, every: int) -> tuple[str, ...]:
+        """What each receiver that lags serves, in words, the farthest behind first.
+
+        `every`: versions from one publication to the next.
+        """
+        lags = sorted(self.lags(newest).items(), key=lambda each: -each[1])
+        return tuple(
+            f"{name} version {newest - lag} ({lag} behind)"
+            for name, lag in lags
+            if lag // every in LAGGING
+        )
 
     def described(self, newest: int | None) -> tuple[ReceiverInfo, ...]:
         """All receivers, the longest silent first, with their lags behind `newest`."""

@@ -213,7 +213,8 @@ async def load_newest(
     the model cannot be loaded.
     """
     faults: list[str] = []
-    states = (*reversed(history.checkpoints), INITIAL)
+    initial = (INITIAL,) if run.spec.from_checkpoint is None else ()
+    states = (*reversed(history.checkpoints), *initial)
     for base in (state for state in states if state.info.replay_from_seq >= kept_from_seq):
         try:
             seq = base.info.seq if last_seq is None else last_seq
@@ -235,6 +236,7 @@ async def load_state(run: PolicyRun, state: Checkpoint, last_seq: int) -> Loaded
     Raises `UnusableCheckpointError`, and as `load_newest`.
     """
     name, source = state.info.checkpoint_id, InitialWeights()
+    origin = run.spec.from_checkpoint
     if name:
         await run.archive.restore_checkpoint(name)
         folder = str(run.paths.checkpoint(name))
@@ -245,6 +247,7 @@ async def load_state(run: PolicyRun, state: Checkpoint, last_seq: int) -> Loaded
         version=state.info.version,
         last_seq=last_seq,
         digests=run.replays,
+        resets_optimizer=origin is not None and not (origin.with_optimizer or state.info.seq),
     )
     return await run.ports.worker.call(WorkerCore.load, run.token, run.policy_id, request)
 
@@ -339,9 +342,12 @@ class Replayer:
         run = self._run
         run.reach(CrashPoint.ENGINE_IN_REPLAY)
         if record.state is not JournalState.APPLIED or not record.effect.is_replayed:
-            await run.ports.worker.call(
+            outcome = await run.ports.worker.call(
                 WorkerCore.skip, run.token, record.seq, _journaled_outcome(record)
             )
+            if record.state is JournalState.DISCARDED:
+                self._window.clear()
+                self.digests[record.seq] = outcome.weights_digest
             return
         await self._select(record)
         if isinstance(record.command, LoadCheckpointCommand):
@@ -410,6 +416,7 @@ def _journaled_outcome(record: OperationRecord) -> Outcome:
         operation_id=record.operation_id,
         state=OperationState(record.state.public),
         result=record.result or EmptyResult(),
+        discards_gradients=record.state is JournalState.DISCARDED,
         weights_digest=record.weights_digest,
         choices=record.choices,
         started_at=record.started_at,

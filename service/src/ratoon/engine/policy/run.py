@@ -14,6 +14,7 @@ many workers in a row were lost to it: each loss costs a load and a replay.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -29,7 +30,7 @@ from ratoon.engine.journal.records import JournalState, OperationEnd, OperationR
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.queue import Ledger, LiveOperation, Sequencer, Window
-from ratoon.engine.refusals import policy_not_ready
+from ratoon.engine.refusals import cancelled, policy_not_ready
 from ratoon.engine.types import FailedResult, PolicySpec
 from ratoon.engine.worker.tasks import Numerics, Outcome, RemoteWorker, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError
@@ -82,9 +83,11 @@ class PolicyRun:
     sequencer: Sequencer = field(default_factory=lambda: Sequencer(turn=1))
     ledger: Ledger = field(init=False)
 
-    # Written by `enter`. `failure`: why the policy failed.
+    # Written by `enter`. `failure`: why the policy failed or ended.
     state: PolicyState = PolicyState.CREATING
     failure: str = ""
+    # Written by the controller: when a call has last named the policy, by a clock that nobody sets.
+    called_at: float = field(default_factory=time.monotonic)
     # Written by the executor: versions, and the open window.
     version: int = 0
     max_version: int = 0
@@ -111,9 +114,13 @@ class PolicyRun:
         return self.spec.recovery is Recovery.REPLAY
 
     def enter(self, state: PolicyState, failure: str = "") -> None:
-        """Change the policy's state. `failure`: why it failed; "": it has not."""
+        """Change the policy's state. `failure`: why it failed or ended; "": it has not."""
         self.state, self.failure = state, failure
-        self.send([metrics.POLICY_FAILED.sample(int(state is PolicyState.FAILED), self.policy_id)])
+        shown = (
+            (metrics.POLICY_FAILED, PolicyState.FAILED),
+            (metrics.POLICY_RELEASED, PolicyState.RELEASED),
+        )
+        self.send([gauge.sample(int(state is of), self.policy_id) for gauge, of in shown])
 
     async def set_published(self, published: tuple[int, ...]) -> None:
         """Change which versions can be fetched, in the journal first."""
@@ -156,6 +163,30 @@ class PolicyRun:
 
     def send(self, changes: Sequence[Change]) -> None:
         self.ports.metrics.send(changes)
+
+
+async def cancel_queued(run: PolicyRun, live: LiveOperation) -> None:
+    """End an operation whose turn has not come. The caller holds the controller's lock.
+
+    Raises what the journal raises; then nothing has changed here.
+    """
+    record, now = live.record, run.ports.now()
+    result = FailedResult(error=cancelled(record.operation_id).to_dict())
+    if record.seq:
+        end = OperationEnd(
+            operation_id=record.operation_id,
+            state=JournalState.CANCELLED,
+            result=result,
+            version=run.version,
+            started_at=None,
+            finished_at=now,
+        )
+        await run.end(end)
+        run.sequencer.consume(record.seq)
+    live.end(JournalState.CANCELLED, result, now)
+    run.settle(live)
+    if record.body_digest:
+        await run.bodies.release(record.operation_id, record.body_digest)
 
 
 def log_end(record: OperationRecord) -> None:

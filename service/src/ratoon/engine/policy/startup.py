@@ -4,6 +4,9 @@ It raises the fencing token on the journal, then on the worker, before it reads 
 that agrees with the journal is kept, and its stored outcome completes the record. Otherwise lost
 work is replayed (`policy.recovery`). With `recovery: fail` the policy rolls back to its newest
 checkpoint or its initial weights instead, and everything after that fails explicitly.
+
+A policy that is put away gets no worker until something needs one. Its newest checkpoint is its
+state, so that its return is a replay of nothing, whatever its `recovery`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from ratoon import metrics
+from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.losses import Position, read_position
 from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
 from ratoon.engine.journal.records import JournalState, PolicyHistory, RollBack
@@ -32,48 +36,64 @@ from ratoon.engine.policy.recovery import (
     settle_ended,
 )
 from ratoon.engine.policy.run import PolicyRun, read_run
+from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import Numerics, WorkerLostError, WorkerStatus
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.files import remove_paths
+from ratoon.train.saved_state import read_saved_state
 from ratoon.train.spec import OptimizerStates, TrainerSpec
+from ratoon.warning_kinds import WarningKind
 from ratoon_proto.types import PolicyState, Shard
 
 _LOG = get_logger("startup")
 
 
 async def start_policy(
-    run: PolicyRun, executor: Executor, publisher: Publisher, checkpointer: Checkpointer
+    run: PolicyRun,
+    executor: Executor,
+    publisher: Publisher,
+    checkpointer: Checkpointer,
+    *,
+    is_worker_needed: bool,
 ) -> None:
     """Make `run` ready to take turns.
+
+    `is_worker_needed`: a policy that is put away is to come back.
 
     Raises `RatoonError` where the model cannot be loaded, `RecoveryStoppedError`, and
     `NumbersFailedError` where the policy failed for its numbers.
     """
     journal = run.ports.journal
-    history, status = await _take_over(run)
+    history, worker = await _take_over(run, is_worker_needed)
+    if run.state is PolicyState.ENDED:
+        return  # The journal's answer was lost.
+    was_away = history.policy.state is PolicyState.RELEASED
+    status = worker or _no_worker(history)
     if run.replays:
         await run.archive.restore_bodies((await _needed_bodies(run)).values())
     recovered: Recovered | None = None
-    if not (status.is_loaded and agrees(history, status)):
+    if worker is not None and not (status.is_loaded and agrees(history, status)):
         recovered = await _recover(run, history)
         last_seq, numerics = recovered.last_seq, recovered.loaded.numerics
         status = replace(status, last_seq=last_seq, last_outcome=None, numerics=numerics)
         history = await journal.history(run.policy_id)
         await read_run(run, history.policy.next_seq)
-    run.numerics = Numerics.of(status.numerics)
+    if worker is not None:
+        run.numerics = Numerics.of(status.numerics)
     adopt(run, history, status)
     await settle_ended(run)
-    fail_unsequenced(run)
+    if not was_away:  # No worker has seen those that brought it back.
+        fail_unsequenced(run)
     listed, needed = await run.bodies.names(), await _needed_bodies(run)
     await run.check_newest()  # A newer controller's bodies are not in `needed`.
     await run.bodies.reconcile(needed, listed)
     records = [live.record for live in run.ledger.open_operations()]
     run.claims.restore(run.policy_id, records)
-    if recovered is None and run.stored_outcome is None:
+    if worker is not None and recovered is None and run.stored_outcome is None:
         # Even an empty window: a cancelled ForwardBackward may have left partial gradients.
         await executor.restore_window()
-    await publisher.catch_up()
+    await publisher.catch_up(has_worker=worker is not None)
     await checkpointer.start()
     if recovered is not None and recovered.rebased:
         await checkpointer.take_now()
@@ -81,16 +101,24 @@ async def start_policy(
     info, known = None, history.policy.info
     if recovered is not None:
         info = replace(recovered.loaded.info, uses_gpu=run.trainer.device != "cpu")
-    await journal.set_policy(run.token, run.policy_id, PolicyState.READY, info)
-    run.enter(PolicyState.READY)
+    if was_away and worker is not None:
+        run.reach(CrashPoint.ENGINE_IN_RETURN)
+    state = PolicyState.RELEASED if worker is None else PolicyState.READY
+    await journal.set_policy(run.token, run.policy_id, state, info)
+    run.enter(state)
     if recovered is not None:
         await _show(run)
     run.send(telemetry.policy(run.policy_id, run.trainer, info or known))
     run.send(telemetry.versions(run.policy_id, run.version, run.published))
 
 
-async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
-    """Fence the policy and its worker, and settle what the journal has lost, if anything."""
+async def _take_over(
+    run: PolicyRun, is_worker_needed: bool
+) -> tuple[PolicyHistory, WorkerStatus | None]:
+    """Fence the policy and its worker, and settle what the journal has lost, if anything.
+
+    The worker's status; None: the policy is put away, and stays so.
+    """
     journal, is_first = run.ports.journal, run.state is PolicyState.CREATING
     told = await asyncio.to_thread(read_position, run.paths.position)
     run.position = told or Position()
@@ -98,19 +126,44 @@ async def _take_over(run: PolicyRun) -> tuple[PolicyHistory, WorkerStatus]:
     history = await journal.history(run.policy_id)
     run.created_at, run.published = history.policy.created_at, history.policy.published
     run.trainer = _with_chosen(run.trainer, history.policy.info)
+    if history.policy.state is PolicyState.ENDED:
+        run.enter(PolicyState.ENDED, history.policy.failure)
+        return history, None
+    if history.policy.info is None and history.checkpoints:
+        first = history.checkpoints[0].info
+        await run.archive.restore_checkpoint(first.checkpoint_id)
+        run.trainer = await asyncio.to_thread(_as_saved, run, first)
     await _show(run)
     # Losses are looked for before anything is deleted, and before anything else can fail.
     decided = await find_loss(run, history)
     # The count is read before the worker is started: a policy failed for its numbers gets none.
     await read_run(run, history.policy.next_seq)
-    status = await _fence(run)
+    if history.policy.state is PolicyState.RELEASED and not (is_worker_needed or decided):
+        # One that an interrupted start, or an interrupted end of it, has left.
+        await run.ports.worker.release()
+        if is_first:
+            await _make_folders(run)
+        return history, None
+    status = await fence_worker(run)
     decided = decided or await find_worker_loss(run, history, status)
     if is_first:
         await _make_folders(run)
     if decided is not None:
         history = await carry_out(run, history, status, decided)
-        status = await _fence(run)
+        status = await fence_worker(run)
     return history, status
+
+
+def _no_worker(history: PolicyHistory) -> WorkerStatus:
+    """The status of a worker that would agree with the journal."""
+    return WorkerStatus(
+        is_loaded=False,
+        version=history.policy.version,
+        numerics={},
+        weights_digest="",
+        last_seq=last_in_turn(history),
+        last_outcome=None,
+    )
 
 
 async def _show(run: PolicyRun) -> None:
@@ -156,7 +209,16 @@ def _with_chosen(trainer: TrainerSpec, info: ModelInfo | None) -> TrainerSpec:
     return trainer
 
 
-async def _fence(run: PolicyRun) -> WorkerStatus:
+def _as_saved(run: PolicyRun, first: CheckpointInfo) -> TrainerSpec:
+    """Keep the optimizer states of the checkpoint that the policy is created from."""
+    if run.trainer.optimizer_states is not None:
+        return run.trainer
+    saved = read_saved_state(run.paths.checkpoint(first.checkpoint_id))
+    return replace(run.trainer, optimizer_states=OptimizerStates(saved.optimizer_states))
+
+
+async def fence_worker(run: PolicyRun) -> WorkerStatus:
+    """Fence the policy's worker, one in the place of a lost one, or a new one."""
     worker = run.ports.worker
     # The shard of weights is set by name, or was chosen where all GPUs were of one node.
     on_one_node = run.trainer.parallel.shard is Shard.WEIGHTS
@@ -169,19 +231,23 @@ async def _fence(run: PolicyRun) -> WorkerStatus:
 
 
 async def _recover(run: PolicyRun, history: PolicyHistory) -> Recovered:
-    """Bring a worker that is lost, or disagrees with the journal, to a known state."""
-    if not run.replays:
+    """Bring a worker that is new, or disagrees with the journal, to a known state."""
+    was_away = history.policy.state is PolicyState.RELEASED
+    if not (run.replays or was_away):
         recovered, outcome = await _roll_back(run, history), "rolled_back"
     else:
         try:
             recovered, outcome = await replay_policy(run, history), "replayed"
         except RecoveryStoppedError:
-            run.send([metrics.RECOVERIES.sample(1, run.policy_id, "stopped")])
-            raise
+            if not run.replays:
+                recovered, outcome = await _roll_back(run, history), "rolled_back"
+            else:
+                run.send([metrics.RECOVERIES.sample(1, run.policy_id, "stopped")])
+                raise
     if recovered.rebased:
         numerics, outcome = Numerics.of(recovered.loaded.numerics), "rebased"
         await run.ports.journal.rebase(run.token, run.policy_id, recovered.rebased, numerics)
-    if history.policy.next_seq > 1:
+    if history.policy.next_seq > 1 and not (was_away and outcome == "replayed"):
         run.send([metrics.RECOVERIES.sample(1, run.policy_id, outcome)])
     return recovered
 
@@ -198,7 +264,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
         seq=base.info.seq,
         replay_from_seq=base.info.replay_from_seq,
         version=base.info.version,
-        checkpoint_id=base.info.name or base.info.checkpoint_id,
+        checkpoint_id=base.info.name or (base.info.checkpoint_id if base.info.seq else ""),
         finished_at=run.ports.now(),
     )
     changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)
@@ -209,6 +275,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
             live.set_record(record)
             run.ledger.settle(live)
     if changed:
+        run.send([metrics.WARNINGS.sample(1, run.policy_id, WarningKind.ROLLED_BACK)])
         _LOG.warning(
             "policy rolled back",
             policy_id=run.policy_id,
@@ -223,8 +290,13 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
 
 async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
     """Body digests by operation, of what recovery, the open window or the queue needs."""
-    if run.replays:
-        return dict(await run.ports.journal.bodies_in_use(run.policy_id))
     records = [live.record for live in run.ledger.open_operations()]
-    records += run.window.records.values()
-    return {record.operation_id: record.body_digest for record in records if record.body_digest}
+    needed: dict[str, str] = {}
+    if run.replays:
+        needed |= await run.ports.journal.bodies_in_use(run.policy_id)
+        records = [record for record in records if not record.seq]
+    else:
+        records += run.window.records.values()
+    return needed | {
+        record.operation_id: record.body_digest for record in records if record.body_digest
+    }

@@ -2,6 +2,9 @@
 
     own the policy -> [pick a turn or what runs between turns -> execute and conclude it] -> ...
 
+Where there is neither for long, the policy is put away (`policy.idle`). What needs a worker then
+makes the loop own the policy again, with one.
+
 Only the loop touches the worker's weights. Forwards without a key, requested publications,
 checkpoints and reads of gradients run between turns, alternating with them so that neither starves.
 On any error the loop owns the policy again: it trusts only the journal and the worker.
@@ -22,11 +25,12 @@ from ratoon.engine.journal.records import JournalAwayError
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
+from ratoon.engine.policy.idle import Idle
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.recovery import RecoveryStoppedError
 from ratoon.engine.policy.run import MAX_LOSSES, NumbersFailedError, PolicyRun, note_end
-from ratoon.engine.policy.startup import start_policy
+from ratoon.engine.policy.startup import fence_worker, start_policy
 from ratoon.engine.refusals import is_waited_for, not_up, operation_not_found, policy_not_ready
 from ratoon.engine.worker.tasks import FencedError, GradientRequest, WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
@@ -55,13 +59,16 @@ class TurnLoop:
         checkpointer: Checkpointer,
         gradients: GradientReads,
         lock: asyncio.Lock,
+        on_ended: Callable[[], None],
     ) -> None:
+        """`on_ended`: see `Idle`."""
         self._run = run
         self._executor = executor
         self._publisher = publisher
         self._checkpointer = checkpointer
         self._gradients = gradients
         self._lock = lock
+        self._idle = Idle(run, publisher, checkpointer, lock, self._is_worker_needed, on_ended)
         self._wake = asyncio.Event()
         self._must_restart = False
         # How often a restart was asked for.
@@ -148,6 +155,10 @@ class TurnLoop:
         self.wake()
         await future
 
+    async def release(self) -> None:
+        """See `Idle.put_away`."""
+        await self._idle.put_away(self.wake)
+
     async def fail(self, failure: str) -> None:
         """Journal why the policy failed, and end its worker, unless both are another controller's.
 
@@ -172,8 +183,11 @@ class TurnLoop:
             try:
                 if self._must_restart and await self._own():
                     failures = 0
-                if await self._take_one():
+                if self._run.state is not PolicyState.ENDED and await self._take_one():
                     failures = 0
+                if self._run.state is PolicyState.ENDED:
+                    self._idle.tell_end()
+                    return
             except FencedError as err:
                 # Another controller owns the policy, which is fine.
                 _LOG.warning("fenced", policy_id=self._run.policy_id, reason=str(err))
@@ -206,12 +220,21 @@ class TurnLoop:
 
     async def _own(self) -> bool:
         """Start from journal and worker; returns whether that has ended a stopped publication."""
+        if self._run.state is PolicyState.RELEASED and self._is_worker_needed():
+            # Readers need not wait for a GPU, nor for a process that imports torch.
+            await fence_worker(self._run)
         async with self._lock:
             await self._checkpointer.stop()
             await self._publisher.stop()
             was_stopped = self._publisher.is_stopped
             restarts = self._restarts
-            await start_policy(self._run, self._executor, self._publisher, self._checkpointer)
+            await start_policy(
+                self._run,
+                self._executor,
+                self._publisher,
+                self._checkpointer,
+                is_worker_needed=self._is_worker_needed(),
+            )
             # The version that the start began to publish may have stopped by now.
             self._must_restart = self._restarts != restarts
             return was_stopped and not self._publisher.is_stopped
@@ -220,12 +243,19 @@ class TurnLoop:
         """Run one thing, or wait for a wake-up; returns whether anything ran."""
         self._wake.clear()
         async with self._lock:
+            is_needed = self._is_worker_needed()
+            if is_needed and not self._is_paused and self._run.state is PolicyState.RELEASED:
+                self._must_restart = True
             if self._must_restart:
                 return False
+            self._idle.note(is_needed=is_needed)
             between = None if self._is_paused else self._pick_between()
             turn = None if self._is_paused else self._pick_turn()
             steps = [between, turn] if self._prefers_between else [turn, between]
             step = next((step for step in steps if step is not None), None)
+            if step is None and not self._is_paused and not is_needed:
+                leave = self._idle.pick(self.wake)
+                step = None if leave is None else (None, leave)
             if step is not None:
                 self._prefers_between = step is turn
                 live = step[0]
@@ -233,7 +263,8 @@ class TurnLoop:
                     live.is_started = True
         self._report()
         if step is None:
-            wait_s = None if self._is_paused else self._checkpointer.wait_s()
+            waits = () if self._is_paused else (self._checkpointer.wait_s(), self._idle.wait_s())
+            wait_s = min((wait for wait in waits if wait is not None), default=None)
             with contextlib.suppress(TimeoutError):
                 # `asyncio.wait_for` of Python 3.11 loses a cancel that comes with the wake-up.
                 async with asyncio.timeout(wait_s):
@@ -241,6 +272,15 @@ class TurnLoop:
             return False
         await step[1]()
         return True
+
+    def _is_worker_needed(self) -> bool:
+        """Whether anything waits that only a worker can do."""
+        return (
+            bool(self._publications)
+            or self._gradients.is_waiting
+            or self._run.sequencer.peek() is not None
+            or any(live.record.seq == 0 for live in self._run.ledger.open_operations())
+        )
 
     def _pick_turn(self) -> tuple[LiveOperation | None, Step] | None:
         run = self._run
@@ -322,6 +362,7 @@ class TurnLoop:
         _fail(self._publications, error)
         self._publications = []
         self._gradients.end(error)
+        self._idle.answer(error)
 
     def _report(self) -> None:
         """Send the numbers of queued and running operations to the metrics, if they changed."""

@@ -23,6 +23,7 @@ from ratoon.engine.commands import (
     ImportWeightsCommand,
     LoadCheckpointCommand,
     OptimStepCommand,
+    RefusedCommand,
     SaveCheckpointCommand,
     UpdateCommand,
 )
@@ -33,6 +34,7 @@ from ratoon.engine.files.results import (
     read_entropy,
     read_old_logprobs,
     write_forward_output,
+    write_logprobs,
 )
 from ratoon.engine.files.rollouts import write_rollouts
 from ratoon.engine.refusals import cancelled, disk_fault, disk_refusal
@@ -46,7 +48,7 @@ from ratoon.rollout.serial import batch_from_bytes
 from ratoon.stream.files import remove_folder
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Normalisation, OptimStep
-from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.optim.resolve import resolve_empty, resolve_optim
 from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 from ratoon.warning_kinds import WarningKind, warn
@@ -55,9 +57,11 @@ from ratoon_proto.types import (
     ImportMode,
     ImportResult,
     KeepRollouts,
+    LogprobsOf,
     LoraTuning,
     LossConfig,
     OptimStepConfig,
+    ResultFile,
     StepReport,
     StepResult,
     WeightKind,
@@ -90,12 +94,14 @@ class PlannedTask:
         prepared: For an Update or a ForwardBackward.
         forward: For a Forward.
         weights: For an ImportWeights.
+        is_again: Its plan was journaled, and its callers have had its answers.
     """
 
     task: Task
     prepared: Prepared | None = None
     forward: PreparedForward | None = None
     weights: ImportedWeights | None = None
+    is_again: bool = False
 
 
 class TaskRunner:
@@ -121,8 +127,10 @@ class TaskRunner:
             RatoonError: Every refusal that can be made without touching the trainer's state.
         """
         match task.command:
-            case UpdateCommand(loss=request) | ForwardBackwardCommand(loss=request):
+            case UpdateCommand(loss=request):
                 return self._plan_loss(task, request)
+            case ForwardBackwardCommand(loss=request, with_logprobs=logprobs_of):
+                return self._plan_loss(task, request, logprobs_of)
             case ForwardCommand():
                 forward = self.trainer.prepare_forward(_read_batch(task), task.choices.plan)
                 return PlannedTask(task=_with_plan(task, forward.plan), forward=forward)
@@ -145,17 +153,22 @@ class TaskRunner:
                 )
                 self._keep_rollouts(task, report)
                 return self._stepped(report, task.choices.next_version)
-            case ForwardBackwardCommand():
+            case ForwardBackwardCommand() as command:
                 assert planned.prepared is not None
                 report = trainer.forward_backward(
                     planned.prepared, on_progress=on_progress, is_cancelled=is_cancelled
                 )
                 self._keep_rollouts(task, report)
-                return StepResult(version=self.version, report=report)
+                file = None if planned.is_again else self._write_logprobs(task, command)
+                return StepResult(version=self.version, report=report, file=file)
             case ForwardCommand() as command:
                 return self._forward(planned, command, on_progress, is_cancelled)
-            case OptimStepCommand(optim=optim):
-                step = self._step(optim, trainer.normalisation)
+            case OptimStepCommand(optim=optim) as command:
+                if command.allow_empty and trainer.is_window_empty:
+                    step = resolve_empty(optim, self._spec.optimizer)
+                else:
+                    step = self._step(optim, trainer.normalisation)
+                step = replace(step, allow_empty=command.allow_empty)
                 return self._stepped(trainer.optim_step(step), task.choices.next_version)
             case DiscardGradientsCommand():
                 trainer.discard_gradients()
@@ -168,6 +181,8 @@ class TaskRunner:
                 if is_cancelled():
                     raise cancelled(task.operation_id)
                 return self._import(planned, command)
+            case RefusedCommand():
+                raise AssertionError("it fails before it is sent to a worker")
 
     def _keep_rollouts(self, task: Task, report: StepReport) -> None:
         """Write what the policy keeps of the task's rollouts; training goes on without them."""
@@ -181,22 +196,48 @@ class TaskRunner:
         except Exception:  # noqa: BLE001 - whatever it is, the step was taken
             _LOG.exception("rollouts not kept", operation_id=task.operation_id)
 
+    def _write_logprobs(self, task: Task, command: ForwardBackwardCommand) -> ResultFile | None:
+        """Write what the command asks for of the pass that has run; None: nothing.
+
+        Raises RESOURCE_EXHAUSTED where the disk is full, UNAVAILABLE for its other faults.
+        """
+        found = self.trainer.found
+        if command.with_logprobs is None or found is None or found.answers_2J is None:
+            return None
+        logprobs_J, entropy_J = found.answers_2J
+        entropy = entropy_J if command.with_entropy else None
+        try:
+            return write_logprobs(task.paths.results, found.prepared.batch, logprobs_J, entropy)
+        except OSError as err:
+            raise disk_fault("file of log-probs", err) from err
+
     def restore(self, tasks: tuple[Task, ...]) -> None:
         """Make the window hold exactly the gradients of `tasks`."""
         self.trainer.discard_gradients()
         for task in tasks:
             self.run(self.plan(task), _no_progress, _never)
 
-    def _plan_loss(self, task: Task, request: LossConfig) -> PlannedTask:
+    def _plan_loss(
+        self, task: Task, request: LossConfig, logprobs_of: LogprobsOf | None = None
+    ) -> PlannedTask:
         batch = _read_batch(task)
         loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
         old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
         prepared = self.trainer.prepare(
-            batch, loss, task.choices.plan, old_logprobs_J=old, entropy_J=entropy
+            batch,
+            loss,
+            task.choices.plan,
+            old_logprobs_J=old,
+            entropy_J=entropy,
+            logprobs_of=logprobs_of,
         )
         if entropy is None and self._forward_was_needless(task, batch):
             prepared = replace(prepared, warnings=(*prepared.warnings, NEEDLESS_FORWARD))
-        return PlannedTask(task=_with_plan(task, prepared.plan), prepared=prepared)
+        return PlannedTask(
+            task=_with_plan(task, prepared.plan),
+            prepared=prepared,
+            is_again=task.choices.plan is not None,
+        )
 
     def _forward_was_needless(self, task: Task, batch: RolloutBatch) -> bool:
         """Whether the loss names a Forward of this version and of this batch's rollouts alone."""

@@ -86,7 +86,8 @@ class Outcome:
     `operation_id`: the operation's; after a database failover the same seq may have been another's.
     `must_restore`: the open window's gradients are gone or include part of this task's.
     `weights_digest`: of weights, moments and counters after a task that is done; "" where the
-    worker takes no digests. `choices`: those it ran with, including the worker's own; None: it did
+    worker takes no digests. `discards_gradients`: it failed, and those of the open window are
+    discarded by it. `choices`: those it ran with, including the worker's own; None: it did
     not run.
     """
 
@@ -94,6 +95,7 @@ class Outcome:
     state: OperationState
     result: OperationResult
     must_restore: bool = False
+    discards_gradients: bool = False
     weights_digest: str = ""
     choices: Choices | None = None
     started_at: float | None = None
@@ -135,13 +137,17 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """State to load: the policy as of `last_seq`. `digests`: take digests from then on."""
+    """State to load: the policy as of `last_seq`. `digests`: take digests from then on.
+
+    `resets_optimizer`: moments and step count of the source are left behind.
+    """
 
     trainer: TrainerSpec
     source: InitialWeights | CheckpointWeights
     version: int
     last_seq: int
     digests: bool
+    resets_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

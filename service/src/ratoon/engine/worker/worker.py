@@ -157,18 +157,23 @@ class WorkerCore:
         self._reach(CrashPoint.WORKER_AFTER_APPLY)
         return outcome
 
-    def skip(self, token: int, seq: int, outcome: Outcome) -> None:
+    def skip(self, token: int, seq: int, outcome: Outcome) -> Outcome:
         """Count a seq whose operation ended without running, as one that was cancelled.
 
-        `outcome` is stored as if the operation had run. Raises `WorkerOrderError` as `apply` does.
+        `outcome` is stored and returned as if the operation had run. Raises `WorkerLostError`, and
+        `WorkerOrderError` as `apply` does.
         """
         self.fence(token)
         self._loaded()
         if seq == self._last_seq:
             self._check_last(outcome.operation_id)
-            return
+            return self._last_outcome or outcome
         self._check_next(seq)
+        if outcome.discards_gradients:
+            self.restore(token, ())
+            outcome = replace(outcome, weights_digest=self._digest)
         self._last_seq, self._last_outcome = seq, outcome
+        return outcome
 
     def _check_last(self, operation_id: str) -> None:
         last = self._last_outcome
@@ -277,6 +282,8 @@ class WorkerCore:
             trainer = self._create_trainer(request.trainer)
             if isinstance(request.source, CheckpointWeights):
                 _load_checkpoint(trainer, request.source)
+            if request.resets_optimizer:
+                trainer.reset_optimizer()
             trainer.version = request.version
             loaded = time.perf_counter()
             digest = trainer.state_digest() if request.digests else ""

@@ -39,19 +39,40 @@ class BatchLoss:
         term; `like`: of the device and dtype of log-probs."""
         self._loss, self._device = prepared.loss, like.device
         self._token_L = packed.term_token
+        # Other terms are here for their log-probs alone.
+        self._is_trained_L = prepared.columns.trained_J[packed.term_token]
+        self._is_asked = prepared.asked_J is not None
         self._is_counted_L = prepared.columns.counted_J[packed.term_token]
         self._found = found
         self._columns = _columns(prepared, packed, reference_L, like)
 
-    def of(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
-        """The loss of terms with these log-probs and entropies."""
+    def of(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossGradients:
+        """Gradients at terms with these log-probs and entropies."""
+        is_trained_L = self._is_trained_L[terms]
+        if is_trained_L.all():
+            return self._of(terms, logprob_L, entropy_L)
+        trained = put_index(np.flatnonzero(is_trained_L), self._device)
+        loss = self._of(terms[is_trained_L], logprob_L[trained], entropy_L[trained])
+        return loss.among(trained, len(terms))
+
+    def _of(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
+        """The loss of trained terms."""
         counted = put_index(np.flatnonzero(self._is_counted_L[terms]), self._device)
         columns = self._columns.at(put_index(terms, self._device), counted)
         return compute_loss(self._loss, columns, logprob_L, entropy_L)
 
     def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> Tensor:
         """Sums of these terms for the report, as `LossOutput.sums`; asked once for each term."""
-        output = self.of(terms, logprob_L, entropy_L)
+        if self._is_asked:
+            self._found.answer(self._token_L[terms], logprob_L, entropy_L)
+            is_trained_L = self._is_trained_L[terms]
+            trained = put_index(np.flatnonzero(is_trained_L), self._device)
+            terms, logprob_L, entropy_L = (
+                terms[is_trained_L],
+                logprob_L[trained],
+                entropy_L[trained],
+            )
+        output = self._of(terms, logprob_L, entropy_L)
         self._found.add(self._token_L[terms], logprob_L, output)
         return output.sums()
 
@@ -62,7 +83,7 @@ def _columns(
     reference_L: Tensor | None,
     like: Tensor,
 ) -> TermColumns:
-    """Columns of all terms, floats in the dtype of `like`; all of them count."""
+    """Columns of all terms, floats in the dtype of `like`, as if all of them counted."""
     batch, columns = prepared.batch, prepared.columns
 
     def take(column_J: NDArray[np.floating]) -> Tensor:

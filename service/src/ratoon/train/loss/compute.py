@@ -80,6 +80,20 @@ class LossGradients:
     grad_logprob_L: Tensor
     grad_entropy_L: Tensor | None
 
+    def among(self, terms: Tensor | slice, num_terms: int) -> LossGradients:
+        """The gradients of so many terms, of which these are `terms`; those of the others are 0."""
+
+        def spread(grad_L: Tensor) -> Tensor:
+            spread_L = grad_L.new_zeros(num_terms)
+            spread_L[terms] = grad_L
+            return spread_L
+
+        entropy_L = self.grad_entropy_L
+        return LossGradients(
+            grad_logprob_L=spread(self.grad_logprob_L),
+            grad_entropy_L=None if entropy_L is None else spread(entropy_L),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput(LossGradients):

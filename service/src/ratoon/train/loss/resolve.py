@@ -73,6 +73,7 @@ def resolve_loss(request: LossConfig, batch: RolloutBatch, *, has_frozen_referen
         staleness=_resolve_staleness(request, batch),
         router_aux_loss_coefficient=request.router_aux_loss_coefficient,
         report_groups=request.report_groups,
+        count_untrained=request.count_untrained,
     )
 
 

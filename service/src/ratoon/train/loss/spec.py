@@ -65,6 +65,8 @@ class Loss:
     router_aux_loss_coefficient: float
     # Whether the report has every group.
     report_groups: bool
+    # Whether sequences without a trained token are counted.
+    count_untrained: bool = False
 
     @property
     def normalisation(self) -> Normalisation:
@@ -95,7 +97,8 @@ class OptimStep:
 
     With `tensor_grad_norms` the gradient's norms are reported tensor by tensor, too, with
     `changed_share` how many bfloat16 weights it changes. With `step_on_zero_gradient` a gradient of
-    zeros is stepped on, by moments and decay alone.
+    zeros is stepped on, by moments and decay alone; with `allow_empty` also one of no token that
+    counts, or of no forward-backward.
     """
 
     learning_rate: float
@@ -109,6 +112,7 @@ class OptimStep:
     beta2: float | None = None
     eps: float | None = None
     step_on_zero_gradient: bool = False
+    allow_empty: bool = False
 
     def clip_factor(self, norm: float) -> float:
         """What a gradient of this norm, after division, is multiplied by."""
@@ -121,4 +125,5 @@ class OptimStep:
             beta2=policy.beta2 if self.beta2 is None else self.beta2,
             eps=policy.eps if self.eps is None else self.eps,
             weight_decay=self.weight_decay,
+            decay=policy.decay,
         )

@@ -7,6 +7,7 @@ are not, no weight and no moment is touched.
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import Tensor
 from ratoon.train.loss.spec import OptimStep
 from ratoon.train.optim.state import OptimizerState, StateBounds, check_sum
 from ratoon.train.spec import OptimizerStates
-from ratoon_proto.types import AdamWConfig
+from ratoon_proto.types import AdamWConfig, Decay
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 # Smallest normal float32.
@@ -27,6 +28,10 @@ _TINY = 2.0**-126
 _NORM_CHUNK = 1 << 25
 # Below this norm the squares of a gradient's elements may be no normal float32.
 _MIN_NORM = 2.0**-32
+# As in `transformers.Trainer.get_decay_parameter_names`.
+_NORM_OR_BIAS = re.compile(
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE
+)
 
 
 class Optimizer(ABC):
@@ -126,6 +131,13 @@ class Optimizer(ABC):
         return changed
 
 
+def undecayed(names: Iterable[str], config: AdamWConfig) -> frozenset[str]:
+    """Names of the parameters that weight decay leaves alone."""
+    if config.decay is Decay.ALL:
+        return frozenset()
+    return frozenset(name for name in names if _NORM_OR_BIAS.search(name))
+
+
 class MasterAdamW(Optimizer):
     """Of float32 or float64 weights (Loshchilov and Hutter, arXiv 1711.05101).
 
@@ -143,8 +155,14 @@ class MasterAdamW(Optimizer):
         self._folds_scale = is_fused and is_float32
         self._adamw: torch.optim.AdamW | None = None
         if self._masters:
+            exempt = undecayed(self._masters, config)
+            groups: list[dict[str, Any]] = []
+            for decays in (True, False):
+                own = [m for name, m in self._masters.items() if (name not in exempt) is decays]
+                if own:
+                    groups.append({"params": own, "decays": decays})
             self._adamw = torch.optim.AdamW(
-                list(self._masters.values()),
+                groups,
                 lr=0.0,
                 betas=(config.beta1, config.beta2),
                 eps=config.eps,
@@ -180,7 +198,7 @@ class MasterAdamW(Optimizer):
             group["lr"] = step.learning_rate
             group["betas"] = (config.beta1, config.beta2)
             group["eps"] = config.eps
-            group["weight_decay"] = config.weight_decay
+            group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
         for name, master in self._masters.items():
             master.grad = sums[name]
         self._adamw.step()

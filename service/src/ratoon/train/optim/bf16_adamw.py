@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ratoon.errors import invalid
 from ratoon.train.loss.spec import OptimStep
-from ratoon.train.optim.adamw import MAX_FLOAT32, MasterAdamW, Optimizer
+from ratoon.train.optim.adamw import MAX_FLOAT32, MasterAdamW, Optimizer, undecayed
 from ratoon.train.optim.bf16_state import (
     Tensors,
     Views,
@@ -39,6 +39,8 @@ from ratoon_proto.types import AdamWConfig, StepWarning
 
 # Indices are int32, beyond the end of the last elements too.
 _MAX_ELEMENTS = (1 << 31) - (1 << 16)
+# Place of the decay in `_numbers`.
+_DECAY = 1
 
 
 _StepViews = Callable[
@@ -65,6 +67,7 @@ class Bf16AdamW(Optimizer):
         self._seed = seed
         weights = {name: parameter.detach() for name, parameter in parameters.items()}
         self._live = initial_state(weights, kind)
+        self._undecayed = undecayed(weights, config)
         self._views = [views_of(self._live, name, weight, seed) for name, weight in weights.items()]
         devices = {weight.device for weight in weights.values()}
         self._device = devices.pop() if devices else torch.device("cpu")
@@ -90,6 +93,10 @@ class Bf16AdamW(Optimizer):
             self._upload(torch.tensor(numbers, dtype=torch.float32)),
             self._upload(torch.tensor(keys, dtype=torch.int32)),
         )
+        without_decay = scalars
+        if self._undecayed:
+            numbers[_DECAY] = 0.0
+            without_decay = (self._upload(torch.tensor(numbers, dtype=torch.float32)), scalars[1])
         counts: list[Tensor] = []
         with torch.cuda.device_of(scalars[0]):
             for views in self._views:
@@ -98,7 +105,7 @@ class Bf16AdamW(Optimizer):
                     gradient,
                     views.weights,
                     views.moments,
-                    scalars,
+                    without_decay if views.name in self._undecayed else scalars,
                     views.origin,
                     step.changed_share,
                 )

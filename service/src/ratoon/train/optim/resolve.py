@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ratoon.errors import invalid
 from ratoon.train.loss.kinds import require
@@ -86,6 +87,14 @@ def resolve_optim(
         beta2=request.beta2,
         eps=request.eps,
     )
+
+
+def resolve_empty(request: OptimStepConfig, policy: AdamWConfig) -> OptimStep:
+    """The step of a window without gradients, which nothing divides. Raises as `resolve_optim`."""
+    check_optim(request, policy)
+    undivided = replace(request, divide_by=DivideBy.NONE, divide_constant=None)
+    nothing = Normalisation(token_weight=TokenWeight.PER_TOKEN, default_divide_by=DivideBy.NONE)
+    return resolve_optim(undivided, nothing, policy)
 
 
 def _resolve_max_grad_norm(request: OptimStepConfig, divide_by: DivideBy) -> float:

@@ -300,6 +300,11 @@ class Rank:
             self.optimizer.reset()
         self._broadcast_weights()
 
+    def reset_optimizer(self) -> None:
+        """Forget the moments and the step count of this rank's parts."""
+        self._weights_copy.settle()
+        self.optimizer.reset()
+
     def _passing_bytes(self, *, is_only: bool) -> int:
         """Bytes that a forward-backward takes, besides activations and what is allocated before."""
         shards = self.model.shards
