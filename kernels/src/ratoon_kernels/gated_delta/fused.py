@@ -35,12 +35,12 @@ _OPTIONS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
         "invert_triangles": {"num_warps": 1},
         "solve_chunks": {"num_warps": 2},
         "run_states": {"num_warps": 4, "STAGES": 3},
-        "write_outputs": {"num_warps": 4, "BLOCK": 32, "STAGES": 3},
-        "begin_dupdates": {"num_warps": 4},
+        "write_outputs": {"num_warps": 4, "BLOCK": 32, "STAGES": 2},
+        "begin_dupdates": {"num_warps": 4, "maxnreg": 128},
         "run_dstates": {"num_warps": 4, "STAGES": 2},
         "solve_dupdates": {"num_warps": 4},
-        "write_dqueries": {"num_warps": 4, "BLOCK": 32, "STAGES": 3},
-        "write_dkeys": {"num_warps": 4, "BLOCK": 32, "STAGES": 2},
+        "write_dqueries": {"num_warps": 4, "BLOCK": 32, "STAGES": 3, "maxnreg": 168},
+        "write_dkeys": {"num_warps": 4, "BLOCK": 32, "STAGES": 3},
         "sum_decays": {"num_warps": 4},
     }
 )
