@@ -1,4 +1,4 @@
-"""Host and GPU: a pass asks for all of its work and waits for the sums at its end alone."""
+"""Host and GPU: a pass asks for all of its work and waits for its results at its end alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _keep_on_host(trainer: Trainer, patch: pytest.MonkeyPatch) -> HostOffload:
 
 @pytest.mark.parametrize("cut", [_one_by_one, _one_a_wave])
 @pytest.mark.parametrize("has_host", [False, True])
-def test_a_pass_waits_once_for_its_sums(
+def test_a_pass_waits_at_its_end_alone(
     trainer: Trainer,
     monkeypatch: pytest.MonkeyPatch,
     cut: Callable[[RolloutBatch, UpdatePlan], UpdatePlan],
@@ -105,8 +105,9 @@ def test_a_pass_waits_once_for_its_sums(
                 torch.cuda.set_sync_debug_mode("default")
         texts = [str(w.message) for w in caught]
         waits.append([text for text in texts if text.startswith("called a synchronizing")])
-    # The two waits are for the loss sums and for the log-probs.
-    assert len(waits[1]) == 2, waits[1]
+    # The waits are for the loss sums and the tokens' figures, one after the other at the end of the
+    # pass, and for the log-probs.
+    assert len(waits[1]) == 3, waits[1]
     if offload is not None:
         assert bool(offload.room_bytes) == (cut is _one_a_wave)
 
