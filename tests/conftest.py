@@ -43,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-images", action="store_true", help=help_text)
     help_text = "record how long the test files take, in tests/durations.json"
     parser.addoption("--write-durations", action="store_true", help=help_text)
+    help_text = "run a part of the files alone, 2/3 for the second of three that take as long"
+    parser.addoption("--part", metavar="K/N", help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,6 +76,10 @@ def _take_one_gpu(worker: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        from tests.work_units import keep_part
+
+        keep_part(config, items, part)
     if hasattr(config, "workerinput"):
         from tests.work_units import longest_first
 

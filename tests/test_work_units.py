@@ -8,6 +8,7 @@ from tests.work_units import (
     all_test_files,
     longest_first,
     mistaken,
+    part_of,
     read_durations,
     seconds_of_units,
     unit_of,
@@ -59,6 +60,16 @@ def test_the_recorded_durations_are_of_these_test_files() -> None:
             f"{section}: {len(unknown)} of {len(files)} test files are new or gone; "
             "make test ARGS=--write-durations, then make test-more with the same"
         )
+
+
+def test_parts_have_each_file_once_and_take_as_long() -> None:
+    recorded = read_durations()["more"]
+    for num_parts in (1, 3, 4):
+        parts = [part_of(recorded, number, num_parts) for number in range(1, num_parts + 1)]
+        assert sorted(file for part in parts for file in part) == sorted(recorded)
+        seconds = [sum(recorded[file] for file in part) for part in parts]
+        assert max(seconds) <= min(seconds) + max(recorded.values())
+        assert max(seconds) <= 1.1 * sum(recorded.values()) / num_parts
 
 
 def test_a_file_that_takes_far_longer_than_recorded_is_named() -> None:

@@ -76,6 +76,36 @@ def read_durations() -> dict[str, dict[str, float]]:
     return json.loads(DURATIONS.read_text(encoding="utf-8"))
 
 
+def part_of(seconds: Mapping[str, float], number: int, num_parts: int) -> set[str]:
+    """The files of part `number`, from 1, where files are dealt into parts that take as long. Pure.
+
+    Each file is of one part, whatever else is collected.
+    """
+    parts = [set[str]() for _ in range(num_parts)]
+    loads = [0.0] * num_parts
+    for file in sorted(seconds, key=lambda file: (-seconds[file], file)):
+        lightest = loads.index(min(loads))
+        parts[lightest].add(file)
+        loads[lightest] += seconds[file]
+    return parts[number - 1]
+
+
+def keep_part(config: pytest.Config, items: list[pytest.Item], part: str) -> None:
+    """Deselect the tests of files that are not of `part`, "2/3" for the second of three."""
+    try:
+        number, num_parts = map(int, part.split("/"))
+    except ValueError:
+        number, num_parts = 0, 0
+    if not 1 <= number <= num_parts:
+        raise pytest.UsageError(f"--part must be as 2/3, got {part!r}")
+    recorded = read_durations()["more"]
+    files = part_of({file: recorded.get(file, 0.0) for file in all_test_files()}, number, num_parts)
+    dropped = [item for item in items if _file_of(item.nodeid) not in files]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if _file_of(item.nodeid) in files]
+
+
 def all_test_files() -> set[str]:
     """All test files of this tree, as pytest names them."""
     return {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
