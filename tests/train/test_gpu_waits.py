@@ -78,7 +78,7 @@ def _keep_on_host(trainer: Trainer, patch: pytest.MonkeyPatch) -> HostOffload:
 
 @pytest.mark.parametrize("cut", [_one_by_one, _one_a_wave])
 @pytest.mark.parametrize("has_host", [False, True])
-def test_a_pass_waits_at_its_end_alone(
+def test_a_pass_waits_once_for_its_sums(
     trainer: Trainer,
     monkeypatch: pytest.MonkeyPatch,
     cut: Callable[[RolloutBatch, UpdatePlan], UpdatePlan],
