@@ -19,6 +19,7 @@ from benchmarks.common.timing import release
 from benchmarks.families.cudnn import CUDNN, CudnnAttention
 from benchmarks.families.recurrences import FLA, reference_alone, switches
 from benchmarks.step import varlen
+from benchmarks.step.experts import POPULARITY, with_routes
 from benchmarks.step.run import Row, Run, Scale, refusal
 from benchmarks.step.subjects import Way
 from benchmarks.step.varlen import FA2
@@ -103,7 +104,7 @@ def measure_layers(
 
 def _compare(run: Run, case: Case, size: FamilySize, library: str) -> list[Row]:
     order = ways_of(run, case, size, library)
-    batch = make_batch((run.scale.paper,), size.config.vocab_size, run.seed)
+    batch = batch_of(run.scale.paper, size, run.seed)
     if run.device.type == "cuda":
         varlen.install()
         varlen.add_backend(CUDNN, CudnnAttention())
@@ -120,6 +121,16 @@ def _compare(run: Run, case: Case, size: FamilySize, library: str) -> list[Row]:
         cut = next((row[CUT] for row in rows if CUT in row), 1)
         rows = sample_in_turns(ways, batch, order, Plan(cuts=(cut,)), rows, run.num_samples)
     return [{"layers": size.config.num_hidden_layers, **row} for row in rows]
+
+
+def batch_of(group: Group, size: FamilySize, seed: int) -> RolloutBatch:
+    """The group's rollouts; those of a model with routers have recorded routes, as rounding would
+    send a token to other experts in another way."""
+    batch = make_batch((group,), size.config.vocab_size, seed)
+    routed = [layer.mlp for layer in size.geometry.layers if layer.mlp.is_routed]
+    if not routed:
+        return batch
+    return with_routes(batch, len(routed), routed[0], POPULARITY["even"], seed)
 
 
 def _kept_by_libraries(way: Way, size: FamilySize, num_tokens: int) -> int:
@@ -173,7 +184,7 @@ def _distances(run: Run, size: FamilySize) -> Row:
         if figures["samples"] and run.is_out_of_time:
             break
         drawn = replace(run, seed=seed, scale=replace(run.scale, dtype=torch.bfloat16))
-        batch = make_batch((group,), size.config.vocab_size, seed)
+        batch = batch_of(group, size, seed)
         packed, replicated, weights = _logprobs_16(drawn, size, batch)
         truth = _logprobs_32(drawn, size, batch, weights)
         distances = [float((each - truth).norm() / truth.norm()) for each in (packed, replicated)]

@@ -53,6 +53,7 @@ from benchmarks.step.workload import (
 from harness.gpu_results import describe_gpu, write_result
 from ratoon.cluster.placement import GPU_ENVIRONMENT
 from ratoon.model.policy_model import trained_parameters
+from ratoon.planner.layer_kinds import Mlp
 from ratoon.rollout.batch import RolloutBatch, offsets_of, sequence_lengths
 from ratoon.train.ranks.layout import needed_bytes
 from ratoon.train.spec import OptimizerStates
@@ -145,13 +146,13 @@ def _rows(run: Run, size: RoutedSize) -> Iterator[Row]:
     scale, ours = run.scale, run.scale.ours
     batch = make_batch((scale.paper,), size.vocab_size, run.seed)
     ways = Ways(run, size)
-    even = with_routes(batch, size, POPULARITY["even"], run.seed)
+    even = with_routes(batch, size.num_layers, size, POPULARITY["even"], run.seed)
     with reserved(ways):
         # The fastest cut of a dense model is the largest.
         plan = Plan(cuts=scale.cuts[-2:])
         for row in compare_ways(ways, even, [ours, scale.baseline], plan):
             yield {"routing": "even", **row}
-        zipf = with_routes(batch, size, POPULARITY["zipf"], run.seed)
+        zipf = with_routes(batch, size.num_layers, size, POPULARITY["zipf"], run.seed)
         for routing, routed in (("zipf", zipf), ("own", batch)):
             yield {"routing": routing, "how": ours.how, **_attempt(_one, ways, routed)}
         yield {"routing": "even", "how": PROFILE, **_attempt(_profile, ways, even)}
@@ -248,18 +249,23 @@ def reserved(ways: Ways) -> Iterator[None]:
 
 
 def with_routes(
-    batch: RolloutBatch, size: RoutedSize, popularity: Popularity, seed: int
+    batch: RolloutBatch,
+    num_layers: int,
+    experts: RoutedSize | Mlp,
+    popularity: Popularity,
+    seed: int,
 ) -> RolloutBatch:
     """The rollouts of one group with random experts, which differ by token, layer and popularity;
     those of the prompt are the same in all."""
     rng = np.random.default_rng(seed)
-    shape = (len(batch.prompt_tokens) + len(batch.response_tokens), size.num_layers)
-    expert_NLC = np.empty((*shape, size.experts_per_token), np.uint8)
-    for layer in range(size.num_layers):
-        weight_E = rng.permutation(popularity(size.num_experts))
+    num_experts, per_token = experts.num_experts, experts.experts_per_token
+    num_tokens = len(batch.prompt_tokens) + len(batch.response_tokens)
+    expert_NLC = np.empty((num_tokens, num_layers, per_token), np.uint8)
+    for layer in range(num_layers):
+        weight_E = rng.permutation(popularity(num_experts))
         # The largest of such keys are a draw without replacement by the weights.
-        key_NE = rng.gumbel(size=(shape[0], size.num_experts)) + np.log(weight_E)
-        chosen_NC = np.argpartition(key_NE, -size.experts_per_token)[:, -size.experts_per_token :]
+        key_NE = rng.gumbel(size=(num_tokens, num_experts)) + np.log(weight_E)
+        chosen_NC = np.argpartition(key_NE, -per_token)[:, -per_token:]
         expert_NLC[:, layer] = np.sort(chosen_NC)
     prompt, responses = np.split(expert_NLC, [len(batch.prompt_tokens)])
     parts = np.split(responses, batch.response_offsets[1:-1])

@@ -47,7 +47,7 @@ def test_parameters_of_a_token_are_those_that_it_passes() -> None:
 @pytest.mark.parametrize("popularity", POPULARITY)
 def test_routes_of_a_prompt_are_shared(popularity: str) -> None:
     batch = make_batch((GROUP,), TINY_ROUTED.vocab_size, 0)
-    routed = with_routes(batch, TINY_ROUTED, POPULARITY[popularity], 0)
+    routed = with_routes(batch, TINY_ROUTED.num_layers, TINY_ROUTED, POPULARITY[popularity], 0)
     packed = packed_batch(routed)
     assert packed.forest.num_tokens == GROUP.prompt + sum(GROUP.responses)
     assert packed.routes is not None
@@ -59,7 +59,9 @@ def test_zipf_is_far_from_even() -> None:
     batch = make_batch((Group(prompt=4000, responses=(9,)),), TINY_ROUTED.vocab_size, 0)
     loads: list[float] = []
     for popularity in POPULARITY.values():
-        routes = with_routes(batch, TINY_ROUTED, popularity, 0).routed_experts
+        routes = with_routes(
+            batch, TINY_ROUTED.num_layers, TINY_ROUTED, popularity, 0
+        ).routed_experts
         assert routes is not None
         counts = [np.bincount(layer.ravel(), minlength=8) for layer in routes.swapaxes(0, 1)]
         found = load_of([[*map(float, count), 0.0, 0.0, 0.0, 0.0] for count in counts])
