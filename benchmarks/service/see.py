@@ -39,7 +39,7 @@ from ratoon.train import report, trainer
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import CounterDivisor, OptimStep
 from ratoon.train.ranks import rank
-from ratoon.train.rollout_figures import FoundRollouts
+from ratoon.train.rollout_figures import FoundRollouts, TokenParts
 from ratoon.train.trainer import Trainer
 from ratoon_client import Loss, Optim, RatoonClient, group, rollout
 from ratoon_proto.types import DivideBy, LossConfig, LossKind, OperationKind
@@ -48,9 +48,11 @@ BEGIN = "<!-- see: written by benchmarks/service/see.py -->"
 END = "<!-- end of see -->"
 POLICY = "see"
 PATIENCE_S = 300.0
+PRESET = "small"
 GROUPS = (Group(prompt=512, responses=(128,) * 8),) * 2
-# What finds figures and warnings, each called once or twice in an update.
+# What finds figures and warnings, each called a few times in an update.
 FINDERS = (
+    (TokenParts, "add"),
     (FoundRollouts, "of"),
     (trainer, "step_warnings"),
     (trainer.Trainer, "_probe"),
@@ -116,7 +118,7 @@ def measure(updates: int, blocks: int, ends: int, seed: int) -> dict[str, Any]:
 
 def measure_figures(updates: int, seed: int) -> dict[str, Any]:
     """Updates in this process: seconds of each, and the share of it that `FINDERS` take."""
-    made = Trainer.create(trainer_spec("small", GROUPS[0], seed, 2))
+    made = Trainer.create(trainer_spec(PRESET, GROUPS[0], seed, 2))
     batch = make_batch(GROUPS, made.info().vocab_size, seed)
     loss = resolve_loss(LossConfig(kind=LossKind.GRPO), batch, has_frozen_reference=False)
     step = OptimStep(
@@ -136,7 +138,7 @@ def measure_figures(updates: int, seed: int) -> dict[str, Any]:
             found.append(sum(spent) - before)
     pairs = list(zip(found, seconds, strict=True))[WARM_UPDATES:]
     return {
-        "preset": "small",
+        "preset": PRESET,
         "groups": len(GROUPS),
         "rollouts": sum(len(one.responses) for one in GROUPS),
         "share": [part / whole for part, whole in pairs],

@@ -6,6 +6,7 @@ applied half of the file, as a real one may.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from tests.client.http_server import Answer, Request, serving
 FILE = "model.safetensors"
 ROOT = "/models/start"
 START = b"what the engine was started with"
+# When engines of this process are started, in seconds; no two at once.
+_STARTS = itertools.count(1_700_000_000)
 
 
 class HangError(Exception):
@@ -42,7 +45,7 @@ class FakeEngine:
     def start(self) -> None:
         """Anew: with the model of its command line, and none of what was loaded."""
         with self.lock:
-            self.started_at = getattr(self, "started_at", 1_700_000_000.0) + 1.0
+            self.started_at = float(next(_STARTS))
             self.weights = START
             self.weight_version = "default"
             self.is_paused = False
