@@ -275,9 +275,7 @@ def list_versions(root: Path) -> tuple[int, ...]:
     )
 
 
-def prune_versions(
-    root: Path, keep: int, protected: Collection[int | None]
-) -> tuple[int, ...]:
+def prune_versions(root: Path, keep: int, protected: Collection[int | None]) -> tuple[int, ...]:
     """Remove all but the newest `keep` and the protected; returns the removed."""
     if keep < 0:
         raise invalid("keep_versions", keep, "at least 0")

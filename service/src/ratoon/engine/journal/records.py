@@ -191,8 +191,8 @@ class OperationEnd:
     """How an operation ended. `version`: the policy's afterwards.
 
     `choices`: those it was applied with. `numerics`: those it ran under; None: it did not run.
-    `checkpoint`: the one that it saved. `named`: the version that it named. `frees_window`: neither it nor anything before it will be
-    replayed (`recovery: fail`).
+    `checkpoint`: the one that it saved. `named`: the version that it named. `frees_window`: neither
+    it nor anything before it will be replayed (`recovery: fail`).
     """
 
     operation_id: str
