@@ -210,7 +210,7 @@ async def test_a_rollback_leaves_named_versions(make_machine: MakeMachine) -> No
     assert machine.weights == [([1.0], 0.5)]
     assert await read(machine, "lost") == (2, [1.0, 3.0])
     assert (await machine.controller.weight_manifest(None)).version == 1
-    assert await listed(machine) == {2: ["lost"], 0: [], 1: []}
+    assert await listed(machine) == {2: ["lost"], 1: []}
     await machine.updates(6)
     assert (await machine.controller.weight_manifest(None)).version == 4
     assert await read(machine, "lost") == (2, [1.0, 3.0])
@@ -220,16 +220,20 @@ async def test_a_rollback_leaves_named_versions(make_machine: MakeMachine) -> No
 async def test_a_damaged_named_version_is_written_again_while_its_state_is_there(
     make_machine: MakeMachine, *, restarts: bool
 ) -> None:
-    machine = await make_machine(publish=ON_REQUEST, recovery=Recovery.REPLAY).start()
+    changes: dict[str, Any] = {"publish": ON_REQUEST, "keep_versions": 1}
+    machine = await make_machine(recovery=Recovery.REPLAY, **changes).start()
     await machine.updates(1)
-    await published(machine, 2, "a")
-    await machine.controller._publisher._show(0)  # It is published no longer.
-    machine.run.published = ()
+    await machine.end(await machine.submit(2, save("mine"), 0))
+    await published(machine, 3, "a")
+    await machine.updates(4)
+    await published(machine, 5, "b")
+    await machine.end(await machine.submit(6, load("mine"), 0))
+    assert machine.run.published == (2,), "only its name keeps the other"
     shutil.rmtree(version_folder(machine.paths.weights, 1))
     if restarts:
         await machine.restart_controller()
     assert await read(machine, "a") == (1, [1.0])
-    await machine.updates(3)
+    await machine.updates(7)
     (version_folder(machine.paths.weights, 1) / "model.json").write_text("short")
     if restarts:
         await machine.restart_controller()
@@ -237,7 +241,8 @@ async def test_a_damaged_named_version_is_written_again_while_its_state_is_there
         with raises(ErrorCode.WEIGHTS_NOT_FOUND, match="version 1"):
             await machine.controller.weight_manifest(None, name="a")
     await machine.controller.delete_version("a")
-    assert (await published(machine, 4, "a")).version == 2
+    assert (await published(machine, 8, "a")).version == 3
+    assert await listed(machine) == {2: ["b"], 3: ["a"]}
 
 
 async def test_a_named_version_counts_against_the_reserve_of_the_disk(

@@ -186,10 +186,11 @@ class Publisher(Awaited):
         """
         version = self._run.version
         while True:
-            if not self._has(version):
+            if version != self._version and not self._has(version):
                 refusal = await asyncio.to_thread(self._disk_refusal)
                 if refusal is not None:
                     raise refusal
+            if not self._has(version):
                 await self.publish()
             await self._landed_well()
             manifest = await self.manifest(version)
