@@ -54,6 +54,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightManifest
+from ratoon_proto import types
 from ratoon_proto.types import (
     BackendInfo,
     EmptyResult,
@@ -405,6 +406,15 @@ class FakeEngine(EngineClient):
             delta_bytes=7,
             published_at=published,
             is_held=True,
+            names=(
+                types.NamedVersion(
+                    name="kept",
+                    version=policy.version,
+                    size_bytes=2**40,
+                    created_at=published,
+                    expires_at=published,
+                ),
+            ),
         )
         receivers = tuple(
             ReceiverInfo(receiver_id=ack.receiver_id, version=ack.version, last_seen=published)

@@ -405,6 +405,8 @@ async def test_steps_and_versions_are_listed(api: Api, wire_name: str) -> None:
     request = service_pb2.ListVersionsRequest(policy_id=policy_id)
     (version,) = (await wire.call("ListVersions", request)).versions
     assert (version.version, version.size_bytes, version.is_held) == (5, 2**40, True)
+    (named,) = version.names
+    assert (named.name, named.version, named.expires_at.ToMilliseconds()) == ("kept", 5, 2500)
 
 
 async def test_a_policy_is_put_away(api: Api, guarded: Guarded, wire_name: str) -> None:

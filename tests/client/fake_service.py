@@ -397,7 +397,7 @@ class FakeService:
             raise RefusalError("CHECKPOINT_NOT_FOUND")
         return operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3, pinned=True)
 
-    def _delete_version(self, request: service_pb2.DeleteVersionRequest) -> Message:
+    def _delete_version(self, request: Any) -> operation_pb2.NamedVersion:
         self._policy(request.policy_id)
         if request.name != "v-1":
             raise RefusalError("WEIGHTS_NOT_FOUND", field="name")
@@ -499,6 +499,8 @@ class FakeService:
                 min(request.wait_s, self.long_poll_s),
             )
         version = request.version if request.HasField("version") else policy.version
+        if request.name:
+            version = self._delete_version(request).version
         return self._manifest(request.policy_id, version)
 
     def _manifest(self, policy_id: str, version: int) -> weights_pb2.WeightManifest:
