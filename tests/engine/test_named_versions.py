@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.types import Acknowledgement, NamedVersion
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.manifest import WeightManifest
@@ -133,6 +134,18 @@ async def test_names_and_files_survive_worker_and_controller(quiet: Machine) -> 
     with raises(ErrorCode.WEIGHTS_NOT_FOUND):
         await quiet.controller.weight_manifest(None, name="kept")
     assert await listed(quiet) == {1: []}, "it is among the newest"
+
+
+async def test_a_publication_is_never_ahead_of_the_journal(quiet: Machine) -> None:
+    """Red with a version that was written after the worker had counted the operation's seq: once
+    both processes were lost, its files told of an operation that the journal had not ended."""
+    await quiet.updates(1)
+    quiet.crashes.armed[CrashPoint.ENGINE_BEFORE_END] = 1
+    operation = await quiet.submit(2, publish("a"), 0)
+    await until(lambda: quiet.crashes.hits)
+    await lose_worker(quiet)
+    assert (await quiet.end(operation)).state is OperationState.DONE
+    assert await read(quiet, "a") == (1, [1.0])
 
 
 async def test_a_name_expires(quiet: Machine) -> None:
