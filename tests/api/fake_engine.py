@@ -25,6 +25,7 @@ from ratoon.engine.commands import (
     Holder,
     ImportWeightsCommand,
     NoKey,
+    PublishVersionCommand,
     RefusedCommand,
     RequestKey,
     SaveCheckpointCommand,
@@ -33,13 +34,14 @@ from ratoon.engine.commands import (
 )
 from ratoon.engine.journal.codec import payload_hash
 from ratoon.engine.journal.steps import Curves, step_row
-from ratoon.engine.refusals import checkpoint_not_found, policy_replaced
+from ratoon.engine.refusals import checkpoint_not_found, policy_replaced, version_not_found
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
     FailedResult,
     ForwardResult,
+    NamedVersion,
     Operation,
     OperationFilter,
     OperationResult,
@@ -52,6 +54,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
 from ratoon.stream.manifest import WeightManifest
+from ratoon_proto import types
 from ratoon_proto.types import (
     BackendInfo,
     EmptyResult,
@@ -260,6 +263,14 @@ class FakeEngine(EngineClient):
                 created_at=2.5,
                 size_bytes=10,
             )
+        if isinstance(submission.command, PublishVersionCommand):
+            result = NamedVersion(
+                name=submission.command.name,
+                version=policy.version,
+                size_bytes=20,
+                created_at=2.5,
+                expires_at=submission.command.ttl_s,
+            )
         if isinstance(submission.command, ImportWeightsCommand):
             result = ImportResult(
                 version=policy.version,
@@ -395,6 +406,15 @@ class FakeEngine(EngineClient):
             delta_bytes=7,
             published_at=published,
             is_held=True,
+            names=(
+                types.NamedVersion(
+                    name="kept",
+                    version=policy.version,
+                    size_bytes=2**40,
+                    created_at=published,
+                    expires_at=published,
+                ),
+            ),
         )
         receivers = tuple(
             ReceiverInfo(receiver_id=ack.receiver_id, version=ack.version, last_seen=published)
@@ -437,13 +457,23 @@ class FakeEngine(EngineClient):
             raise checkpoint_not_found(name)
         return found[0]
 
+    async def delete_version(self, policy_id: str, name: str) -> NamedVersion:
+        await self.policy(policy_id)
+        for operation in self.operations.values():
+            if isinstance(operation.result, NamedVersion) and operation.result.name == name:
+                return operation.result
+        raise version_not_found(name)
+
     async def weight_manifest(
         self,
         policy_id: str,
         version: int | None,
         known_version: int | None = None,
         wait_s: float = 0.0,
+        name: str = "",
     ) -> WeightManifest:
+        if name:
+            version = (await self.delete_version(policy_id, name)).version
         start = time.monotonic()
         while True:
             policy = await self.policy(policy_id)

@@ -298,6 +298,9 @@ class FakeService:
                 return {"empty": operation_pb2.EmptyResult()}
             case "SaveCheckpoint" | "LoadCheckpoint":
                 return {"checkpoint": operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3)}
+            case "PublishVersion":
+                named = operation_pb2.NamedVersion(name="v-1", version=3, size_bytes=20)
+                return {"named_version": named}
             case "ImportWeights":
                 imported = operation_pb2.ImportResult(
                     version=policy.version,
@@ -393,6 +396,12 @@ class FakeService:
         if request.checkpoint_id != "c-1":
             raise RefusalError("CHECKPOINT_NOT_FOUND")
         return operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3, pinned=True)
+
+    def _delete_version(self, request: Any) -> operation_pb2.NamedVersion:
+        self._policy(request.policy_id)
+        if request.name != "v-1":
+            raise RefusalError("WEIGHTS_NOT_FOUND", field="name")
+        return operation_pb2.NamedVersion(name="v-1", version=3, size_bytes=20)
 
     def _list_operations(self, request: service_pb2.ListOperationsRequest) -> Message:
         """Pages of two, so that there are several."""
@@ -490,6 +499,8 @@ class FakeService:
                 min(request.wait_s, self.long_poll_s),
             )
         version = request.version if request.HasField("version") else policy.version
+        if request.name:
+            version = self._delete_version(request).version
         return self._manifest(request.policy_id, version)
 
     def _manifest(self, policy_id: str, version: int) -> weights_pb2.WeightManifest:

@@ -140,6 +140,11 @@ def train(client: RatoonClient, policy_id: str, folder: Path):
     deleted = client.delete_checkpoint(policy_id, "after-two")
     assert [deleted, *client.list_checkpoints(policy_id)] == listed
     pulled = client.pull_weights(policy_id, folder)
+    named = session.publish_version(name="kept", ttl_s=3600.0).result()
+    by_name = client.pull_weights(policy_id, folder / "kept", name="kept")
+    assert (named.version, by_name.manifest.files) == (2, pulled.manifest.files)
+    assert client.versions(policy_id).versions[-1].names == (named,)
+    assert client.delete_version(policy_id, "kept") == named
     history = client.steps(policy_id, ("loss", "kl"))
     assert (history.seq, history.version, history.num_steps) == ((2, 6, 9), (1, 2, 3), 3)
     for series, name in zip(history.series, ("loss", "kl"), strict=True):
@@ -176,7 +181,7 @@ def test_training_does_not_depend_on_the_wire(
     }
     assert seen["gateway"] == seen["http"]
     gateway = seen["gateway"]
-    assert [seq for _, seq, _ in gateway["listed"]] == [*range(10, -1, -1)]
+    assert [seq for _, seq, _ in gateway["listed"]] == [*range(11, -1, -1)]
     assert gateway["chosen"] == [9, 2]
     assert gateway["logprobs"] == gateway["old"]
     assert [version for version, _ in gateway["steps"]] == [1, 1, 2]
@@ -186,7 +191,7 @@ def test_training_does_not_depend_on_the_wire(
     # Version 0 has one, version 1 has none.
     assert not gateway["steps"][0][1].self_check.exceeds_limits
     assert gateway["steps"][1][1].self_check is None
-    assert gateway["next_seq"] == 11
+    assert gateway["next_seq"] == 12
     for name in policies:
         latest = tmp_path / name / "latest"
         for file, digest in gateway["weights"].items():

@@ -11,6 +11,7 @@ import structlog
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.stream.versions import list_versions
 from ratoon_proto.types import Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.crash_runs import HISTORY, Survivor, Told
@@ -30,6 +31,7 @@ async def until_nothing_is_superfluous(machine: Machine) -> None:
         return {checkpoint.info.checkpoint_id for checkpoint in store.checkpoints("p")}
 
     await until(lambda: {path.name for path in machine.paths.checkpoints.iterdir()} == names())
+    await until(lambda: {*list_versions(machine.paths.weights)} == {*machine.run.listed})
     await until(lambda: machine.bodies == set(store.bodies_in_use("p").values()))
 
 

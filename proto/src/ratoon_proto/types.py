@@ -356,6 +356,7 @@ class OperationKind(bases.OperationKindMethods, bases.WireEnum):
     SAVE_CHECKPOINT = "save_checkpoint"
     LOAD_CHECKPOINT = "load_checkpoint"
     IMPORT_WEIGHTS = "import_weights"
+    PUBLISH_VERSION = "publish_version"
 
 
 OperationKindName = Literal[
@@ -369,6 +370,7 @@ OperationKindName = Literal[
     "save_checkpoint",
     "load_checkpoint",
     "import_weights",
+    "publish_version",
 ]
 
 
@@ -1355,6 +1357,19 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedVersion:
+    """A name that keeps a version of the weights, whatever the policy's `keep_versions` says."""
+
+    name: str
+    version: int
+    size_bytes: int
+    """Bytes of the version's files."""
+    created_at: datetime
+    expires_at: datetime | None = None
+    """When the service takes the name away; absent: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFile:
     """A result over 4 MiB, kept for the server's result_ttl_s and read by FetchWeights."""
 
@@ -1430,6 +1445,7 @@ class Operation(bases.OperationMethods):
     checkpoint: CheckpointInfo | None = None
     empty: EmptyResult | None = None
     imported: ImportResult | None = None
+    named_version: NamedVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -1636,6 +1652,8 @@ class VersionInfo:
     published_at: datetime
     is_held: bool
     """Whether a receiver holds it now."""
+    names: tuple[NamedVersion, ...]
+    """Names that keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1654,7 +1672,9 @@ class ReceiverInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionList:
-    """A policy's published versions, in the order of their publication, and its receivers."""
+    """A policy's published versions, in the order of their publication, those that only their names
+    keep first, and its receivers.
+    """
 
     versions: tuple[VersionInfo, ...]
     receivers: tuple[ReceiverInfo, ...]

@@ -43,6 +43,7 @@ from ratoon_client.wire import decode, group_messages, policy_spec_message, requ
 from ratoon_proto.types import (
     GradientManifest,
     KeptRollout,
+    NamedVersion,
     Operation,
     OperationKind,
     OperationKindName,
@@ -356,11 +357,27 @@ class AsyncRatoonClient:
         )
         return decode(answer, Checkpoint)
 
+    async def delete_version(self, policy_id: str, name: str) -> NamedVersion:
+        """Take a version's name away, whatever the policy does meanwhile.
+
+        Its files go unless something else keeps them. The call is sent once: a second one could
+        meet a version published under that name in between.
+
+        Returns:
+            What had the name.
+
+        Raises:
+            RatoonApiError: WEIGHTS_NOT_FOUND, where no version has this name.
+        """
+        answer = await self._caller.ask(rpcs.DELETE_VERSION, policy_id=policy_id, name=name)
+        return decode(answer, NamedVersion)
+
     async def weight_manifest(
         self,
         policy_id: str,
         version: int | None = None,
         *,
+        name: str | None = None,
         known_version: int | None = None,
         wait_s: float = 0.0,
     ) -> WeightManifest:
@@ -373,6 +390,7 @@ class AsyncRatoonClient:
         Args:
             policy_id: The policy.
             version: The version. Default: the newest published.
+            name: In place of `version`: the name that PublishVersion has given it.
             known_version: Given without `version`: wait for a newest version other than this one,
                 which is the answer where no other came.
             wait_s: Seconds to wait for a version that no operation has made yet.
@@ -381,7 +399,12 @@ class AsyncRatoonClient:
             RatoonApiError: WEIGHTS_NOT_FOUND, where there is no such version.
         """
         return await weight_manifest(
-            self._caller, policy_id, version, known_version=known_version, wait_s=wait_s
+            self._caller,
+            policy_id,
+            version,
+            name=name,
+            known_version=known_version,
+            wait_s=wait_s,
         )
 
     async def watch_weights(
@@ -493,6 +516,7 @@ class AsyncRatoonClient:
         folder: Path | str,
         version: int | None = None,
         *,
+        name: str | None = None,
         keep: int | None = KEEP_VERSIONS,
     ) -> PulledWeights:
         """Pull a version into `folder`/version-N; `folder`/latest then names the newest.
@@ -505,12 +529,15 @@ class AsyncRatoonClient:
             policy_id: The policy.
             folder: A folder for versions of this policy.
             version: The version. Default: the newest published.
+            name: In place of `version`: its name. `folder`/latest stays as it is.
             keep: How many of the last pulled versions stay; None: all.
 
         Raises:
             IntegrityError: Bytes are not what their digests say.
         """
-        return await pull_weights(self._caller, policy_id, Path(folder), version=version, keep=keep)
+        return await pull_weights(
+            self._caller, policy_id, Path(folder), version=version, name=name, keep=keep
+        )
 
     async def export_weights(
         self,
@@ -518,6 +545,7 @@ class AsyncRatoonClient:
         folder: Path | str,
         version: int | None = None,
         *,
+        name: str | None = None,
         base: Path | str | None = None,
         merge: bool = False,
     ) -> PulledWeights:
@@ -527,6 +555,7 @@ class AsyncRatoonClient:
             policy_id: The policy.
             folder: A folder that is new or empty.
             version: The version. Default: the newest published.
+            name: In place of `version`: its name.
             base: For an adapter: the folder of its base, or the base's id on a hub, which the
                 adapter's config then names.
             merge: Whether to merge the adapter into the folder `base`, which makes a whole model.
@@ -536,7 +565,13 @@ class AsyncRatoonClient:
             IntegrityError: Bytes are not what their digests say.
         """
         return await export_weights(
-            self._caller, policy_id, Path(folder), version=version, base=base, merge=merge
+            self._caller,
+            policy_id,
+            Path(folder),
+            version=version,
+            name=name,
+            base=base,
+            merge=merge,
         )
 
     def weight_receiver(

@@ -226,6 +226,7 @@ class PolicySession(_Face[AsyncPolicySession]):
     discard_gradients = blocking(AsyncPolicySession.discard_gradients)
     forward = blocking(AsyncPolicySession.forward)
     save_checkpoint = blocking(AsyncPolicySession.save_checkpoint)
+    publish_version = blocking(AsyncPolicySession.publish_version)
     load_checkpoint = blocking(AsyncPolicySession.load_checkpoint)
     import_weights = blocking(AsyncPolicySession.import_weights)
 
@@ -338,6 +339,7 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     rollouts = blocking(AsyncRatoonClient.rollouts)
     rollout = blocking(AsyncRatoonClient.rollout)
     delete_checkpoint = blocking(AsyncRatoonClient.delete_checkpoint)
+    delete_version = blocking(AsyncRatoonClient.delete_version)
     weight_manifest = blocking(AsyncRatoonClient.weight_manifest)
     watch_weights = blocking(AsyncRatoonClient.watch_weights)
     ack_weights = blocking(AsyncRatoonClient.ack_weights)

@@ -55,6 +55,14 @@ LIST_OPERATIONS = Rpc(
 )
 LIST_STEPS = Rpc("ListSteps", service_pb2.ListStepsRequest, service_pb2.StepHistory)
 LIST_VERSIONS = Rpc("ListVersions", service_pb2.ListVersionsRequest, service_pb2.VersionList)
+PUBLISH_VERSION = Rpc("PublishVersion", service_pb2.PublishVersionRequest, _Operation)
+# A second delete could meet a version that was published under that name in between.
+DELETE_VERSION = Rpc(
+    "DeleteVersion",
+    service_pb2.DeleteVersionRequest,
+    operation_pb2.NamedVersion,
+    is_idempotent=False,
+)
 CANCEL_OPERATION = Rpc("CancelOperation", service_pb2.CancelOperationRequest, _Operation)
 SAVE_CHECKPOINT = Rpc("SaveCheckpoint", service_pb2.SaveCheckpointRequest, _Operation)
 LOAD_CHECKPOINT = Rpc("LoadCheckpoint", service_pb2.LoadCheckpointRequest, _Operation)

@@ -24,6 +24,7 @@ from ratoon_proto.types import (
     LossConfig,
     ModelDtype,
     ModelDtypeName,
+    NamedVersion,
     NumericsGuard,
     OldLogprobs,
     OnChangedNumerics,
@@ -140,4 +141,6 @@ class Health:
 
 
 # What `result()` gives, by the operation's kind; None where there is nothing to say.
-OperationResult = Policy | StepResult | ForwardResult | Checkpoint | ImportResult | None
+OperationResult = (
+    Policy | StepResult | ForwardResult | Checkpoint | NamedVersion | ImportResult | None
+)

@@ -791,6 +791,67 @@ class StepHistory(_message.Message):
 Global___StepHistory: _TypeAlias = StepHistory  # noqa: Y015
 
 @_typing.final
+class PublishVersionRequest(_message.Message):
+    """`seq` or `request_id`, by the policy's sequencing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    OVERWRITE_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    name: _builtins.str
+    """[a-zA-Z0-9._-]{1,64}"""
+    overwrite: _builtins.bool
+    """Whether it takes a name over that is another version's."""
+    ttl_s: _builtins.float
+    """Seconds after which the service takes the name away; above 0. Default: never."""
+    @_builtins.property
+    def key(self) -> Global___OperationKey: ...
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        key: Global___OperationKey | None = ...,
+        name: _builtins.str = ...,
+        overwrite: _builtins.bool = ...,
+        ttl_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "key", b"key", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "key", b"key", "name", b"name", "overwrite", b"overwrite", "policy_id", b"policy_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttl_s: _TypeAlias = _typing.Literal["ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__ttl_s: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_s) -> _WhichOneofReturnType__ttl_s | None: ...
+
+Global___PublishVersionRequest: _TypeAlias = PublishVersionRequest  # noqa: Y015
+
+@_typing.final
+class DeleteVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "policy_id", b"policy_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteVersionRequest: _TypeAlias = DeleteVersionRequest  # noqa: Y015
+
+@_typing.final
 class ListVersionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -820,6 +881,7 @@ class VersionInfo(_message.Message):
     DELTA_BYTES_FIELD_NUMBER: _builtins.int
     PUBLISHED_AT_FIELD_NUMBER: _builtins.int
     IS_HELD_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     size_bytes: _builtins.int
     """Bytes of its files, and of the deltas that lead to it."""
@@ -828,6 +890,10 @@ class VersionInfo(_message.Message):
     """Whether a receiver holds it now."""
     @_builtins.property
     def published_at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[_operation_pb2.NamedVersion]:
+        """Names that keep it."""
+
     def __init__(
         self,
         *,
@@ -836,10 +902,11 @@ class VersionInfo(_message.Message):
         delta_bytes: _builtins.int = ...,
         published_at: _timestamp_pb2.Timestamp | None = ...,
         is_held: _builtins.bool = ...,
+        names: _abc.Iterable[_operation_pb2.NamedVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["published_at", b"published_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_bytes", b"delta_bytes", "is_held", b"is_held", "published_at", b"published_at", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_bytes", b"delta_bytes", "is_held", b"is_held", "names", b"names", "published_at", b"published_at", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -895,7 +962,9 @@ Global___ReceiverInfo: _TypeAlias = ReceiverInfo  # noqa: Y015
 
 @_typing.final
 class VersionList(_message.Message):
-    """A policy's published versions, in the order of their publication, and its receivers."""
+    """A policy's published versions, in the order of their publication, those that only their names keep
+    first, and its receivers.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1139,6 +1208,7 @@ class GetWeightManifestRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     KNOWN_VERSION_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     version: _builtins.int
     """Absent: the newest published."""
@@ -1150,6 +1220,8 @@ class GetWeightManifestRequest(_message.Message):
     """How long to wait for a version that no operation has made yet, at most the server's `max_wait_s`.
     A version that an ended operation made is waited for in any case, while it is being written.
     """
+    name: _builtins.str
+    """The name of the version, given without `version` and `known_version`."""
     def __init__(
         self,
         *,
@@ -1157,10 +1229,11 @@ class GetWeightManifestRequest(_message.Message):
         version: _builtins.int | None = ...,
         known_version: _builtins.int | None = ...,
         wait_s: _builtins.float = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "policy_id", b"policy_id", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "name", b"name", "policy_id", b"policy_id", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__known_version: _TypeAlias = _typing.Literal["known_version"]  # noqa: Y015
     _WhichOneofArgType__known_version: _TypeAlias = _typing.Literal["_known_version", b"_known_version"]  # noqa: Y015

@@ -150,6 +150,16 @@ class PolicyServiceStub(object):
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.FromString,
                 _registered_method=True)
+        self.PublishVersion = channel.unary_unary(
+                '/ratoon.v1.PolicyService/PublishVersion',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.PublishVersionRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+                _registered_method=True)
+        self.DeleteVersion = channel.unary_unary(
+                '/ratoon.v1.PolicyService/DeleteVersion',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteVersionRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.NamedVersion.FromString,
+                _registered_method=True)
         self.ListVersions = channel.unary_unary(
                 '/ratoon.v1.PolicyService/ListVersions',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListVersionsRequest.SerializeToString,
@@ -362,6 +372,22 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PublishVersion(self, request, context):
+        """Publishes the weights as they are at its place in the order, under a name that keeps them. It ends
+        once the version's files are durable.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteVersion(self, request, context):
+        """Takes a version's name away, at once and outside the order of operations; its files go unless
+        another name, the policy's `keep_versions` or a receiver keeps them. Answers with what it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListVersions(self, request, context):
         """The published versions, and the receivers that have acknowledged any since the service's start.
         """
@@ -539,6 +565,16 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.DeleteCheckpoint,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.SerializeToString,
+            ),
+            'PublishVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishVersion,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.PublishVersionRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.SerializeToString,
+            ),
+            'DeleteVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteVersion,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteVersionRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.NamedVersion.SerializeToString,
             ),
             'ListVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListVersions,
@@ -1182,6 +1218,60 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/DeleteCheckpoint',
             ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/PublishVersion',
+            ratoon__proto_dot_v1_dot_service__pb2.PublishVersionRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/DeleteVersion',
+            ratoon__proto_dot_v1_dot_service__pb2.DeleteVersionRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_operation__pb2.NamedVersion.FromString,
             options,
             channel_credentials,
             insecure,

@@ -94,6 +94,14 @@ class PolicyServiceStub:
     """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
     as no recovery begins there. Answers with what it was.
     """
+    PublishVersion: _grpc.UnaryUnaryMultiCallable[_service_pb2.PublishVersionRequest, _operation_pb2.Operation]
+    """Publishes the weights as they are at its place in the order, under a name that keeps them. It ends
+    once the version's files are durable.
+    """
+    DeleteVersion: _grpc.UnaryUnaryMultiCallable[_service_pb2.DeleteVersionRequest, _operation_pb2.NamedVersion]
+    """Takes a version's name away, at once and outside the order of operations; its files go unless
+    another name, the policy's `keep_versions` or a receiver keeps them. Answers with what it was.
+    """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]
     """The published versions, and the receivers that have acknowledged any since the service's start."""
     GetWeightManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]
@@ -178,6 +186,14 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_service_pb2.DeleteCheckpointRequest, _operation_pb2.CheckpointInfo]  # type: ignore[assignment]
     """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
     as no recovery begins there. Answers with what it was.
+    """
+    PublishVersion: _aio.UnaryUnaryMultiCallable[_service_pb2.PublishVersionRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Publishes the weights as they are at its place in the order, under a name that keeps them. It ends
+    once the version's files are durable.
+    """
+    DeleteVersion: _aio.UnaryUnaryMultiCallable[_service_pb2.DeleteVersionRequest, _operation_pb2.NamedVersion]  # type: ignore[assignment]
+    """Takes a version's name away, at once and outside the order of operations; its files go unless
+    another name, the policy's `keep_versions` or a receiver keeps them. Answers with what it was.
     """
     ListVersions: _aio.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]  # type: ignore[assignment]
     """The published versions, and the receivers that have acknowledged any since the service's start."""
@@ -392,6 +408,26 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_operation_pb2.CheckpointInfo, _abc.Awaitable[_operation_pb2.CheckpointInfo]]:
         """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
         as no recovery begins there. Answers with what it was.
+        """
+
+    @_abc_1.abstractmethod
+    def PublishVersion(
+        self,
+        request: _service_pb2.PublishVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Publishes the weights as they are at its place in the order, under a name that keeps them. It ends
+        once the version's files are durable.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteVersion(
+        self,
+        request: _service_pb2.DeleteVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operation_pb2.NamedVersion, _abc.Awaitable[_operation_pb2.NamedVersion]]:
+        """Takes a version's name away, at once and outside the order of operations; its files go unless
+        another name, the policy's `keep_versions` or a receiver keeps them. Answers with what it was.
         """
 
     @_abc_1.abstractmethod

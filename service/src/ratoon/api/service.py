@@ -34,6 +34,7 @@ from ratoon.api.convert.checks import (
     POLICY_ID,
     RECEIVER_ID,
     UPLOAD_ID,
+    VERSION_NAME,
     at_least,
     matched,
     not_negative,
@@ -147,7 +148,7 @@ class PolicyService:
     # `submissions` says in what these calls differ.
     update = forward_backward = forward = _submit_batch
     optim_step = discard_gradients = save_checkpoint = load_checkpoint = _submit_plain
-    import_weights = _submit_plain
+    import_weights = publish_version = _submit_plain
 
     async def upload_part(
         self, request: service_pb2.UploadPartRequest
@@ -280,6 +281,14 @@ class PolicyService:
         call = self._engine.call(Engine.delete_checkpoint, policy_id, name)
         return checkpoint_message(await self._finish(call))
 
+    async def delete_version(
+        self, request: service_pb2.DeleteVersionRequest
+    ) -> operation_pb2.NamedVersion:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        name = matched("name", request.name, VERSION_NAME)
+        call = self._engine.call(Engine.delete_version, policy_id, name)
+        return write(operation_pb2.NamedVersion(), await self._finish(call))
+
     async def get_weight_manifest(
         self, request: service_pb2.GetWeightManifestRequest
     ) -> weights_pb2.WeightManifest:
@@ -288,9 +297,13 @@ class PolicyService:
         known_version = _version(request, "known_version")
         if None not in (version, known_version):
             raise invalid("known_version", known_version, "none beside a version")
+        if request.name:
+            matched("name", request.name, VERSION_NAME)
+            if (version, known_version) != (None, None):
+                raise invalid("name", request.name, "none beside version or known_version")
         wait_s = min(not_negative("wait_s", request.wait_s), self._limits.max_wait_s)
         manifest = await self._engine.call(
-            Engine.weight_manifest, policy_id, version, known_version, wait_s
+            Engine.weight_manifest, policy_id, version, known_version, wait_s, request.name
         )
         return write(weights_pb2.WeightManifest(), manifest, skip=_NOT_SENT)
 

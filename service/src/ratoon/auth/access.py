@@ -42,6 +42,8 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "get_rollout": Scope.READ_ROLLOUTS,
         "list_checkpoints": Scope.READ,
         "list_versions": Scope.READ,
+        "publish_version": Scope.TRAIN,
+        "delete_version": Scope.TRAIN,
         "delete_checkpoint": Scope.TRAIN,
         "get_weight_manifest": Scope.READ,
         "watch_weights": Scope.READ,

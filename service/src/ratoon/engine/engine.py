@@ -40,6 +40,7 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
+    NamedVersion,
     Operation,
     OperationFilter,
     Place,
@@ -260,16 +261,21 @@ class Engine:
         """Delete a caller's checkpoint. Raises what `Controller.delete_checkpoint` raises."""
         return await (await self._controller(policy_id)).delete_checkpoint(name)
 
+    async def delete_version(self, policy_id: str, name: str) -> NamedVersion:
+        """Take a version's name away. Raises what `Controller.delete_version` raises."""
+        return await (await self._controller(policy_id)).delete_version(name)
+
     async def weight_manifest(
         self,
         policy_id: str,
         version: int | None,
         known_version: int | None = None,
         wait_s: float = 0.0,
+        name: str = "",
     ) -> WeightManifest:
         """A published version's manifest; None: the newest. See `Controller.weight_manifest`."""
         controller = await self._controller(policy_id)
-        return await controller.weight_manifest(version, known_version, wait_s)
+        return await controller.weight_manifest(version, known_version, wait_s, name)
 
     async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None:
         """Note what a receiver serves and holds; returns the newest published version.

@@ -82,6 +82,16 @@ def checkpoint_not_found(checkpoint_id: str) -> RatoonError:
     )
 
 
+def version_not_found(name: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.WEIGHTS_NOT_FOUND,
+        f"name: no version has the name {name}",
+        field="name",
+        got=name,
+        expected="a version's name of this policy",
+    )
+
+
 def policy_not_ready(policy_id: str, state: PolicyState, failure: str = "") -> RatoonError:
     """`failure`: why the policy failed, which no retry changes; "": it has not failed."""
     return RatoonError(

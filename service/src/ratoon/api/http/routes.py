@@ -48,6 +48,7 @@ PolicyId = Annotated[str, Path(examples=["tiny-grpo"], pattern=f"^{POLICY_ID.pat
 UploadId = Annotated[str, Path(examples=["batch-17"], pattern=f"^{UPLOAD_ID.pattern}$")]
 Digest = Annotated[str, Path(pattern=f"^{DIGEST.pattern}$")]
 CheckpointId = Annotated[str, Path(examples=["after-warmup"])]
+VersionName = Annotated[str, Path(examples=["after-warmup"])]
 KnownVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 OperationId = Annotated[str, Path(pattern=f"^{OPERATION_ID.pattern}$")]
 Version = Annotated[int, Path(ge=0, lt=2**63)]
@@ -106,6 +107,16 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
         "ListOperations": ("operations", (ErrorCode.POLICY_NOT_FOUND,)),
         "CancelOperation": ("operations", (ErrorCode.OPERATION_NOT_FOUND,)),
         "ListSteps": ("training", (ErrorCode.POLICY_NOT_FOUND,)),
+        "PublishVersion": ("weights", _KEYED),
+        "DeleteVersion": (
+            "weights",
+            (
+                ErrorCode.POLICY_NOT_FOUND,
+                ErrorCode.POLICY_NOT_READY,
+                ErrorCode.POLICY_FAILED,
+                ErrorCode.WEIGHTS_NOT_FOUND,
+            ),
+        ),
         "ListVersions": (
             "weights",
             (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY, ErrorCode.POLICY_FAILED),
@@ -156,6 +167,7 @@ _IN_PATH: Mapping[str, Any] = MappingProxyType(
         "group": Index,
         "rollout": Index,
         "version": Version,
+        "name": VersionName,
     }
 )
 _Kind, _State = enum_of(OperationKind.DESCRIPTOR), enum_of(OperationState.DESCRIPTOR)
@@ -164,6 +176,7 @@ _IN_QUERY: Mapping[str, tuple[Any, Any]] = MappingProxyType(
     {
         "known_version": (KnownVersion, None),
         "wait_s": (WaitSeconds, 0.0),
+        "name": (Annotated[str, Query()], ""),
         "policy_id": (Annotated[str, Query(pattern=f"^({POLICY_ID.pattern})?$")], ""),
         "kinds": (Annotated[list[_Kind], Query()], []),
         "states": (Annotated[list[_State], Query()], []),

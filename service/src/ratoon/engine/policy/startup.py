@@ -125,6 +125,7 @@ async def _take_over(
     run.token = await journal.acquire(run.policy_id, run.position.token)
     history = await journal.history(run.policy_id)
     run.created_at, run.published = history.policy.created_at, history.policy.published
+    run.named = history.named
     run.trainer = _with_chosen(run.trainer, history.policy.info)
     if history.policy.state is PolicyState.ENDED:
         run.enter(PolicyState.ENDED, history.policy.failure)

@@ -144,7 +144,7 @@ class TurnLoop:
         self.wake()
 
     def collect(self) -> None:
-        """Delete checkpoints that nothing needs, between two turns."""
+        """Delete checkpoints and versions that nothing needs, between two turns."""
         self._checkpointer.must_collect = True
         self.wake()
 
@@ -300,13 +300,18 @@ class TurnLoop:
             return None, partial(self._checkpointer.take, self.wake)
         # The outcome of a LoadCheckpoint that is not journaled yet says what must stay.
         if self._checkpointer.must_collect and self._run.stored_outcome is None:
-            return None, self._checkpointer.collect
+            return None, self._collect
         if self._gradients.is_waiting:
             return None, self._gradients.run_next
         for live in self._run.ledger.open_operations():
             if live.record.seq == 0:
                 return live, partial(self._executor.run_forward, live)
         return None
+
+    async def _collect(self) -> None:
+        """Delete checkpoints and versions that nothing needs any more."""
+        await self._checkpointer.collect()
+        await self._publisher.collect()
 
     async def _run_sequenced(self, live: LiveOperation) -> None:
         """Take the turn of a queued operation."""
