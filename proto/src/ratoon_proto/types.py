@@ -1552,7 +1552,8 @@ class SamplingParams:
     top_p: float = 1.0
     """Draw only from the most likely tokens that together have this probability."""
     seed: int | None = None
-    """The same request to the same version gives the same sequences, which differ from one another.
+    """Makes an equal request to the same version give the same sequences, which differ from one
+    another.
     """
     stop_token_ids: tuple[int, ...] = ()
     """A sequence ends with any of these tokens, which is its last one."""

@@ -70,7 +70,7 @@ class SamplingParams(_message.Message):
     top_p: _builtins.float
     """Draw only from the most likely tokens that together have this probability."""
     seed: _builtins.int
-    """The same request to the same version gives the same sequences, which differ from one another."""
+    """Makes an equal request to the same version give the same sequences, which differ from one another."""
     ignore_eos: _builtins.bool
     """Whether to go on after the model's own end tokens, which otherwise are among `stop_token_ids`."""
     prompt_logprobs: _builtins.bool
