@@ -55,7 +55,7 @@ def _draw(
 
 
 def truncated(probs_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:
-    """Probabilities with zeros at what a row's top_k, and then its top_p, leave out; not normalized.
+    """Zeros at what a row's top_k, and then its top_p, leave out; the others stay as they are.
 
     A row's top_p is of the sum of what top_k has left, and the token that reaches it stays.
     """
