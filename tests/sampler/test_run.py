@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,13 @@ import torch
 
 from ratoon.model.export import export_weights
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import ModelDtype, PresetBase
 from ratoon.sampler.model import SampledModel
 from ratoon.sampler.port import Weights
 from ratoon.sampler.run import run_wave
 from ratoon.sampler.waves import Job, Share
-from ratoon_proto.types import FullTuning, LoraTuning, SamplingParams, StopReason
-from tests.model.builders import FULL, LORA, LORA_ATTENTION, LORA_EXPERTS, load
+from ratoon_proto.types import FullTuning, LoraTuning, SamplingParams
+from tests.model.builders import FULL, load
 from tests.model.packing import pack
 from tests.tiny_models import ARCHITECTURES, write_folder
 
@@ -30,8 +29,8 @@ def weights_of(
 ) -> Weights:
     return Weights(
         policy_id="p",
+        base="base",
         model=model.spec,
-        max_tokens=512,
         version=version,
         folder=folder,
         digest=digest,
@@ -92,9 +91,7 @@ def check_against_forward(
     versions = [published(policy, tmp_path / f"version-{seed}", seed) for seed in (1, 2)]
     for weights in (versions[0], versions[1], versions[1]):
         jobs = [
-            job_of(
-                weights, prompt, num_samples=2, temperature=temperature, topk_prompt_logprobs=2
-            )
+            job_of(weights, prompt, num_samples=2, temperature=temperature, topk_prompt_logprobs=2)
             for prompt in PROMPTS
         ]
         sampled(model, weights, *jobs)

@@ -159,6 +159,7 @@ def run_edge(settings: Settings) -> None:
     engine = RpcEngine(settings)
     service = PolicyService(
         engine=EngineClient(lambda call: call.on(engine), EngineSettings.from_config(config)),
+        sampler=FakeSampler(),
         limits=config.limits,
         defaults=SpecDefaults(models_root=config.models_folder, micro_batch_tokens=1),
         device="cpu",

@@ -95,8 +95,15 @@ class TextStream:
         self._silent = 0
 
     def step(self, token: int) -> str:
-        """What the token adds. Of a character that several tokens share the last has the text."""
-        text = self._stream.step(self._tokenizer, token) or ""
+        """What the token adds. Of a character that several tokens share the last has the text.
+
+        Raises ValueError where the tokenizer fails.
+        """
+        try:
+            text = self._stream.step(self._tokenizer, token) or ""
+        except BaseException as err:
+            _raise_unless_of_library(err)
+            raise ValueError("the tokenizer has no text of a token") from err
         self._silent = 0 if text else self._silent + 1
         if self._silent == _MAX_SILENT:
             # No character: the stream would decode all of them anew at each token.
@@ -112,8 +119,7 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, ...]:
     stream = TextStream(tokenizer)
     try:
         return tuple(stream.step(token) for token in tokens)
-    except BaseException as err:  # noqa: BLE001 - the library's panics are no exceptions
-        _raise_unless_of_library(err)
+    except ValueError:
         return ()
 
 

@@ -18,13 +18,14 @@ from ratoon_proto.types import SampleResult, SamplingParams
 class Weights:
     """Weights to sample from: those of a published version, or what a policy began with.
 
-    `version`, `folder` None: the base, with adapters off. `digest` tells versions of one number
-    apart, of which a LoadCheckpoint may make several. `max_tokens`: the longest sequence.
+    `base`: the preset, or the folder below the models root. `version`, `folder` None: the base's
+    own, with adapters off. `digest` tells versions of one number apart, of which a LoadCheckpoint
+    may make several.
     """
 
     policy_id: str
+    base: str
     model: ModelSpec
-    max_tokens: int
     version: int | None
     folder: Path | None
     digest: str
@@ -33,9 +34,9 @@ class Weights:
 class Sampler(Protocol):
     """`local.LocalSampler` and `remote.EngineSampler`; cancelling a call ends what it asked for.
 
-    `sample` takes validated arguments, with `max_tokens` set. It raises INVALID_ARGUMENT for texts
-    to stop at without a tokenizer, RESOURCE_EXHAUSTED with too many requests waiting, and
-    UNAVAILABLE where weights or engine are away; a caller may ask again then.
+    `sample` takes validated arguments, with `max_tokens` set, and texts to stop at only where the
+    base has a tokenizer. It raises RESOURCE_EXHAUSTED with too many requests waiting, UNAVAILABLE
+    where weights or engine are away, so that a caller may ask again, and what an engine refuses.
     """
 
     async def sample(

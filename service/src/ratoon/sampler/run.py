@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.tokenizer import TextStream
 from ratoon.sampler.draw import draw
 from ratoon.sampler.model import SampledModel
@@ -34,12 +33,7 @@ class _Row:
         self._text, self._stream = "", None
         if params.stop:
             tokenizer = model.tokenizer()
-            if tokenizer is None:
-                raise RatoonError(
-                    ErrorCode.INVALID_ARGUMENT,
-                    "sampling.stop: got texts, expected none: the model has no tokenizer",
-                    field="sampling.stop",
-                )
+            assert tokenizer is not None, "asked for by whoever validates"
             self._stream = TextStream(tokenizer)
 
     def add(self, token: int, logprob: float) -> bool:
@@ -61,7 +55,10 @@ class _Row:
         if self._stream is None:
             return False
         stop = self.job.sampling.stop
-        piece = self._stream.step(token)
+        try:
+            piece = self._stream.step(token)
+        except ValueError:
+            return False
         # A text that ends here may have begun in earlier tokens.
         self._text = self._text[-max(map(len, stop)) :] + piece
         return any(text in self._text for text in stop)
@@ -71,8 +68,7 @@ class _Row:
 def run_wave(model: SampledModel, wave: Sequence[Share]) -> None:
     """Sample all of the wave, into its jobs; those that are cancelled meanwhile are left.
 
-    The model has the wave's weights. Raises INVALID_ARGUMENT for texts to stop at without a
-    tokenizer.
+    The model has the wave's weights.
     """
     rows = [_Row(share.job, sample, model) for share in wave for sample in share.samples]
     tokens_NT, mask_NT = _padded([share.job.prompt for share in wave], model.device)

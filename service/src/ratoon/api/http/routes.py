@@ -138,13 +138,23 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
             ),
         ),
         "ImportWeights": ("weights", _KEYED),
+        "Sample": (
+            "weights",
+            (
+                ErrorCode.POLICY_NOT_FOUND,
+                ErrorCode.POLICY_NOT_READY,
+                ErrorCode.POLICY_FAILED,
+                ErrorCode.WEIGHTS_NOT_FOUND,
+                ErrorCode.RESOURCE_EXHAUSTED,
+            ),
+        ),
         "GetServerInfo": ("server", ()),
     }
 )
 # Calls that return an operation, but start none.
 _AT_ONCE = frozenset({"GetOperation", "CancelOperation"})
 # Answers that take long to be written as JSON.
-_LONG = frozenset({"ListOperations", "ListSteps"})
+_LONG = frozenset({"ListOperations", "ListSteps", "Sample"})
 _IN_PATH: Mapping[str, Any] = MappingProxyType(
     {
         "policy_id": PolicyId,
