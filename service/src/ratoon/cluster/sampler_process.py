@@ -92,9 +92,11 @@ class SamplerActor:
 
     async def end_when_idle(self) -> None:
         """Return never: the process ends."""
-        idle_s = self._settings.sampler.idle_s
-        while self._num_open or time.monotonic() - self._seen_at < idle_s:
-            await asyncio.sleep(idle_s / _LOOKS_PER_IDLE)
+        idle_s, left_s = self._settings.sampler.idle_s, 0.0
+        while left_s >= 0:
+            await asyncio.sleep(left_s + idle_s / _LOOKS_PER_IDLE)
+            seen_at = time.monotonic() if self._num_open else self._seen_at
+            left_s = seen_at + idle_s - time.monotonic()
         _LOG.info("sampler ends", idle_s=idle_s)
         for sampler in self._samplers.values():
             await sampler.close()
