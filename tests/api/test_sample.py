@@ -16,6 +16,7 @@ from tests.api.conftest import Api
 from tests.api.fake_engine import FakeSampler
 from tests.api.guarded import Guarded, refusal
 from tests.api.wires import refused_by
+from tests.until import until
 
 
 def asked(
@@ -122,8 +123,7 @@ async def test_a_caller_that_leaves_ends_its_sample(api: Api) -> None:
     sampler = sampler_of(api)
     sampler.hold = True
     call = asyncio.create_task(api.grpc.call("Sample", asked()))
-    while not sampler.asked:
-        await asyncio.sleep(0.01)
+    await until(lambda: sampler.asked)
     call.cancel()
     async with asyncio.timeout(20):
         await sampler.cancelled.wait()

@@ -19,6 +19,7 @@ from ratoon.sampler.port import Weights
 from ratoon.sampler.run import run_wave
 from ratoon.sampler.waves import Share
 from ratoon_proto.types import FullTuning, SamplingParams
+from tests.until import until
 
 WEIGHTS = Weights(
     policy_id="p",
@@ -91,8 +92,7 @@ async def test_requests_are_bounded_and_can_leave(
 ) -> None:
     long = params(max_tokens=4096)
     asked = [asyncio.create_task(sampler.sample(WEIGHTS, PROMPT, long)) for _ in range(8)]
-    while not waves:
-        await asyncio.sleep(0.01)
+    await until(lambda: waves)
     with pytest.raises(RatoonError) as refused:
         await sampler.sample(WEIGHTS, PROMPT, params())
     assert refused.value.code is ErrorCode.RESOURCE_EXHAUSTED

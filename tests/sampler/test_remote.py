@@ -29,6 +29,7 @@ from ratoon_proto.types import (
     StopReason,
 )
 from tests.client.fake_engine import FakeEngine, serving_engine
+from tests.until import until
 
 LORA = ModelSpec(
     base=PresetBase(name="tiny"),
@@ -218,11 +219,9 @@ async def test_versions_are_loaded_once_and_make_room(
         ]
         engine.go_on.clear()
         held = [asyncio.create_task(sampler.sample(w, PROMPT, params())) for w in (one, two)]
-        while engine.running < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.running < 2)
         third = asyncio.create_task(sampler.sample(three, PROMPT, params()))
-        while engine.running < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.running < 3)
         assert len(engine.loras) == 3, "what is in use stays"
         engine.go_on.set()
         assert [first_token(r) for r in await asyncio.gather(*held, third)] == [101, 102, 103]
@@ -288,8 +287,7 @@ async def test_requests_are_bounded(engine: CompletingEngine, tmp_path: Path) ->
     async with sampler_of(engine, tmp_path, max_waiting=5, max_in_flight=2) as (sampler, _):
         engine.go_on.clear()
         asked = [asyncio.create_task(sampler.sample(one, PROMPT, params())) for _ in range(5)]
-        while engine.running < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.running < 2)
         refused = sampler.sample(one, PROMPT, params())
         assert await code_of(refused) is ErrorCode.RESOURCE_EXHAUSTED
         asked[4].cancel()
@@ -324,8 +322,7 @@ async def test_a_full_version_is_the_one_that_its_receiver_serves(
             assert (await sampler.sample(full, PROMPT, params())).version == 4
         engine.go_on.clear()
         asked = asyncio.create_task(sampler.sample(full, PROMPT, params()))
-        while not engine.running:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.running)
         receivers[:] = [says(4, 5)]
         engine.go_on.set()
         assert await code_of(asked) is ErrorCode.UNAVAILABLE, "weights changed meanwhile"

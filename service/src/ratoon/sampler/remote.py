@@ -37,6 +37,8 @@ from ratoon_proto.types import (
 _LOG = get_logger("sampler")
 _CALL_S, _LOAD_S = 30.0, 300.0
 _RETRY_S = 1.0
+# Key in `details` of the engine's own status, and the status for a model that it does not have.
+_STATUS, _UNKNOWN = "engine_status", "404"
 _SHOWN_CHARACTERS = 300
 _NAME = re.compile(r"ratoon\..+\.v\d+\.[0-9a-f]{8}")
 # Names the receivers of a policy, as they last acknowledged.
@@ -161,9 +163,10 @@ class EngineSampler:
                     await self._make_room(self._config.max_adapters - 1)
                     await self._load(adapter, weights)
             yield name
-        except RatoonError:
-            # The engine may have been started anew, without it.
-            adapter.is_loaded = False
+        except RatoonError as err:
+            # An engine that was started anew knows no such model.
+            if err.details.get(_STATUS) == _UNKNOWN:
+                adapter.is_loaded = False
             raise
         finally:
             adapter.users -= 1
@@ -232,15 +235,16 @@ class EngineSampler:
         if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
             raise RatoonError(ErrorCode.INVALID_ARGUMENT, f"the engine refuses: {text}")
         if not answer.is_success:
-            raise self._away(f"{path} answered {answer.status_code}: {text}")
+            status = str(answer.status_code)
+            raise self._away(f"{path} answered {status}: {text}", {_STATUS: status})
         try:
             said: object = answer.json()
         except ValueError:
             return {}
         return cast("dict[str, Any]", said) if isinstance(said, dict) else {}
 
-    def _away(self, what: str) -> RatoonError:
-        return RatoonError(ErrorCode.UNAVAILABLE, f"the sampling engine: {what}")
+    def _away(self, what: str, details: Mapping[str, str] | None = None) -> RatoonError:
+        return RatoonError(ErrorCode.UNAVAILABLE, f"the sampling engine: {what}", details=details)
 
 
 def request_of(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> dict[str, Any]:
