@@ -112,7 +112,7 @@ class SampledModel:
         source = host.module
         self._policy = host.place(self._device)
         self._module, self._adapter = _with_cache(source, self._spec)
-        # Of the version's files; "": the weights are the base's.
+        # Digest of the version whose weights it has; "": those of the base.
         self._digest = ""
 
     def _read(self, weights: Weights) -> None:
