@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from typing import Any, cast
 
@@ -127,3 +128,35 @@ async def test_a_caller_that_leaves_ends_its_sample(api: Api) -> None:
     call.cancel()
     async with asyncio.timeout(20):
         await sampler.cancelled.wait()
+
+
+async def test_a_caller_that_leaves_ends_its_sample_over_http(api: Api) -> None:
+    await api.create_policy()
+    sampler, has_left = sampler_of(api), asyncio.Event()
+    sampler.hold = True
+    parts = [json.dumps({"prompt": [5, 6, 7]}).encode()]
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return {"type": "http.request", "body": parts.pop(), "more_body": False}
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_message: Any) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/v1/policies/{requests.POLICY}/sample",
+        "query_string": b"",
+        "headers": [(b"host", b"test"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("test", 80),
+        "scheme": "http",
+        "http_version": "1.1",
+    }
+    call = asyncio.create_task(api.app(scope, receive, send))
+    await until(lambda: sampler.asked)
+    has_left.set()
+    await asyncio.gather(sampler.cancelled.wait(), call)
