@@ -219,9 +219,9 @@ async def test_versions_are_loaded_once_and_make_room(
         ]
         engine.go_on.clear()
         held = [asyncio.create_task(sampler.sample(w, PROMPT, params())) for w in (one, two)]
-        await until(lambda: engine.running < 2)
+        await until(lambda: engine.running >= 2)
         third = asyncio.create_task(sampler.sample(three, PROMPT, params()))
-        await until(lambda: engine.running < 3)
+        await until(lambda: engine.running >= 3)
         assert len(engine.loras) == 3, "what is in use stays"
         engine.go_on.set()
         assert [first_token(r) for r in await asyncio.gather(*held, third)] == [101, 102, 103]
@@ -287,7 +287,7 @@ async def test_requests_are_bounded(engine: CompletingEngine, tmp_path: Path) ->
     async with sampler_of(engine, tmp_path, max_waiting=5, max_in_flight=2) as (sampler, _):
         engine.go_on.clear()
         asked = [asyncio.create_task(sampler.sample(one, PROMPT, params())) for _ in range(5)]
-        await until(lambda: engine.running < 2)
+        await until(lambda: engine.running >= 2)
         refused = sampler.sample(one, PROMPT, params())
         assert await code_of(refused) is ErrorCode.RESOURCE_EXHAUSTED
         asked[4].cancel()

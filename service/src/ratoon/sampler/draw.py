@@ -59,7 +59,7 @@ def truncated(probs_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float]) ->
 
     A row's top_p is of the sum of what top_k has left, and the token that reaches it stays.
     """
-    sorted_RV, order_RV = probs_RV.sort(-1, descending=True, stable=True)
+    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(probs_RV.shape[1], device=probs_RV.device)
     most_R1 = torch.tensor([k or probs_RV.shape[1] for k in top_k], device=probs_RV.device)[:, None]
     sorted_RV = sorted_RV.masked_fill(rank_V >= most_R1, 0.0)
