@@ -1,0 +1,89 @@
+"""The sampler's process over Ray: started by a request, lost, left and ended."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ratoon.cluster.ray_calls import find_actor
+from ratoon.cluster.sampler_process import RaySampler, SamplerSettings
+from ratoon.config import RatoonConfig, RayConfig, SamplerConfig
+from ratoon.engine.settings import SAMPLER_NAME
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
+from ratoon.sampler.port import Weights
+from ratoon_proto.types import FullTuning, SampleResult, SamplingParams
+from tests.conftest import RayCluster
+from tests.until import until
+
+pytestmark = pytest.mark.more
+WEIGHTS = Weights(
+    policy_id="p",
+    base="tiny",
+    model=ModelSpec(
+        base=PresetBase(name="tiny"), tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=0
+    ),
+    version=None,
+    folder=None,
+    digest="",
+)
+LONG = SamplingParams(max_tokens=20_000, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+
+
+async def sampled(sampler: RaySampler) -> SampleResult:
+    return await sampler.sample(WEIGHTS, (5, 6, 7), SEEDED)
+
+
+async def test_a_process_is_started_lost_and_started_anew(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    config = RatoonConfig(
+        data_root=tmp_path,
+        ray=RayConfig(namespace=ray_cluster.namespace),
+        sampler=SamplerConfig(idle_s=5.0, max_waiting=1, num_threads=1),
+    )
+    edges = [RaySampler(SamplerSettings.from_config(config)) for _ in range(2)]
+
+    def process() -> Any:
+        return find_actor(SAMPLER_NAME, ray_cluster.namespace)
+
+    assert process() is None
+    first = await sampled(edges[0])
+    assert first == await sampled(edges[1])
+    left = asyncio.create_task(edges[0].sample(WEIGHTS, (5, 6, 7), LONG))
+    refused = None
+    while refused is None:
+        try:
+            await sampled(edges[1])
+        except RatoonError as error:
+            refused = error
+    assert refused.code is ErrorCode.RESOURCE_EXHAUSTED, "the long one has the only place"
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    again = None
+    while again is None:
+        try:
+            again = await sampled(edges[1])
+        except RatoonError as error:
+            assert error.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert again == first, "the place of one that left is free"
+
+    lost = asyncio.create_task(edges[0].sample(WEIGHTS, (5, 6, 7), LONG))
+    ray.kill(process(), no_restart=True)
+    with pytest.raises(RatoonError) as caught:
+        await lost
+    assert (caught.value.code, caught.value.retryable) == (ErrorCode.UNAVAILABLE, True)
+    for edge in edges:
+        answer = None
+        while answer is None:
+            try:
+                answer = await sampled(edge)
+            except RatoonError as error:
+                assert error.code is ErrorCode.UNAVAILABLE
+        assert answer == first
+    await until(lambda: process() is None)
