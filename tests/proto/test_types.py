@@ -23,12 +23,21 @@ from ratoon_proto.v1 import (
     operation_pb2,
     policy_pb2,
     rollout_pb2,
+    sampling_pb2,
     service_pb2,
     training_pb2,
     weights_pb2,
 )
 
-_FILES = (operation_pb2, policy_pb2, rollout_pb2, service_pb2, training_pb2, weights_pb2)
+_FILES = (
+    operation_pb2,
+    policy_pb2,
+    rollout_pb2,
+    sampling_pb2,
+    service_pb2,
+    training_pb2,
+    weights_pb2,
+)
 _MESSAGES: dict[str, type[Message]] = {
     name: GetMessageClass(message)
     for file in _FILES
