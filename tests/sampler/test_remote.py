@@ -54,6 +54,8 @@ class CompletingEngine(FakeEngine):
         self.go_on = threading.Event()
         self.go_on.set()
         self.broken: dict[str, Any] = {}
+        # With which the next completions fail.
+        self.statuses: list[int] = []
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         if path != "/v1/completions":
@@ -65,8 +67,8 @@ class CompletingEngine(FakeEngine):
         with self.lock:
             self.running -= 1
             self.bodies.append(body)
-            if self.faults.get(path):
-                return self.faults[path].pop(0), {"error": "as told"}
+            if self.statuses:
+                return self.statuses.pop(0), {"error": "as told"}
             if body["model"] not in ("m", *self.loras):
                 return 404, {"error": "no such model"}
             folder = self.loras.get(body["model"])
@@ -247,16 +249,16 @@ async def test_a_later_process_finds_what_is_loaded(
 async def test_an_engine_that_is_lost_is_away_until_it_is_back(
     engine: CompletingEngine, tmp_path: Path
 ) -> None:
-    one, path = adapter(tmp_path, 1), "/v1/completions"
+    one = adapter(tmp_path, 1)
     async with sampler_of(engine, tmp_path) as (sampler, _):
         engine.faults = {"/v1/load_lora_adapter": [500]}
         assert await code_of(sampler.sample(one, PROMPT, params())) is ErrorCode.UNAVAILABLE
         assert not engine.bodies
         assert first_token(await sampler.sample(one, PROMPT, params())) == 101
-        engine.faults = {path: [503]}
+        engine.statuses = [503]
         assert await code_of(sampler.sample(one, PROMPT, params())) is ErrorCode.UNAVAILABLE
         assert len(engine.bodies) == 2, "nothing is asked twice"
-        engine.faults = {path: [400]}
+        engine.statuses = [400]
         assert await code_of(sampler.sample(one, PROMPT, params())) is ErrorCode.INVALID_ARGUMENT
         engine.start()  # Anew, without adapters.
         assert await code_of(sampler.sample(one, PROMPT, params())) is ErrorCode.UNAVAILABLE

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray import ObjectRef
+from ray.actor import exit_actor
 
 from ratoon.cluster.bootstrap import connect
 from ratoon.cluster.placement import GPU_ENVIRONMENT, ON_HEAD, free_gpus_by_node
@@ -78,6 +79,7 @@ class SamplerActor:
         self._num_open, self._seen_at = 0, time.monotonic()
         ray.get_runtime_context().current_actor.end_when_idle.remote()
 
+    @ray.method
     async def sample(
         self, weights: Weights, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> SampleResult:
@@ -90,6 +92,7 @@ class SamplerActor:
             self._num_open -= 1
             self._seen_at = time.monotonic()
 
+    @ray.method
     async def end_when_idle(self) -> None:
         """Return never: the process ends."""
         idle_s, left_s = self._settings.sampler.idle_s, 0.0
@@ -100,7 +103,7 @@ class SamplerActor:
         _LOG.info("sampler ends", idle_s=idle_s)
         for sampler in self._samplers.values():
             await sampler.close()
-        ray.actor.exit_actor()
+        exit_actor()
 
     async def _sampler(self, weights: Weights) -> Sampler:
         engine = self._engines.get(weights.base)

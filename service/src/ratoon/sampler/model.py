@@ -72,8 +72,8 @@ class SampledModel:
             self._load()
         elif not is_base and weights.digest != self._digest:
             self._read(weights)
-        is_off = is_base and self._adapter is not None
-        with self._adapter.disable_adapter() if is_off else nullcontext():
+        adapter = self._adapter if is_base else None
+        with nullcontext() if adapter is None else adapter.disable_adapter():
             yield
 
     def make_cache(self) -> DynamicCache:

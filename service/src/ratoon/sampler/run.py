@@ -6,6 +6,7 @@ N prompts, R rows, T tokens of a row, D features, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,8 @@ def run_wave(model: SampledModel, wave: Sequence[Share]) -> None:
         if share.samples.start == 0:
             _read_prompt(model, share.job, hidden_TD[-len(share.job.prompt) :])
     share_R = [index for index, share in enumerate(wave) for _ in share.samples]
-    kept = torch.tensor(share_R, device=model.device)
+    # A cache wants torch.LongTensor, which no device has.
+    kept: Any = torch.tensor(share_R, device=model.device)
     cache.reorder_cache(kept)
     hidden_RD, mask_RT, position_R1 = hidden_NTD[kept, -1], mask_NT[kept], position_NT[kept, -1:]
     while True:
