@@ -71,8 +71,10 @@ class EngineSampler:
         self._adapters: dict[str, _Adapter] = {}
         self._base_name = ""
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        # A connection that is kept may end just as it is used again.
+        limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
-            base_url=config.url, headers=headers, trust_env=False, limits=httpx.Limits()
+            base_url=config.url, headers=headers, trust_env=False, limits=limits
         )
 
     async def sample(
