@@ -76,7 +76,7 @@ def policies(clients: dict[str, RatoonClient]) -> Iterator[dict[str, str]]:
 
 
 def test_samples_are_those_of_the_trainers_weights(clients: dict[str, RatoonClient]) -> None:
-    """Of a full policy and of one with an adapter, by the process that the first sample starts."""
+    """A full policy and one with an adapter, by the process that the first sample starts."""
     for name, lora in (("sampled", None), ("sampled-lora", Lora(rank=4, alpha=8.0))):
         client = clients["gateway"]
         client.create_policy(name, preset="tiny", seed=3, lora=lora, keep_versions=2).result()
