@@ -23,6 +23,7 @@ OWN_SERVICES = tuple(f"tests/e2e/test_{name}.py" for name in ("access", "demo", 
 SHARED_SERVICE = ("tests/e2e/", "tests/network/", "tests/page/test_real_run.py")
 SHARED_CLUSTER = (
     "tests/test_doctor.py",
+    "tests/sampler/test_process.py",
     *(
         f"tests/engine/test_{name}.py"
         for name in (

@@ -53,6 +53,7 @@ from ratoon.engine.types import (
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
+from ratoon.sampler.port import Weights
 from ratoon.stream.manifest import WeightManifest
 from ratoon_proto import types
 from ratoon_proto.types import (
@@ -68,10 +69,14 @@ from ratoon_proto.types import (
     Progress,
     ReceiverInfo,
     ResultFile,
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
     StepHistory,
     StepReport,
     StepResult,
     StepWarning,
+    StopReason,
     TensorGradNorm,
     VersionInfo,
     VersionList,
@@ -585,7 +590,44 @@ class FakeEngine(EngineClient):
         return b"# HELP ratoon_operations_total Operations.\n"
 
 
+class FakeSampler:
+    """Answers each sample with the tokens of the prompt; `asked` has what it was asked.
+
+    With `hold` it answers nothing, and notes in `cancelled` whose caller leaves.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Weights, tuple[int, ...], SamplingParams]] = []
+        self.cancelled = asyncio.Event()
+        self.hold = False
+
+    async def sample(
+        self, weights: Weights, prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> SampleResult:
+        self.asked.append((weights, prompt, sampling))
+        if self.hold:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        sequence = SampledSequence(
+            tokens=prompt, logprobs=(-0.5,) * len(prompt), stop_reason=StopReason.STOP
+        )
+        return SampleResult(
+            sequences=(sequence,) * sampling.num_samples,
+            version=weights.version,
+            prompt_logprobs=(float("nan"), *[-0.25] * (len(prompt) - 1)),
+            topk_prompt_tokens=(),
+            topk_prompt_logprobs=(),
+        )
+
+    async def close(self) -> None:
+        pass
+
+
 def service_of(engine: FakeEngine, limits: LimitsConfig, models_root: Path) -> PolicyService:
     """The service on a CPU, over this engine."""
     defaults = SpecDefaults(models_root=models_root, micro_batch_tokens=4096)
-    return PolicyService(engine=engine, limits=limits, defaults=defaults, device="cpu")
+    return PolicyService(
+        engine=engine, sampler=FakeSampler(), limits=limits, defaults=defaults, device="cpu"
+    )

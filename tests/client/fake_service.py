@@ -27,6 +27,7 @@ from ratoon_proto.v1 import (
     operation_pb2,
     policy_pb2,
     rollout_pb2,
+    sampling_pb2,
     service_pb2,
     training_pb2,
     weights_pb2,
@@ -525,6 +526,18 @@ class FakeService:
         policy = self._policy(request.policy_id)
         self.acks.append(request)
         return service_pb2.AckWeightsResponse(published_version=max(policy.weights, default=None))
+
+    def _sample(self, request: service_pb2.SampleRequest) -> Message:
+        """Answers with the prompt."""
+        version = None if request.base else request.version or 7
+        sequence = sampling_pb2.SampledSequence(
+            tokens=request.prompt,
+            logprobs=[-0.5] * len(request.prompt),
+            stop_reason=sampling_pb2.STOP_REASON_LENGTH,
+        )
+        return sampling_pb2.SampleResult(
+            sequences=[sequence] * request.sampling.num_samples, version=version
+        )
 
     def _get_gradient_manifest(self, request: service_pb2.GetGradientManifestRequest) -> Message:
         data = " ".join(request.names).encode() * 50

@@ -399,6 +399,15 @@ class SamplerLogprobsKind(bases.WireEnum):
 SamplerLogprobsKindName = Literal["processed", "raw"]
 
 
+class StopReason(bases.WireEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """With a stop token or text."""
+    LENGTH = "length"
+    """At its length limit."""
+
+
 class WeightKind(bases.WireEnum):
     """What a version's files are."""
 
@@ -1539,6 +1548,95 @@ class StepRollouts:
 
     rollouts: tuple[KeptRollout, ...]
     forest: PrefixForest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How sequences are drawn, and where they end. Equal requests without a seed are answered
+    differently.
+    """
+
+    num_samples: int = 1
+    max_tokens: int | None = None
+    """Length limit of each sequence, without the prompt. Default: what the model's longest sequence
+    has left beside the prompt.
+    """
+    temperature: float = 1.0
+    """Divides the logits; 0: the most likely token."""
+    top_k: int = 0
+    """Draw only from so many of the most likely tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw only from the most likely tokens that together have this probability."""
+    seed: int | None = None
+    """Makes an equal request to the same version give the same sequences, which differ from one
+    another.
+    """
+    stop_token_ids: tuple[int, ...] = ()
+    """A sequence ends with any of these tokens, which is its last one."""
+    stop: tuple[str, ...] = ()
+    """A sequence ends with the token that completes any of these texts; needs the tokenizer of the
+    model.
+    """
+    ignore_eos: bool = False
+    """Whether to go on after the model's own end tokens, which otherwise are among
+    `stop_token_ids`.
+    """
+    prompt_logprobs: bool = False
+    """Whether to return the log-probs of the prompt's tokens."""
+    topk_prompt_logprobs: int = 0
+    """Return the most likely tokens at each place of the prompt, so many of them; 0: none."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            num_samples: int = 1,
+            max_tokens: int | None = None,
+            temperature: float = 1.0,
+            top_k: int = 0,
+            top_p: float = 1.0,
+            seed: int | None = None,
+            stop_token_ids: Sequence[int] = (),
+            stop: Sequence[str] = (),
+            ignore_eos: bool = False,
+            prompt_logprobs: bool = False,
+            topk_prompt_logprobs: int = 0,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, stop_token_ids=tuple, stop=tuple)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """One sampled continuation of the prompt."""
+
+    tokens: tuple[int, ...]
+    """The stop token or text is among them."""
+    logprobs: tuple[float, ...]
+    """One value a token, at the sampling temperature (1 where that is 0) over all tokens: top_k and
+    top_p are not in them.
+    """
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """What was sampled, and of which version."""
+
+    sequences: tuple[SampledSequence, ...]
+    version: int | None = None
+    """Absent: the base."""
+    prompt_logprobs: tuple[float, ...]
+    """One value a token of the prompt, at temperature 1; NaN for the first, which nothing predicts.
+    Empty unless asked for.
+    """
+    topk_prompt_tokens: tuple[int, ...]
+    """[P, k], rows one after the other, the most likely token first: token ids, and their log-probs
+    at temperature 1. The first row is of zeros and NaN. Empty unless asked for.
+    """
+    topk_prompt_logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

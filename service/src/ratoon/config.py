@@ -214,6 +214,44 @@ class WorkerConfig(_Section):
     max_silence_s: float = Field(default=60.0, gt=0)
 
 
+class SamplingEngineConfig(_Section):
+    """A vLLM server that samples for the policies of one base (docs/sampling.md).
+
+    `base`: a preset, or a model folder below the models root. `receiver_id`: of the receiver that
+    loads full versions into it; None: it samples for policies with adapters alone.
+    """
+
+    url: str
+    base: str
+    api_key: str = Field(default="", repr=False)
+    receiver_id: str | None = None
+    # Requests that the engine has at a time; others wait.
+    max_in_flight: int = Field(default=256, ge=1)
+    # Versions with adapters that are loaded at a time: the engine's `--max-cpu-loras`.
+    max_adapters: int = Field(default=8, ge=1)
+
+
+class SamplerConfig(_Section):
+    """Sampling (docs/sampling.md): by a process of the service, or by engines.
+
+    `device` "cuda" is a GPU of its own, which no policy has, for as long as the process lives.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    # Threads of torch on a CPU; 0: as many as the machine has cores.
+    num_threads: int = Field(default=0, ge=0)
+    # Requests that wait, or are sampled; others are refused.
+    max_waiting: int = Field(default=4096, ge=1)
+    # Sequences that are sampled together, and bytes of their keys and values.
+    max_rows: int = Field(default=256, ge=1)
+    max_cache_bytes: int = Field(default=2 * GIB, ge=MIB)
+    # Models in its memory: policies that differ by adapters or versions alone share one.
+    max_models: int = Field(default=2, ge=1)
+    # Seconds without a request after which the process ends, and its memory is free.
+    idle_s: float = Field(default=600.0, gt=0)
+    engines: tuple[SamplingEngineConfig, ...] = ()
+
+
 class CheckpointConfig(_Section):
     """Automatic checkpoints of policies with `recovery: replay`, taken at any threshold.
 
@@ -272,6 +310,7 @@ class RatoonConfig(BaseSettings):
     quotas: KeyLimits = KeyLimits()
     worker: WorkerConfig = WorkerConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
+    sampler: SamplerConfig = SamplerConfig()
     ray: RayConfig = RayConfig()
 
     @property

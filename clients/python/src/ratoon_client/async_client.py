@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from ratoon_client import rpcs
-from ratoon_client.arguments import all_of, check_seconds
+from ratoon_client.arguments import IntsLike, all_of, check_seconds, check_type, token_array
 from ratoon_client.caller import Caller
 from ratoon_client.config import ClientConfig, with_api_key, with_tls_files
 from ratoon_client.errors import RatoonApiError
@@ -50,6 +50,8 @@ from ratoon_proto.types import (
     OperationState,
     OperationStateName,
     Policy,
+    SampleResult,
+    SamplingParams,
     ServerInfo,
     StepHistory,
     StepRollouts,
@@ -208,6 +210,42 @@ class AsyncRatoonClient:
         )
         await set_batch(self._caller, request, groups)
         return AsyncOperationHandle(self._caller, await self._caller.call(rpcs.FORWARD, request))
+
+    async def sample(
+        self,
+        policy_id: str,
+        prompt: IntsLike,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+        *,
+        version: int | None = None,
+        base: bool = False,
+        timeout_s: float = 600.0,
+    ) -> SampleResult:
+        """Sample continuations of a prompt.
+
+        Args:
+            policy_id: The policy.
+            prompt: Token ids.
+            sampling: How many, how long, and how they are drawn.
+            version: A published version. Default: the newest.
+            base: Whether to sample from the weights that the policy began with.
+            timeout_s: Seconds that the samples may take; the first ones start the sampler.
+
+        Raises:
+            RatoonApiError: WEIGHTS_NOT_FOUND, where the version is not published, or no more.
+        """
+        check_seconds("timeout_s", timeout_s)
+        check_type("sampling", sampling, SamplingParams)
+        request = request_message(
+            rpcs.SAMPLE.request,
+            policy_id=policy_id,
+            version=version,
+            base=base,
+            prompt=token_array("prompt", prompt).tolist(),
+            sampling=sampling,
+        )
+        message = await self._caller.call_in_turn(rpcs.SAMPLE, request, wait_s=timeout_s)
+        return decode(message, SampleResult)
 
     async def upload_part(
         self, policy_id: str, upload_id: str, part_index: int, groups: Sequence[Group]

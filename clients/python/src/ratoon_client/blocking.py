@@ -328,6 +328,7 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     list_policies = blocking(AsyncRatoonClient.list_policies)
     policy = blocking(AsyncRatoonClient.policy)
     forward = blocking(AsyncRatoonClient.forward)
+    sample = blocking(AsyncRatoonClient.sample)
     upload_part = blocking(AsyncRatoonClient.upload_part)
     operation = blocking(AsyncRatoonClient.operation)
     get_operation = blocking(AsyncRatoonClient.get_operation)

@@ -10,7 +10,14 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
+from ratoon_proto.v1 import (
+    operation_pb2,
+    policy_pb2,
+    rollout_pb2,
+    sampling_pb2,
+    service_pb2,
+    weights_pb2,
+)
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -85,6 +92,8 @@ ACK_WEIGHTS = Rpc("AckWeights", service_pb2.AckWeightsRequest, service_pb2.AckWe
 GET_GRADIENT_MANIFEST = Rpc(
     "GetGradientManifest", service_pb2.GetGradientManifestRequest, weights_pb2.GradientManifest
 )
+# A second answer is another sample, of which the caller has seen none.
+SAMPLE = Rpc("Sample", service_pb2.SampleRequest, sampling_pb2.SampleResult)
 FETCH_WEIGHTS = Rpc(
     "FetchWeights", service_pb2.FetchWeightsRequest, service_pb2.FetchWeightsResponse
 )

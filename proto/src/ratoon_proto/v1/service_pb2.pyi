@@ -12,6 +12,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from ratoon_proto.v1 import operation_pb2 as _operation_pb2
 from ratoon_proto.v1 import policy_pb2 as _policy_pb2
 from ratoon_proto.v1 import rollout_pb2 as _rollout_pb2
+from ratoon_proto.v1 import sampling_pb2 as _sampling_pb2
 from ratoon_proto.v1 import training_pb2 as _training_pb2
 import builtins as _builtins
 import sys
@@ -1441,6 +1442,47 @@ class ImportWeightsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_version) -> _WhichOneofReturnType__expected_version | None: ...
 
 Global___ImportWeightsRequest: _TypeAlias = ImportWeightsRequest  # noqa: Y015
+
+@_typing.final
+class SampleRequest(_message.Message):
+    """One prompt, and the weights that continue it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    version: _builtins.int
+    """Absent: the newest published."""
+    base: _builtins.bool
+    """Whether to sample from the weights that the policy began with, its adapter off; without `version`."""
+    @_builtins.property
+    def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids, at least one."""
+
+    @_builtins.property
+    def sampling(self) -> _sampling_pb2.SamplingParams: ...
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        version: _builtins.int | None = ...,
+        base: _builtins.bool = ...,
+        prompt: _abc.Iterable[_builtins.int] | None = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "base", b"base", "policy_id", b"policy_id", "prompt", b"prompt", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___SampleRequest: _TypeAlias = SampleRequest  # noqa: Y015
 
 @_typing.final
 class GetGradientManifestRequest(_message.Message):

@@ -6,6 +6,7 @@ import warnings
 from ratoon_proto.v1 import operation_pb2 as ratoon__proto_dot_v1_dot_operation__pb2
 from ratoon_proto.v1 import policy_pb2 as ratoon__proto_dot_v1_dot_policy__pb2
 from ratoon_proto.v1 import rollout_pb2 as ratoon__proto_dot_v1_dot_rollout__pb2
+from ratoon_proto.v1 import sampling_pb2 as ratoon__proto_dot_v1_dot_sampling__pb2
 from ratoon_proto.v1 import service_pb2 as ratoon__proto_dot_v1_dot_service__pb2
 from ratoon_proto.v1 import weights_pb2 as ratoon__proto_dot_v1_dot_weights__pb2
 
@@ -189,6 +190,11 @@ class PolicyServiceStub(object):
                 '/ratoon.v1.PolicyService/ImportWeights',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ImportWeightsRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+                _registered_method=True)
+        self.Sample = channel.unary_unary(
+                '/ratoon.v1.PolicyService/Sample',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.SampleRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_sampling__pb2.SampleResult.FromString,
                 _registered_method=True)
         self.GetGradientManifest = channel.unary_unary(
                 '/ratoon.v1.PolicyService/GetGradientManifest',
@@ -432,6 +438,14 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sample(self, request, context):
+        """Sequences that a published version continues a prompt with, and the log-probs of their tokens. It
+        is no operation: a caller that leaves ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetGradientManifest(self, request, context):
         """Gradient sums of the open window, between two operations, as a file for FetchWeights.
         """
@@ -605,6 +619,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.ImportWeights,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ImportWeightsRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.SerializeToString,
+            ),
+            'Sample': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sample,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.SampleRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_sampling__pb2.SampleResult.SerializeToString,
             ),
             'GetGradientManifest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGradientManifest,
@@ -1434,6 +1453,33 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/ImportWeights',
             ratoon__proto_dot_v1_dot_service__pb2.ImportWeightsRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sample(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/Sample',
+            ratoon__proto_dot_v1_dot_service__pb2.SampleRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_sampling__pb2.SampleResult.FromString,
             options,
             channel_credentials,
             insecure,

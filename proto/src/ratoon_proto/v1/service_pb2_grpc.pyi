@@ -8,6 +8,7 @@ from grpc import aio as _aio
 from ratoon_proto.v1 import operation_pb2 as _operation_pb2
 from ratoon_proto.v1 import policy_pb2 as _policy_pb2
 from ratoon_proto.v1 import rollout_pb2 as _rollout_pb2
+from ratoon_proto.v1 import sampling_pb2 as _sampling_pb2
 from ratoon_proto.v1 import service_pb2 as _service_pb2
 from ratoon_proto.v1 import weights_pb2 as _weights_pb2
 import abc as _abc_1
@@ -118,6 +119,10 @@ class PolicyServiceStub:
     """The policy's weights become those of a folder, or the folder's values are added to them, as its
     next version. Moments and step count of the optimizer stay, unless they are to be reset.
     """
+    Sample: _grpc.UnaryUnaryMultiCallable[_service_pb2.SampleRequest, _sampling_pb2.SampleResult]
+    """Sequences that a published version continues a prompt with, and the log-probs of their tokens. It
+    is no operation: a caller that leaves ends it.
+    """
     GetGradientManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]
     """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetServerInfoRequest, _service_pb2.ServerInfo]
@@ -210,6 +215,10 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     ImportWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """The policy's weights become those of a folder, or the folder's values are added to them, as its
     next version. Moments and step count of the optimizer stay, unless they are to be reset.
+    """
+    Sample: _aio.UnaryUnaryMultiCallable[_service_pb2.SampleRequest, _sampling_pb2.SampleResult]  # type: ignore[assignment]
+    """Sequences that a published version continues a prompt with, and the log-probs of their tokens. It
+    is no operation: a caller that leaves ends it.
     """
     GetGradientManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]  # type: ignore[assignment]
     """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
@@ -480,6 +489,16 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
         """The policy's weights become those of a folder, or the folder's values are added to them, as its
         next version. Moments and step count of the optimizer stay, unless they are to be reset.
+        """
+
+    @_abc_1.abstractmethod
+    def Sample(
+        self,
+        request: _service_pb2.SampleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sampling_pb2.SampleResult, _abc.Awaitable[_sampling_pb2.SampleResult]]:
+        """Sequences that a published version continues a prompt with, and the log-probs of their tokens. It
+        is no operation: a caller that leaves ends it.
         """
 
     @_abc_1.abstractmethod

@@ -25,13 +25,16 @@ BATCHES = frozenset(
     if {"batch", "groups"} & set(method.input_type.fields_by_name)
 )
 # Bytes of a request without a batch; GetGradientManifest names tensors, and a model with experts
-# has tens of thousands.
+# has tens of thousands; Sample has a prompt.
 SMALL_BYTES = 64 * 1024
-NAMES_BYTES = 2**20
-_NAMES = "GetGradientManifest"
+LISTS_BYTES = 2**20
+_LISTS = {
+    "GetGradientManifest": ": ask for fewer names at a time",
+    "Sample": ": the prompt is too long",
+}
 _FILE = re.compile(r"/v1/policies/[^/]+/(weights/[^/]+/)?files/[^/]+")
 _ADVICE = {
-    _NAMES: ": ask for fewer names at a time",
+    **_LISTS,
     **dict.fromkeys(BATCHES, ": send the batch in parts (UploadPart)"),
 }
 _HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
@@ -41,7 +44,7 @@ def body_bound(rpc: str, most: int) -> int:
     """Maximum request size of an RPC; `most` applies to those with a batch. "": an unknown RPC."""
     if rpc in BATCHES:
         return most
-    return min(most, NAMES_BYTES if rpc == _NAMES else SMALL_BYTES)
+    return min(most, LISTS_BYTES if rpc in _LISTS else SMALL_BYTES)
 
 
 def check_size(rpc: str, num_bytes: int, bound: int) -> None:

@@ -16,6 +16,7 @@ from ratoon.api.http.app import RunningHttp, create_app, start_http
 from ratoon.api.service import PolicyService
 from ratoon.auth.access import checked_hosts
 from ratoon.cluster.bootstrap import connect
+from ratoon.cluster.sampler_process import RaySampler, SamplerSettings
 from ratoon.config import RatoonConfig
 from ratoon.edge.budget import EdgeBounds
 from ratoon.edge.tls import CertificateStore, files_of, server_context
@@ -28,6 +29,7 @@ async def build_service(config: RatoonConfig) -> PolicyService:
     """
     return PolicyService(
         engine=await connect(config.ray.namespace),
+        sampler=RaySampler(SamplerSettings.from_config(config)),
         limits=config.limits,
         defaults=SpecDefaults(
             models_root=config.models_folder,

@@ -43,11 +43,12 @@ from ratoon.api.convert.checks import (
     write,
 )
 from ratoon.api.convert.groups import raw_groups
-from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
+from ratoon.api.convert.policy import SpecDefaults, base_name, policy_message, policy_spec
+from ratoon.api.convert.sampling import sampling_params
 from ratoon.config import LimitsConfig
 from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.commands import Submission
-from ratoon.engine.refusals import is_policy_replaced
+from ratoon.engine.refusals import is_policy_replaced, policy_not_ready
 from ratoon.engine.types import (
     Acknowledgement,
     Operation,
@@ -57,9 +58,19 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
-from ratoon.model.tokenizer import base_texts
+from ratoon.model.tokenizer import base_texts, tokenizer_of
+from ratoon.sampler.port import Sampler, Weights
+from ratoon.stream.files import digest_bytes
+from ratoon.stream.versions import version_folder
 from ratoon_proto.types import WeightFile
-from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
+from ratoon_proto.v1 import (
+    operation_pb2,
+    policy_pb2,
+    rollout_pb2,
+    sampling_pb2,
+    service_pb2,
+    weights_pb2,
+)
 
 T = TypeVar("T")
 PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
@@ -83,9 +94,16 @@ class PolicyService:
     """
 
     def __init__(
-        self, *, engine: EngineClient, limits: LimitsConfig, defaults: SpecDefaults, device: str
+        self,
+        *,
+        engine: EngineClient,
+        sampler: Sampler,
+        limits: LimitsConfig,
+        defaults: SpecDefaults,
+        device: str,
     ) -> None:
         self._engine = engine
+        self._sampler = sampler
         self._limits = limits
         self._defaults = defaults
         self._device = device
@@ -334,6 +352,42 @@ class PolicyService:
             raise invalid("hold_s", ack.hold_s, f"above 0 and at most {most} seconds")
         newest = await self._engine.call(Engine.ack_weights, policy_id, ack)
         return service_pb2.AckWeightsResponse(published_version=newest)
+
+    async def sample(self, request: service_pb2.SampleRequest) -> sampling_pb2.SampleResult:
+        """Sequences of a version that is published now; it stays what it is once it is read."""
+        policy = await self._policy(request.policy_id)
+        if policy.info is None:
+            raise policy_not_ready(policy.spec.policy_id, policy.state, policy.failure)
+        params = await asyncio.to_thread(sampling_params, request, policy.info)
+        base, root = policy.spec.model.base, self._defaults.models_root
+        if params.stop and await asyncio.to_thread(tokenizer_of, base, root) is None:
+            raise invalid("sampling.stop", "texts", "none: the model has no tokenizer")
+        weights = await self._weights(request, policy)
+        result = await self._sampler.sample(weights, tuple(request.prompt), params)
+        return await asyncio.to_thread(write, sampling_pb2.SampleResult(), result)
+
+    async def _weights(self, request: service_pb2.SampleRequest, policy: Policy) -> Weights:
+        """Weights to sample from. Raises what a manifest's call raises."""
+        version, spec = _version(request, "version"), policy.spec
+        if request.base and version is not None:
+            raise invalid("version", version, "none beside base")
+        weights = Weights(
+            policy_id=spec.policy_id,
+            base=base_name(spec.model.base, self._defaults.models_root),
+            model=spec.model,
+            version=None,
+            folder=None,
+            digest="",
+        )
+        if request.base:
+            return weights
+        manifest = await self._engine.call(Engine.weight_manifest, spec.policy_id, version)
+        return replace(
+            weights,
+            version=manifest.version,
+            folder=version_folder(self._engine.paths(spec.policy_id).weights, manifest.version),
+            digest=digest_bytes("".join(sorted(f.digest for f in manifest.files)).encode()),
+        )
 
     async def get_gradient_manifest(
         self, request: service_pb2.GetGradientManifestRequest

@@ -50,6 +50,7 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "ack_weights": Scope.READ,
         "fetch_weights": Scope.READ,
         "import_weights": Scope.TRAIN,
+        "sample": Scope.READ,
         "get_gradient_manifest": Scope.TRAIN,
         "get_server_info": Scope.READ,
         "health": None,

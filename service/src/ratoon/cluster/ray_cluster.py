@@ -14,13 +14,13 @@ import ray
 from prometheus_client import disable_created_metrics
 
 from ratoon.cluster.placement import check_free_gpus, no_gpus, on_gpu_node, worker_device
-from ratoon.cluster.ray_calls import ask
+from ratoon.cluster.ray_calls import ask, kill_actor
 from ratoon.cluster.worker_process import RayWorker, end_spare, make_spare
 from ratoon.engine.engine import Engine
 from ratoon.engine.files.paths import POLICIES, require_known
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import await_database
-from ratoon.engine.settings import EngineSettings
+from ratoon.engine.settings import SAMPLER_NAME, EngineSettings
 from ratoon.engine.types import PolicySpec
 from ratoon.engine.worker.kernels import list_backends
 from ratoon.engine.worker.tasks import RemoteWorker
@@ -81,6 +81,7 @@ class RayCluster:
     async def close(self) -> None:
         """End the processes that belong to no policy."""
         await end_spare(self._settings.namespace)
+        await kill_actor(SAMPLER_NAME, self._settings.namespace)
 
     async def backends(self) -> tuple[BackendInfo, ...]:
         """Kernel backends on the workers' device."""

@@ -11,6 +11,7 @@ from ratoon.engine.files.paths import PolicyPaths, policy_paths
 from ratoon.train.spec import OptimizerStates
 
 ENGINE_NAME = "ratoon-engine"
+SAMPLER_NAME = "ratoon-sampler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

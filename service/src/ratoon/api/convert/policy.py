@@ -168,17 +168,16 @@ def spec_message(spec: PolicySpec, models_root: Path) -> wire.PolicySpec:
         {"lora" if isinstance(spec.model.tuning, LoraTuning) else "full": spec.model.tuning},
     )
     message.keep_versions = min(spec.keep_versions, INT32_MAX)
-    match spec.model.base:
-        case PresetBase(name=name):
-            message.preset = name
-        case FolderBase(folder=folder):
-            message.model_folder = _relative(Path(folder), models_root)
+    field = "preset" if isinstance(spec.model.base, PresetBase) else "model_folder"
+    setattr(message, field, base_name(spec.model.base, models_root))
     return message
 
 
-def _relative(folder: Path, models_root: Path) -> str:
-    """`folder` relative to the root, or its last name if the root has moved since."""
-    root = models_root.resolve()
+def base_name(base: PresetBase | FolderBase, models_root: Path) -> str:
+    """A preset's name, or a folder relative to the root: its last name if the root has moved."""
+    if isinstance(base, PresetBase):
+        return base.name
+    folder, root = Path(base.folder), models_root.resolve()
     return str(folder.relative_to(root)) if folder.is_relative_to(root) else folder.name
 
 
