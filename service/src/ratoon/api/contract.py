@@ -24,22 +24,25 @@ BATCHES = frozenset(
     for method in SERVICE.methods
     if {"batch", "groups"} & set(method.input_type.fields_by_name)
 )
-# Bytes of a request without a batch; GetGradientManifest names tensors, and a model with experts
+# Bytes of any other request; GetGradientManifest names tensors, and a model with experts
 # has tens of thousands.
 SMALL_BYTES = 64 * 1024
 NAMES_BYTES = 2**20
 _NAMES = "GetGradientManifest"
+_PIECES = "SendModelFile"
 _FILE = re.compile(r"/v1/policies/[^/]+/(weights/[^/]+/)?files/[^/]+")
 _ADVICE = {
     _NAMES: ": ask for fewer names at a time",
+    _PIECES: ": send smaller pieces",
     **dict.fromkeys(BATCHES, ": send the batch in parts (UploadPart)"),
 }
 _HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 
 
 def body_bound(rpc: str, most: int) -> int:
-    """Maximum request size of an RPC; `most` applies to those with a batch. "": an unknown RPC."""
-    if rpc in BATCHES:
+    """Maximum request size of an RPC; `most` applies to those with a batch, or with a piece of a
+    file. "": an unknown RPC."""
+    if rpc in BATCHES or rpc == _PIECES:
         return most
     return min(most, NAMES_BYTES if rpc == _NAMES else SMALL_BYTES)
 
