@@ -7,6 +7,7 @@ passed over: its meaning is here, or stays TRL's, or other values than some are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import MappingProxyType
@@ -65,8 +66,8 @@ MAPPED: Mapping[str, str] = MappingProxyType(
         "steps_per_generation": "the same, where it is not the window",
         "generation_batch_size": "the same",
         "gradient_accumulation_steps": "the micro-batches of one Update",
-        "per_device_train_batch_size": "rollouts of a micro-batch; here they are planned by what fits",
-        "mask_truncated_completions": "sent without a trained token, and counted (`count_untrained`)",
+        "per_device_train_batch_size": "rollouts of a micro-batch there; here what fits is planned",
+        "mask_truncated_completions": "sent untrained, and counted: `count_untrained`",
         "vllm_importance_sampling_correction": "a `correction` by the sampler's log-probs",
         "vllm_importance_sampling_mode": "`correction.mode` and `level`",
         "vllm_importance_sampling_clip_max": "`correction.high`",
@@ -124,151 +125,44 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
     }
 )
 
-# Fields that stay TRL's: sampling, rewards, data, logs, evaluation, its own files and processes, and
-# what only a refused value would use.
-KEPT: frozenset[str] = frozenset(
-    [
-        "accelerator_config",
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-        "auto_find_batch_size",
-        "average_tokens_across_devices",
-        "batch_eval_metrics",
-        "bf16",
-        "bf16_full_eval",
-        "cache_implementation",
-        "chat_template_kwargs",
-        "data_seed",
-        "dataloader_drop_last",
-        "dataloader_in_order",
-        "dataloader_multiprocessing_context",
-        "dataloader_num_workers",
-        "dataloader_persistent_workers",
-        "dataloader_pin_memory",
-        "dataloader_prefetch_factor",
-        "ddp_backend",
-        "ddp_broadcast_buffers",
-        "ddp_bucket_cap_mb",
-        "ddp_find_unused_parameters",
-        "ddp_static_graph",
-        "ddp_timeout",
-        "debug",
-        "disable_dropout",
-        "disable_tqdm",
-        "do_eval",
-        "do_predict",
-        "do_train",
-        "ds3_gather_for_generation",
-        "enable_jit_checkpoint",
-        "entropy_coef_delta",
-        "entropy_coef_max",
-        "entropy_coef_min",
-        "entropy_target",
-        "eval_accumulation_steps",
-        "eval_delay",
-        "eval_do_concat_batches",
-        "eval_on_start",
-        "eval_steps",
-        "eval_strategy",
-        "eval_use_gather_object",
-        "fp16_full_eval",
-        "fsdp_config",
-        "full_determinism",
-        "generation_kwargs",
-        "gradient_checkpointing",
-        "gradient_checkpointing_kwargs",
-        "greater_is_better",
-        "hub_always_push",
-        "hub_model_id",
-        "hub_private_repo",
-        "hub_revision",
-        "hub_strategy",
-        "hub_token",
-        "ignore_data_skip",
-        "include_for_metrics",
-        "include_num_input_tokens_seen",
-        "label_names",
-        "label_smoothing_factor",
-        "length_column_name",
-        "liger_kernel_config",
-        "local_rank",
-        "log_completions",
-        "log_completions_hub_repo",
-        "log_level",
-        "log_level_replica",
-        "log_multimodal",
-        "log_on_each_node",
-        "log_unique_prompts",
-        "logging_first_step",
-        "logging_nan_inf_filter",
-        "logging_steps",
-        "logging_strategy",
-        "max_steps",
-        "max_tool_calling_iterations",
-        "metric_for_best_model",
-        "min_p",
-        "model_init_kwargs",
-        "multi_objective_aggregation",
-        "num_completions_to_print",
-        "num_generations",
-        "num_generations_eval",
-        "num_train_epochs",
-        "output_dir",
-        "pad_to_multiple_of",
-        "per_device_eval_batch_size",
-        "prediction_loss_only",
-        "project",
-        "push_to_hub",
-        "ref_model_mixup_alpha",
-        "ref_model_sync_steps",
-        "remove_unused_columns",
-        "repetition_penalty",
-        "report_to",
-        "restore_callback_states_from_checkpoint",
-        "reward_weights",
-        "run_name",
-        "save_on_each_node",
-        "save_only_model",
-        "save_steps",
-        "save_strategy",
-        "scale_rewards",
-        "seed",
-        "shuffle_dataset",
-        "skip_memory_metrics",
-        "sync_ref_model",
-        "tf32",
-        "torch_compile",
-        "torch_compile_backend",
-        "torch_compile_mode",
-        "torch_empty_cache_steps",
-        "trackio_bucket_id",
-        "trackio_space_id",
-        "trackio_static_space_id",
-        "train_sampling_strategy",
-        "transformers_continuous_batching_config",
-        "trust_remote_code",
-        "use_cache",
-        "use_cpu",
-        "use_transformers_continuous_batching",
-        "use_transformers_paged",
-        "use_vllm",
-        "vespo_k_neg",
-        "vespo_k_pos",
-        "vespo_lambda_neg",
-        "vespo_lambda_pos",
-        "vllm_enable_sleep_mode",
-        "vllm_gpu_memory_utilization",
-        "vllm_group_port",
-        "vllm_max_model_length",
-        "vllm_mode",
-        "vllm_model_impl",
-        "vllm_server_base_url",
-        "vllm_server_host",
-        "vllm_server_port",
-        "vllm_server_timeout",
-        "vllm_structured_outputs_regex",
-        "vllm_tensor_parallel_size",
-    ]
+# Fields that stay TRL's: sampling, rewards, data, logs, evaluation, its own files and processes,
+# and what only a refused value would use.
+KEPT = frozenset(
+    re.findall(
+        r"\w+",
+        """
+accelerator_config activation_checkpointing activation_checkpointing_kwargs auto_find_batch_size
+average_tokens_across_devices batch_eval_metrics bf16 bf16_full_eval cache_implementation
+chat_template_kwargs data_seed dataloader_drop_last dataloader_in_order
+dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
+dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers
+ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug disable_dropout
+disable_tqdm do_eval do_predict do_train ds3_gather_for_generation enable_jit_checkpoint
+entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target eval_accumulation_steps
+eval_delay eval_do_concat_batches eval_on_start eval_steps eval_strategy eval_use_gather_object
+fp16_full_eval fsdp_config full_determinism generation_kwargs gradient_checkpointing
+gradient_checkpointing_kwargs greater_is_better hub_always_push hub_model_id hub_private_repo
+hub_revision hub_strategy hub_token ignore_data_skip include_for_metrics
+include_num_input_tokens_seen label_names label_smoothing_factor length_column_name
+liger_kernel_config local_rank log_completions log_completions_hub_repo log_level
+log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_first_step
+logging_nan_inf_filter logging_steps logging_strategy max_steps max_tool_calling_iterations
+metric_for_best_model min_p model_init_kwargs multi_objective_aggregation
+num_completions_to_print num_generations num_generations_eval num_train_epochs output_dir
+pad_to_multiple_of per_device_eval_batch_size prediction_loss_only project push_to_hub
+ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty report_to
+restore_callback_states_from_checkpoint reward_weights run_name save_on_each_node
+save_only_model save_steps save_strategy scale_rewards seed shuffle_dataset skip_memory_metrics
+sync_ref_model tf32 torch_compile torch_compile_backend torch_compile_mode
+torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id
+train_sampling_strategy transformers_continuous_batching_config trust_remote_code use_cache
+use_cpu use_transformers_continuous_batching use_transformers_paged use_vllm vespo_k_neg
+vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_enable_sleep_mode vllm_gpu_memory_utilization
+vllm_group_port vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url
+vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
+vllm_tensor_parallel_size
+""",
+    )
 )
 
 

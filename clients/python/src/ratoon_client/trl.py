@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with its policy update done by the service. Imports TRL, transformers and torch.
+"""TRL's GRPOTrainer with its policy update done by the service. Imports TRL and torch.
 
 TRL samples, scores and makes advantages as ever. The micro-batches of an accumulation window become
 one Update, and the new version is copied into the module, which TRL samples from next. Invariant:
@@ -73,14 +73,10 @@ class RatoonGRPOTrainer(GRPOTrainer):
         module = self.accelerator.unwrap_model(self.model)
         _check_module(module, has_aux_loss=self.aux_loss_enabled)
         if self.optimizer is not None:
-            raise InvalidArgumentError(
-                "optimizers", "an optimizer", "None: the service steps AdamW"
-            )
+            raise InvalidArgumentError("optimizers", "an optimizer", "None: the service has it")
         self._client = RatoonClient(ratoon_url)
-        self._policy_id, self._is_named = (
-            policy_id or f"trl-{uuid.uuid4().hex[:8]}",
-            bool(policy_id),
-        )
+        self._policy_id = policy_id or f"trl-{uuid.uuid4().hex[:8]}"
+        self._is_named = policy_id is not None
         self._policy_options: PolicyOptions = {} if policy_options is None else policy_options
         self._session: PolicySession | None = None
         self._mirror = tempfile.TemporaryDirectory(prefix="ratoon-")
