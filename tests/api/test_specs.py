@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from ratoon.api.convert.policy import SpecDefaults, policy_spec, spec_message
 from ratoon.config import WorkerConfig
 from ratoon.engine.journal.codec import from_text, to_text
+from ratoon.errors import RatoonError
 from ratoon_proto.v1 import policy_pb2, service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -58,7 +59,6 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
             ("[1].name", [("a", 1, DIGEST), ("a", 1, DIGEST)]),
             ("[0].size_bytes", [("a", -1, DIGEST)]),
             ("[0].digest", [("a", 1, "../" + DIGEST[3:])]),
-            ("", [(str(index), 1, DIGEST) for index in range(513)]),
         )
     ),
     ("keep_versions", {"keep_versions": 0}),
@@ -133,6 +133,10 @@ def test_a_model_that_was_sent_is_the_same_in_any_order(tmp_path: Path) -> None:
     message = spec_message(one, tmp_path)
     assert message.sent_model == _sent(*files)
     assert message.WhichOneof("base") == "sent_model"
+    many = _sent(*((str(index), 1, DIGEST) for index in range(513)))
+    with pytest.raises(RatoonError) as caught:
+        policy_spec(requests.spec(sent_model=many), defaults)
+    assert caught.value.field == "spec.sent_model.files"
 
 
 def test_tokens_of_the_server_are_at_least_one() -> None:

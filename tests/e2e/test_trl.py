@@ -280,3 +280,37 @@ def test_a_model_is_sent_trained_saved_and_resumed(ground: Ground, tmp_path: Pat
         assert torch.equal(value, done[key]), key
     with RatoonClient(ground.url) as client:
         client.delete_policy(first.policy_id).result()
+
+
+def test_rows_are_what_trl_trains_of_each_completion() -> None:
+    """Tools' tokens are masked, padding is gone, and a log-prob that vLLM has not weighs 1."""
+    import numpy as np
+
+    from ratoon_client.trl import groups_of, rows_of
+
+    old = np.array([[-1.0, -2.0, -3.0, 0.0], [-1.0, -1.0, 0.0, 0.0], [-4.0, 0.0, 0.0, 0.0]])
+    inputs = {
+        "prompt_ids": np.array([[9, 9, 5], [9, 4, 5], [9, 9, 5]]),
+        "prompt_mask": np.array([[0, 0, 1], [0, 1, 1], [0, 0, 1]]),
+        "completion_ids": np.array([[1, 2, 3, 9], [1, 2, 9, 9], [7, 8, 8, 8]]),
+        "completion_mask": np.array([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]]),
+        "tool_mask": np.array([[1, 0, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]),
+        "advantages": np.array([0.5, -1.0, 2.0]),
+        "old_per_token_logps": old,
+        "sampling_per_token_logps": np.where(old == -2.0, np.nan, old - 0.25),
+    }
+    rows = rows_of(inputs, {"temperature": 0.7, "top_p": 0.9})
+    assert [prompt for prompt, _ in rows] == [(5,), (4, 5), (5,)]
+    first, second, masked = (made for _, made in rows)
+    assert first.content.tolist() == [1, 2, 3]
+    assert first.loss_mask.tolist() == [True, False, True]
+    assert first.outcome.tolist() == [0.5] * 3
+    assert first.sampler_logprobs.tolist() == [-1.25, -2.0, -3.25]
+    assert (first.sampler_logprobs_kind, first.temperature, first.top_p) == ("processed", 0.7, 0.9)
+    assert second.content.tolist() == [1, 2]
+    assert (masked.content.tolist(), masked.loss_mask.tolist()) == ([7], [False])
+    groups = groups_of(rows, name="3")
+    assert [(one.group_id, len(one.rollouts)) for one in groups] == [("3-0", 2), ("3-1", 1)]
+    del inputs["old_per_token_logps"]
+    (_, unknown), *_ = rows_of(inputs, {})
+    assert unknown.sampler_logprobs is None
