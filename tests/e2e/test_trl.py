@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -19,14 +18,23 @@ from tests.running_service import Service
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / ".venv-trl"
-if SITE.is_dir():
-    sys.path.append(str(SITE))  # Behind everything else: torch and transformers are ours.
-if importlib.util.find_spec("trl") is None:
-    pytest.skip("TRL is not installed: make env-trl", allow_module_level=True)
 
-pytestmark = [pytest.mark.e2e, pytest.mark.more]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.more,
+    pytest.mark.skipif(not (SITE / "trl").is_dir(), reason="TRL is not installed: make env-trl"),
+]
 POLICY = "trl-rows"
 PROMPTS = [f"{'Say a number. ' * (1 + index % 3)}{index}" for index in range(32)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def site() -> Iterator[None]:
+    """TRL behind everything else, for these tests alone: torch and transformers are those of .venv,
+    and what Ray starts elsewhere does not see its packages."""
+    sys.path.append(str(SITE))
+    yield
+    sys.path.remove(str(SITE))
 
 
 @dataclass
@@ -120,7 +128,9 @@ def _equal_at_last(completion_ids: list[list[int]], trainer_state: Any, **_: Any
 
 
 @pytest.fixture(scope="module")
-def ground(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def ground(
+    site: None, service: Service, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ground]:
     from trl import GRPOTrainer
 
     from ratoon.model.presets import byte_tokenizer
