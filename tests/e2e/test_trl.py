@@ -1,4 +1,4 @@
-"""The script of docs/trl.md against the real service; tests/train/test_trl.py compares its steps."""
+"""The script of docs/trl.md against the real service; its steps are compared by tests/train."""
 
 from __future__ import annotations
 

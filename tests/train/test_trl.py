@@ -73,7 +73,7 @@ class LocalPolicy:
         )
 
     def update(self, groups: list[Group], *, loss: Loss, optim: Optim) -> Any:
-        info = self.trainer.info
+        info = self.trainer.info()
         bounds = BatchLimits(
             vocab_size=info.vocab_size,
             max_sequence_tokens=info.max_sequence_tokens,
