@@ -185,7 +185,9 @@ ROWS: dict[str, dict[str, Any]] = {
         "loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False, "max_steps": 2
     },
     "grpo, two iterations": {"loss_type": "grpo", "num_iterations": 2, "max_steps": 2},
-    "dapo, two-sided clip": {"delta": 1.3, "epsilon": 0.1, "num_iterations": 2, "max_steps": 2},
+    "grpo, two-sided clip": {
+        "loss_type": "grpo", "delta": 1.02, "epsilon": 0.01, "num_iterations": 2, "max_steps": 2
+    },
     "dr_grpo": {"loss_type": "dr_grpo"},
     "bnpo": {"loss_type": "bnpo", "gradient_accumulation_steps": 1},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
