@@ -30,8 +30,8 @@ class LossType:
     by_sequence: str = "gspo"
 
 
-# Those that divide by tokens count them over the batch that was generated, as TRL does, so that
-# their divisor is a constant of the window; bnpo counts its only micro-batch.
+# A divisor of tokens is theirs over the batch that was generated, as TRL counts, so that it is a
+# constant of the window; bnpo counts its only micro-batch.
 LOSS_TYPES: Mapping[str, LossType] = MappingProxyType(
     {
         "dapo": LossType("dapo", "per_token", "tokens"),
