@@ -43,7 +43,7 @@ def write_model(folder: Path) -> Path:
 
 def grpo_config(output: Path, **changes: Any) -> Any:
     """A GRPOConfig of one step on this machine's CPU, of 16 completions in two micro-batches."""
-    from trl import GRPOConfig
+    from trl import GRPOConfig  # pyright: ignore[reportMissingImports]
 
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 8,

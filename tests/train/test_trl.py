@@ -3,6 +3,9 @@
 The policy is a trainer of this process: the client's messages go in, and weights come back.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -5,6 +5,9 @@ one Update, and the new version is copied into the module, which TRL samples fro
 module and policy are of one version whenever a step begins.
 """
 
+# Where TRL is not installed, its trainer has no type.
+# pyright: basic, reportMissingImports=false
+
 from __future__ import annotations
 
 import json
@@ -321,7 +324,7 @@ class _NoOptimizer(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> None:
         super().__init__(list(parameters), {"lr": learning_rate})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         return None
 
 
