@@ -242,9 +242,7 @@ def loss_of(args: Any, *, has_old_logprobs: bool) -> Loss:
     if args.use_vllm and args.vllm_importance_sampling_correction:
         level, _, mode = args.vllm_importance_sampling_mode.partition("_")
         low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-        options["correction"] = Correction(
-            cast("Any", mode), cast("Any", level), low=low or 0.0, high=high
-        )
+        options["correction"] = Correction(mode, level, low=low or 0.0, high=high)
     return Loss(
         cast("Any", kind),
         advantage="given",

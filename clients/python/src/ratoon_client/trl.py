@@ -134,9 +134,9 @@ class RatoonGRPOTrainer(GRPOTrainer):
             groups = groups_of(rows, name=str(self.state.global_step))
             loss = loss_of(self.args, has_old_logprobs=has_old)
             result = self._ready.update(groups, loss=loss, optim=optim).result()
-        result = self._from_main(result)
-        self._pull(result.version)
-        report = result.report
+        done: StepResult = self._from_main(result)
+        self._pull(done.version)
+        report = done.report
         self._grad_norm = report.grad_norm or 0.0
         shown = {f"ratoon/{name}": getattr(report, name) for name in _SHOWN}
         shown |= {
