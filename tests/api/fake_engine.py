@@ -131,6 +131,7 @@ class FakeEngine(EngineClient):
         self.operations: dict[str, Operation] = {}
         self.known_policies: dict[str, Policy] = {}
         self.files: dict[str, bytes] = {}
+        self.sent: dict[tuple[str, str], bytearray] = {}
         # Whole, by seq.
         self.kept: dict[int, list[KeptRollout]] = {}
         self.submissions: dict[str, Submission] = {}
@@ -432,6 +433,13 @@ class FakeEngine(EngineClient):
         if not operation.state.is_final:
             await self.set(replace(operation, state=OperationState.CANCELLED, finished_at=4.0))
         return self.operations[operation_id]
+
+    async def put_model_file(
+        self, policy_id: str, file: WeightFile, offset: int, data: bytes
+    ) -> int:
+        sent = self.sent.setdefault((policy_id, file.digest), bytearray())
+        sent[offset:] = data
+        return len(sent)
 
     async def put_upload_part(
         self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import xxhash
 
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon_proto.types import PolicyState
@@ -195,6 +196,31 @@ async def test_bad_parts_are_refused_when_they_come(api: Api, wire_name: str) ->
     refused = await refused_by(api.wire(wire_name), "UploadPart", lying)
     assert refused.detail.field == "groups[0].prompt.dtype"
     assert api.engine.uploads == {}
+
+
+async def test_pieces_of_a_model_arrive_and_bad_ones_are_refused(api: Api, wire_name: str) -> None:
+    """The policy need not exist."""
+    data = bytes(api.limits.max_body_bytes // 2)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    good = service_pb2.SendModelFileRequest(
+        policy_id=requests.POLICY, digest=digest, size_bytes=len(data), offset=0, data=data
+    )
+    for name, value in (
+        ("policy_id", "UPPER"),
+        ("digest", "z" + digest[1:]),
+        ("digest", digest.upper()),
+        ("size_bytes", -1),
+        ("offset", -1),
+    ):
+        request = service_pb2.SendModelFileRequest()
+        request.CopyFrom(good)
+        setattr(request, name, value)
+        refused = await refused_by(api.wire(wire_name), "SendModelFile", request)
+        assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", name)
+    assert api.engine.sent == {}
+    answer = await api.wire(wire_name).call("SendModelFile", good)
+    assert answer.num_bytes == len(data)
+    assert api.engine.sent == {(requests.POLICY, digest): data}
 
 
 async def test_a_policy_that_is_not_ready_takes_no_batch(api: Api, wire_name: str) -> None:

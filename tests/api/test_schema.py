@@ -45,7 +45,7 @@ MESSAGES: dict[str, Descriptor] = {
     for name, message in file.DESCRIPTOR.message_types_by_name.items()
 }
 # Fields that are in the path instead of the body.
-IN_PATH = {"policy_id", "upload_id", "part_index", "checkpoint_id"}
+IN_PATH = {"policy_id", "digest", "upload_id", "part_index", "checkpoint_id"}
 # Messages whose fields JSON has in place of the message itself.
 FLAT = {"key": {"seq", "request_id", "consume"}, "segments": {"segments"}}
 BODIES: dict[str, Any] = {
@@ -109,6 +109,7 @@ REQUIRED = {
     "RolloutGroup": {"group_id"},
     "SampleRequest": {"prompt"},
     "Segment": {"tokens"},
+    "SentModel": {"files"},
     "StalenessConfig": {"max_versions", "action"},
     "Tensor": {"dtype"},
     "UpdateRequest": {"loss", "optim"},

@@ -94,6 +94,7 @@ class FakeService:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.policies: dict[str, FakePolicy] = {"p": FakePolicy()}
+        self.sent: dict[str, bytearray] = {}
         self.operations: dict[str, operation_pb2.Operation] = {}
         self.calls: Counter[str] = Counter()
         self.requests: list[tuple[str, Message]] = []
@@ -191,8 +192,19 @@ class FakeService:
         self.operations[operation.operation_id] = operation
         return operation
 
+    def _send_model_file(self, request: service_pb2.SendModelFileRequest) -> Message:
+        sent = self.sent.setdefault(request.digest, bytearray())
+        assert request.offset <= len(sent)
+        sent[request.offset :] = request.data
+        return service_pb2.SendModelFileResponse(num_bytes=len(sent))
+
     def _create_policy(self, request: service_pb2.CreatePolicyRequest) -> Message:
         spec = request.spec
+        for file in spec.sent_model.files:
+            arrived = len(self.sent.get(file.digest, b""))
+            if arrived < file.size_bytes:
+                details = {"digest": file.digest, "arrived": str(arrived)}
+                raise RefusalError("UPLOAD_NOT_FOUND", **details)
         if spec.policy_id in self.policies:
             raise RefusalError("POLICY_EXISTS", field="policy_id")
         self.policies[spec.policy_id] = FakePolicy(

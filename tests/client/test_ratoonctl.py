@@ -202,12 +202,16 @@ def _leaves(message: Any, path: str = "") -> Iterator[str]:
         yield from _leaves(below, f"{own}.") if below is not None and below.fields else [own]
 
 
+SENT = {f"sent_model.files.{name}" for name in ("name", "size_bytes", "digest")}
+
+
 @pytest.mark.parametrize(
     ("options", "without"),
-    [(LOSS, set()), (OPTIM, set()), (POLICY, {"policy_id", "full"})],
+    [(LOSS, set()), (OPTIM, set()), (POLICY, {"policy_id", "full", *SENT})],
 )
 def test_every_field_of_a_call_has_an_option(options: MessageOptions, without: set[str]):
-    """Only 14 of 60 fields had one; the id is an argument, `full` what there is without LoRA."""
+    """Only 14 of 60 fields had one. The id is an argument, `full` what there is without LoRA, and a
+    folder is sent by its path."""
     names = [option.name for option in options.options()]
     assert len(set(names)) == len(names)
     had = {".".join(option.path) for option in options.options()}

@@ -14,6 +14,15 @@ from typing import TYPE_CHECKING, Literal
 from ratoon_proto import bases
 
 
+class WeightKind(bases.WireEnum):
+    """What a version's files are."""
+
+    FULL = "full"
+    """A model folder that transformers loads."""
+    ADAPTER = "adapter"
+    """An adapter folder that peft loads."""
+
+
 class Sequencing(bases.WireEnum):
     """Who orders the calls to a policy."""
 
@@ -408,15 +417,6 @@ class StopReason(bases.WireEnum):
     """At its length limit."""
 
 
-class WeightKind(bases.WireEnum):
-    """What a version's files are."""
-
-    FULL = "full"
-    """A model folder that transformers loads."""
-    ADAPTER = "adapter"
-    """An adapter folder that peft loads."""
-
-
 class LogprobsOf(bases.WireEnum):
     """The response tokens whose log-probs a ForwardBackward returns."""
 
@@ -443,6 +443,59 @@ class ImportMode(bases.WireEnum):
 
 
 ImportModeName = Literal["full", "delta"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """A file of a version's weights."""
+
+    name: str = ""
+    """Its name: model-00001-of-00002.safetensors, config.json, ..."""
+    size_bytes: int = 0
+    digest: str = ""
+    """xxh3-128 of the whole file, 32 hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDelta:
+    """A delta that makes a version's files out of those of `parent_version`."""
+
+    parent_version: int
+    file: WeightFile
+    """The delta itself, fetched as a file of the version that it leads to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """The files of a version's weights."""
+
+    policy_id: str
+    version: int
+    kind: WeightKind
+    files: tuple[WeightFile, ...]
+    created_at: datetime
+    deltas: tuple[WeightDelta, ...]
+    """Deltas that lead to the version; their files are not among `files`."""
+    changed_share: float | None = None
+    """Share of the values, 0 to 1, that have other bits than in the newest version before it.
+    Absent: not compared.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientManifest:
+    """Gradient sums of a window, and the counters that an OptimStep divides them by."""
+
+    policy_id: str
+    version: int
+    """The version of the weights."""
+    file: WeightFile
+    """A file in safetensors' format, float32, not divided; kept for the server's result_ttl_s."""
+    seqs: tuple[int, ...]
+    """Seqs of the window's ForwardBackwards."""
+    trained_tokens: int
+    num_sequences: int
+    num_groups: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -592,9 +645,23 @@ class CheckpointSource:
 
 
 @dataclass(frozen=True, slots=True)
+class SentModel:
+    """A model folder that SendModelFile has brought: these files, of plain names, and no others."""
+
+    files: tuple[WeightFile, ...]
+
+    if TYPE_CHECKING:
+
+        def __init__(self, files: Sequence[WeightFile]) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, files=tuple)
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default)
-    or `lora`.
+    """A policy to create, with exactly one of `preset`, `model_folder` and `sent_model`, and `full`
+    (the default) or `lora`.
     """
 
     policy_id: str
@@ -604,6 +671,8 @@ class PolicySpec:
     """A built-in random model: tiny, small."""
     model_folder: str | None = None
     """A Hugging Face model folder below the server's models root."""
+    sent_model: SentModel | None = None
+    """A model that the service has no folder of. It belongs to the policy, and goes with it."""
     full: FullTuning | None = None
     lora: LoraTuning | None = None
     optimizer: AdamWConfig = AdamWConfig()
@@ -654,6 +723,7 @@ class PolicySpec:
             *,
             preset: str | None = None,
             model_folder: str | None = None,
+            sent_model: SentModel | None = None,
             full: FullTuning | None = None,
             lora: LoraTuning | None = None,
             optimizer: AdamWConfig = AdamWConfig(),
@@ -1637,59 +1707,6 @@ class SampleResult:
     at temperature 1. The first row is of zeros and NaN. Empty unless asked for.
     """
     topk_prompt_logprobs: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightFile:
-    """A file of a version's weights."""
-
-    name: str
-    """Its name: model-00001-of-00002.safetensors, config.json, ..."""
-    size_bytes: int
-    digest: str
-    """xxh3-128 of the whole file, 32 hexadecimal digits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightDelta:
-    """A delta that makes a version's files out of those of `parent_version`."""
-
-    parent_version: int
-    file: WeightFile
-    """The delta itself, fetched as a file of the version that it leads to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightManifest:
-    """The files of a version's weights."""
-
-    policy_id: str
-    version: int
-    kind: WeightKind
-    files: tuple[WeightFile, ...]
-    created_at: datetime
-    deltas: tuple[WeightDelta, ...]
-    """Deltas that lead to the version; their files are not among `files`."""
-    changed_share: float | None = None
-    """Share of the values, 0 to 1, that have other bits than in the newest version before it.
-    Absent: not compared.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientManifest:
-    """Gradient sums of a window, and the counters that an OptimStep divides them by."""
-
-    policy_id: str
-    version: int
-    """The version of the weights."""
-    file: WeightFile
-    """A file in safetensors' format, float32, not divided; kept for the server's result_ttl_s."""
-    seqs: tuple[int, ...]
-    """Seqs of the window's ForwardBackwards."""
-    trained_tokens: int
-    num_sequences: int
-    num_groups: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,6 +149,8 @@ class LimitsConfig(_Section):
     # Bodies of open operations, and uploads not yet used by a call: per policy, and over all.
     max_queued_bytes: int = Field(default=8 * GIB, ge=1024)
     max_total_queued_bytes: int = Field(default=32 * GIB, ge=1024)
+    # Models that were sent for policies that are not created yet.
+    max_sent_model_bytes: int = Field(default=64 * GIB, ge=1024)
     # Unanswered calls per process: in all, and per API key (or host, without a key).
     max_requests_in_flight: int = Field(default=4096, ge=1)
     max_requests_in_flight_of_caller: int = Field(default=1024, ge=1)

@@ -39,6 +39,7 @@ from ratoon_client.weights.calls import (
 from ratoon_client.weights.export import export_weights
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.weights.receiver import Adapter, AsyncWeightReceiver, ReceiverEvent, log_event
+from ratoon_client.weights.send import create_from
 from ratoon_client.wire import decode, group_messages, policy_spec_message, request_message
 from ratoon_proto.types import (
     GradientManifest,
@@ -130,7 +131,8 @@ class AsyncRatoonClient:
 
         Args:
             policy_id: Its id: [a-z0-9][a-z0-9_-]{0,63}.
-            **options: Fields of a PolicySpec; one of `preset` and `model_folder` is required.
+            **options: Fields of a PolicySpec; one of `preset`, `model_folder` and `send_folder`, a
+                model folder of this machine whose files are sent, is required.
 
         Returns:
             The handle of the operation, which is done once the policy can be trained. The same
@@ -140,9 +142,12 @@ class AsyncRatoonClient:
             RatoonApiError: POLICY_EXISTS, where the policy exists with other options.
         """
         spec = policy_spec_message(policy_id, options)
-        return AsyncOperationHandle(
-            self._caller, await self._caller.ask(rpcs.CREATE_POLICY, spec=spec)
-        )
+        folder = options.get("send_folder")
+        if folder is None:
+            answer = await self._caller.ask(rpcs.CREATE_POLICY, spec=spec)
+        else:
+            answer = await create_from(self._caller, spec, Path(folder))
+        return AsyncOperationHandle(self._caller, answer)
 
     async def delete_policy(self, policy_id: str) -> AsyncOperationHandle[None]:
         """Remove a policy with its weights and checkpoints.

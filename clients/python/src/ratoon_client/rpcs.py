@@ -37,6 +37,10 @@ _Operation = operation_pb2.Operation
 
 # A repeated spec is answered with the first operation; another spec with POLICY_EXISTS.
 CREATE_POLICY = Rpc("CreatePolicy", service_pb2.CreatePolicyRequest, _Operation)
+# Pieces that are there already change nothing.
+SEND_MODEL_FILE = Rpc(
+    "SendModelFile", service_pb2.SendModelFileRequest, service_pb2.SendModelFileResponse
+)
 # A second delete could meet a policy that was made anew in between.
 DELETE_POLICY = Rpc(
     "DeletePolicy", service_pb2.DeletePolicyRequest, _Operation, is_idempotent=False

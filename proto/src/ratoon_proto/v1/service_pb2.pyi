@@ -517,6 +517,65 @@ class UploadPartResponse(_message.Message):
 Global___UploadPartResponse: _TypeAlias = UploadPartResponse  # noqa: Y015
 
 @_typing.final
+class SendModelFileRequest(_message.Message):
+    """A piece of a file of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    """The policy that will be created."""
+    digest: _builtins.str
+    """xxh3-128 of the whole file, 32 hexadecimal digits."""
+    size_bytes: _builtins.int
+    """Bytes of the whole file."""
+    offset: _builtins.int
+    """Where `data` begins: at most what has arrived."""
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "digest", b"digest", "offset", b"offset", "policy_id", b"policy_id", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendModelFileRequest: _TypeAlias = SendModelFileRequest  # noqa: Y015
+
+@_typing.final
+class SendModelFileResponse(_message.Message):
+    """How far a file has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """Bytes from the file's beginning; those of the whole file once its digest has been checked."""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendModelFileResponse: _TypeAlias = SendModelFileResponse  # noqa: Y015
+
+@_typing.final
 class GetOperationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -96,6 +96,11 @@ class PolicyServiceStub(object):
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.UploadPartRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.UploadPartResponse.FromString,
                 _registered_method=True)
+        self.SendModelFile = channel.unary_unary(
+                '/ratoon.v1.PolicyService/SendModelFile',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.SendModelFileRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.SendModelFileResponse.FromString,
+                _registered_method=True)
         self.GetOperation = channel.unary_unary(
                 '/ratoon.v1.PolicyService/GetOperation',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.GetOperationRequest.SerializeToString,
@@ -292,6 +297,14 @@ class PolicyServiceServicer(object):
 
     def UploadPart(self, request, context):
         """One part of a large batch, kept until it expires, or a call has named it and its room is wanted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendModelFile(self, request, context):
+        """A piece of a file of a model that CreatePolicy is about to name as `sent_model`, kept until it
+        expires or is used. Pieces come in order; one that is here already changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -524,6 +537,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.UploadPart,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.UploadPartRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_service__pb2.UploadPartResponse.SerializeToString,
+            ),
+            'SendModelFile': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendModelFile,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.SendModelFileRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_service__pb2.SendModelFileResponse.SerializeToString,
             ),
             'GetOperation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetOperation,
@@ -940,6 +958,33 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/UploadPart',
             ratoon__proto_dot_v1_dot_service__pb2.UploadPartRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_service__pb2.UploadPartResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendModelFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/SendModelFile',
+            ratoon__proto_dot_v1_dot_service__pb2.SendModelFileRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_service__pb2.SendModelFileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,10 @@ class PolicyServiceStub:
     """Log-probs, and entropy, of given rollouts. No gradient."""
     UploadPart: _grpc.UnaryUnaryMultiCallable[_service_pb2.UploadPartRequest, _service_pb2.UploadPartResponse]
     """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
+    SendModelFile: _grpc.UnaryUnaryMultiCallable[_service_pb2.SendModelFileRequest, _service_pb2.SendModelFileResponse]
+    """A piece of a file of a model that CreatePolicy is about to name as `sent_model`, kept until it
+    expires or is used. Pieces come in order; one that is here already changes nothing.
+    """
     GetOperation: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetOperationRequest, _operation_pb2.Operation]
     """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]
@@ -162,6 +166,10 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Log-probs, and entropy, of given rollouts. No gradient."""
     UploadPart: _aio.UnaryUnaryMultiCallable[_service_pb2.UploadPartRequest, _service_pb2.UploadPartResponse]  # type: ignore[assignment]
     """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
+    SendModelFile: _aio.UnaryUnaryMultiCallable[_service_pb2.SendModelFileRequest, _service_pb2.SendModelFileResponse]  # type: ignore[assignment]
+    """A piece of a file of a model that CreatePolicy is about to name as `sent_model`, kept until it
+    expires or is used. Pieces come in order; one that is here already changes nothing.
+    """
     GetOperation: _aio.UnaryUnaryMultiCallable[_service_pb2.GetOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _aio.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
@@ -322,6 +330,16 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.UploadPartResponse, _abc.Awaitable[_service_pb2.UploadPartResponse]]:
         """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
+
+    @_abc_1.abstractmethod
+    def SendModelFile(
+        self,
+        request: _service_pb2.SendModelFileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.SendModelFileResponse, _abc.Awaitable[_service_pb2.SendModelFileResponse]]:
+        """A piece of a file of a model that CreatePolicy is about to name as `sent_model`, kept until it
+        expires or is used. Pieces come in order; one that is here already changes nothing.
+        """
 
     @_abc_1.abstractmethod
     def GetOperation(

@@ -24,7 +24,7 @@ BATCHES = frozenset(
     for method in SERVICE.methods
     if {"batch", "groups"} & set(method.input_type.fields_by_name)
 )
-# Bytes of a request without a batch; GetGradientManifest names tensors, and a model with experts
+# Bytes of any other request; GetGradientManifest names tensors, and a model with experts
 # has tens of thousands; Sample has a prompt.
 SMALL_BYTES = 64 * 1024
 LISTS_BYTES = 2**20
@@ -32,17 +32,20 @@ _LISTS = {
     "GetGradientManifest": ": ask for fewer names at a time",
     "Sample": ": the prompt is too long",
 }
+_PIECES = "SendModelFile"
 _FILE = re.compile(r"/v1/policies/[^/]+/(weights/[^/]+/)?files/[^/]+")
 _ADVICE = {
     **_LISTS,
+    _PIECES: ": send smaller pieces",
     **dict.fromkeys(BATCHES, ": send the batch in parts (UploadPart)"),
 }
 _HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 
 
 def body_bound(rpc: str, most: int) -> int:
-    """Maximum request size of an RPC; `most` applies to those with a batch. "": an unknown RPC."""
-    if rpc in BATCHES:
+    """Maximum request size of an RPC; `most` applies to those with a batch, or with a piece of a
+    file. "": an unknown RPC."""
+    if rpc in BATCHES or rpc == _PIECES:
         return most
     return min(most, LISTS_BYTES if rpc in _LISTS else SMALL_BYTES)
 

@@ -123,6 +123,17 @@ class PolicyService:
             await self._finish(self._engine.call(Engine.create_policy, spec))
         )
 
+    async def send_model_file(
+        self, request: service_pb2.SendModelFileRequest
+    ) -> service_pb2.SendModelFileResponse:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        digest = matched("digest", request.digest, DIGEST)
+        size_bytes = at_least("size_bytes", request.size_bytes, 0)
+        offset = at_least("offset", request.offset, 0)
+        file = WeightFile(size_bytes=size_bytes, digest=digest)
+        call = self._engine.call(Engine.put_model_file, policy_id, file, offset, request.data)
+        return service_pb2.SendModelFileResponse(num_bytes=await self._finish(call))
+
     async def delete_policy(
         self, request: service_pb2.DeletePolicyRequest
     ) -> operation_pb2.Operation:

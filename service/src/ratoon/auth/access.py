@@ -22,6 +22,7 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
     {
         "create_policy": Scope.ADMIN,
         "delete_policy": Scope.ADMIN,
+        "send_model_file": Scope.ADMIN,
         "release_policy": Scope.TRAIN,
         "get_policy": Scope.READ,
         "list_policies": Scope.READ,

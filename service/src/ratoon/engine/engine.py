@@ -57,6 +57,7 @@ from ratoon_proto.types import (
     PolicyState,
     StepHistory,
     VersionList,
+    WeightFile,
 )
 
 if TYPE_CHECKING:
@@ -116,10 +117,16 @@ class Engine:
     async def create_policy(self, spec: PolicySpec) -> Operation:
         """Begin to create a policy; the same spec again is a retry. See `Lifecycle.create_policy`.
 
-        Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED.
+        Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED, UPLOAD_NOT_FOUND.
         """
         await self._recovered()
         return await self._lifecycle.create_policy(spec)
+
+    async def put_model_file(
+        self, policy_id: str, file: WeightFile, offset: int, data: bytes
+    ) -> int:
+        """Store a piece of a model for CreatePolicy. See `Lifecycle.put_model_file`."""
+        return await self._lifecycle.put_model_file(policy_id, file, offset, data)
 
     async def delete_policy(self, policy_id: str) -> Operation:
         """Begin to delete a policy and all its files. See `Lifecycle.delete_policy`.

@@ -73,8 +73,14 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
     {
         "CreatePolicy": (
             "policies",
-            (ErrorCode.POLICY_EXISTS, ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.UNSUPPORTED),
+            (
+                ErrorCode.POLICY_EXISTS,
+                ErrorCode.RESOURCE_EXHAUSTED,
+                ErrorCode.UNSUPPORTED,
+                ErrorCode.UPLOAD_NOT_FOUND,
+            ),
         ),
+        "SendModelFile": ("policies", (ErrorCode.RESOURCE_EXHAUSTED,)),
         "ListPolicies": ("policies", ()),
         "GetPolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND,)),
         "DeletePolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY)),
@@ -176,6 +182,7 @@ _IN_PATH: Mapping[str, Any] = MappingProxyType(
         "operation_id": OperationId,
         "checkpoint_id": CheckpointId,
         "upload_id": UploadId,
+        "digest": Digest,
         "part_index": Index,
         "seq": Seq,
         "group": Index,

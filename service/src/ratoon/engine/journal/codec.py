@@ -43,6 +43,7 @@ TAGS: dict[str, type] = {
     "model_info": ModelInfo,
     "base.preset": PresetBase,
     "base.folder": FolderBase,
+    "weight_file": proto.WeightFile,
     "tuning.full": proto.FullTuning,
     "tuning.lora": proto.LoraTuning,
     "adamw": proto.AdamWConfig,
