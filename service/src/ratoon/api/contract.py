@@ -29,6 +29,9 @@ BATCHES = frozenset(
 SMALL_BYTES = 64 * 1024
 NAMES_BYTES = 2**20
 _NAMES = "GetGradientManifest"
+# Calls of the Tinker wire whose requests are as large as batches, or larger than a small one.
+_TINKER_BATCHES = frozenset({"tinker_forward_backward"})
+_TINKER = "tinker"
 _FILE = re.compile(r"/v1/policies/[^/]+/(weights/[^/]+/)?files/[^/]+")
 _ADVICE = {
     _NAMES: ": ask for fewer names at a time",
@@ -39,9 +42,9 @@ _HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 
 def body_bound(rpc: str, most: int) -> int:
     """Maximum request size of an RPC; `most` applies to those with a batch. "": an unknown RPC."""
-    if rpc in BATCHES:
+    if rpc in BATCHES or rpc in _TINKER_BATCHES:
         return most
-    return min(most, NAMES_BYTES if rpc == _NAMES else SMALL_BYTES)
+    return min(most, NAMES_BYTES if rpc in (_NAMES, _TINKER) else SMALL_BYTES)
 
 
 def check_size(rpc: str, num_bytes: int, bound: int) -> None:
@@ -82,7 +85,11 @@ def _place(rpc: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\{\w+\}", "[^/]+", route[1]))
 
 
-_PLACES = {rpc: _place(rpc) for rpc in _ADVICE}
+_PLACES = {
+    **{rpc: _place(rpc) for rpc in _ADVICE},
+    **{rpc: re.compile(f"/api/v1/{rpc.removeprefix('tinker_')}") for rpc in _TINKER_BATCHES},
+    _TINKER: re.compile("/api/v1/.+"),
+}
 
 
 @contextmanager
