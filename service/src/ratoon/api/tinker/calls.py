@@ -8,10 +8,8 @@ the wire is kept anywhere else. What is refused takes its seq, as the SDK counts
 from __future__ import annotations
 
 import asyncio
-import json
 import zlib
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -26,16 +24,15 @@ from ratoon.api.tinker.datums import batch_of, future_id, split_future
 from ratoon.api.tinker.errors import renamed
 from ratoon.api.tinker.losses import loss_of
 from ratoon.api.tinker.names import (
-    NOBODY,
     Model,
     checked_session,
     is_owned,
     model_of,
-    model_of_policy,
     new_session,
     not_found,
     weights_of,
 )
+from ratoon.api.tinker.runs import ATTENTION, MLP, Json, Runs, base_of, owner_of
 from ratoon.config import LimitsConfig, RatoonConfig
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.log import get_logger
@@ -43,7 +40,6 @@ from ratoon.model.spec import PRESET_NAMES
 from ratoon_proto.tinker import tinker_pb2
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, training_pb2
 
-Json = dict[str, object]
 _Keyed = TypeVar(
     "_Keyed",
     service_pb2.ForwardBackwardRequest,
@@ -56,9 +52,8 @@ _Keyed = TypeVar(
 HOLD_S = 40.0
 # Between two questions while the engine is away.
 _AWAY_S = 0.5
-_MAX_RUNS = 100
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+# Fields that the log names at most.
+_MAX_NAMED = 100
 _UNEMBED = "train_unembed is not served: adapters leave the LM head as it is"
 _FINAL = frozenset(
     {
@@ -78,7 +73,7 @@ class TinkerCalls:
         self._gate = gate
         self._config = config.tinker
         self._limits: LimitsConfig = config.limits
-        self._models_root = config.models_folder
+        self.runs = Runs(service, config.models_folder)
         # (call, field) of fields that the log has named.
         self._unknown: set[tuple[str, str]] = set()
 
@@ -89,7 +84,7 @@ class TinkerCalls:
             return
         self._service.record_unknown_fields(call)
         for name in names:
-            if (call, name) not in self._unknown and len(self._unknown) < _MAX_RUNS:
+            if (call, name) not in self._unknown and len(self._unknown) < _MAX_NAMED:
                 self._unknown.add((call, name))
                 _log.warning("unknown field ignored", call=call, field=shown(name))
 
@@ -105,26 +100,14 @@ class TinkerCalls:
 
     async def create_session(self, authorized: AuthorizedCall, _: bodies.CreateSession) -> Json:
         return {
-            "session_id": new_session(_owner(authorized)),
+            "session_id": new_session(owner_of(authorized)),
             "type": "create_session",
             "warning_message": _UNEMBED,
         }
 
-    async def heartbeat(self, authorized: AuthorizedCall, body: bodies.OfSession) -> Json:
-        """Renew the `idle_ttl_s` of the session's models."""
-        for policy in await self._of_session(authorized, body.session_id):
-            if policy.state != policy_pb2.POLICY_STATE_ENDED:
-                await self._get_policy(policy.spec.policy_id)
-        return {"type": "session_heartbeat"}
-
-    async def session(self, authorized: AuthorizedCall, session_id: str) -> Json:
-        found = await self._of_session(authorized, session_id)
-        models = [model_of_policy(policy.spec.policy_id, "").model_id for policy in found]
-        return {"training_run_ids": models, "sampler_ids": []}
-
     async def finish_session(self, authorized: AuthorizedCall, session_id: str) -> Json:
         """Put the session's models away; a call of one brings it back."""
-        for policy in await self._of_session(authorized, session_id):
+        for policy in await self.runs.of_session(authorized, session_id):
             if policy.state == policy_pb2.POLICY_STATE_READY:
                 request = service_pb2.ReleasePolicyRequest(policy_id=policy.spec.policy_id)
                 try:
@@ -136,21 +119,8 @@ class TinkerCalls:
 
     # Models.
 
-    async def capabilities(self) -> Json:
-        found = await asyncio.to_thread(_bases, self._models_root)
-        models = [
-            {
-                "model_name": name,
-                "max_context_length": facts.get("max_position_embeddings"),
-                "trainable": True,
-                "sampleable": False,
-            }
-            for name, facts in found.items()
-        ]
-        return {"supported_models": models}
-
     async def create_model(self, authorized: AuthorizedCall, body: bodies.CreateModel) -> Json:
-        session = checked_session(body.session_id, _owner(authorized))
+        session = checked_session(body.session_id, owner_of(authorized))
         model = Model(session=session, number=body.model_seq_id)
         spec = self._spec(model)
         if body.base_model in PRESET_NAMES:
@@ -168,30 +138,12 @@ class TinkerCalls:
         spec.seed = zlib.crc32(spec.policy_id.encode()) if seed is None else seed
         return await self._create(authorized, model, spec)
 
-    async def get_info(self, authorized: AuthorizedCall, body: bodies.OfModel) -> Json:
-        model = model_of(body.model_id, _owner(authorized))
-        spec = (await self._get_policy(model.policy_id)).spec
-        base = _base(spec)
-        facts = await asyncio.to_thread(_facts, self._models_root / base)
-        return {
-            "type": "get_info",
-            "model_data": {
-                "arch": facts.get("model_type") or base,
-                "model_name": base,
-                "tokenizer_id": base,
-            },
-            "model_id": model.model_id,
-            "is_lora": spec.HasField("lora"),
-            "lora_rank": spec.lora.rank or None,
-            "model_name": base,
-        }
-
     # Training.
 
     async def forward_backward(
         self, authorized: AuthorizedCall, body: tinker_pb2.ForwardBackwardRequest
     ) -> Json:
-        model = model_of(body.model_id, _owner(authorized))
+        model = model_of(body.model_id, owner_of(authorized))
         if body.seq_id < 1:
             raise invalid("seq_id", body.seq_id, "at least 1")
         if body.forward_only:
@@ -252,7 +204,7 @@ class TinkerCalls:
             allow_empty=True,
             discard_on_poison=True,
         )
-        model = model_of(body.model_id, _owner(authorized))
+        model = model_of(body.model_id, owner_of(authorized))
         return await self._future(authorized, model, body.seq_id, request, self._service.optim_step)
 
     # Saved weights.
@@ -263,7 +215,7 @@ class TinkerCalls:
             overwrite=body.overwrite,
             ttl_s=body.ttl_seconds,
         )
-        model = model_of(body.model_id, _owner(authorized))
+        model = model_of(body.model_id, owner_of(authorized))
 
         async def run(request: service_pb2.SaveCheckpointRequest) -> operation_pb2.Operation:
             if not request.checkpoint_id:
@@ -274,7 +226,7 @@ class TinkerCalls:
 
     async def load_weights(self, authorized: AuthorizedCall, body: bodies.LoadWeights) -> Json:
         """Load weights: of the model itself, or into a new model of a session."""
-        owner = _owner(authorized)
+        owner = owner_of(authorized)
         if body.session_id is not None and body.model_seq_id is not None:
             session = checked_session(body.session_id, owner)
             model = Model(session=session, number=body.model_seq_id)
@@ -293,53 +245,11 @@ class TinkerCalls:
         request = service_pb2.LoadCheckpointRequest()
         return await self._future(authorized, model, body.seq_id, request, run)
 
-    async def weights_info(self, authorized: AuthorizedCall, body: bodies.OfPath) -> Json:
-        model, name = weights_of(body.tinker_path, _owner(authorized))
-        spec = (await self._get_policy(model.policy_id)).spec
-        if all(each.checkpoint_id != name for each in await self._saved(model)):
-            raise not_found(ErrorCode.CHECKPOINT_NOT_FOUND)
-        names = set(spec.lora.target_modules) or {*_ATTENTION, *_MLP}
-        return {
-            "base_model": _base(spec),
-            "is_lora": spec.HasField("lora"),
-            "lora_rank": spec.lora.rank or None,
-            "train_unembed": False,
-            "train_mlp": not names.isdisjoint(_MLP),
-            "train_attn": not names.isdisjoint(_ATTENTION),
-        }
-
-    async def training_runs(self, authorized: AuthorizedCall, offset: int, limit: int) -> Json:
-        """List the key's models, newest first."""
-        owner = _owner(authorized)
-        found = [*reversed(await self._policies(lambda name: is_owned(name, owner)))]
-        shown_runs = [await self._run_json(policy) for policy in found[offset : offset + limit]]
-        return {"training_runs": shown_runs, "cursor": _cursor(offset, limit, len(found))}
-
-    async def training_run(self, authorized: AuthorizedCall, model_id: str) -> Json:
-        model = model_of(model_id, _owner(authorized))
-        return await self._run_json(await self._get_policy(model.policy_id))
-
-    async def run_checkpoints(self, authorized: AuthorizedCall, model_id: str) -> Json:
-        model = model_of(model_id, _owner(authorized))
-        saved = await self._saved(model)
-        return {"checkpoints": [_checkpoint_json(model, each) for each in saved]}
-
-    async def checkpoints(self, authorized: AuthorizedCall, offset: int, limit: int) -> Json:
-        """List the saved weights of all the key's models, newest first."""
-        owner = _owner(authorized)
-        found: list[tuple[Model, operation_pb2.CheckpointInfo]] = []
-        for policy in await self._policies(lambda name: is_owned(name, owner)):
-            model = model_of_policy(policy.spec.policy_id, owner)
-            found.extend((model, each) for each in await self._saved(model))
-        found.sort(key=lambda pair: pair[1].created_at.ToNanoseconds(), reverse=True)
-        page = [_checkpoint_json(*pair) for pair in found[offset : offset + limit]]
-        return {"checkpoints": page, "cursor": _cursor(offset, limit, len(found))}
-
     async def delete_checkpoint(
         self, authorized: AuthorizedCall, model_id: str, checkpoint_id: str
     ) -> None:
-        model = model_of(model_id, _owner(authorized))
-        _, name = weights_of(f"tinker://{model.model_id}/{checkpoint_id}", _owner(authorized))
+        model = model_of(model_id, owner_of(authorized))
+        _, name = weights_of(f"tinker://{model.model_id}/{checkpoint_id}", owner_of(authorized))
         request = service_pb2.DeleteCheckpointRequest(policy_id=model.policy_id, checkpoint_id=name)
         await self._gate.run(authorized, self._service.delete_checkpoint, request)
 
@@ -349,7 +259,7 @@ class TinkerCalls:
         self, authorized: AuthorizedCall, body: bodies.RetrieveFuture
     ) -> Json | bytes:
         """Answer a future: its result, `bytes` of a protobuf message where it has log-probs."""
-        owner = _owner(authorized)
+        owner = owner_of(authorized)
         operation_id, note = split_future(body.request_id)
         if not is_owned(policy_of_operation(operation_id), owner):
             raise not_found(ErrorCode.OPERATION_NOT_FOUND)
@@ -468,11 +378,11 @@ class TinkerCalls:
     async def _create_from(
         self, authorized: AuthorizedCall, model: Model, body: bodies.LoadWeights
     ) -> Json:
-        source, name = weights_of(body.path, _owner(authorized))
-        theirs = (await self._get_policy(source.policy_id)).spec
-        if body.base_model not in (None, _base(theirs)):
+        source, name = weights_of(body.path, owner_of(authorized))
+        theirs = (await self.runs.policy(source.policy_id)).spec
+        if body.base_model not in (None, base_of(theirs)):
             raise invalid(
-                "base_model", shown(body.base_model), f"{_base(theirs)}, the weights' own"
+                "base_model", shown(body.base_model), f"{base_of(theirs)}, the weights' own"
             )
         spec = self._spec(model)
         spec.seed, spec.dtype = theirs.seed, theirs.dtype
@@ -494,49 +404,6 @@ class TinkerCalls:
         operation = await self._gate.run(authorized, self._service.create_policy, request)
         return {"request_id": operation.operation_id, "model_id": model.model_id}
 
-    async def _get_policy(self, policy_id: str) -> policy_pb2.Policy:
-        return await self._service.get_policy(service_pb2.GetPolicyRequest(policy_id=policy_id))
-
-    async def _policies(self, is_wanted: Callable[[str], bool]) -> list[policy_pb2.Policy]:
-        """Return the policies whose ids are wanted, oldest first."""
-        found = await self._service.list_policies(service_pb2.ListPoliciesRequest())
-        return [policy for policy in found.policies if is_wanted(policy.spec.policy_id)]
-
-    async def _of_session(
-        self, authorized: AuthorizedCall, session_id: str
-    ) -> list[policy_pb2.Policy]:
-        """Return the models of a session. Raises POLICY_NOT_FOUND for another key's."""
-        session = checked_session(session_id, _owner(authorized))
-        return await self._policies(lambda name: name.startswith(f"tinker-{session}-"))
-
-    async def _saved(self, model: Model) -> list[operation_pb2.CheckpointInfo]:
-        """Return the checkpoints of a model that a caller has named, newest first."""
-        request = service_pb2.ListCheckpointsRequest(policy_id=model.policy_id)
-        found = (await self._service.list_checkpoints(request)).checkpoints
-        named = [each for each in found if each.checkpoint_id]
-        return sorted(named, key=lambda each: each.created_at.ToNanoseconds(), reverse=True)
-
-    async def _run_json(self, policy: policy_pb2.Policy) -> Json:
-        model = model_of_policy(policy.spec.policy_id, "")
-        saved = await self._saved(model)
-        request = service_pb2.ListOperationsRequest(policy_id=model.policy_id, page_size=1)
-        newest = (await self._service.list_operations(request)).operations
-        last = newest[0].created_at if newest else policy.created_at
-        return {
-            "training_run_id": model.model_id,
-            "base_model": _base(policy.spec),
-            "model_owner": model.session.partition("-")[0],
-            "is_lora": policy.spec.HasField("lora"),
-            "lora_rank": policy.spec.lora.rank or None,
-            "corrupted": policy.state == policy_pb2.POLICY_STATE_FAILED,
-            "last_request_time": last.ToJsonString(),
-            "last_checkpoint": _checkpoint_json(model, saved[0]) if saved else None,
-        }
-
-
-def _owner(authorized: AuthorizedCall) -> str:
-    return authorized.caller.key_id or NOBODY
-
 
 def _failure(operation: operation_pb2.Operation) -> RatoonError:
     detail = operation.error
@@ -550,42 +417,7 @@ def _targets(lora: bodies.Lora) -> tuple[str, ...]:
         return ()
     if not (lora.train_attn or lora.train_mlp):
         raise invalid("lora_config", "neither train_attn nor train_mlp", "one of them")
-    return _ATTENTION if lora.train_attn else _MLP
-
-
-def _base(spec: policy_pb2.PolicySpec) -> str:
-    return spec.preset or spec.model_folder
-
-
-def _bases(root: Path) -> dict[str, Json]:
-    """Return the model folders below a root, one or two names deep, with their `config.json`."""
-    paths = sorted({*root.glob("*/config.json"), *root.glob("*/*/config.json")})
-    return {path.parent.relative_to(root).as_posix(): _facts(path.parent) for path in paths}
-
-
-def _facts(folder: Path) -> Json:
-    """Return the configuration of a model folder; nothing where it cannot be read."""
-    try:
-        found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _checkpoint_json(model: Model, info: operation_pb2.CheckpointInfo) -> Json:
-    return {
-        "checkpoint_id": f"weights/{info.checkpoint_id}",
-        "checkpoint_type": "training",
-        "time": info.created_at.ToJsonString(),
-        "tinker_path": model.path(info.checkpoint_id),
-        "size_bytes": info.size_bytes,
-        "public": False,
-        "expires_at": info.expires_at.ToJsonString() if info.HasField("expires_at") else None,
-    }
-
-
-def _cursor(offset: int, limit: int, total: int) -> Json:
-    return {"offset": offset, "limit": limit, "total_count": total}
+    return ATTENTION if lora.train_attn else MLP
 
 
 def _not_forward(loss_fn: str) -> RatoonError:

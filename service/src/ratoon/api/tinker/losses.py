@@ -31,7 +31,7 @@ class WireLoss:
 
     columns: Mapping[str, Column]
     make: Callable[[Config], wire.LossConfig]
-    config: Config = MappingProxyType({})
+    config: Config
     is_mean: bool = False
     counts_all: bool = False
 
@@ -78,13 +78,18 @@ def _bounds(config: Config) -> tuple[float, float]:
 _SAMPLED: Mapping[str, Column] = MappingProxyType(
     {"advantages": "advantages", "logprobs": "sampler_logprobs"}
 )
+_NO_NUMBERS: Config = MappingProxyType({})
 _CLIPS = MappingProxyType({"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
 LOSSES: Mapping[str, WireLoss] = MappingProxyType(
     {
         "cross_entropy": WireLoss(
-            columns=MappingProxyType({"weights": "token_weights"}), make=_cross_entropy
+            columns=MappingProxyType({"weights": "token_weights"}),
+            make=_cross_entropy,
+            config=_NO_NUMBERS,
         ),
-        "importance_sampling": WireLoss(columns=_SAMPLED, make=_importance_sampling),
+        "importance_sampling": WireLoss(
+            columns=_SAMPLED, make=_importance_sampling, config=_NO_NUMBERS
+        ),
         "ppo": WireLoss(columns=_SAMPLED, make=_ppo, config=_CLIPS, is_mean=True),
         "cispo": WireLoss(columns=_SAMPLED, make=_cispo, config=_CLIPS, is_mean=True),
         "dro": WireLoss(

@@ -23,8 +23,9 @@ from ratoon.api.http.errors import validation_error
 from ratoon.api.service import PolicyService
 from ratoon.api.tinker import bodies
 from ratoon.api.tinker.answers import error_answer
-from ratoon.api.tinker.calls import Json, TinkerCalls, unknown_of
+from ratoon.api.tinker.calls import TinkerCalls, unknown_of
 from ratoon.api.tinker.errors import shown_error, status_of
+from ratoon.api.tinker.runs import Json
 from ratoon.config import RatoonConfig
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon_proto.tinker.tinker_pb2 import ForwardBackwardRequest
@@ -53,7 +54,7 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
         return await calls.client_config()
 
     async def capabilities(_: Request) -> _Answer:
-        return await calls.capabilities()
+        return await calls.runs.capabilities()
 
     async def telemetry(request: Request) -> _Answer:
         await request.body()
@@ -88,29 +89,29 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
     posts = (
         with_body("create_session", bodies.CreateSession, calls.create_session),
         with_body("create_model", bodies.CreateModel, calls.create_model),
-        with_body("get_info", bodies.OfModel, calls.get_info),
+        with_body("get_info", bodies.OfModel, calls.runs.get_info),
         with_body("optim_step", bodies.OptimStep, calls.optim_step),
         with_body("save_weights", bodies.SaveWeights, calls.save_weights),
         with_body("load_weights", bodies.LoadWeights, calls.load_weights),
-        with_body("weights_info", bodies.OfPath, calls.weights_info),
+        with_body("weights_info", bodies.OfPath, calls.runs.weights_info),
         with_body("retrieve_future", bodies.RetrieveFuture, calls.retrieve_future),
         ("forward_backward", forward_backward),
         ("telemetry", telemetry),
     )
-    heartbeat = with_body("session_heartbeat", bodies.OfSession, calls.heartbeat)[1]
+    heartbeat = with_body("session_heartbeat", bodies.OfSession, calls.runs.heartbeat)[1]
     session, run = "/sessions/{session_id}", "/training_runs/{model_id}"
     return [
         *(_route(f"/{name}", "POST", name, handler) for name, handler in posts),
         _route("/client/config", "POST", "client_config", client_config),
         _route("/session_heartbeat", "POST", "heartbeat", heartbeat),
-        _route(session, "GET", "session", with_place(calls.session)),
+        _route(session, "GET", "session", with_place(calls.runs.session)),
         _route(f"{session}/finish", "POST", "finish_session", with_place(calls.finish_session)),
         _route("/get_server_capabilities", "GET", "capabilities", capabilities),
         _route("/healthz", "GET", "health", health),
-        _route("/training_runs", "GET", "training_runs", with_page(calls.training_runs)),
-        _route(run, "GET", "training_run", with_place(calls.training_run)),
-        _route("/checkpoints", "GET", "checkpoints", with_page(calls.checkpoints)),
-        _route(f"{run}/checkpoints", "GET", "run_checkpoints", with_place(calls.run_checkpoints)),
+        _route("/training_runs", "GET", "training_runs", with_page(calls.runs.training_runs)),
+        _route(run, "GET", "training_run", with_place(calls.runs.training_run)),
+        _route("/checkpoints", "GET", "checkpoints", with_page(calls.runs.checkpoints)),
+        _route(f"{run}/checkpoints", "GET", "run_checkpoints", with_place(calls.runs.run_checkpoints)),
         _route(
             f"{run}/checkpoints/{{checkpoint_id:path}}",
             "DELETE",
