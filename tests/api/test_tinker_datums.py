@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from base64 import urlsafe_b64encode
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,8 @@ def arrays(batch: Batch, name: str) -> list[list[Any]]:
 
 def test_a_datum_is_a_group_whose_response_tokens_are_its_targets() -> None:
     parts = datum([], weights=[0, 0.5, -2, 0], targets=[11, 12, 13, 14])
-    parts.model_input[:] = [chunk([10, 11]), chunk([12, 13])]
+    parts.model_input[0].CopyFrom(chunk([10, 11]))
+    parts.model_input.append(chunk([12, 13]))
     batch = converted(forward_backward(parts, datum([5], weights=[1])))
     prompts = [decode_tensor(group.prompt, max_bytes=100).tolist() for group in batch.groups]
     assert prompts == [[10], [5]]
@@ -104,7 +106,7 @@ def values_of(answer: wire.ForwardBackwardOutput) -> list[list[float]]:
     assert (len(offsets) - 1, found.dtype) == (record.num_datums, wire.DTYPE_FLOAT32)
     return [
         np.frombuffer(found.data[start:stop], np.float32).tolist()
-        for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
+        for start, stop in pairwise(offsets)
     ]
 
 
@@ -145,7 +147,8 @@ def _given(**tensors: wire.Tensor) -> wire.Datum:
 
 def _chunks(*chunks: wire.Chunk) -> wire.Datum:
     found = datum([1, 2, 3], weights=[0, 1, 1])
-    found.model_input[:] = chunks
+    del found.model_input[:]
+    found.model_input.extend(chunks)
     return found
 
 

@@ -58,8 +58,8 @@ class Caller:
 
     client: httpx.AsyncClient
 
-    async def post(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
-        response = await self.client.post(f"/api/v1/{path}", json=body)
+    async def post(self, call: str, status: int = 200, /, **body: Any) -> dict[str, Any]:
+        response = await self.client.post(f"/api/v1/{call}", json=body)
         assert response.status_code == status, response.text
         return response.json()
 
@@ -258,7 +258,7 @@ async def test_calls_run_in_their_order_and_a_retry_is_the_first(tinker: Wire) -
     late = [await caller.forward_backward(message(seq)) for seq in (2, 3)]
     blocked = await caller.result(late[0])
     assert blocked["category"] == "user"
-    assert "which has not arrived" in blocked["error"]
+    assert "has not arrived" in blocked["error"]
     await caller.forward_backward(message(1))
     for begun in late:
         assert (await caller.future(begun)).headers["content-type"] == "application/x-protobuf"
@@ -313,7 +313,6 @@ async def test_bodies_that_are_none_take_no_seq(tinker: Wire) -> None:
     for data, headers, status in (
         (fine[:-1], {}, 400),
         (b"\xff" * 9, {}, 400),
-        (b"\x1a\x00" * 2000, {}, 400),
         (b"\0" * 20_000, {}, 413),
         (bomb, {"Content-Encoding": "zstd"}, 413),
         (bomb[:20], {"Content-Encoding": "zstd"}, 400),

@@ -19,6 +19,7 @@ _NAMES = {
 }
 _ROLLOUT = re.compile(r"groups\[(\d+)\]\.rollouts\[0\]\.(\w+)")
 _PROMPT = re.compile(r"groups\[(\d+)\]\.prompt")
+_DATUM = re.compile(r"groups\[(\d+)\](?:\.rollouts\[0\])?")
 _OTHERS = {
     "optim.max_grad_norm": "adam_params.grad_clip_norm",
     "optim.": "adam_params.",
@@ -49,7 +50,7 @@ def _renamed(text: str) -> str:
     text = _ROLLOUT.sub(
         lambda found: f"data[{found[1]}].loss_fn_inputs.{_NAMES.get(found[2], found[2])}", text
     )
-    text = _PROMPT.sub(r"data[\1].model_input", text)
+    text = _DATUM.sub(r"data[\1]", _PROMPT.sub(r"data[\1].model_input", text))
     for name, own in _OTHERS.items():
         text = text.replace(name, own)
     return text

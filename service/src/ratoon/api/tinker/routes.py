@@ -100,6 +100,7 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
     )
     heartbeat = with_body("session_heartbeat", bodies.OfSession, calls.runs.heartbeat)[1]
     session, run = "/sessions/{session_id}", "/training_runs/{model_id}"
+    of_run = calls.runs.run_checkpoints
     return [
         *(_route(f"/{name}", "POST", name, handler) for name, handler in posts),
         _route("/client/config", "POST", "client_config", client_config),
@@ -111,7 +112,9 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
         _route("/training_runs", "GET", "training_runs", with_page(calls.runs.training_runs)),
         _route(run, "GET", "training_run", with_place(calls.runs.training_run)),
         _route("/checkpoints", "GET", "checkpoints", with_page(calls.runs.checkpoints)),
-        _route(f"{run}/checkpoints", "GET", "run_checkpoints", with_place(calls.runs.run_checkpoints)),
+        _route(
+            f"{run}/checkpoints", "GET", "run_checkpoints", with_place(calls.runs.run_checkpoints)
+        ),
         _route(
             f"{run}/checkpoints/{{checkpoint_id:path}}",
             "DELETE",
