@@ -25,8 +25,10 @@ from ratoon.api.tinker.names import (
     weights_of,
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.train.loss.kinds import LOSSES as DIVIDED
 from ratoon_proto.codec import decode_tensor, encode_array
 from ratoon_proto.tinker import tinker_pb2 as wire
+from ratoon_proto.types import DivideBy, LossKind
 from ratoon_proto.v1 import operation_pb2, training_pb2
 from tests.api.tinker_requests import chunk, datum, forward_backward, tensor
 
@@ -60,7 +62,7 @@ def test_a_datum_is_a_group_whose_response_tokens_are_its_targets() -> None:
     assert arrays(batch, "response") == [[11, 12, 13, 14], [7]]
     assert arrays(batch, "token_weights") == [[0, 0.5, -2, 0], [1]]
     assert arrays(batch, "loss_mask") == [[False, True, True, False], [True]]
-    assert batch.note == wire.FutureNote()
+    assert batch.note == wire.FutureNote(is_mean=True)
 
 
 def test_tokens_without_advantage_and_logprob_are_masked_except_where_the_loss_has_a_term() -> None:
@@ -80,7 +82,7 @@ def test_a_target_that_is_not_the_next_token_weighs_nothing_and_has_no_logprob()
     batch = converted(forward_backward(first, datum([1, 2], weights=[1, 1])))
     assert arrays(batch, "loss_mask") == [[False, True, True], [True, True]]
     logprobs = np.array([-1, -2, -3, -4, np.nan], np.float32)
-    answer = answered(logprobs, [0, 3, 5], batch.note, loss=9.0)
+    answer = answered(logprobs, [0, 3, 5], batch.note, loss=9.0, trained_tokens=1)
     assert values_of(answer) == [[0, -2, -3], [-4, 0]]
     assert answer.metrics["loss:sum"] == 9.0
 
@@ -243,7 +245,10 @@ def test_losses_are_mapped_with_their_numbers() -> None:
         0.25,
         training_pb2.REFERENCE_KIND_GIVEN,
     )
-    assert {name for name, loss in LOSSES.items() if loss.is_mean} == {"ppo", "cispo"}
+    names = {name: training_pb2.LossKind.Name(config(name).kind) for name in LOSSES}
+    kinds = {name: LossKind(text.removeprefix("LOSS_KIND_").lower()) for name, text in names.items()}
+    divided = {name for name in LOSSES if DIVIDED[kinds[name]].divide_by is DivideBy.TOKENS}
+    assert {name for name, loss in LOSSES.items() if loss.is_mean} == divided
 
 
 def test_number_of_datums_is_bounded() -> None:

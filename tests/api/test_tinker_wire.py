@@ -221,7 +221,7 @@ async def test_a_script_creates_trains_saves_and_lists(tinker: Wire) -> None:
     answer = wire.ForwardBackwardOutput.FromString(response.content)
     values = np.frombuffer(answer.loss_fn_outputs[0].fields["logprobs"].data, np.float32)
     assert values.tolist() == [0, -2, -3, -4, -5]
-    assert answer.metrics["loss:sum"] == 0.5
+    assert answer.metrics["loss:sum"] == 0.5 * 2
     command = tinker.engine.log[-1].command
     assert isinstance(command, ForwardBackwardCommand)
     assert command.with_logprobs is LogprobsOf.ALL

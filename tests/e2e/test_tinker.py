@@ -15,7 +15,10 @@ from tests.running_service import Service
 pytestmark = [pytest.mark.e2e, pytest.mark.more]
 SCRIPT = Path(__file__).with_name("tinker_script.py")
 # The SDK and what it needs beside the service's own libraries.
-SDK = ("tinker==0.38.0", "distro", "sniffio", "orjson", "pyqwest")
+SDK = (
+    "tinker==0.38.0",
+    *("distro", "h2", "hpack", "hyperframe", "orjson", "pyqwest", "sniffio"),
+)
 
 
 @pytest.fixture(scope="session")

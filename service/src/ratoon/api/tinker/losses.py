@@ -86,6 +86,7 @@ LOSSES: Mapping[str, WireLoss] = MappingProxyType(
             columns=MappingProxyType({"weights": "token_weights"}),
             make=_cross_entropy,
             config=_NO_NUMBERS,
+            is_mean=True,
         ),
         "importance_sampling": WireLoss(
             columns=_SAMPLED, make=_importance_sampling, config=_NO_NUMBERS

@@ -100,7 +100,6 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
     )
     heartbeat = with_body("session_heartbeat", bodies.OfSession, calls.runs.heartbeat)[1]
     session, run = "/sessions/{session_id}", "/training_runs/{model_id}"
-    of_run = calls.runs.run_checkpoints
     return [
         *(_route(f"/{name}", "POST", name, handler) for name, handler in posts),
         _route("/client/config", "POST", "client_config", client_config),
