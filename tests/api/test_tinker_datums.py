@@ -246,7 +246,9 @@ def test_losses_are_mapped_with_their_numbers() -> None:
         training_pb2.REFERENCE_KIND_GIVEN,
     )
     names = {name: training_pb2.LossKind.Name(config(name).kind) for name in LOSSES}
-    kinds = {name: LossKind(text.removeprefix("LOSS_KIND_").lower()) for name, text in names.items()}
+    kinds = {
+        name: LossKind(text.removeprefix("LOSS_KIND_").lower()) for name, text in names.items()
+    }
     divided = {name for name in LOSSES if DIVIDED[kinds[name]].divide_by is DivideBy.TOKENS}
     assert {name for name, loss in LOSSES.items() if loss.is_mean} == divided
 

@@ -157,7 +157,7 @@ async def saved(service: tinker.ServiceClient, client: tinker.TrainingClient) ->
     path = (await (await client.save_state_async("first")).result_async()).path
     try:
         await (await client.save_state_async("first")).result_async()
-    except tinker.APIError:
+    except tinker.RequestFailedError:
         pass
     else:
         raise AssertionError("a name was taken twice")
@@ -169,11 +169,13 @@ async def saved(service: tinker.ServiceClient, client: tinker.TrainingClient) ->
     await (await other.optim_step_async(ADAM)).result_async()
     rest = service.create_rest_client()
     runs = await rest.list_training_runs_async(limit=10)
-    assert len(runs.training_runs) == 2
+    newest = [each.training_run_id for each in runs.training_runs[:2]]
+    assert newest == [other.model_id, client.model_id], newest
     listed = await rest.list_user_checkpoints_async()
-    assert [each.tinker_path for each in listed.checkpoints] == [path]
+    assert listed.checkpoints[0].tinker_path == path, listed
     await rest.delete_checkpoint_from_tinker_path_async(path)
-    assert (await rest.list_user_checkpoints_async()).checkpoints == []
+    listed = await rest.list_user_checkpoints_async()
+    assert path not in [each.tinker_path for each in listed.checkpoints]
     return path
 
 
