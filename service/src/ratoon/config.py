@@ -243,9 +243,9 @@ class TinkerConfig(_Section):
     """The Tinker wire: `/api/v1` beside `/v1`, on the same port (docs/tinker.md)."""
 
     enabled: bool = False
-    # Of every model's adapter: the wire does not say it.
+    # Alpha of every adapter, which the wire does not say.
     lora_alpha: float = Field(default=32.0, gt=0)
-    # Of every model's weights on the device.
+    # Weights of every model on the device.
     dtype: Literal["float32", "bfloat16"] = "float32"
     # Seconds without a heartbeat or another call until a model ends; its last state stays.
     idle_ttl_s: float = Field(default=3600.0, gt=0)
