@@ -81,6 +81,9 @@ def test_a_target_that_is_not_the_next_token_weighs_nothing_and_has_no_logprob()
     first = datum([1, 2, 3], targets=[0, 3, 4], weights=[0, 1, 1])
     batch = converted(forward_backward(first, datum([1, 2], weights=[1, 1])))
     assert arrays(batch, "loss_mask") == [[False, True, True], [True, True]]
+    guessed = datum([1, 2, 3], targets=[0, 3, 4], advantages=[0, 1, 1], logprobs=[-1, -1, -1])
+    masks = arrays(converted(forward_backward(guessed, loss_fn="ppo")), "loss_mask")
+    assert masks == [[False, True, True]]
     logprobs = np.array([-1, -2, -3, -4, np.nan], np.float32)
     answer = answered(logprobs, [0, 3, 5], batch.note, loss=9.0, trained_tokens=1)
     assert values_of(answer) == [[0, -2, -3], [-4, 0]]
