@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import cast
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from ratoon.api.tinker.names import Model, model_of_policy
@@ -104,7 +106,8 @@ def logprobs_answer(
     tensor.dtype = tinker_pb2.DTYPE_FLOAT32
     answer.metrics["loss:sum"] = _loss_sum(report, note, logprobs)
     for name, figure in _METRICS.items():
-        if not report.DESCRIPTOR.fields_by_name[figure].has_presence or report.HasField(figure):
+        has_presence = report.DESCRIPTOR.fields_by_name[figure].has_presence
+        if not has_presence or cast("Message", report).HasField(figure):
             answer.metrics[name] = float(getattr(report, figure))
     return answer.SerializeToString(deterministic=True)
 

@@ -48,6 +48,7 @@ _Keyed = TypeVar(
     service_pb2.SaveCheckpointRequest,
     service_pb2.LoadCheckpointRequest,
 )
+_Pass = TypeVar("_Pass", service_pb2.ForwardBackwardRequest, service_pb2.ForwardRequest)
 # How long a future that is not done is held; the SDK gives up after 45 s, and asks again at once.
 HOLD_S = 40.0
 # Between two questions while the engine is away.
@@ -158,8 +159,8 @@ class TinkerCalls:
         authorized: AuthorizedCall,
         model: Model,
         body: tinker_pb2.ForwardBackwardRequest,
-        request: service_pb2.ForwardRequest | service_pb2.ForwardBackwardRequest,
-        call: Callable[..., Awaitable[operation_pb2.Operation]],
+        request: _Pass,
+        call: Callable[[_Pass], Awaitable[operation_pb2.Operation]],
     ) -> Json:
         """Submit a forward, or a forward and backward, of the body's datums."""
         note = tinker_pb2.FutureNote()

@@ -96,8 +96,9 @@ class _Datum:
         rollout = rollout_pb2.Rollout(
             response=encode_array(self.tokens[1:]),
             loss_mask=encode_array(mask),
-            **{column: encode_array(values) for column, values in self.columns.items()},
         )
+        for column, values in self.columns.items():
+            getattr(rollout, column).CopyFrom(encode_array(values))
         prompt = encode_array(self.tokens[:1])
         return rollout_pb2.RolloutGroup(group_id=name, prompt=prompt, rollouts=[rollout])
 

@@ -61,7 +61,7 @@ def _dro(config: Config) -> wire.LossConfig:
     return _of_advantages(wire.LOSS_KIND_REINFORCE, kl=kl)
 
 
-def _of_advantages(kind: wire.LossKind, **fields: object) -> wire.LossConfig:
+def _of_advantages(kind: wire.LossKind.ValueType, **fields: object) -> wire.LossConfig:
     return wire.LossConfig(kind=kind, advantage=wire.ADVANTAGE_KIND_GIVEN, **fields)  # pyright: ignore[reportArgumentType]
 
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from ratoon.api.gate import AuthorizedCall
 from ratoon.api.service import PolicyService
@@ -183,7 +184,7 @@ def _facts(folder: Path) -> Json:
         found = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return cast("Json", found) if isinstance(found, dict) else {}
 
 
 def _checkpoint_json(model: Model, info: operation_pb2.CheckpointInfo) -> Json:
