@@ -279,6 +279,18 @@ class RayConfig(_Section):
     num_cpus: int = Field(default=2, ge=1)
 
 
+class TinkerConfig(_Section):
+    """The Tinker wire: `/api/v1` beside `/v1`, on the same port (docs/tinker.md)."""
+
+    enabled: bool = False
+    # Alpha of every adapter, which the wire does not say.
+    lora_alpha: float = Field(default=32.0, gt=0)
+    # Weights of every model on the device.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # Seconds without a heartbeat or another call until a model ends; its last state stays.
+    idle_ttl_s: float = Field(default=3600.0, gt=0)
+
+
 class RatoonConfig(BaseSettings):
     """All settings of `ratoon serve`."""
 
@@ -314,6 +326,7 @@ class RatoonConfig(BaseSettings):
     checkpoints: CheckpointConfig = CheckpointConfig()
     sampler: SamplerConfig = SamplerConfig()
     ray: RayConfig = RayConfig()
+    tinker: TinkerConfig = TinkerConfig()
 
     @property
     def models_folder(self) -> Path:

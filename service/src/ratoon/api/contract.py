@@ -28,6 +28,9 @@ BATCHES = frozenset(
 # has tens of thousands; Sample has a prompt.
 SMALL_BYTES = 64 * 1024
 LISTS_BYTES = 2**20
+# Calls of the Tinker wire whose requests are as large as batches, or larger than a small one.
+_TINKER_BATCHES = frozenset({"tinker_forward_backward"})
+_TINKER = "tinker"
 _LISTS = {
     "GetGradientManifest": ": ask for fewer names at a time",
     "Sample": ": the prompt is too long",
@@ -45,9 +48,9 @@ _HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 def body_bound(rpc: str, most: int) -> int:
     """Maximum request size of an RPC; `most` applies to those with a batch, or with a piece of a
     file. "": an unknown RPC."""
-    if rpc in BATCHES or rpc == _PIECES:
+    if rpc in BATCHES or rpc in _TINKER_BATCHES or rpc == _PIECES:
         return most
-    return min(most, LISTS_BYTES if rpc in _LISTS else SMALL_BYTES)
+    return min(most, LISTS_BYTES if rpc in _LISTS or rpc == _TINKER else SMALL_BYTES)
 
 
 def check_size(rpc: str, num_bytes: int, bound: int) -> None:
@@ -88,7 +91,11 @@ def _place(rpc: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\{\w+\}", "[^/]+", route[1]))
 
 
-_PLACES = {rpc: _place(rpc) for rpc in _ADVICE}
+_PLACES = {
+    **{rpc: _place(rpc) for rpc in _ADVICE},
+    **{rpc: re.compile(f"/api/v1/{rpc.removeprefix('tinker_')}") for rpc in _TINKER_BATCHES},
+    _TINKER: re.compile("/api/v1/.+"),
+}
 
 
 @contextmanager

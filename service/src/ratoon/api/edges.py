@@ -14,6 +14,7 @@ from ratoon.api.gate import build_gate
 from ratoon.api.grpc.server import RunningGrpc, start_grpc
 from ratoon.api.http.app import RunningHttp, create_app, start_http
 from ratoon.api.service import PolicyService
+from ratoon.api.tinker.routes import tinker_routes
 from ratoon.auth.access import checked_hosts
 from ratoon.cluster.bootstrap import connect
 from ratoon.cluster.sampler_process import RaySampler, SamplerSettings
@@ -66,7 +67,13 @@ async def start_edges(config: RatoonConfig) -> Edges:
     )
     try:
         http = await start_http(
-            create_app(service, config.limits, gate=gate, allowed_hosts=checked_hosts(config)),
+            create_app(
+                service,
+                config.limits,
+                gate=gate,
+                allowed_hosts=checked_hosts(config),
+                tinker=tinker_routes(service, gate, config),
+            ),
             host=config.http.host,
             port=config.http.port,
             bounds=EdgeBounds(max_body_bytes=config.limits.max_body_bytes),

@@ -57,7 +57,7 @@ from ratoon.engine.types import (
     file_of,
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
+from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS, TINKER_UNKNOWN_FIELDS
 from ratoon.model.tokenizer import base_texts, tokenizer_of
 from ratoon.sampler.port import Sampler, Weights
 from ratoon.stream.files import digest_bytes
@@ -472,6 +472,10 @@ class PolicyService:
         """Count a call refused by the gate or by a limit."""
         self._engine.record_metrics([REFUSALS.sample(1, reason, key_id)])
 
+    def record_unknown_fields(self, call: str) -> None:
+        """Count a request of the Tinker wire with fields that are not known."""
+        self._engine.record_metrics([TINKER_UNKNOWN_FIELDS.sample(1, call)])
+
     async def _policy(self, policy_id: str) -> Policy:
         """The policy as it is now, which is remembered to validate later calls."""
         policy_id = matched("policy_id", policy_id, POLICY_ID)
@@ -495,6 +499,12 @@ class PolicyService:
             if not submissions.is_consumed(request, error):
                 raise
             refusal = error
+        return await self.refuse(request, refusal)
+
+    async def refuse(
+        self, request: submissions.BatchRequest | submissions.PlainRequest, refusal: RatoonError
+    ) -> operation_pb2.Operation:
+        """Submit the operation that takes a refused call's seq, and fails with the refusal."""
 
         async def refused(policy: Policy) -> Submission:
             return await asyncio.to_thread(submissions.refused, request, policy, refusal)

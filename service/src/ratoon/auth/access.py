@@ -16,6 +16,31 @@ from ratoon.config import KeyLimits, RatoonConfig, is_loopback, public_hosts
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 
+# Calls of the Tinker wire, by whether they change something.
+_TINKER_CHANGES = (
+    "tinker_create_session",
+    "tinker_finish_session",
+    "tinker_create_model",
+    "tinker_forward_backward",
+    "tinker_optim_step",
+    "tinker_save_weights",
+    "tinker_load_weights",
+    "tinker_delete_checkpoint",
+)
+_TINKER_READS = (
+    "tinker_client_config",
+    "tinker_capabilities",
+    "tinker_telemetry",
+    "tinker_heartbeat",
+    "tinker_session",
+    "tinker_get_info",
+    "tinker_weights_info",
+    "tinker_training_runs",
+    "tinker_training_run",
+    "tinker_checkpoints",
+    "tinker_run_checkpoints",
+    "tinker_retrieve_future",
+)
 # The scope that each call needs. A call that is not in the table is refused to everybody.
 # None: the call is free, and a key is not checked.
 CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
@@ -59,6 +84,9 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "metrics": Scope.READ,
         "api_document": None,
         "page": None,
+        # The Tinker wire.
+        **dict.fromkeys((*_TINKER_CHANGES, *_TINKER_READS), Scope.TINKER),
+        "tinker_health": None,
     }
 )
 
@@ -187,7 +215,7 @@ class KeyAccess:
 
 def is_changing(call: str) -> bool:
     """Return whether the call gets an audit line even if it succeeds."""
-    return CALL_SCOPES[call] in (Scope.TRAIN, Scope.ADMIN)
+    return CALL_SCOPES[call] in (Scope.TRAIN, Scope.ADMIN) or call in _TINKER_CHANGES
 
 
 def anybody(presented: Presented) -> Caller:
