@@ -92,7 +92,8 @@ def test_a_model_folder_is_sent_in_pieces_from_where_a_sender_left_off(
             client.create_policy("none", send_folder=folder / "nested")
     (*_, (_, request)) = [one for one in service.requests if one[0] == "CreatePolicy"]
     assert {
-        file.name: bytes(service.sent[file.digest]) for file in request.spec.sent_model.files  # pyright: ignore[reportAttributeAccessIssue]
+        file.name: bytes(service.sent[file.digest])
+        for file in request.spec.sent_model.files  # pyright: ignore[reportAttributeAccessIssue]
     } == files
     # Two bytes of config.json in one piece, and the last 130 bytes of the weights in three.
     assert service.calls["SendModelFile"] == 4
