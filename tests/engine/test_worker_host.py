@@ -225,7 +225,7 @@ async def test_one_that_leaves_writes_nothing_more(tmp_path: Path) -> None:
     root.mkdir()
     with ThreadPoolExecutor(2) as threads:
         published = threads.submit(core.publish, 1, 0, str(root), 0.0)
-        await until(lambda: core._held_lock.locked())
+        await until(core._held_lock.locked)
         left = threads.submit(house.host.leave, "a")
         assert not left.done()
         may_write.set()

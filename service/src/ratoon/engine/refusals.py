@@ -13,6 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ratoon.engine.worker.tasks import NeighbourLostError
 from ratoon.errors import (
     RETRY_AFTER_DETAIL,
     ErrorCode,
@@ -93,10 +94,10 @@ def policy_not_ready(policy_id: str, state: PolicyState, failure: str = "") -> R
     )
 
 
-def not_up(policy_id: str, reason: str) -> RatoonError:
-    """The policy has not started yet, which is tried again."""
+def not_up(policy_id: str, reason: str, *, is_waited: bool = False) -> RatoonError:
+    """The policy has not started yet, which is tried again; `is_waited`: as often as it takes."""
     return RatoonError(
-        ErrorCode.POLICY_NOT_READY,
+        ErrorCode.UNAVAILABLE if is_waited else ErrorCode.POLICY_NOT_READY,
         f"policy {policy_id} is not up yet: {reason}",
         field="policy_id",
         expected="ready",
@@ -244,7 +245,9 @@ def is_disk_full(error: Exception) -> bool:
 
 def is_waited_for(error: BaseException) -> bool:
     """Whether the missing resource becomes available by itself: disk space or a GPU that others
-    free, or a store."""
+    free, a store, or the process that another policy's call was lost with."""
+    if isinstance(error, NeighbourLostError):
+        return True
     if not isinstance(error, RatoonError):
         return False
     return error.code is ErrorCode.UNAVAILABLE or error.details.get("resource") in (_DISK, "GPU")

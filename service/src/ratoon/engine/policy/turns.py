@@ -94,7 +94,8 @@ class TurnLoop:
             return
         except WorkerLostError as err:
             # The next start takes another worker.
-            raise not_up(self._run.policy_id, f"its worker was lost: {err}") from err
+            is_waited, reason = is_waited_for(err), f"its worker was lost: {err}"
+            raise not_up(self._run.policy_id, reason, is_waited=is_waited) from err
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self, grace_s: float) -> None:

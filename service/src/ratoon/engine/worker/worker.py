@@ -91,8 +91,8 @@ class WorkerOrderError(Exception):
 class WorkerCore:
     """The controller calls its public methods, through `RemoteWorker.call`.
 
-    Any thread may call `fence`, `progress`, `cancel` and `end`. `publish` and `write_snapshot` have a
-    thread of their own each. All other methods run on one thread, the compute thread.
+    Any thread may call `fence`, `progress`, `cancel` and `end`. `publish` and `write_snapshot` have
+    a thread of their own each. All other methods run on one thread, the compute thread.
     """
 
     def __init__(self, create_trainer: Callable[[TrainerSpec], Trainer], reach: Reach) -> None:
