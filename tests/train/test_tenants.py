@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
 from collections.abc import Iterator
@@ -176,6 +177,38 @@ def test_what_fails_in_one_tenant_changes_nothing_of_another(tmp_path: Path) -> 
     forward_backward(two, batch, loss)
     two.discard_gradients()
     assert left_by(one, "") == before
+
+
+def test_another_tenant_takes_sixteen_bytes_a_parameter(tmp_path: Path) -> None:
+    """Adapter, rest of its masters, moments, and sums of an open window; nothing of the base."""
+    spec = spec_of(tmp_path, "dense_bf16", 1)
+    one = Trainer.create(spec)
+    window_of(one)
+    others: list[Trainer] = []
+    before, taken = storage_bytes(), list[int]()
+    for seed in range(2, 5):
+        others.append(one.beside(replace(spec, model=replace(spec.model, seed=seed))))
+        window_of(others[-1])
+        taken.append(storage_bytes() - before - sum(taken))
+    num_parameters = one.info().num_trainable_parameters
+    # A digest's table is beside, 32 KiB for each.
+    assert 15 < (taken[-1] - 2**16) / num_parameters < 17 or taken[-1] < 16 * num_parameters
+    assert len({id(trainer.model) for trainer in (one, *others)}) == 1
+
+
+def window_of(trainer: Trainer) -> None:
+    """Opens a window whose sums are float32, as they are from the second backward on."""
+    for seed in range(2):
+        batch = make_batch(seed, num_groups=2)
+        forward_backward(trainer, batch, make_loss(batch))
+    trainer.ranks.own.gradients.sums()
+
+
+def storage_bytes() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if torch.is_tensor(each)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def test_a_turn_costs_less_than_a_millisecond(tmp_path: Path) -> None:
