@@ -40,10 +40,11 @@ async def test_calls_of_a_length_alternate() -> None:
 
 
 async def test_a_tenant_gets_a_share_of_time_and_not_of_calls() -> None:
+    """Of the three, two always wait: between two alone, calls alternate whatever they take."""
     process = Process()
     long = asyncio.create_task(process.busy("long", 10.0, 4))
-    await process.busy("short", 1.0, 20)
-    # 10 short calls for each long one, and not one.
+    await asyncio.gather(process.busy("short", 1.0, 20), process.busy("brief", 1.0, 20))
+    # 10 short calls of each for a long one, and not one.
     assert process.ran.count("long") <= 3
     await long
 

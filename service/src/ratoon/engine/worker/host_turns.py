@@ -2,8 +2,8 @@
 
 A process computes one call at a time. Of those that wait the one goes first whose tenant has
 computed for the shortest time; one that comes, or comes back, counts as having computed as long as
-the one whose turn it is. So calls of a length alternate, and a tenant of short ones does not wait
-for a share of the device larger than its own.
+the one whose turn it is. So calls of a length alternate, and a tenant of short ones has more of
+them while others compute long ones. A process that somebody waits for is never idle.
 
 A tenant has one call at a time (`policy.turns`); calls that do not compute need no turn.
 """
