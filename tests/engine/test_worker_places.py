@@ -1,4 +1,4 @@
-"""Who is in which process: joining, leaving and losing one, with processes of this one for Ray's."""
+"""Who is in which process: joining, leaving and losing one. Processes are objects here."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ratoon.engine.worker.tasks import NeighbourLostError
 from ratoon.errors import (
     RETRY_AFTER_DETAIL,
     ErrorCode,
@@ -245,9 +244,7 @@ def is_disk_full(error: Exception) -> bool:
 
 def is_waited_for(error: BaseException) -> bool:
     """Whether the missing resource becomes available by itself: disk space or a GPU that others
-    free, a store, or the process that another policy's call was lost with."""
-    if isinstance(error, NeighbourLostError):
-        return True
+    free, or a store."""
     if not isinstance(error, RatoonError):
         return False
     return error.code is ErrorCode.UNAVAILABLE or error.details.get("resource") in (_DISK, "GPU")

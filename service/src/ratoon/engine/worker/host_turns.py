@@ -31,7 +31,7 @@ class HostTurns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._holder: str | None = None
-        # Those that wait, in the order in which they came.
+        # Who waits, in the order of coming.
         self._waiting: list[_Waiting] = []
         # Seconds computed by tenant, and those of the one whose turn it is, or last was.
         self._used: dict[str, float] = {}

@@ -326,7 +326,7 @@ class WorkerCore:
 
     @property
     def trainer(self) -> Trainer | None:
-        """That of the loaded policy; None: there is none."""
+        """The loaded policy's trainer; None: nothing is loaded."""
         return runner.trainer if (runner := self._runner) else None
 
     def end(self) -> None:
