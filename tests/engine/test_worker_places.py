@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,13 +14,19 @@ from ray.exceptions import RayActorError
 from ratoon.cluster import worker_places, worker_process
 from ratoon.cluster.ray_cluster import RayCluster
 from ratoon.cluster.worker_places import SPARE, find_place, has_room, hosts
-from ratoon.config import RatoonConfig, WorkerConfig
+from ratoon.config import LimitsConfig, RatoonConfig, WorkerConfig
 from ratoon.engine.crash_points import never
+from ratoon.engine.policy import turns
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.host import WorkerHost
-from ratoon.engine.worker.tasks import NeighbourLostError, RemoteWorker, WorkerLostError
+from ratoon.engine.worker.tasks import NeighbourLostError, RemoteWorker, Task, WorkerLostError
 from ratoon.engine.worker.worker import WorkerCore
+from ratoon.errors import ErrorCode
 from ratoon.method_call import MethodCall
+from ratoon_proto.types import OperationState, Recovery
+from tests.engine.fake_trainer import FakeTrainer, as_trainer
+from tests.engine.harness import RATE, Machine, code_of, digest_of, policy_spec
+from tests.engine.test_worker_host import Building
 
 NAMESPACE = RatoonConfig().ray.namespace
 
@@ -51,10 +58,11 @@ class Method:
 
 
 class Process:
-    """A worker's process without a trainer. `busy` holds what it computes."""
+    """A worker's process. `busy` holds what it computes; it dies of bodies with these digests."""
 
-    def __init__(self, *, hangs: bool = False) -> None:
-        host = self.host = WorkerHost(cast("Any", None), never)
+    def __init__(self, *, hangs: bool = False, poison: Collection[str] = ()) -> None:
+        host = self.host = WorkerHost(lambda _: as_trainer(Building(object())), never)
+        self._poison = poison
         self.is_alive, self.hangs = True, hangs
         self.busy: asyncio.Event | None = None
         self.take, self.leave = Method(self, host.take), Method(self, host.leave)
@@ -67,7 +75,14 @@ class Process:
     async def _compute(self, policy_id: str, call: MethodCall[object]) -> object:
         if self.busy is not None:
             await self.busy.wait()
+        if any(getattr(each, "body_digest", "") in self._poison for each in _commands(call)):
+            self.is_alive = False
+            return None
         return call.on(self.host.core(policy_id))
+
+
+def _commands(call: MethodCall[object]) -> list[object]:
+    return [each.command for each in call.args if isinstance(each, Task)]
 
 
 class Town:
@@ -79,9 +94,10 @@ class Town:
         self.cluster = RayCluster(self.settings)
         self.processes: dict[str, Process] = {}
         self.made: list[str] = []
+        self.poison: set[str] = set()
         for module in (worker_places, worker_process):
             for name, fake in (
-                ("find_actor", lambda name, _namespace: self.processes.get(name)),
+                ("find_actor", lambda name, _namespace: self._living().get(name)),
                 ("kill_actor", self._kill),
                 ("list_named_actors", self._list),
                 ("make_worker", self._make),
@@ -93,11 +109,14 @@ class Town:
     def _list(self, *, all_namespaces: bool) -> list[dict[str, str]]:
         assert all_namespaces
         others = {"name": "ratoon-host:other-0", "namespace": "another"}
-        return [*({"name": name, "namespace": NAMESPACE} for name in self.processes), others]
+        return [*({"name": name, "namespace": NAMESPACE} for name in self._living()), others]
+
+    def _living(self) -> dict[str, Process]:
+        return {name: process for name, process in self.processes.items() if process.is_alive}
 
     def _make(self, policy_id: str, name: str, *_: object, **__: object) -> Process:
         self.made.append(name)
-        made = self.processes[name] = Process()
+        made = self.processes[name] = Process(poison=self.poison)
         if policy_id:
             made.host.take(policy_id, "", 1)
         return made
@@ -248,3 +267,44 @@ async def test_a_process_that_does_not_come_up_is_a_loss_and_not_tried_for_ever(
     with pytest.raises(WorkerLostError):
         await town.policy("a").fence(1)
     assert len(town.made) == 1
+
+
+async def test_a_poisonous_operation_fails_alone_and_all_tenants_recover(
+    town: Town, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four processes are lost to it. The neighbour's windows and weights are as if alone."""
+    monkeypatch.setattr(turns, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(turns, "_WAITING_S", 0.02)
+
+    def machine(name: str) -> Machine:
+        spec = policy_spec(name, recovery=Recovery.REPLAY)
+        worker = cast("Any", town.policy(name))
+        return Machine(tmp_path / name, spec, LimitsConfig(), make_worker=lambda _: worker)
+
+    a, b = machine("a"), machine("b")
+    await a.start()
+    await b.start()
+    assert len(town.made) == 1
+    await a.updates(1, 2)
+    await b.updates(1)
+    await b.end(await b.forward_backward(2, 2.0))
+    town.poison.add(digest_of(13.0))
+    poisonous = await a.update(3, 13.0)
+    others = [await b.forward_backward(3, 3.0), await b.step(4), await b.update(5, 5.0)]
+    ended = await a.end(poisonous)
+    assert ended.state is OperationState.FAILED
+    assert code_of(ended) == ErrorCode.WORKER_LOST
+    for operation in others:
+        assert (await b.end(operation)).state is OperationState.DONE
+    await a.updates(4)
+    await b.updates(6)
+
+    def weights(name: str) -> list[tuple[list[float], float]]:
+        (process,) = town._living().values()
+        return cast("FakeTrainer", process.host.core(name).trainer).weights
+
+    assert weights("a") == [([1.0], RATE), ([2.0], RATE), ([4.0], RATE)]
+    assert weights("b") == [([1.0], RATE), ([2.0, 3.0], RATE), ([5.0], RATE), ([6.0], RATE)]
+    assert len(town.made) == 5
+    for each in (a, b):
+        await each.controller._turns.stop(1.0)

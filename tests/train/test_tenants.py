@@ -180,20 +180,26 @@ def test_what_fails_in_one_tenant_changes_nothing_of_another(tmp_path: Path) -> 
 
 
 def test_another_tenant_takes_sixteen_bytes_a_parameter(tmp_path: Path) -> None:
-    """Adapter, rest of its masters, moments, and sums of an open window; nothing of the base."""
+    """Adapter, rest of its masters, moments, and sums of an open window; nothing of the base.
+
+    By the difference of two ranks: each tenant has tables of its own besides, of 80 KB.
+    """
     spec = spec_of(tmp_path, "dense_bf16", 1)
-    one = Trainer.create(spec)
+    (fewer_bytes, fewer), (more_bytes, more) = (taken_by_two(spec, rank) for rank in (2, 8))
+    assert 15.5 < (more_bytes - fewer_bytes) / (more - fewer) / 2 < 16.5
+
+
+def taken_by_two(spec: TrainerSpec, rank: int) -> tuple[int, int]:
+    """Bytes that two more tenants take, and the parameters of each."""
+    tuning, base = LoraTuning(rank=rank, alpha=8.0), PresetBase(name="tiny")
+    one = Trainer.create(replace(spec, model=replace(spec.model, base=base, tuning=tuning)))
     window_of(one)
-    others: list[Trainer] = []
-    before, taken = storage_bytes(), list[int]()
-    for seed in range(2, 5):
-        others.append(one.beside(replace(spec, model=replace(spec.model, seed=seed))))
-        window_of(others[-1])
-        taken.append(storage_bytes() - before - sum(taken))
-    num_parameters = one.info().num_trainable_parameters
-    # A digest's table is beside, 32 KiB for each.
-    assert 15 < (taken[-1] - 2**16) / num_parameters < 17 or taken[-1] < 16 * num_parameters
-    assert len({id(trainer.model) for trainer in (one, *others)}) == 1
+    before = storage_bytes()
+    others = [one.beside(one.spec) for _ in range(2)]
+    for other in others:
+        window_of(other)
+    assert {id(trainer.model) for trainer in others} == {id(one.model)}
+    return storage_bytes() - before, one.info().num_trainable_parameters
 
 
 def window_of(trainer: Trainer) -> None:
