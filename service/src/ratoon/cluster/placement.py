@@ -82,8 +82,8 @@ async def place(name: str, num_gpus: int, *, on_one_node: bool = False) -> Place
         # "PACK" alone would fill a node that has fewer first.
         fits_one = max(free_gpus_by_node().values(), default=0.0) >= num_gpus
         strategy = "STRICT_PACK" if fits_one or on_one_node else "PACK"
-        own = {"name": f"{_GROUP}{name}", "lifetime": "detached"}
-        group = placement_group(bundles, strategy=strategy, **own)
+        own = f"{_GROUP}{name}"
+        group = placement_group(bundles, strategy=strategy, name=own, lifetime="detached")
     if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
         remove_placement_group(group)
         raise no_gpus(num_gpus, free_gpus_by_node(), on_one_node=on_one_node)

@@ -115,7 +115,7 @@ class PolicyModel:
         self._active = module
         self._is_reference = False
         # Where the adapter's parameters are in their modules, and those that are there.
-        self._slots = _adapter_slots(adapter)
+        self._slots = {} if adapter is None else _slots(adapter, self.named_trainable())
         self._bound: Mapping[str, Parameter] | None = None
         self._attention_backend = attention_backend
         self.sizes = decoder_sizes(module)
@@ -352,14 +352,12 @@ def trained_parameters(
     return {name: p for name, p in owner.named_parameters() if p.requires_grad}
 
 
-def _adapter_slots(
-    adapter: PeftModel | None,
+def _slots(
+    adapter: PeftModel, names: Iterable[str]
 ) -> dict[str, tuple[dict[str, Parameter | None], str]]:
-    """The parameters of the module that has each of the adapter's, and their name there."""
-    if adapter is None:
-        return {}
+    """The parameters of the module that has each of these, and its name there."""
     found: dict[str, tuple[dict[str, Parameter | None], str]] = {}
-    for name in trained_parameters(adapter.base_model.model, adapter):
+    for name in names:
         owner, _, field = name.rpartition(".")
         found[name] = adapter.get_submodule(owner)._parameters, field
     return found
