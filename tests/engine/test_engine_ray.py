@@ -98,7 +98,7 @@ def test_a_policy_is_created_once(engine: RayEngine) -> None:
         assert await client.call(Engine.policies) == (policy,)
         spare = find_actor("ratoon-spare-worker", engine.config.ray.namespace)
         assert spare is not None
-        assert await ask(spare.holder.remote()) == POLICY
+        assert await ask(spare.tenants.remote()) == (POLICY,)
 
     engine.run(main)
 
