@@ -211,6 +211,9 @@ class WorkerConfig(_Section):
     host_activation_bytes: int = Field(default=0, ge=0)
     # Versions between two self-checks, which also run one rollout alone and compare; 0: never.
     self_check_every: int = Field(default=100, ge=0)
+    # Policies with equal LoRA on one base that share a process and a GPU, which keeps room for all
+    # of them from the first on; 1: each has its own.
+    max_tenants: int = Field(default=1, ge=1)
     # A worker or rank that answers nothing for this long is lost, and so is one whose copies to
     # other ranks take longer: the policy gets another worker.
     max_silence_s: float = Field(default=60.0, gt=0)

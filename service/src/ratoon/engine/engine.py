@@ -387,13 +387,14 @@ class Engine:
     def _make_controller(self, spec: PolicySpec) -> Controller:
         settings = self._settings
         paths = settings.paths(spec.policy_id)
-        archive = open_archive(settings.storage_url, paths)
+        archive, trainer = open_archive(settings.storage_url, paths), self._cluster.trainer(spec)
+        worker = self._cluster.worker(spec.policy_id, spec.parallel.num_workers, trainer.host_key)
         run = PolicyRun(
             spec=spec,
-            trainer=self._cluster.trainer(spec),
+            trainer=trainer,
             ports=Ports(
                 journal=self._journal,
-                worker=self._cluster.worker(spec.policy_id, spec.parallel.num_workers),
+                worker=worker,
                 metrics=self._metrics,
                 now=time.time,
             ),

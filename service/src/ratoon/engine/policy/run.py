@@ -32,7 +32,13 @@ from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.queue import Ledger, LiveOperation, Sequencer, Window
 from ratoon.engine.refusals import cancelled, policy_not_ready, version_not_found
 from ratoon.engine.types import FailedResult, NamedVersion, PolicySpec
-from ratoon.engine.worker.tasks import Numerics, Outcome, RemoteWorker, WorkerLostError
+from ratoon.engine.worker.tasks import (
+    NeighbourLostError,
+    Numerics,
+    Outcome,
+    RemoteWorker,
+    WorkerLostError,
+)
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.metrics import Change, MetricsSink
@@ -320,6 +326,8 @@ class LostWorkers:
         """Await the worker's answer, and count a loss of the worker."""
         try:
             return await call
+        except NeighbourLostError:
+            raise
         except WorkerLostError as err:
             reasons = self._reasons if self._name == name else ()
             self._name, self._reasons = name, (*reasons, str(err))

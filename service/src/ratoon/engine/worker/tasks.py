@@ -40,6 +40,10 @@ class WorkerLostError(Exception):
     """The worker is gone or its state unknown, so nothing on it can be relied on."""
 
 
+class NeighbourLostError(WorkerLostError):
+    """The worker is gone, and nothing that the policy has asked of it is to blame."""
+
+
 class UnusableCheckpointError(Exception):
     """A checkpoint is damaged, gone or another trainer's; the message names it and says why."""
 
