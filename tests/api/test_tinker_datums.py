@@ -96,11 +96,10 @@ def answered(
     output = training_pb2.ForwardOutput(
         logprobs=encode_array(logprobs), offsets=encode_array(np.array(offsets, np.int64))
     )
-    report = training_pb2.StepReport(**report)
     # The note comes back in the future's id.
     operation_id, note = split_future(future_id(OPERATION, note))
     assert operation_id == OPERATION
-    data = logprobs_answer(output, report, note, max_bytes=10_000)
+    data = logprobs_answer(output, training_pb2.StepReport(**report), note, max_bytes=10_000)
     return wire.ForwardBackwardOutput.FromString(data)
 
 
@@ -174,7 +173,10 @@ UNTYPED = wire.Tensor(dense=b"\0" * 12)
     [
         (_given(weights=tensor([0, 1])), "data[1].loss_fn_inputs.weights.shape: got 2 values"),
         (_given(weights=LIES), "data[1].loss_fn_inputs.weights.shape: got 1099511627776 values"),
-        (_given(weights=wire.Tensor(dense=b"\0" * 11, dtype=1)), "weights: got 11 bytes"),
+        (
+            _given(weights=wire.Tensor(dense=b"\0" * 11, dtype=wire.DTYPE_FLOAT32)),
+            "weights: got 11 bytes",
+        ),
         (_given(weights=SPARSE), "data[1].loss_fn_inputs.weights: several values a token"),
         (_given(weights=MATRIX), "data[1].loss_fn_inputs.weights: several values a token"),
         (_given(weights=UNTYPED), "data[1].loss_fn_inputs.weights.dtype: got 0"),

@@ -203,8 +203,7 @@ class FakeService:
         for file in spec.sent_model.files:
             arrived = len(self.sent.get(file.digest, b""))
             if arrived < file.size_bytes:
-                details = {"digest": file.digest, "arrived": str(arrived)}
-                raise RefusalError("UPLOAD_NOT_FOUND", **details)
+                raise RefusalError("UPLOAD_NOT_FOUND", digest=file.digest, arrived=str(arrived))
         if spec.policy_id in self.policies:
             raise RefusalError("POLICY_EXISTS", field="policy_id")
         self.policies[spec.policy_id] = FakePolicy(

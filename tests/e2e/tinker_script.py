@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tinker
-from tinker import types
+import tinker  # pyright: ignore[reportMissingImports]  # in an environment of its own
+from tinker import types  # pyright: ignore[reportMissingImports]
 
 ADAM = types.AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
 RNG = np.random.default_rng(0)

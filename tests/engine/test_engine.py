@@ -69,7 +69,7 @@ class LocalCluster(RayCluster):
     def trainer(self, spec: PolicySpec) -> TrainerSpec:
         return trainer_spec(spec)
 
-    def worker(self, policy_id: str, num_workers: int, host_key: str) -> LocalWorker:
+    def worker(self, policy_id: str, num_workers: int, host_key: str = "") -> LocalWorker:
         assert host_key == "", "each is to be alone"
         return self.workers.setdefault(policy_id, LocalWorker(Faults()))
 
