@@ -12,7 +12,7 @@ import pytest
 from benchmarks.service import see
 from benchmarks.step.workload import Group
 from harness.environment import describe
-from ratoon.train import report
+from ratoon.train.verdicts import pass_warnings
 
 HOUR_S = 3600.0
 
@@ -22,7 +22,7 @@ def test_the_time_of_what_finds_figures_is_a_share_of_each_update(
 ) -> None:
     """Warnings about a pass take an hour by the clock of the benchmark."""
     hours: list[float] = []
-    find = report.pass_warnings
+    find = pass_warnings
 
     def slow(*args: Any, **options: Any) -> Any:
         hours.append(HOUR_S)
@@ -33,7 +33,7 @@ def test_the_time_of_what_finds_figures_is_a_share_of_each_update(
     monkeypatch.setattr(see, "PRESET", "tiny")
     monkeypatch.setattr(see, "GROUPS", (Group(prompt=8, responses=(4, 4)),) * 2)
     quick = see.measure_figures(updates=1, seed=0)
-    monkeypatch.setattr(report, "pass_warnings", slow)
+    monkeypatch.setattr("ratoon.train.report.pass_warnings", slow)
     other = see.measure_figures(updates=1, seed=0)
     assert 0 < quick["share"][0] < 1
     assert 0.9 < other["share"][0] < 1
