@@ -17,10 +17,12 @@ from tests.engine.conftest import MakeMachine
 from tests.engine.crash_runs import HISTORY, Survivor, Told
 from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec
 from tests.until import until
+from tests.work_units import rows
 
 # Often, and collected at the earliest moment.
 OFTEN = CheckpointConfig(every_operations=3, every_s=0, every_bytes=0, keep=1)
 POINTS = [point for point in CrashPoint if not point.startswith(("ingress-", "rank-"))]
+ONCE = [(point, 1, False) for point in POINTS]
 
 
 async def until_nothing_is_superfluous(machine: Machine) -> None:
@@ -60,7 +62,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
 @pytest.mark.parametrize(
     ("point", "count", "loses_worker"),
     [
-        *((point, 1, False) for point in POINTS),
+        *rows(
+            ((point, 1, False) for point in POINTS), [(point, 1, False) for point in POINTS[::3]]
+        ),
         *(
             pytest.param(point, 2, True, marks=pytest.mark.more)
             for point in POINTS

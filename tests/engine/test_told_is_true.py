@@ -47,6 +47,7 @@ from tests.engine.harness import (
     started,
     update,
 )
+from tests.work_units import rows
 
 Call = tuple[Command, float]
 Weights = list[tuple[list[float], float]]
@@ -241,7 +242,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("strike", "recovery"),
     [
-        *((strike, Recovery.REPLAY) for strike in STRIKES),
+        *rows(((strike, Recovery.REPLAY) for strike in STRIKES), [(STRIKES[-1], Recovery.REPLAY)]),
         ("end", Recovery.FAIL),
         *(
             pytest.param(strike, recovery, marks=pytest.mark.more)
