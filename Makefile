@@ -38,7 +38,7 @@ NO_GPU = not gpu and not multigpu
 test: env-dev ## run the tests of the product, in twelve minutes on two cores
 	@$(PYTEST) $(ARGS)
 
-test-more: env-dev env-trl ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a third of it a commit
+test-more: env-dev env-trl ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a fifth of it a commit
 	@$(PYTEST) -m "more and not slow and $(NO_GPU)" $(ARGS)
 
 test-slow: env-dev ## run what CI leaves out: installs, the whole demo, all creation faults; hours

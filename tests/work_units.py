@@ -39,7 +39,7 @@ _FACTOR, _LEAST_SHARE = 4.0, 0.03
 
 
 def rows(values: Iterable[Any], now: Collection[Any]) -> list[Any]:
-    """Arguments of `parametrize`: the `values` of `now` for `make test`, others for `make test-more`.
+    """Arguments of `parametrize`; `values` that are not in `now` run in `make test-more` alone.
 
     A value that is a tuple is several arguments.
     """

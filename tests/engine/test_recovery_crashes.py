@@ -62,9 +62,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
 @pytest.mark.parametrize(
     ("point", "count", "loses_worker"),
     [
-        *rows(
-            ((point, 1, False) for point in POINTS), [(point, 1, False) for point in POINTS[::3]]
-        ),
+        *rows(ONCE, now=ONCE[::3]),
         *(
             pytest.param(point, 2, True, marks=pytest.mark.more)
             for point in POINTS
