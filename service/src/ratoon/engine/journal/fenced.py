@@ -412,7 +412,7 @@ def _release(connection: Connection, policy_id: str, condition: ColumnElement[bo
 
 
 def _unname(connection: Connection, policy_id: str, *conditions: ColumnElement[bool]) -> bool:
-    """Take names of versions away; returns whether there was one. Without one nothing is written."""
+    """Take names of versions away; returns whether there was one. Else it writes nothing."""
     those = and_(NAMED_VERSIONS.c.policy_id == policy_id, *conditions)
     if connection.execute(select(NAMED_VERSIONS.c.name).where(those).limit(1)).first() is None:
         return False
