@@ -24,10 +24,9 @@ from ratoon.stream.files import (
     digest_file,
     fsync_file,
     fsync_folder,
+    made_folder,
     make_folder,
     remove_folder,
-    rename_folder,
-    temporary_name,
 )
 from ratoon_proto.types import WeightFile
 
@@ -130,14 +129,10 @@ class SentModels:
         with self._lock:
             self.check(policy_id, files)
             if not target.is_dir():
-                make_folder(target.parent)
-                folder = temporary_name(target)
-                folder.mkdir()
-                for file in files:
-                    # Two names may have the same bytes.
-                    os.link(sent / file.digest, folder / file.name)
-                fsync_folder(folder)
-                rename_folder(folder, target)
+                with made_folder(target) as folder:
+                    for file in files:
+                        # Two names may have the same bytes.
+                        os.link(sent / file.digest, folder / file.name)
             remove_folder(sent)
 
     def _arrived(self, policy_id: str, file: WeightFile) -> int:
