@@ -23,7 +23,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more test-slow lint type audit fmt release lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto
+	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -38,7 +38,7 @@ NO_GPU = not gpu and not multigpu
 test: env-dev ## run the tests of the product, in twelve minutes on two cores
 	@$(PYTEST) $(ARGS)
 
-test-more: env-dev ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a third of it a commit
+test-more: env-dev env-trl ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a fifth of it a commit
 	@$(PYTEST) -m "more and not slow and $(NO_GPU)" $(ARGS)
 
 test-slow: env-dev ## run what CI leaves out: installs, the whole demo, all creation faults; hours
@@ -133,7 +133,7 @@ down: ## stop them
 	docker compose --profile '*' down
 
 clean: ## remove the environments and every cache
-	rm -rf .venv .venv-proto .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
+	rm -rf .venv .venv-proto .venv-trl .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
 	find $(DISTRIBUTIONS) tests benchmarks harness -name __pycache__ -prune -exec rm -rf {} +
 	find $(DISTRIBUTIONS) -name '*.egg-info' -prune -exec rm -rf {} +
 
@@ -145,6 +145,9 @@ env-dev: ## the same, and the tools of test, lint and type
 
 env-proto: ## install the protobuf generators into .venv-proto
 	+@$(call LOCKED,.venv-proto) .venv-proto/.stamp
+
+env-trl: env-dev ## install TRL beside .venv, whose torch and transformers it uses
+	+@$(call LOCKED,.venv-trl) .venv-trl/.stamp
 
 define REQUIRE_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -166,6 +169,11 @@ $(STAMPS)/env: $(STAMPS)/venv $(PYPROJECTS) constraints.txt
 
 $(STAMPS)/env-dev: $(STAMPS)/env requirements-dev.txt
 	@$(PIP) -c constraints.txt -r requirements-dev.txt
+	@touch $@
+
+# Without their dependencies: TRL's are in .venv, but for those that the file names.
+.venv-trl/.stamp: requirements-trl.txt
+	@$(PIP) --no-deps --upgrade --target .venv-trl -r $<
 	@touch $@
 
 .venv-proto/.stamp: requirements-proto.txt

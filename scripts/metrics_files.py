@@ -129,6 +129,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         ("Requests", "requests_total"),
         ("Seconds to answer", "request_seconds"),
         ("Refusals", "refusals_total"),
+        ("Unknown fields, Tinker wire", "tinker_unknown_fields_total"),
         ("Checkpoints", "checkpoints_total"),
         ("Recoveries", "recoveries_total"),
         ("Replayed operations", "replayed_operations_total"),

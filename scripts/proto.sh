@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Generate the Python code of proto/ratoon/v1, protoc's and ours, into a folder: scripts/proto.sh DESTINATION
+# Generate the Python code of proto/ratoon, protoc's and ours, into a folder: scripts/proto.sh DESTINATION
 # With --check, generate into a temporary folder instead and compare with what is checked in.
 #
 # The virtual path ratoon_proto/v1 is mapped onto proto/ratoon/v1, so that the generated modules
-# import each other as ratoon_proto.v1 and leave the name `ratoon` to the service.
+# import each other as ratoon_proto.v1 and leave the name `ratoon` to the service. The Tinker wire's
+# messages (ratoon_proto/tinker) have neither RPCs nor value classes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,6 +17,8 @@ generate() {
   local protoc=("$bin/python" -m grpc_tools.protoc -Iratoon_proto/v1=proto/ratoon/v1)
   PATH="$bin:$PATH" "${protoc[@]}" \
     --python_out="$destination" --mypy_out="quiet:$destination" "${sources[@]}"
+  PATH="$bin:$PATH" "$bin/python" -m grpc_tools.protoc -Iratoon_proto/tinker=proto/ratoon/tinker \
+    --python_out="$destination" --mypy_out="quiet:$destination" ratoon_proto/tinker/tinker.proto
   # Only service.proto declares a service; the other files' gRPC modules would be empty.
   PATH="$bin:$PATH" "${protoc[@]}" \
     --grpc_python_out="$destination" --mypy_grpc_out="quiet:$destination" \

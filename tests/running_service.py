@@ -19,6 +19,7 @@ from ratoon.config import (
     RatoonConfig,
     RayConfig,
     ServeConfig,
+    TinkerConfig,
     WorkerConfig,
 )
 
@@ -54,6 +55,7 @@ def running_service(namespace: str, root: Path) -> Iterator[Service]:
         ),
         worker=WorkerConfig(device="cpu", num_threads=1),
         ray=RayConfig(namespace=namespace),
+        tinker=TinkerConfig(enabled=True),
         log_level="WARNING",
     )
     with app.running(config) as addresses:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -23,6 +24,7 @@ OWN_SERVICES = tuple(f"tests/e2e/test_{name}.py" for name in ("access", "demo", 
 SHARED_SERVICE = ("tests/e2e/", "tests/network/", "tests/page/test_real_run.py")
 SHARED_CLUSTER = (
     "tests/test_doctor.py",
+    "tests/sampler/test_process.py",
     *(
         f"tests/engine/test_{name}.py"
         for name in (
@@ -34,6 +36,18 @@ SHARED_CLUSTER = (
 # A file counts as mistaken where its share of a run is this many times the recorded one, and more
 # than so much of the run.
 _FACTOR, _LEAST_SHARE = 4.0, 0.03
+
+
+def rows(values: Iterable[Any], now: Collection[Any]) -> list[Any]:
+    """Arguments of `parametrize`; `values` that are not in `now` run in `make test-more` alone.
+
+    A value that is a tuple is several arguments.
+    """
+    made = list[Any]()
+    for value in values:
+        arguments = value if isinstance(value, tuple) else (value,)
+        made.append(pytest.param(*arguments, marks=() if value in now else pytest.mark.more))
+    return made
 
 
 def unit_of(nodeid: str) -> str:

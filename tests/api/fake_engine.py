@@ -25,6 +25,7 @@ from ratoon.engine.commands import (
     Holder,
     ImportWeightsCommand,
     NoKey,
+    PublishVersionCommand,
     RefusedCommand,
     RequestKey,
     SaveCheckpointCommand,
@@ -33,13 +34,14 @@ from ratoon.engine.commands import (
 )
 from ratoon.engine.journal.codec import payload_hash
 from ratoon.engine.journal.steps import Curves, step_row
-from ratoon.engine.refusals import checkpoint_not_found, policy_replaced
+from ratoon.engine.refusals import checkpoint_not_found, policy_replaced, version_not_found
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
     FailedResult,
     ForwardResult,
+    NamedVersion,
     Operation,
     OperationFilter,
     OperationResult,
@@ -51,7 +53,9 @@ from ratoon.engine.types import (
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelInfo
+from ratoon.sampler.port import Weights
 from ratoon.stream.manifest import WeightManifest
+from ratoon_proto import types
 from ratoon_proto.types import (
     BackendInfo,
     EmptyResult,
@@ -65,10 +69,14 @@ from ratoon_proto.types import (
     Progress,
     ReceiverInfo,
     ResultFile,
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
     StepHistory,
     StepReport,
     StepResult,
     StepWarning,
+    StopReason,
     TensorGradNorm,
     VersionInfo,
     VersionList,
@@ -123,6 +131,7 @@ class FakeEngine(EngineClient):
         self.operations: dict[str, Operation] = {}
         self.known_policies: dict[str, Policy] = {}
         self.files: dict[str, bytes] = {}
+        self.sent: dict[tuple[str, str], bytearray] = {}
         # Whole, by seq.
         self.kept: dict[int, list[KeptRollout]] = {}
         self.submissions: dict[str, Submission] = {}
@@ -260,6 +269,14 @@ class FakeEngine(EngineClient):
                 created_at=2.5,
                 size_bytes=10,
             )
+        if isinstance(submission.command, PublishVersionCommand):
+            result = NamedVersion(
+                name=submission.command.name,
+                version=policy.version,
+                size_bytes=20,
+                created_at=2.5,
+                expires_at=submission.command.ttl_s,
+            )
         if isinstance(submission.command, ImportWeightsCommand):
             result = ImportResult(
                 version=policy.version,
@@ -395,6 +412,15 @@ class FakeEngine(EngineClient):
             delta_bytes=7,
             published_at=published,
             is_held=True,
+            names=(
+                types.NamedVersion(
+                    name="kept",
+                    version=policy.version,
+                    size_bytes=2**40,
+                    created_at=published,
+                    expires_at=published,
+                ),
+            ),
         )
         receivers = tuple(
             ReceiverInfo(receiver_id=ack.receiver_id, version=ack.version, last_seen=published)
@@ -407,6 +433,13 @@ class FakeEngine(EngineClient):
         if not operation.state.is_final:
             await self.set(replace(operation, state=OperationState.CANCELLED, finished_at=4.0))
         return self.operations[operation_id]
+
+    async def put_model_file(
+        self, policy_id: str, file: WeightFile, offset: int, data: bytes
+    ) -> int:
+        sent = self.sent.setdefault((policy_id, file.digest), bytearray())
+        sent[offset:] = data
+        return len(sent)
 
     async def put_upload_part(
         self, policy_id: str, upload_id: str, part_index: int, body: bytes, holder: Holder
@@ -437,13 +470,23 @@ class FakeEngine(EngineClient):
             raise checkpoint_not_found(name)
         return found[0]
 
+    async def delete_version(self, policy_id: str, name: str) -> NamedVersion:
+        await self.policy(policy_id)
+        for operation in self.operations.values():
+            if isinstance(operation.result, NamedVersion) and operation.result.name == name:
+                return operation.result
+        raise version_not_found(name)
+
     async def weight_manifest(
         self,
         policy_id: str,
         version: int | None,
         known_version: int | None = None,
         wait_s: float = 0.0,
+        name: str = "",
     ) -> WeightManifest:
+        if name:
+            version = (await self.delete_version(policy_id, name)).version
         start = time.monotonic()
         while True:
             policy = await self.policy(policy_id)
@@ -555,7 +598,44 @@ class FakeEngine(EngineClient):
         return b"# HELP ratoon_operations_total Operations.\n"
 
 
+class FakeSampler:
+    """Answers each sample with the tokens of the prompt; `asked` has what it was asked.
+
+    With `hold` it answers nothing, and notes in `cancelled` whose caller leaves.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Weights, tuple[int, ...], SamplingParams]] = []
+        self.cancelled = asyncio.Event()
+        self.hold = False
+
+    async def sample(
+        self, weights: Weights, prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> SampleResult:
+        self.asked.append((weights, prompt, sampling))
+        if self.hold:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        sequence = SampledSequence(
+            tokens=prompt, logprobs=(-0.5,) * len(prompt), stop_reason=StopReason.STOP
+        )
+        return SampleResult(
+            sequences=(sequence,) * sampling.num_samples,
+            version=weights.version,
+            prompt_logprobs=(float("nan"), *[-0.25] * (len(prompt) - 1)),
+            topk_prompt_tokens=(),
+            topk_prompt_logprobs=(),
+        )
+
+    async def close(self) -> None:
+        pass
+
+
 def service_of(engine: FakeEngine, limits: LimitsConfig, models_root: Path) -> PolicyService:
     """The service on a CPU, over this engine."""
     defaults = SpecDefaults(models_root=models_root, micro_batch_tokens=4096)
-    return PolicyService(engine=engine, limits=limits, defaults=defaults, device="cpu")
+    return PolicyService(
+        engine=engine, sampler=FakeSampler(), limits=limits, defaults=defaults, device="cpu"
+    )

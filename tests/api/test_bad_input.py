@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import xxhash
 
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon_proto.types import PolicyState
@@ -43,6 +44,16 @@ async def test_unknown_names_are_not_found(api: Api, wire_name: str) -> None:
             service_pb2.GetWeightManifestRequest(policy_id=requests.POLICY, version=9),
             "WEIGHTS_NOT_FOUND",
         ),
+        (
+            "GetWeightManifest",
+            service_pb2.GetWeightManifestRequest(policy_id=requests.POLICY, name="gone"),
+            "WEIGHTS_NOT_FOUND",
+        ),
+        (
+            "DeleteVersion",
+            service_pb2.DeleteVersionRequest(policy_id=requests.POLICY, name="gone"),
+            "WEIGHTS_NOT_FOUND",
+        ),
     ]
     missing_upload = requests.update()
     missing_upload.upload.upload_id, missing_upload.upload.num_parts = "never-sent", 2
@@ -53,6 +64,56 @@ async def test_unknown_names_are_not_found(api: Api, wire_name: str) -> None:
         row = ERROR_TABLE[ErrorCode(code)]
         assert refused.status in (row.http, grpc.StatusCode[row.grpc])
     assert api.engine.log == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "a\nb", "é", "x" * 65, "x" * 10_240])
+async def test_a_versions_name_that_is_none_is_refused(api: Api, wire_name: str, name: str) -> None:
+    await api.create_policy()
+    wire, policy_id = api.wire(wire_name), requests.POLICY
+    key = service_pb2.OperationKey(seq=1)
+    calls = [
+        (
+            "PublishVersion",
+            service_pb2.PublishVersionRequest(policy_id=policy_id, key=key, name=name),
+        )
+    ]
+    # An empty one asks for the newest; the others are no part of a path.
+    if name not in ("", ".", "..", "a/b", "a\nb"):
+        by_name = service_pb2.GetWeightManifestRequest(policy_id=policy_id, name=name)
+        delete = service_pb2.DeleteVersionRequest(policy_id=policy_id, name=name)
+        calls += [("GetWeightManifest", by_name), ("DeleteVersion", delete)]
+    for rpc, request in calls:
+        refused = await refused_by(wire, rpc, request)
+        assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", "name"), rpc
+        assert len(refused.detail.message) < 400
+    assert api.engine.log == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"ttl_s": 0.0}, "ttl_s"),
+        ({"ttl_s": -1.0}, "ttl_s"),
+        ({"ttl_s": float("inf")}, "ttl_s"),
+    ],
+)
+async def test_a_versions_lifetime_is_above_zero(
+    api: Api, fields: dict[str, Any], field: str
+) -> None:
+    await api.create_policy()
+    request = service_pb2.PublishVersionRequest(
+        policy_id=requests.POLICY, key=service_pb2.OperationKey(seq=1), name="a", **fields
+    )
+    refused = await refused_by(api.wire("grpc"), "PublishVersion", request)
+    assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", field)
+
+
+async def test_a_version_has_a_number_or_a_name(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    for other in ({"version": 0}, {"known_version": 0}):
+        request = service_pb2.GetWeightManifestRequest(policy_id=requests.POLICY, name="a", **other)
+        refused = await refused_by(api.wire(wire_name), "GetWeightManifest", request)
+        assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", "name")
 
 
 async def test_a_reused_seq_with_another_payload_is_refused(api: Api, wire_name: str) -> None:
@@ -135,6 +196,31 @@ async def test_bad_parts_are_refused_when_they_come(api: Api, wire_name: str) ->
     refused = await refused_by(api.wire(wire_name), "UploadPart", lying)
     assert refused.detail.field == "groups[0].prompt.dtype"
     assert api.engine.uploads == {}
+
+
+async def test_pieces_of_a_model_arrive_and_bad_ones_are_refused(api: Api, wire_name: str) -> None:
+    """The policy need not exist."""
+    data = bytes(api.limits.max_body_bytes // 2)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    good = service_pb2.SendModelFileRequest(
+        policy_id=requests.POLICY, digest=digest, size_bytes=len(data), offset=0, data=data
+    )
+    for name, value in (
+        ("policy_id", "UPPER"),
+        ("digest", "z" + digest[1:]),
+        ("digest", digest.upper()),
+        ("size_bytes", -1),
+        ("offset", -1),
+    ):
+        request = service_pb2.SendModelFileRequest()
+        request.CopyFrom(good)
+        setattr(request, name, value)
+        refused = await refused_by(api.wire(wire_name), "SendModelFile", request)
+        assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", name)
+    assert api.engine.sent == {}
+    answer = await api.wire(wire_name).call("SendModelFile", good)
+    assert answer.num_bytes == len(data)
+    assert api.engine.sent == {(requests.POLICY, digest): data}
 
 
 async def test_a_policy_that_is_not_ready_takes_no_batch(api: Api, wire_name: str) -> None:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from harness.attacks import http as attacks
 from harness.attacks.http import Connection, Target
-from ratoon.api.contract import NAMES_BYTES, SMALL_BYTES, body_bound_at
+from ratoon.api.contract import LISTS_BYTES, SMALL_BYTES, body_bound_at
 from ratoon.api.http.app import create_app
 from ratoon.config import LimitsConfig
 from tests.api.conftest import Api
@@ -205,13 +205,13 @@ def test_routes_that_take_a_batch_are_known(api: Api) -> None:
     for route in api.app.routes:
         if isinstance(route, APIRoute) and route.body_field is not None:
             model = cast("type[BaseModel]", route.body_field.field_info.annotation)
-            has_batch = bool({"batch", "groups"} & model.model_fields.keys())
+            has_batch = bool({"batch", "groups", "data"} & model.model_fields.keys())
             method = next(iter(route.methods or ()))
-            small = NAMES_BYTES if "names" in model.model_fields else SMALL_BYTES
+            small = LISTS_BYTES if {"names", "prompt"} & {*model.model_fields} else SMALL_BYTES
             expected = 4 * MIB if has_batch else small
             assert body_bound_at(method, route.path, 4 * MIB) == expected
             found[route.name] = has_batch
-    assert sum(found.values()) == 4
+    assert sum(found.values()) == 5
     assert len(found) > 4
 
 

@@ -14,6 +14,7 @@ from ratoon.engine.commands import (
     ForwardCommand,
     ImportWeightsCommand,
     NoKey,
+    PublishVersionCommand,
     SaveCheckpointCommand,
     SeqKey,
     Submission,
@@ -182,6 +183,12 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
             "LoadCheckpoint",
             service_pb2.LoadCheckpointRequest(policy_id=policy_id, key=key(5), checkpoint_id="a.b"),
         ),
+        (
+            "PublishVersion",
+            service_pb2.PublishVersionRequest(
+                policy_id=policy_id, key=key(6), name="v.1", overwrite=True, ttl_s=60.0
+            ),
+        ),
     ]
     kinds = [(await wire.call(rpc, request)).kind for rpc, request in calls]
     assert kinds == [
@@ -190,6 +197,7 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
         operation_pb2.OPERATION_KIND_DISCARD_GRADIENTS,
         operation_pb2.OPERATION_KIND_SAVE_CHECKPOINT,
         operation_pb2.OPERATION_KIND_LOAD_CHECKPOINT,
+        operation_pb2.OPERATION_KIND_PUBLISH_VERSION,
     ]
     assert [type(s.command).__name__ for s in api.engine.log] == [
         "ForwardBackwardCommand",
@@ -197,6 +205,7 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
         "DiscardGradientsCommand",
         "SaveCheckpointCommand",
         "LoadCheckpointCommand",
+        "PublishVersionCommand",
     ]
     listed = await wire.call(
         "ListCheckpoints", service_pb2.ListCheckpointsRequest(policy_id=policy_id)
@@ -210,6 +219,15 @@ async def test_the_window_in_parts_and_checkpoints(api: Api, wire_name: str) -> 
     )
     delete = service_pb2.DeleteCheckpointRequest(policy_id=policy_id, checkpoint_id="a.b")
     assert await wire.call("DeleteCheckpoint", delete) == checkpoint
+    assert api.engine.log[5].command == PublishVersionCommand(
+        name="v.1", overwrite=True, ttl_s=60.0
+    )
+    by_name = service_pb2.GetWeightManifestRequest(policy_id=policy_id, name="v.1")
+    manifest = await wire.call("GetWeightManifest", by_name)
+    unname = service_pb2.DeleteVersionRequest(policy_id=policy_id, name="v.1")
+    named = await wire.call("DeleteVersion", unname)
+    assert (named.name, named.version, named.size_bytes) == ("v.1", manifest.version, 20)
+    assert (named.created_at.ToSeconds(), named.expires_at.ToSeconds()) == (2, 60)
 
 
 async def test_a_folder_is_imported_as_it_is_asked_for(api: Api, wire_name: str) -> None:
@@ -387,6 +405,8 @@ async def test_steps_and_versions_are_listed(api: Api, wire_name: str) -> None:
     request = service_pb2.ListVersionsRequest(policy_id=policy_id)
     (version,) = (await wire.call("ListVersions", request)).versions
     assert (version.version, version.size_bytes, version.is_held) == (5, 2**40, True)
+    (named,) = version.names
+    assert (named.name, named.version, named.expires_at.ToMilliseconds()) == ("kept", 5, 2500)
 
 
 async def test_a_policy_is_put_away(api: Api, guarded: Guarded, wire_name: str) -> None:

@@ -22,6 +22,7 @@ from ratoon_proto.v1 import (
     operation_pb2,
     policy_pb2,
     rollout_pb2,
+    sampling_pb2,
     service_pb2,
     tensor_pb2,
     training_pb2,
@@ -32,6 +33,7 @@ FILES = (
     operation_pb2,
     policy_pb2,
     rollout_pb2,
+    sampling_pb2,
     service_pb2,
     tensor_pb2,
     training_pb2,
@@ -43,7 +45,7 @@ MESSAGES: dict[str, Descriptor] = {
     for name, message in file.DESCRIPTOR.message_types_by_name.items()
 }
 # Fields that are in the path instead of the body.
-IN_PATH = {"policy_id", "upload_id", "part_index", "checkpoint_id"}
+IN_PATH = {"policy_id", "digest", "upload_id", "part_index", "checkpoint_id"}
 # Messages whose fields JSON has in place of the message itself.
 FLAT = {"key": {"seq", "request_id", "consume"}, "segments": {"segments"}}
 BODIES: dict[str, Any] = {
@@ -105,7 +107,9 @@ REQUIRED = {
     "RolloutBatch": {"groups"},
     "RolloutCorrection": {"mode", "level", "high"},
     "RolloutGroup": {"group_id"},
+    "SampleRequest": {"prompt"},
     "Segment": {"tokens"},
+    "SentModel": {"files"},
     "StalenessConfig": {"max_versions", "action"},
     "Tensor": {"dtype"},
     "UpdateRequest": {"loss", "optim"},

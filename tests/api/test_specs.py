@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from ratoon.api.convert.policy import SpecDefaults, policy_spec, spec_message
 from ratoon.config import WorkerConfig
 from ratoon.engine.journal.codec import from_text, to_text
+from ratoon.errors import RatoonError
 from ratoon_proto.v1 import policy_pb2, service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -27,6 +28,16 @@ def _limited(name: str, value: float) -> policy_pb2.NumericsGuard:
     return guard
 
 
+DIGEST = "0123456789abcdef" * 2
+
+
+def _sent(*files: tuple[str, int, str]) -> policy_pb2.SentModel:
+    message = policy_pb2.SentModel()
+    for name, size_bytes, digest in files:
+        message.files.add(name=name, size_bytes=size_bytes, digest=digest)
+    return message
+
+
 # The field that is named, below `spec`, and what else is set than in a right spec.
 BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
     ("policy_id", {"policy_id": "Tiny"}),
@@ -37,6 +48,18 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
     *(
         ("model_folder", {"model_folder": folder})
         for folder in ("../outside", "/etc", ".", "escape", "absent", "real\0x", "x" * 5000)
+    ),
+    *(
+        (f"sent_model.files{field}", {"sent_model": _sent(*files)})
+        for field, files in (
+            ("", []),
+            ("[0].name", [("../config.json", 1, DIGEST)]),
+            ("[0].name", [("", 1, DIGEST)]),
+            ("[0].name", [("x" * 256, 1, DIGEST)]),
+            ("[1].name", [("a", 1, DIGEST), ("a", 1, DIGEST)]),
+            ("[0].size_bytes", [("a", -1, DIGEST)]),
+            ("[0].digest", [("a", 1, "../" + DIGEST[3:])]),
+        )
     ),
     ("keep_versions", {"keep_versions": 0}),
     ("keep_rollouts_bytes", {"keep_rollouts_bytes": 0}),
@@ -95,6 +118,25 @@ def test_tokens_that_nobody_says_are_each_plans_own(tmp_path: Path) -> None:
     message = spec_message(spec, tmp_path)
     assert not message.HasField("micro_batch_tokens")
     assert policy_spec(message, SpecDefaults(models_root=tmp_path, micro_batch_tokens=7)) != spec
+
+
+def test_a_model_that_was_sent_is_the_same_in_any_order(tmp_path: Path) -> None:
+    """A retry is one by its spec, which the journal keeps and GetPolicy shows."""
+    defaults = SpecDefaults(models_root=tmp_path, micro_batch_tokens=None)
+    files = [("config.json", 2, DIGEST), ("model.safetensors", 10, DIGEST[::-1])]
+    one, other = (
+        policy_spec(requests.spec(sent_model=_sent(*order)), defaults)
+        for order in (files, files[::-1])
+    )
+    assert one == other
+    assert from_text(to_text(one)) == one
+    message = spec_message(one, tmp_path)
+    assert message.sent_model == _sent(*files)
+    assert message.WhichOneof("base") == "sent_model"
+    many = _sent(*((str(index), 1, DIGEST) for index in range(513)))
+    with pytest.raises(RatoonError) as caught:
+        policy_spec(requests.spec(sent_model=many), defaults)
+    assert caught.value.field == "spec.sent_model.files"
 
 
 def test_tokens_of_the_server_are_at_least_one() -> None:

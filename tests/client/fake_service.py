@@ -27,6 +27,7 @@ from ratoon_proto.v1 import (
     operation_pb2,
     policy_pb2,
     rollout_pb2,
+    sampling_pb2,
     service_pb2,
     training_pb2,
     weights_pb2,
@@ -93,6 +94,7 @@ class FakeService:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.policies: dict[str, FakePolicy] = {"p": FakePolicy()}
+        self.sent: dict[str, bytearray] = {}
         self.operations: dict[str, operation_pb2.Operation] = {}
         self.calls: Counter[str] = Counter()
         self.requests: list[tuple[str, Message]] = []
@@ -190,8 +192,18 @@ class FakeService:
         self.operations[operation.operation_id] = operation
         return operation
 
+    def _send_model_file(self, request: service_pb2.SendModelFileRequest) -> Message:
+        sent = self.sent.setdefault(request.digest, bytearray())
+        assert request.offset <= len(sent)
+        sent[request.offset :] = request.data
+        return service_pb2.SendModelFileResponse(num_bytes=len(sent))
+
     def _create_policy(self, request: service_pb2.CreatePolicyRequest) -> Message:
         spec = request.spec
+        for file in spec.sent_model.files:
+            arrived = len(self.sent.get(file.digest, b""))
+            if arrived < file.size_bytes:
+                raise RefusalError("UPLOAD_NOT_FOUND", digest=file.digest, arrived=str(arrived))
         if spec.policy_id in self.policies:
             raise RefusalError("POLICY_EXISTS", field="policy_id")
         self.policies[spec.policy_id] = FakePolicy(
@@ -298,6 +310,9 @@ class FakeService:
                 return {"empty": operation_pb2.EmptyResult()}
             case "SaveCheckpoint" | "LoadCheckpoint":
                 return {"checkpoint": operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3)}
+            case "PublishVersion":
+                named = operation_pb2.NamedVersion(name="v-1", version=3, size_bytes=20)
+                return {"named_version": named}
             case "ImportWeights":
                 imported = operation_pb2.ImportResult(
                     version=policy.version,
@@ -393,6 +408,12 @@ class FakeService:
         if request.checkpoint_id != "c-1":
             raise RefusalError("CHECKPOINT_NOT_FOUND")
         return operation_pb2.CheckpointInfo(checkpoint_id="c-1", version=3, pinned=True)
+
+    def _delete_version(self, request: Any) -> operation_pb2.NamedVersion:
+        self._policy(request.policy_id)
+        if request.name != "v-1":
+            raise RefusalError("WEIGHTS_NOT_FOUND", field="name")
+        return operation_pb2.NamedVersion(name="v-1", version=3, size_bytes=20)
 
     def _list_operations(self, request: service_pb2.ListOperationsRequest) -> Message:
         """Pages of two, so that there are several."""
@@ -490,6 +511,8 @@ class FakeService:
                 min(request.wait_s, self.long_poll_s),
             )
         version = request.version if request.HasField("version") else policy.version
+        if request.name:
+            version = self._delete_version(request).version
         return self._manifest(request.policy_id, version)
 
     def _manifest(self, policy_id: str, version: int) -> weights_pb2.WeightManifest:
@@ -514,6 +537,18 @@ class FakeService:
         policy = self._policy(request.policy_id)
         self.acks.append(request)
         return service_pb2.AckWeightsResponse(published_version=max(policy.weights, default=None))
+
+    def _sample(self, request: service_pb2.SampleRequest) -> Message:
+        """Answers with the prompt."""
+        version = None if request.base else request.version or 7
+        sequence = sampling_pb2.SampledSequence(
+            tokens=request.prompt,
+            logprobs=[-0.5] * len(request.prompt),
+            stop_reason=sampling_pb2.STOP_REASON_LENGTH,
+        )
+        return sampling_pb2.SampleResult(
+            sequences=[sequence] * request.sampling.num_samples, version=version
+        )
 
     def _get_gradient_manifest(self, request: service_pb2.GetGradientManifestRequest) -> Message:
         data = " ".join(request.names).encode() * 50

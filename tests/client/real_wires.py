@@ -17,7 +17,7 @@ from ratoon.config import LimitsConfig
 from ratoon.edge.budget import EdgeBounds
 from ratoon.edge.tls import CertificateFiles, CertificateStore, server_context
 from ratoon_client.blocking import LoopThread
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import FakeEngine, FakeSampler
 from tests.api.open_gate import OPEN_GATE
 
 MESSAGE_BYTES = 4 * 2**20
@@ -71,6 +71,7 @@ async def _started(
     engine.add_file(DATA)
     service = PolicyService(
         engine=engine,
+        sampler=FakeSampler(),
         limits=LIMITS,
         defaults=SpecDefaults(models_root=folder, micro_batch_tokens=4096),
         device="cpu",

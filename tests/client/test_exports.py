@@ -190,9 +190,16 @@ def _mlflow_rows(folder: Path) -> list[tuple[int, float]]:
     return [(row.step, row.value) for row in client.get_metric_history(run.info.run_id, "loss")]
 
 
-def _trackio_rows(_: Path) -> list[tuple[int, float]]:
-    storage = import_module("trackio.sqlite_storage").SQLiteStorage
-    return [(row["step"], row["loss"]) for row in storage.get_logs("curves", RUN)]
+def _trackio_rows(folder: Path) -> list[tuple[int, float]]:
+    """Read by another process: the library reads the name of its folder when it is imported."""
+    code = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage; "
+        f"print(json.dumps(SQLiteStorage.get_logs('curves', {RUN!r})))"
+    )
+    environment = os.environ | {"TRACKIO_DIR": str(folder)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return [(row["step"], row["loss"]) for row in json.loads(done.stdout)]
 
 
 def _log_records(data: bytes) -> Iterator[bytes]:
@@ -261,6 +268,5 @@ def test_a_tracker_gets_each_step_once_over_several_exports(
         )
         assert done.returncode == 0, done.stderr
         assert [json.loads(line)["seq"] for line in done.stdout.splitlines()] == list(seqs)
-    for name in ("MLFLOW_ALLOW_FILE_STORE", "TRACKIO_DIR"):
-        monkeypatch.setenv(name, environment[name])
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert rows(tmp_path) == [(1, 0.5), (2, 1.0), (5, 2.5)]

@@ -305,3 +305,21 @@ def test_a_checkpoint_is_saved_for_a_while_and_deleted(service: FakeService, cli
     with pytest.raises(RatoonApiError) as caught:
         client.delete_checkpoint("p", "c-2")
     assert caught.value.code == "CHECKPOINT_NOT_FOUND"
+
+
+def test_a_version_is_published_under_a_name_and_deleted(
+    service: FakeService, client: RatoonClient
+):
+    session = client.policy("p")
+    named = session.publish_version(name="v-1", ttl_s=60.0).result()
+    session.publish_version(name="v-1", overwrite=True).result()
+    sent: Any = [r for name, r in service.requests if name == "PublishVersion"]
+    assert [(r.name, r.overwrite, r.HasField("ttl_s"), r.key.seq) for r in sent] == [
+        ("v-1", False, True, 1),
+        ("v-1", True, False, 2),
+    ]
+    assert (named.name, named.version, named.expires_at) == ("v-1", 3, None)
+    assert client.delete_version("p", "v-1") == named
+    with pytest.raises(RatoonApiError) as caught:
+        client.delete_version("p", "v-2")
+    assert caught.value.code == "WEIGHTS_NOT_FOUND"

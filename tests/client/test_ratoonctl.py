@@ -202,12 +202,16 @@ def _leaves(message: Any, path: str = "") -> Iterator[str]:
         yield from _leaves(below, f"{own}.") if below is not None and below.fields else [own]
 
 
+SENT = {f"sent_model.files.{name}" for name in ("name", "size_bytes", "digest")}
+
+
 @pytest.mark.parametrize(
     ("options", "without"),
-    [(LOSS, set()), (OPTIM, set()), (POLICY, {"policy_id", "full"})],
+    [(LOSS, set()), (OPTIM, set()), (POLICY, {"policy_id", "full", *SENT})],
 )
 def test_every_field_of_a_call_has_an_option(options: MessageOptions, without: set[str]):
-    """Only 14 of 60 fields had one; the id is an argument, `full` what there is without LoRA."""
+    """Only 14 of 60 fields had one. The id is an argument, `full` what there is without LoRA, and a
+    folder is sent by its path."""
     names = [option.name for option in options.options()]
     assert len(set(names)) == len(names)
     had = {".".join(option.path) for option in options.options()}
@@ -403,6 +407,21 @@ def test_checkpoints_are_saved_loaded_and_listed(service: FakeService, ctl: Ctl)
     assert ctl.json("checkpoints", "delete", "p", "c-1")["checkpoint_id"] == "c-1"
     assert ctl("checkpoints", "delete", "p", "c-2")[0] == 1
     assert sorted(service.policies["p"].keys) == [1, 2, 3]
+
+
+def test_versions_are_published_under_a_name_and_deleted(service: FakeService, ctl: Ctl):
+    service.publish(3, {"config.json": b"{}"})
+    assert ctl.json("weights", "publish", "p", "v-1", "--ttl-s", "60")["version"] == 3
+    assert ctl("weights", "publish", "p", "v-1", "--overwrite")[0] == 0
+    first, second = [cast("Any", r) for name, r in service.requests if name == "PublishVersion"]
+    assert (first.name, first.ttl_s, first.overwrite) == ("v-1", 60.0, False)
+    assert (second.overwrite, second.HasField("ttl_s")) == (True, False)
+    (manifest,) = ctl.json("weights", "manifest", "p", "--name", "v-1")
+    assert manifest["version"] == 3
+    asked: Any = [r for name, r in service.requests if name == "GetWeightManifest"][-1]
+    assert (asked.name, asked.HasField("version")) == ("v-1", False)
+    assert ctl.json("weights", "delete", "p", "v-1")["name"] == "v-1"
+    assert ctl("weights", "delete", "p", "v-2")[0] == 1
 
 
 def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):

@@ -191,8 +191,9 @@ def test_reads_that_have_their_turn_are_waited_for(service: FakeService, url: st
     with RatoonClient(url, timeout_s=0.2) as client:
         assert client.weight_manifest("p").version == 1
         assert client.gradient_manifest("p", ["a"]).version == 3
+        assert client.sample("p", [1], timeout_s=1.0).version == 7
         assert client.pull_weights("p", root).version == 1
-    assert service.calls == {"GetWeightManifest": 2, "GetGradientManifest": 1}
+    assert service.calls == {"GetWeightManifest": 2, "GetGradientManifest": 1, "Sample": 1}
 
 
 def test_a_version_is_waited_for_longer_than_a_try(service: FakeService, url: str):

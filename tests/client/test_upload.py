@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon_client import ClientConfig, RatoonClient
+from ratoon_client import ClientConfig, InvalidArgumentError, RatoonClient
 from ratoon_client.sender import split_parts
 from ratoon_client.wire import group_messages
 from ratoon_proto.v1 import rollout_pb2
@@ -67,3 +71,29 @@ def test_a_small_batch_goes_without_asking_what_the_service_takes(
     """It is asked before the first call, when a service that has just started may be slow."""
     client.policy("p").update(one_group(), loss=LOSS, optim=OPTIM)
     assert service.calls == {"GetPolicy": 1, "Update": 1}
+
+
+def test_a_model_folder_is_sent_in_pieces_from_where_a_sender_left_off(
+    service: FakeService, url: str, tmp_path: Path
+):
+    folder = tmp_path / "model"
+    (folder / "nested").mkdir(parents=True)
+    files = {"config.json": b"{}", "model.safetensors": bytes(range(250)), "twin.json": b"{}"}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    (folder / ".hidden").write_bytes(b"no")
+    weights = xxhash.xxh3_128_hexdigest(files["model.safetensors"])
+    service.sent[weights] = bytearray(files["model.safetensors"][:120])
+    with RatoonClient(url, config=ClientConfig(timeout_s=5.0, part_bytes=50)) as client:
+        client.create_policy("sent", send_folder=folder).result()
+        with pytest.raises(InvalidArgumentError, match="send_folder"):
+            client.create_policy("none", send_folder=tmp_path / "absent")
+        with pytest.raises(InvalidArgumentError, match="send_folder"):
+            client.create_policy("none", send_folder=folder / "nested")
+    (*_, (_, request)) = [one for one in service.requests if one[0] == "CreatePolicy"]
+    assert {
+        file.name: bytes(service.sent[file.digest])
+        for file in request.spec.sent_model.files  # pyright: ignore[reportAttributeAccessIssue]
+    } == files
+    # Two bytes of config.json in one piece, and the last 130 bytes of the weights in three.
+    assert service.calls["SendModelFile"] == 4

@@ -189,6 +189,7 @@ async def test_a_child_killed_in_mid_broadcast_is_half_a_version_that_is_not_sam
     assert rig.engine.taken("sampled") == rig.digests[1:]
 
 
+@pytest.mark.more
 async def test_an_engine_that_never_joins_is_not_paused(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     # The child's own calls have the time that they need.
     make = vllm_nccl._Child  # pyright: ignore[reportPrivateUsage]
@@ -242,6 +243,7 @@ async def test_an_engine_that_hangs_in_mid_update_stays_paused_until_its_restart
     assert rig.engine.taken("sampled") == [rig.digests[2]]
 
 
+@pytest.mark.more
 async def test_what_an_update_left_in_a_paused_engine_is_no_part_of_the_next(rig: Rig):
     vllm = rig.adapter()
     rig.engine("fault", {"/update_weights": "half", "/finish_weight_update": 500})
@@ -252,6 +254,7 @@ async def test_what_an_update_left_in_a_paused_engine_is_no_part_of_the_next(rig
     assert rig.engine.taken("sampled") == [rig.digests[2]]
 
 
+@pytest.mark.more
 async def test_several_workers_are_not_trusted_after_a_failure(rig: Rig):
     vllm = rig.adapter()
     await vllm.commit(rig.versions[1], MANIFEST, previous=None)
@@ -264,6 +267,7 @@ async def test_several_workers_are_not_trusted_after_a_failure(rig: Rig):
     assert rig.engine.taken("is_paused")
 
 
+@pytest.mark.more
 async def test_what_cannot_be_staged_is_refused_before_the_pause(rig: Rig, tmp_path: Path):
     scalar = save(tmp_path / "version-1", {"scale": torch.ones(())})
     with pytest.raises(EngineError, match="scale: vLLM unpacks no tensor without dimensions"):

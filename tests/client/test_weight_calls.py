@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from ratoon_client import IntegrityError, InvalidArgumentError, RatoonApiError, RatoonClient
-from ratoon_proto.v1 import service_pb2
+from ratoon_client import (
+    IntegrityError,
+    InvalidArgumentError,
+    RatoonApiError,
+    RatoonClient,
+    SampledSequence,
+    SamplingParams,
+    StopReason,
+)
+from ratoon_proto.v1 import sampling_pb2, service_pb2
 from tests.client.fake_service import CHUNK_BYTES, FakeService, Fault, LostAnswerError, RefusalError
 
 CONFIG_JSON = b'{"model_type": "llama"}'
@@ -49,6 +58,31 @@ def test_gradients_are_a_file(service: FakeService, client: RatoonClient):
         client.fetch_file("p", manifest.file)
     with pytest.raises(InvalidArgumentError, match=r"names\[0\]"):
         client.gradient_manifest("p", [3])  # pyright: ignore[reportArgumentType]
+
+
+def test_samples_are_of_a_version_or_the_base(service: FakeService, client: RatoonClient):
+    service.faults = [
+        Fault(name="Sample", error=LostAnswerError()),
+        Fault(name="Sample", error=RefusalError("UNAVAILABLE", retryable=True)),
+    ]
+    sampling = SamplingParams(num_samples=2, temperature=0.5, stop=["x"], seed=3)
+    result = client.sample("p", np.array([5, 6]), sampling)
+    whole = SampledSequence(tokens=(5, 6), logprobs=(-0.5, -0.5), stop_reason=StopReason.LENGTH)
+    assert (result.version, result.sequences) == (7, (whole, whole))
+    assert client.sample("p", [5], version=2).version == 2
+    assert client.sample("p", [5], base=True).version is None
+    asked = [request for name, request in service.requests if name == "Sample"]
+    assert asked[0] == service_pb2.SampleRequest(
+        policy_id="p",
+        prompt=[5, 6],
+        sampling=sampling_pb2.SamplingParams(
+            num_samples=2, temperature=0.5, top_p=1.0, stop=["x"], seed=3
+        ),
+    )
+    with pytest.raises(InvalidArgumentError, match=r"prompt\[1\]"):
+        client.sample("p", [1, 2**31])
+    with pytest.raises(InvalidArgumentError, match="sampling"):
+        client.sample("p", [1], {"seed": 3})  # pyright: ignore[reportArgumentType]
 
 
 def test_a_receiver_says_what_it_serves_and_holds(service: FakeService, client: RatoonClient):

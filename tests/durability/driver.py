@@ -91,6 +91,11 @@ class Caller:
         await self.machine.controller.delete_checkpoint(checkpoint_id)
         promise("deleted", checkpoint_id=checkpoint_id)
 
+    async def unname(self, name: str) -> None:
+        """Take a version's name away."""
+        await self.machine.controller.delete_version(name)
+        promise("unnamed", name=name)
+
     async def upload(self, upload_id: str, part_index: int, body: bytes) -> None:
         await self.machine.controller.put_upload_part(upload_id, part_index, body)
         promise("uploaded", upload=upload_id, part=part_index, digest=digest_bytes(body))
@@ -122,6 +127,9 @@ async def live(root: Path, base: Path) -> None:
     await caller.run(22)
     await caller.run(23, 24, 25)
     await caller.run(26, 27)
+    await caller.run(28, 29, 30)
+    await caller.run(31)
+    await caller.unname("gone")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from tests.engine.harness import (
     load,
     optim_step,
     policy_spec,
+    publish,
     save,
     update,
 )
@@ -147,6 +148,10 @@ def commands() -> Mapping[int, tuple[Any, float]]:
         (optim_step(discard_on_poison=True), 0),
         (forward_backward, 26),
         (optim_step(), 0),
+        (publish("kept"), 0),
+        (update, 29),
+        (update, 30),
+        (publish("gone"), 0),
     )
     return {
         seq: (call(number) if callable(call) else call, number)

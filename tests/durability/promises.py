@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from ratoon.auth.keys import KeyFile
-from ratoon.engine.commands import DiscardGradientsCommand, ForwardCommand, SeqKey
+from ratoon.engine.commands import (
+    DiscardGradientsCommand,
+    ForwardCommand,
+    PublishVersionCommand,
+    SeqKey,
+)
 from ratoon.engine.files.paths import read_result
 from ratoon.engine.files.results import read_old_logprobs
 from ratoon.engine.journal.records import OperationRecord
-from ratoon.engine.types import FailedResult, PolicySpec
+from ratoon.engine.types import FailedResult, NamedVersion, PolicySpec
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.stream.files import digest_bytes, digest_file
 from ratoon.stream.versions import list_versions, read_manifest, version_folder
@@ -170,21 +175,41 @@ def _check_versions(machine: DurableMachine) -> None:
 
 
 def _check_published(machine: DurableMachine, promises: Promises) -> None:
-    """The version that readers were told of, and no checkpoint that was said to be deleted."""
+    """The versions that readers were told of, and nothing that was said to be deleted."""
     deleted = {mark["checkpoint_id"] for mark in promises.of("deleted")}
     named = {each.info.name for each in machine.journal.store.checkpoints(POLICY)}
     if deleted & named:
         raise LostError(f"checkpoints {deleted & named} are there again")
+    _check_named(machine, promises)
     told = promises.of("published")
     if told and told[-1]["version"] not in _published(machine):
         raise LostError(f"the published version {told[-1]['version']}")
 
 
+def _check_named(machine: DurableMachine, promises: Promises) -> None:
+    """Each name that was told keeps its version, and none that was taken away is there again."""
+    named = {each.name: each.version for each in _named(machine)}
+    gone = {mark["name"] for mark in promises.of("unnamed")}
+    if gone & named.keys():
+        raise LostError(f"the names {gone & named.keys()} are there again")
+    for mark in promises.of("ended"):
+        command, _ = commands()[mark["seq"]]
+        if not isinstance(command, PublishVersionCommand) or command.name in gone:
+            continue
+        if named.get(command.name) != mark["version"]:
+            raise LostError(f"version {mark['version']}, named {command.name}")
+
+
+def _named(machine: DurableMachine) -> tuple[NamedVersion, ...]:
+    return machine.journal.store.history(POLICY).named
+
+
 def _published(machine: DurableMachine) -> tuple[int, ...]:
+    """Versions that can be fetched."""
     policy = machine.journal.store.policy(POLICY)
     if policy is None:
         raise LostError("the policy")
-    return policy.published
+    return (*policy.published, *(each.version for each in _named(machine)))
 
 
 def _check_checkpoints(machine: DurableMachine, promises: Promises) -> None:

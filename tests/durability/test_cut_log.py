@@ -36,6 +36,7 @@ from tests.durability.cut_log import (
 from tests.engine.harness import DISCARD, RATE, Machine, code_of
 from tests.engine.local_ports import POLICY
 from tests.until import until
+from tests.work_units import rows
 
 # A log that began anew over an old one, and one in its first use.
 LENGTHS = (len(COMMANDS), 12)
@@ -219,7 +220,7 @@ def test_a_policy_is_refused_until_somebody_decides(
     run(test())
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", rows(SHARES, now=(0.7,)))
 def test_a_loss_is_accepted_by_whoever_says_so(life: Life, root: Path, share: float) -> None:
     """What is left goes on; what was lost can be sent again, and makes other versions."""
     cut(life, root, share_of(life, share))
@@ -240,7 +241,7 @@ def test_a_loss_is_accepted_by_whoever_says_so(life: Life, root: Path, share: fl
     run(test())
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3])
+@pytest.mark.parametrize("share", rows((0.1, 0.3), now=(0.3,)))
 def test_a_checkpoint_of_what_was_lost_is_gone_on_from(
     life: Life, root: Path, share: float
 ) -> None:

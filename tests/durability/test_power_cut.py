@@ -41,7 +41,7 @@ def test_the_recorded_life_has_everything_in_it(recording: Recording) -> None:
     kinds = {mark["kind"] for mark in parse_marks(recording.events)}
     assert kinds == {
         *("created", "started", "published", "accepted", "ended", "result"),
-        *("key", "revoked", "uploaded", "deleted", "lost"),
+        *("key", "revoked", "uploaded", "deleted", "unnamed", "lost"),
     }
     assert {site_of(event) for event in recording.events} >= set(SITES)
     first = next(index for index, event in enumerate(recording.events) if event.kind is Kind.MARK)

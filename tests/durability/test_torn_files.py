@@ -36,7 +36,8 @@ def test_no_torn_file_is_loaded(counts: TornCounts) -> None:
 
 def test_every_kind_of_file_is_torn_and_refused(counts: TornCounts) -> None:
     refused = {kind for kind, outcome in counts.counts if outcome == "refused"}
-    assert refused == KINDS
+    # A log that was just written back is empty.
+    assert KINDS - {"journal's log"} <= refused <= KINDS
     harmless = {kind for kind, outcome in counts.counts if outcome != "refused"}
     # Room that nothing uses, and a last transaction that may have been under way.
     assert harmless <= {"journal", "journal's log"}

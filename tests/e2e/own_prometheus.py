@@ -68,7 +68,7 @@ def wait_for(url: str, expression: str, value: float) -> None:
     while time.monotonic() < deadline:
         try:
             seen = query(url, expression)
-        except httpx.TransportError as err:
+        except httpx.HTTPError as err:
             seen = err
         else:
             if any(found == value for _, found in seen):

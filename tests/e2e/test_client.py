@@ -24,12 +24,14 @@ from ratoon_client import (
     FromForward,
     Group,
     Kl,
+    Lora,
     Loss,
     NumericsGuard,
     Operation,
     Optim,
     RatoonApiError,
     RatoonClient,
+    SamplingParams,
     Segment,
     StepReport,
     group,
@@ -71,6 +73,35 @@ def policies(clients: dict[str, RatoonClient]) -> Iterator[dict[str, str]]:
     yield {name: handle.result().spec.policy_id for name, handle in handles.items()}
     for name in handles:
         clients[name].delete_policy(f"client-{name}").result()
+
+
+def test_samples_are_those_of_the_trainers_weights(clients: dict[str, RatoonClient]) -> None:
+    """A full policy and one with an adapter, by the process that the first sample starts."""
+    for name, lora in (("sampled", None), ("sampled-lora", Lora(rank=4, alpha=8.0))):
+        client = clients["gateway"]
+        client.create_policy(name, preset="tiny", seed=3, lora=lora, keep_versions=2).result()
+        client.policy(name).update(batch(), loss=Loss("grpo"), optim=OPTIM).result()
+        prompt = [72, 101, 108, 108, 111]
+        sampling = SamplingParams(num_samples=3, max_tokens=8, ignore_eos=True, temperature=0.5)
+        for wire in WIRES:
+            result = clients[wire].sample(name, prompt, sampling)
+            assert result.version == 1
+            rollouts = [
+                rollout(response=each.tokens, temperature=0.5, reward=0.0)
+                for each in result.sequences
+            ]
+            forward = client.forward(name, [group("g", prompt, rollouts)]).result()
+            for own, trainers in zip(result.sequences, forward.logprobs, strict=True):
+                assert np.abs(own.logprobs - trainers).max() <= 1e-5
+        seeded = replace(sampling, seed=1)
+        answers = [clients[wire].sample(name, prompt, seeded, version=1) for wire in WIRES]
+        assert answers[0] == answers[1] == answers[2]
+        first = clients["http"].sample(name, prompt, seeded, version=0)
+        base = client.sample(name, prompt, seeded, base=True)
+        assert first.sequences == base.sequences != answers[0].sequences
+        with pytest.raises(RatoonApiError, match="WEIGHTS_NOT_FOUND"):
+            client.sample(name, prompt, version=5)
+        client.delete_policy(name).result()
 
 
 def batch() -> list[Group]:
@@ -140,6 +171,11 @@ def train(client: RatoonClient, policy_id: str, folder: Path):
     deleted = client.delete_checkpoint(policy_id, "after-two")
     assert [deleted, *client.list_checkpoints(policy_id)] == listed
     pulled = client.pull_weights(policy_id, folder)
+    named = session.publish_version(name="kept", ttl_s=3600.0).result()
+    by_name = client.pull_weights(policy_id, folder / "kept", name="kept")
+    assert (named.version, by_name.manifest.files) == (2, pulled.manifest.files)
+    assert client.versions(policy_id).versions[-1].names == (named,)
+    assert client.delete_version(policy_id, "kept") == named
     history = client.steps(policy_id, ("loss", "kl"))
     assert (history.seq, history.version, history.num_steps) == ((2, 6, 9), (1, 2, 3), 3)
     for series, name in zip(history.series, ("loss", "kl"), strict=True):
@@ -176,7 +212,7 @@ def test_training_does_not_depend_on_the_wire(
     }
     assert seen["gateway"] == seen["http"]
     gateway = seen["gateway"]
-    assert [seq for _, seq, _ in gateway["listed"]] == [*range(10, -1, -1)]
+    assert [seq for _, seq, _ in gateway["listed"]] == [*range(11, -1, -1)]
     assert gateway["chosen"] == [9, 2]
     assert gateway["logprobs"] == gateway["old"]
     assert [version for version, _ in gateway["steps"]] == [1, 1, 2]
@@ -186,7 +222,7 @@ def test_training_does_not_depend_on_the_wire(
     # Version 0 has one, version 1 has none.
     assert not gateway["steps"][0][1].self_check.exceeds_limits
     assert gateway["steps"][1][1].self_check is None
-    assert gateway["next_seq"] == 11
+    assert gateway["next_seq"] == 12
     for name in policies:
         latest = tmp_path / name / "latest"
         for file, digest in gateway["weights"].items():

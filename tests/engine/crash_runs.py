@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import CrashPoint
-from ratoon.engine.types import CheckpointInfo, Operation, OperationResult
+from ratoon.engine.types import CheckpointInfo, NamedVersion, Operation, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import OperationState, PhaseSeconds, PolicyState, StepResult
 from tests.engine.harness import (
@@ -24,6 +24,7 @@ from tests.engine.harness import (
     import_weights,
     load,
     optim_step,
+    publish,
     save,
     update,
 )
@@ -56,13 +57,17 @@ HISTORY: tuple[tuple[Command, float], ...] = (
     (SAVE, 0),
     (load("mine"), 0),
     (save("last", keep_last=2, ttl_s=3600.0), 0),
+    (publish("kept"), 0),
     (forward_backward(90), 90),
+    (publish("gone", ttl_s=3600.0), 0),
     (optim_step(), 0),
+    (publish("kept"), 0),
     (import_weights(5), 5),
     (update(4), 4),
+    (publish("twin", overwrite=True), 0),
 )
 # Seqs after which no window is open.
-_REST = (11, 20)
+_REST = (11, 21)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,7 @@ class Told:
     gradients: list[float]
     versions: tuple[int, int, tuple[int, ...]]
     checkpoints: list[tuple[str, int]]
+    named: list[tuple[str, int]]
 
 
 class Survivor:
@@ -103,7 +109,8 @@ class Survivor:
             ended += [await self.end(*call) for call in chunk]
             if bound < len(HISTORY):
                 await asyncio.wait_for(self._put_away(), _PATIENCE_S)
-        await self.delete("last")
+        await self.delete("last", of_version=False)
+        await self.delete("gone", of_version=True)
         machine = self.machine
         await asyncio.wait_for(self._rest(), _PATIENCE_S)
         known = await machine.journal.checkpoints("p")
@@ -116,6 +123,7 @@ class Survivor:
             gradients=machine.worker.trainer.gradients,
             versions=(policy.version, policy.max_version, policy.published),
             checkpoints=[(c.info.name, c.info.seq) for c in known if c.info.name],
+            named=sorted((each.name, each.version) for each in machine.run.named),
         )
 
     async def _put_away(self) -> None:
@@ -165,17 +173,19 @@ class Survivor:
             await self.machine.controller.get_operation(operation.operation_id, 0.02)
         raise AssertionError(f"seq {seq} does not end: {self.machine.run.failure}")
 
-    async def delete(self, name: str) -> None:
-        """Delete a checkpoint; where a kill has hidden that it is gone, it is gone."""
+    async def delete(self, name: str, *, of_version: bool) -> None:
+        """Delete a checkpoint, or a version's name; where a kill has hidden that, it is gone."""
         deadline = asyncio.get_running_loop().time() + _PATIENCE_S
         while asyncio.get_running_loop().time() < deadline:
             await self.revive()
             try:
-                await self.machine.controller.delete_checkpoint(name)
+                controller = self.machine.controller
+                delete = controller.delete_version if of_version else controller.delete_checkpoint
+                await delete(name)
             except Crash:
                 continue
             except RatoonError as error:
-                if error.code is ErrorCode.CHECKPOINT_NOT_FOUND:
+                if error.code in (ErrorCode.CHECKPOINT_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND):
                     return
                 if error.code not in _RETRYABLE:
                     raise
@@ -206,8 +216,10 @@ def _timeless(result: OperationResult | None) -> OperationResult | None:
     match result:
         case StepResult(report=report):
             return replace(result, report=replace(report, seconds=PhaseSeconds()))
-        case CheckpointInfo():
+        case CheckpointInfo() | NamedVersion():
             expires_at = None if result.expires_at is None else 0.0
-            return replace(result, checkpoint_id="", created_at=0.0, expires_at=expires_at)
+            timeless = replace(result, created_at=0.0, expires_at=expires_at)
+            is_named = isinstance(timeless, NamedVersion)
+            return timeless if is_named else replace(timeless, checkpoint_id="")
         case _:
             return result

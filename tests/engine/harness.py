@@ -27,6 +27,7 @@ from ratoon.engine.commands import (
     NoKey,
     OperationKey,
     OptimStepCommand,
+    PublishVersionCommand,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
@@ -298,6 +299,10 @@ SAVE = SaveCheckpointCommand(checkpoint_id="")
 
 def save(checkpoint_id: str, **options: Any) -> SaveCheckpointCommand:
     return SaveCheckpointCommand(checkpoint_id=checkpoint_id, **options)
+
+
+def publish(name: str, **options: Any) -> PublishVersionCommand:
+    return PublishVersionCommand(name=name, **options)
 
 
 def load(checkpoint_id: str) -> LoadCheckpointCommand:

@@ -273,3 +273,23 @@ async def test_the_same_in_an_object_store(tmp_path: Path):
         await archive.restore_checkpoint("c")
         assert not list(paths.bodies.iterdir())
         assert not list(paths.checkpoints.iterdir())
+
+
+async def test_a_model_that_was_sent_is_restored_with_its_policy(
+    store: Store, tmp_path: Path
+) -> None:
+    paths = policy_paths(tmp_path / "disk", POLICY)
+    archive = BlobArchive(store, paths)
+    await archive.restore_model()
+    assert not paths.model.exists()
+    paths.model.mkdir(parents=True)
+    (paths.model / "config.json").write_text("{}")
+    await archive.keep_model()
+    await archive.keep_model()  # A creation that is tried again.
+    shutil.rmtree(tmp_path / "disk")
+    await archive.restore_model()
+    assert (paths.model / "config.json").read_text() == "{}"
+    await archive.forget()
+    shutil.rmtree(tmp_path / "disk")
+    await archive.restore_model()
+    assert not paths.model.exists()

@@ -40,10 +40,13 @@ _TOLD_S = {
     "stop": _SILENCE_S * 7 / 6 + _BUSY_S,
     "hang": _BEHIND_S + _BUSY_S,
 }
-_ALWAYS = {("limit_activations", 1, "exit")}
 # Each way of failing once or twice, each at another step. The rest takes hours.
 _MORE = {
-    *(("open_memory", 1, "memory"), ("connect_groups", 0, "error")),
+    *(
+        ("limit_activations", 1, "exit"),
+        ("open_memory", 1, "memory"),
+        ("connect_groups", 0, "error"),
+    ),
     *(("states", 1, "exit"), ("group", 1, "stop")),
 }
 _SPEC = replace(SPEC, parallel=ParallelLayout(num_workers=2, shard=Shard.WEIGHTS))
@@ -93,8 +96,7 @@ def _cases() -> Iterator[object]:
         if step == START and harm in ("stop", "hang"):
             continue
         case = step, rank, harm
-        is_more = [pytest.mark.more] if case in _MORE else [pytest.mark.slow]
-        yield pytest.param(*case, marks=[] if case in _ALWAYS else is_more)
+        yield pytest.param(*case, marks=pytest.mark.more if case in _MORE else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("step", "rank", "harm"), list(_cases()))

@@ -69,7 +69,8 @@ class LocalCluster(RayCluster):
     def trainer(self, spec: PolicySpec) -> TrainerSpec:
         return trainer_spec(spec)
 
-    def worker(self, policy_id: str, num_workers: int) -> LocalWorker:
+    def worker(self, policy_id: str, num_workers: int, host_key: str = "") -> LocalWorker:
+        assert host_key == "", "each is to be alone"
         return self.workers.setdefault(policy_id, LocalWorker(Faults()))
 
     async def end_worker(self, policy_id: str) -> None:

@@ -22,7 +22,7 @@ from sqlalchemy import create_engine, text
 
 from ratoon.cluster.bootstrap import connect, start_engine, stop_engine
 from ratoon.cluster.ray_calls import ask, find_actor
-from ratoon.cluster.worker_process import find_worker
+from ratoon.cluster.worker_places import find_place
 from ratoon.config import CheckpointConfig, RatoonConfig, RayConfig, WorkerConfig
 from ratoon.engine.client import EngineClient
 from ratoon.engine.commands import Submission
@@ -98,7 +98,7 @@ def test_a_policy_is_created_once(engine: RayEngine) -> None:
         assert await client.call(Engine.policies) == (policy,)
         spare = find_actor("ratoon-spare-worker", engine.config.ray.namespace)
         assert spare is not None
-        assert await ask(spare.holder.remote()) == POLICY
+        assert await ask(spare.tenants.remote()) == (POLICY,)
 
     engine.run(main)
 
@@ -286,8 +286,9 @@ def test_killed_processes_come_back_at_the_checkpoint(engine: RayEngine) -> None
         retired = step.result.version
         # Or its publication finds the worker lost, and 15 runs after that.
         assert (await client.call(Engine.weight_manifest, POLICY, None)).version == retired
-        worker = await find_worker(POLICY, namespace)
-        ray.kill(cast("Any", worker))
+        place = await find_place(POLICY, namespace)
+        assert place is not None
+        ray.kill(cast("Any", place.worker))
         lost = await client.submit(submission(15, update(0), random_batch(15)))
         ended = await client.call(Engine.get_operation, lost.operation_id, 60.0)
         assert isinstance(ended.result, FailedResult)
@@ -334,12 +335,12 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: R
         query = text("SELECT token FROM policies WHERE policy_id = :policy_id")
         with create_engine(journal_url(engine)).connect() as connection:
             token = connection.execute(query, {"policy_id": policy_id}).scalar_one()
-        worker = await find_worker(policy_id, engine.config.ray.namespace)
-        assert worker is not None
+        place = await find_place(policy_id, engine.config.ray.namespace)
+        assert place is not None
         with pytest.raises(RatoonError, match="AttributeError"):
             await ask(
-                worker.call.remote(
-                    MethodCall.of(WorkerCore.load, token, policy_id, cast("Any", None))
+                place.worker.compute.remote(
+                    policy_id, MethodCall.of(WorkerCore.load, token, policy_id, cast("Any", None))
                 )
             )
 
@@ -355,7 +356,7 @@ def test_kills_at_crash_points_change_nothing_of_a_policy_that_replays(engine: R
             if kills and seq == 6:
                 away = await client.call(Engine.release_policy, policy_id)
                 assert away.state is PolicyState.RELEASED
-                assert await find_worker(policy_id, engine.config.ray.namespace) is None
+                assert await find_place(policy_id, engine.config.ray.namespace) is None
             submitted = submission(seq, update(0), random_batch(seq), policy_id)
             result = (await ended(client, await client.submit(submitted))).result
             assert isinstance(result, StepResult), result

@@ -28,12 +28,15 @@ from ratoon.engine.refusals import not_up
 from ratoon.engine.types import Operation, PolicyResult, PolicySpec
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.errors import ErrorCode, RatoonError, exhausted
+from ratoon.model.spec import FolderBase
+from ratoon.stream.files import digest_bytes
 from ratoon_proto.types import (
     EmptyResult,
     OperationKind,
     OperationState,
     ParallelLayout,
     PolicyState,
+    WeightFile,
 )
 from tests.engine.fake_trainer import INFO
 from tests.engine.harness import ListSink, life_record, policy_spec
@@ -212,6 +215,38 @@ async def test_a_new_engine_finishes_what_the_old_one_acknowledged(town: Town) -
     ended = await town.end(created)
     assert ended.state is OperationState.DONE
     await until(lambda: town.fleet.running == {"a", "b"})
+
+
+async def test_a_model_that_is_sent_is_the_policys_own_and_goes_with_it(town: Town) -> None:
+    data = b"{}"
+    file = WeightFile(name="config.json", size_bytes=2, digest=digest_bytes(data))
+    base = FolderBase(folder="", files=(file,))
+    spec = policy_spec("a")
+    spec = replace(spec, model=replace(spec.model, base=base))
+    with raises(ErrorCode.UPLOAD_NOT_FOUND) as caught:
+        await town.lifecycle.create_policy(spec)
+    assert caught.value.field == "spec.sent_model.files[0]"
+    assert town.store.policies() == ()
+    assert await town.lifecycle.put_model_file("a", file, 0, data) == 2
+    town.fleet.hold = asyncio.Event()
+    created = await town.lifecycle.create_policy(spec)
+    folder = policy_paths(town.root, "a").model
+    await until(folder.is_dir)
+    # An engine that ends now is followed by one that has nothing to take.
+    town.lifecycle.stop()
+    town.fleet.hold = None
+    town.lifecycle = town.new()
+    await town.lifecycle.recover()
+    assert (await town.end(created)).state is OperationState.DONE
+    placed = (await town.lifecycle.policy("a")).spec.model.base
+    assert placed == replace(base, folder=str(folder))
+    assert (folder / "config.json").read_bytes() == data
+    # A retry finds the operation, though what it sent is no longer where it came.
+    assert (await town.lifecycle.create_policy(spec)).operation_id == created.operation_id
+    await town.end(await town.lifecycle.delete_policy("a"))
+    assert not folder.exists()
+    with raises(ErrorCode.UPLOAD_NOT_FOUND):
+        await town.lifecycle.create_policy(spec)
 
 
 @pytest.fixture

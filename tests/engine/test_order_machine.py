@@ -43,6 +43,7 @@ from tests.engine.conftest import without_pauses
 from tests.engine.harness import Machine, policy_spec
 from tests.engine.order_model import KINDS, Call, OrderModel
 from tests.engine.refusals import raises
+from tests.work_units import rows
 
 T = TypeVar("T")
 WRITES = ("accept", "before end", "end", "set_published")
@@ -325,7 +326,7 @@ SETTINGS = settings(
 )
 
 
-@pytest.mark.parametrize("num_examples", [6, pytest.param(24, marks=pytest.mark.more)])
+@pytest.mark.parametrize("num_examples", rows((3, 24), now=(3,)))
 def test_any_events_come_to_what_the_calls_in_a_row_do(num_examples: int) -> None:
     run_state_machine_as_test(OrderMachine, settings=settings(SETTINGS, max_examples=num_examples))
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import ray
 
-from ratoon.cluster import placement, worker_process
+from ratoon.cluster import placement
 from ratoon.cluster.placement import place
 from ratoon.cluster.ray_calls import find_actor
 from ratoon.cluster.ray_cluster import RayCluster as Workers
-from ratoon.cluster.worker_process import end_worker, find_worker
+from ratoon.cluster.worker_places import own_name
 from ratoon.config import RatoonConfig, RayConfig
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.worker.tasks import WorkerLostError
@@ -31,7 +29,7 @@ async def test_a_worker_that_was_released_is_made_by_no_question(ray_cluster: Ra
     settings = EngineSettings.from_config(
         RatoonConfig(ray=RayConfig(namespace=ray_cluster.namespace))
     )
-    name = worker_process._name("idle")
+    name = own_name("idle")
     idle = ray.remote(Idle).options(name=name, namespace=settings.namespace, lifetime="detached")
     handle = idle.remote()
     assert ray.get(handle.answer.remote()) == 1
@@ -45,54 +43,6 @@ async def test_a_worker_that_was_released_is_made_by_no_question(ray_cluster: Ra
         with pytest.raises(WorkerLostError):
             await question
     assert find_actor(name, settings.namespace) is None
-    await end_worker("idle", settings.namespace)
-
-
-class Spare:
-    """Worker of a policy, or of none; one that `hangs` does not say whose it is."""
-
-    def __init__(self, hangs: bool) -> None:
-        self._hangs = hangs
-        self._policy_id = ""
-
-    @ray.method
-    def take(self, policy_id: str) -> bool:
-        if self._hangs:
-            time.sleep(60.0)
-        self._policy_id = self._policy_id or policy_id
-        return self._policy_id == policy_id
-
-    @ray.method
-    def holder(self) -> str:
-        return self._policy_id
-
-
-def start_spare(namespace: str, *, hangs: bool) -> None:
-    options = {"name": worker_process._SPARE, "namespace": namespace, "lifetime": "detached"}
-    ray.get(ray.remote(Spare).options(**options).remote(hangs).holder.remote())
-
-
-async def test_a_spare_is_one_policys_until_it_ends(ray_cluster: RayCluster) -> None:
-    namespace = f"{ray_cluster.namespace}-spare"
-    assert await find_worker("a", namespace) is None
-    start_spare(namespace, hangs=False)
-    for policy_id, has_it in (("a", True), ("b", False), ("a", True)):
-        assert (await find_worker(policy_id, namespace) is not None) is has_it
-    await end_worker("b", namespace)
-    assert await find_worker("a", namespace) is not None
-    await end_worker("a", namespace)
-    assert find_actor(worker_process._SPARE, namespace) is None
-
-
-@pytest.mark.more
-async def test_a_spare_that_hangs_holds_no_policy_up(
-    ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    namespace = f"{ray_cluster.namespace}-hangs"
-    monkeypatch.setattr(worker_process, "_SPARE_S", 0.2)
-    start_spare(namespace, hangs=True)
-    assert await find_worker("a", namespace) is None
-    assert find_actor(worker_process._SPARE, namespace) is None
 
 
 def test_ranks_of_one_node_are_neighbours_and_those_of_the_workers_are_first() -> None:

@@ -11,15 +11,18 @@ import structlog
 
 from ratoon.config import CheckpointConfig, LimitsConfig
 from ratoon.engine.crash_points import CrashPoint
+from ratoon.stream.versions import list_versions
 from ratoon_proto.types import Recovery
 from tests.engine.conftest import MakeMachine
 from tests.engine.crash_runs import HISTORY, Survivor, Told
 from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec
 from tests.until import until
+from tests.work_units import rows
 
 # Often, and collected at the earliest moment.
 OFTEN = CheckpointConfig(every_operations=3, every_s=0, every_bytes=0, keep=1)
 POINTS = [point for point in CrashPoint if not point.startswith(("ingress-", "rank-"))]
+ONCE = [(point, 1, False) for point in POINTS]
 
 
 async def until_nothing_is_superfluous(machine: Machine) -> None:
@@ -30,6 +33,7 @@ async def until_nothing_is_superfluous(machine: Machine) -> None:
         return {checkpoint.info.checkpoint_id for checkpoint in store.checkpoints("p")}
 
     await until(lambda: {path.name for path in machine.paths.checkpoints.iterdir()} == names())
+    await until(lambda: {*list_versions(machine.paths.weights)} == {*machine.run.listed})
     await until(lambda: machine.bodies == set(store.bodies_in_use("p").values()))
 
 
@@ -58,7 +62,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
 @pytest.mark.parametrize(
     ("point", "count", "loses_worker"),
     [
-        *((point, 1, False) for point in POINTS),
+        *rows(ONCE, now=ONCE[::3]),
         *(
             pytest.param(point, 2, True, marks=pytest.mark.more)
             for point in POINTS

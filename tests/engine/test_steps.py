@@ -233,6 +233,7 @@ def test_an_upgrade_fills_in_the_steps_that_there_are(database_url: str) -> None
     with stores.engine.begin() as connection:
         for statement in (
             "DROP TABLE steps",
+            "DROP TABLE named_versions",
             *(f"ALTER TABLE checkpoints DROP {name}" for name in ("name", "pinned", "expires_at")),
             "DROP INDEX operations_by_time",
             "DROP INDEX operations_of_policy_by_time",

@@ -42,10 +42,12 @@ from tests.engine.harness import (
     import_weights,
     load,
     optim_step,
+    publish,
     save,
     started,
     update,
 )
+from tests.work_units import rows
 
 Call = tuple[Command, float]
 Weights = list[tuple[list[float], float]]
@@ -68,6 +70,7 @@ STRUCK: dict[str, tuple[Call, ...]] = {
     "step on a part": ((forward_backward(10), 10), (forward_backward(20), 20), (PART, 0)),
     "discard": ((forward_backward(10), 10), (DISCARD, 0)),
     "save": ((forward_backward(10), 10), (save("other"), 0)),
+    "publish": ((forward_backward(10), 10), (publish("v"), 0)),
     "load": ((load("mine"), 0),),
     "load into a window": ((forward_backward(10), 10), (load("mine"), 0)),
     "forward": ((forward(3), 3),),
@@ -239,7 +242,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("strike", "recovery"),
     [
-        *((strike, Recovery.REPLAY) for strike in STRIKES),
+        *rows(((strike, Recovery.REPLAY) for strike in STRIKES), [(STRIKES[-1], Recovery.REPLAY)]),
         ("end", Recovery.FAIL),
         *(
             pytest.param(strike, recovery, marks=pytest.mark.more)

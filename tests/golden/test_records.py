@@ -101,6 +101,7 @@ COMMANDS: dict[str, Command] = {
     "optim_step.seqs": harness.optim_step(1, 2),
     "discard": harness.DISCARD,
     "save": harness.save("before"),
+    "publish": harness.publish("before", ttl_s=60.0),
     "load": harness.load("before"),
     "import": harness.import_weights(1, expected_version=0),
     "import.full": harness.import_weights(1, mode=ImportMode.FULL, reset_optimizer=True),

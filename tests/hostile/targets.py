@@ -41,7 +41,7 @@ from ratoon_proto.types import Operation, PolicyState
 from ratoon_proto.v1 import operation_pb2, service_pb2
 from ratoon_proto.v1.tensor_pb2 import Tensor
 from tests.api import requests
-from tests.api.fake_engine import INFO, FakeEngine
+from tests.api.fake_engine import INFO, FakeEngine, FakeSampler
 from tests.api.open_gate import OPEN_GATE
 from tests.hostile import corpus
 from tests.hostile.disk_targets import bad_checkpoints, bad_deltas, bad_files, bad_imports
@@ -188,6 +188,7 @@ def _service(folder: Path) -> tuple[PolicyService, FakeEngine]:
     engine = FakeEngine(folder=folder, gap_wait_s=0.0)
     service = PolicyService(
         engine=engine,
+        sampler=FakeSampler(),
         limits=LIMITS,
         defaults=SpecDefaults(models_root=folder, micro_batch_tokens=64),
         device="cpu",

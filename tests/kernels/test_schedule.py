@@ -19,6 +19,7 @@ from ratoon_kernels.schedule import (
 )
 from tests.kernels.forests import NAMED, Forest, comb, forest_from, random_forests, star
 from tests.kernels.schedule_twin import IntArray, Twin, random_spans
+from tests.work_units import rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +198,8 @@ def test_every_pair_within_a_window_is_computed_once_on_random_forests(
     assert num_branched > 0
 
 
-@pytest.mark.parametrize("window", [1, 100, 128, 350])
-@pytest.mark.parametrize("name", REAL_SIZES)
+@pytest.mark.parametrize("window", rows((1, 100, 128, 350), now=(1, 128)))
+@pytest.mark.parametrize("name", rows(REAL_SIZES, now=("short", "two_trees")))
 def test_every_pair_within_a_window_is_computed_once_on_the_kernels_own_grid(
     name: str, window: int
 ) -> None:

@@ -29,6 +29,7 @@ from ratoon_proto.types import FullTuning
 from tests.model.builders import hidden_of
 from tests.model.packing import pack
 from tests.tiny_models import write_folder
+from tests.work_units import rows
 
 DEEP = json.loads("[" * 300 + "]" * 300)
 HOSTILE: tuple[Any, ...] = (
@@ -164,7 +165,7 @@ def outcome(folder: Path, version: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("architecture", FOLDERS)
+@pytest.mark.parametrize("architecture", rows(FOLDERS, tuple(FOLDERS)[::4]))
 @pytest.mark.parametrize(
     "share",
     [

@@ -94,7 +94,7 @@ def test_what_is_kept_changes_no_bit(
             assert torch.equal(got[name], grad), (kept, name)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_what_is_on_the_host_is_there_until_its_backward(
     is_compiled: bool, graphs: list[GraphModule]
 ) -> None:

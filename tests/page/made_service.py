@@ -97,6 +97,7 @@ class MadeService:
                 "delta_bytes": 231_002_113 - 7_000_000 * i,
                 "published_at": f"2026-11-28T09:59:0{4 - i}.000Z",
                 "is_held": i == 1,
+                "names": [],
             }
             for i in range(2)
         ]

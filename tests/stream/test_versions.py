@@ -221,7 +221,7 @@ def test_prune_keeps_newest_and_protected(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == [".spare"]
     assert len(list(tmp_path.iterdir())) == 4
     assert prune_versions(tmp_path, 2, {1}) == ()
-    assert code_of(lambda: prune_versions(tmp_path, 0, ())) is ErrorCode.INVALID_ARGUMENT
+    assert code_of(lambda: prune_versions(tmp_path, -1, ())) is ErrorCode.INVALID_ARGUMENT
 
 
 def test_file_path_takes_only_names_of_the_manifest(tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ def test_save_appears_whole_or_not_at_all(
     def full_disk(folder: Path) -> None:
         raise OSError(28, "No space left on device", str(folder))
 
-    monkeypatch.setattr("ratoon.train.checkpoint.fsync_tree", full_disk)
+    monkeypatch.setattr("ratoon.stream.files.fsync_tree", full_disk)
     with pytest.raises(OSError, match="No space"):
         trainer.snapshot().write(tmp_path / "two")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]

@@ -62,6 +62,7 @@ from tests.train.equivalence_runs import (
     rollouts_of,
     weight_errors,
 )
+from tests.work_units import rows
 
 LORA = LoraTuning(rank=3, alpha=6.0)
 LORA_ATTENTION = LoraTuning(
@@ -101,7 +102,9 @@ def _three_steps(pair: Pair, request: LossConfig = GRPO, *, micro_batch_tokens: 
     assert pair.trainer.version == len(STEPS)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", rows(ARCHITECTURES, ("qwen3", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_5"))
+)
 def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
     """GQA everywhere, tied embeddings (qwen3, mistral, gemma3), biases (qwen2), experts
     (qwen3_moe), windows (olmo3, gemma3)."""
@@ -110,11 +113,14 @@ def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "tuning"),
-    [
-        *((name, LORA) for name in ("qwen3", "llama", "gemma3", "qwen3_moe", "qwen3_5")),
-        *((name, LORA_ATTENTION) for name in ("qwen3_moe", "glm4_moe", "gpt_oss")),
-        *((name, LORA_LATENT) for name in ("glm4_moe_lite",)),
-    ],
+    rows(
+        (
+            *((name, LORA) for name in ("qwen3", "llama", "gemma3", "qwen3_moe", "qwen3_5")),
+            *((name, LORA_ATTENTION) for name in ("qwen3_moe", "glm4_moe", "gpt_oss")),
+            *((name, LORA_LATENT) for name in ("glm4_moe_lite",)),
+        ),
+        now=(("qwen3", LORA), ("qwen3_moe", LORA), ("glm4_moe_lite", LORA_LATENT)),
+    ),
 )
 def test_three_steps_of_lora(tmp_path: Path, architecture: str, tuning: LoraTuning) -> None:
     """The frozen reference is the adapter off."""

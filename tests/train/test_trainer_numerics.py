@@ -39,7 +39,6 @@ from tests.train.bf16_runs import (
     compare,
     make_pair,
     several_groups,
-    tree,
 )
 from tests.train.trainer_runs import (
     FROM_FORWARD,
@@ -145,10 +144,8 @@ def pairs() -> list[Pair]:
     return [make_pair("tiny", seed, device="cpu", backend="reference") for seed in SEEDS]
 
 
-@pytest.mark.parametrize(
-    "forest",
-    [pytest.param(each, marks=[] if each is tree else pytest.mark.more) for each in FORESTS],
-)
+@pytest.mark.more
+@pytest.mark.parametrize("forest", FORESTS)
 def test_packed_error_is_that_of_replicated_runs(pairs: list[Pair], forest: Forest) -> None:
     found = [compare(pair, forest, seed) for seed, pair in zip(SEEDS, pairs, strict=True)]
     assert_as_near_as_replicated(found)

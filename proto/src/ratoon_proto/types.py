@@ -14,6 +14,15 @@ from typing import TYPE_CHECKING, Literal
 from ratoon_proto import bases
 
 
+class WeightKind(bases.WireEnum):
+    """What a version's files are."""
+
+    FULL = "full"
+    """A model folder that transformers loads."""
+    ADAPTER = "adapter"
+    """An adapter folder that peft loads."""
+
+
 class Sequencing(bases.WireEnum):
     """Who orders the calls to a policy."""
 
@@ -356,6 +365,7 @@ class OperationKind(bases.OperationKindMethods, bases.WireEnum):
     SAVE_CHECKPOINT = "save_checkpoint"
     LOAD_CHECKPOINT = "load_checkpoint"
     IMPORT_WEIGHTS = "import_weights"
+    PUBLISH_VERSION = "publish_version"
 
 
 OperationKindName = Literal[
@@ -369,6 +379,7 @@ OperationKindName = Literal[
     "save_checkpoint",
     "load_checkpoint",
     "import_weights",
+    "publish_version",
 ]
 
 
@@ -397,13 +408,13 @@ class SamplerLogprobsKind(bases.WireEnum):
 SamplerLogprobsKindName = Literal["processed", "raw"]
 
 
-class WeightKind(bases.WireEnum):
-    """What a version's files are."""
+class StopReason(bases.WireEnum):
+    """Why a sequence ended."""
 
-    FULL = "full"
-    """A model folder that transformers loads."""
-    ADAPTER = "adapter"
-    """An adapter folder that peft loads."""
+    STOP = "stop"
+    """With a stop token or text."""
+    LENGTH = "length"
+    """At its length limit."""
 
 
 class LogprobsOf(bases.WireEnum):
@@ -432,6 +443,59 @@ class ImportMode(bases.WireEnum):
 
 
 ImportModeName = Literal["full", "delta"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """A file of a version's weights."""
+
+    name: str = ""
+    """Its name: model-00001-of-00002.safetensors, config.json, ..."""
+    size_bytes: int = 0
+    digest: str = ""
+    """xxh3-128 of the whole file, 32 hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDelta:
+    """A delta that makes a version's files out of those of `parent_version`."""
+
+    parent_version: int
+    file: WeightFile
+    """The delta itself, fetched as a file of the version that it leads to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """The files of a version's weights."""
+
+    policy_id: str
+    version: int
+    kind: WeightKind
+    files: tuple[WeightFile, ...]
+    created_at: datetime
+    deltas: tuple[WeightDelta, ...]
+    """Deltas that lead to the version; their files are not among `files`."""
+    changed_share: float | None = None
+    """Share of the values, 0 to 1, that have other bits than in the newest version before it.
+    Absent: not compared.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientManifest:
+    """Gradient sums of a window, and the counters that an OptimStep divides them by."""
+
+    policy_id: str
+    version: int
+    """The version of the weights."""
+    file: WeightFile
+    """A file in safetensors' format, float32, not divided; kept for the server's result_ttl_s."""
+    seqs: tuple[int, ...]
+    """Seqs of the window's ForwardBackwards."""
+    trained_tokens: int
+    num_sequences: int
+    num_groups: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -581,9 +645,23 @@ class CheckpointSource:
 
 
 @dataclass(frozen=True, slots=True)
+class SentModel:
+    """A model folder that SendModelFile has brought: these files, of plain names, and no others."""
+
+    files: tuple[WeightFile, ...]
+
+    if TYPE_CHECKING:
+
+        def __init__(self, files: Sequence[WeightFile]) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, files=tuple)
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default)
-    or `lora`.
+    """A policy to create, with exactly one of `preset`, `model_folder` and `sent_model`, and `full`
+    (the default) or `lora`.
     """
 
     policy_id: str
@@ -593,6 +671,8 @@ class PolicySpec:
     """A built-in random model: tiny, small."""
     model_folder: str | None = None
     """A Hugging Face model folder below the server's models root."""
+    sent_model: SentModel | None = None
+    """A model that the service has no folder of. It belongs to the policy, and goes with it."""
     full: FullTuning | None = None
     lora: LoraTuning | None = None
     optimizer: AdamWConfig = AdamWConfig()
@@ -643,6 +723,7 @@ class PolicySpec:
             *,
             preset: str | None = None,
             model_folder: str | None = None,
+            sent_model: SentModel | None = None,
             full: FullTuning | None = None,
             lora: LoraTuning | None = None,
             optimizer: AdamWConfig = AdamWConfig(),
@@ -1355,6 +1436,19 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedVersion:
+    """A name that keeps a version of the weights, whatever the policy's `keep_versions` says."""
+
+    name: str
+    version: int
+    size_bytes: int
+    """Bytes of the version's files."""
+    created_at: datetime
+    expires_at: datetime | None = None
+    """When the service takes the name away; absent: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFile:
     """A result over 4 MiB, kept for the server's result_ttl_s and read by FetchWeights."""
 
@@ -1430,6 +1524,7 @@ class Operation(bases.OperationMethods):
     checkpoint: CheckpointInfo | None = None
     empty: EmptyResult | None = None
     imported: ImportResult | None = None
+    named_version: NamedVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -1526,56 +1621,92 @@ class StepRollouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightFile:
-    """A file of a version's weights."""
-
-    name: str
-    """Its name: model-00001-of-00002.safetensors, config.json, ..."""
-    size_bytes: int
-    digest: str
-    """xxh3-128 of the whole file, 32 hexadecimal digits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightDelta:
-    """A delta that makes a version's files out of those of `parent_version`."""
-
-    parent_version: int
-    file: WeightFile
-    """The delta itself, fetched as a file of the version that it leads to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightManifest:
-    """The files of a version's weights."""
-
-    policy_id: str
-    version: int
-    kind: WeightKind
-    files: tuple[WeightFile, ...]
-    created_at: datetime
-    deltas: tuple[WeightDelta, ...]
-    """Deltas that lead to the version; their files are not among `files`."""
-    changed_share: float | None = None
-    """Share of the values, 0 to 1, that have other bits than in the newest version before it.
-    Absent: not compared.
+class SamplingParams:
+    """How sequences are drawn, and where they end. Equal requests without a seed are answered
+    differently.
     """
 
+    num_samples: int = 1
+    max_tokens: int | None = None
+    """Length limit of each sequence, without the prompt. Default: what the model's longest sequence
+    has left beside the prompt.
+    """
+    temperature: float = 1.0
+    """Divides the logits; 0: the most likely token."""
+    top_k: int = 0
+    """Draw only from so many of the most likely tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw only from the most likely tokens that together have this probability."""
+    seed: int | None = None
+    """Makes an equal request to the same version give the same sequences, which differ from one
+    another.
+    """
+    stop_token_ids: tuple[int, ...] = ()
+    """A sequence ends with any of these tokens, which is its last one."""
+    stop: tuple[str, ...] = ()
+    """A sequence ends with the token that completes any of these texts; needs the tokenizer of the
+    model.
+    """
+    ignore_eos: bool = False
+    """Whether to go on after the model's own end tokens, which otherwise are among
+    `stop_token_ids`.
+    """
+    prompt_logprobs: bool = False
+    """Whether to return the log-probs of the prompt's tokens."""
+    topk_prompt_logprobs: int = 0
+    """Return the most likely tokens at each place of the prompt, so many of them; 0: none."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            num_samples: int = 1,
+            max_tokens: int | None = None,
+            temperature: float = 1.0,
+            top_k: int = 0,
+            top_p: float = 1.0,
+            seed: int | None = None,
+            stop_token_ids: Sequence[int] = (),
+            stop: Sequence[str] = (),
+            ignore_eos: bool = False,
+            prompt_logprobs: bool = False,
+            topk_prompt_logprobs: int = 0,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, stop_token_ids=tuple, stop=tuple)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientManifest:
-    """Gradient sums of a window, and the counters that an OptimStep divides them by."""
+class SampledSequence:
+    """One sampled continuation of the prompt."""
 
-    policy_id: str
-    version: int
-    """The version of the weights."""
-    file: WeightFile
-    """A file in safetensors' format, float32, not divided; kept for the server's result_ttl_s."""
-    seqs: tuple[int, ...]
-    """Seqs of the window's ForwardBackwards."""
-    trained_tokens: int
-    num_sequences: int
-    num_groups: int
+    tokens: tuple[int, ...]
+    """The stop token or text is among them."""
+    logprobs: tuple[float, ...]
+    """One value a token, at the sampling temperature (1 where that is 0) over all tokens: top_k and
+    top_p are not in them.
+    """
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """What was sampled, and of which version."""
+
+    sequences: tuple[SampledSequence, ...]
+    version: int | None = None
+    """Absent: the base."""
+    prompt_logprobs: tuple[float, ...]
+    """One value a token of the prompt, at temperature 1; NaN for the first, which nothing predicts.
+    Empty unless asked for.
+    """
+    topk_prompt_tokens: tuple[int, ...]
+    """[P, k], rows one after the other, the most likely token first: token ids, and their log-probs
+    at temperature 1. The first row is of zeros and NaN. Empty unless asked for.
+    """
+    topk_prompt_logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1636,6 +1767,8 @@ class VersionInfo:
     published_at: datetime
     is_held: bool
     """Whether a receiver holds it now."""
+    names: tuple[NamedVersion, ...]
+    """Names that keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1654,7 +1787,9 @@ class ReceiverInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionList:
-    """A policy's published versions, in the order of their publication, and its receivers."""
+    """A policy's published versions, in the order of their publication, those that only their names
+    keep first, and its receivers.
+    """
 
     versions: tuple[VersionInfo, ...]
     receivers: tuple[ReceiverInfo, ...]

@@ -246,7 +246,7 @@ def create_key(
         list[Scope],
         typer.Option(
             help="read: look and pull; train: also train; admin: everything; read:rollouts: see "
-            "kept rollouts too, beside any of them."
+            "kept rollouts too, beside any of them; tinker: the Tinker wire, on its own models."
         ),
     ],
     policy: Annotated[
@@ -279,8 +279,11 @@ def create_key(
 ) -> None:
     """Create a key and show it once, on standard output."""
     ranked = {*scope} - {Scope.READ_ROLLOUTS}
-    if len(ranked) != 1:
-        raise typer.BadParameter("--scope: one of read, train and admin, and read:rollouts or not")
+    if len(ranked) != 1 or (Scope.TINKER in ranked and (len(scope) > 1 or policy)):
+        raise typer.BadParameter(
+            "--scope: one of read, train and admin, and read:rollouts or not; or tinker alone, "
+            "without --policy"
+        )
     settings = _read_config(config)
     now = time.time()
     with _reported(RatoonError, ValidationError):

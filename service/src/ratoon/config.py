@@ -149,6 +149,8 @@ class LimitsConfig(_Section):
     # Bodies of open operations, and uploads not yet used by a call: per policy, and over all.
     max_queued_bytes: int = Field(default=8 * GIB, ge=1024)
     max_total_queued_bytes: int = Field(default=32 * GIB, ge=1024)
+    # Models that were sent for policies that are not created yet.
+    max_sent_model_bytes: int = Field(default=64 * GIB, ge=1024)
     # Unanswered calls per process: in all, and per API key (or host, without a key).
     max_requests_in_flight: int = Field(default=4096, ge=1)
     max_requests_in_flight_of_caller: int = Field(default=1024, ge=1)
@@ -209,9 +211,50 @@ class WorkerConfig(_Section):
     host_activation_bytes: int = Field(default=0, ge=0)
     # Versions between two self-checks, which also run one rollout alone and compare; 0: never.
     self_check_every: int = Field(default=100, ge=0)
+    # Policies with equal LoRA on one base that share a process and a GPU, which keeps room for all
+    # of them from the first on; 1: each has its own.
+    max_tenants: int = Field(default=1, ge=1)
     # A worker or rank that answers nothing for this long is lost, and so is one whose copies to
     # other ranks take longer: the policy gets another worker.
     max_silence_s: float = Field(default=60.0, gt=0)
+
+
+class SamplingEngineConfig(_Section):
+    """A vLLM server that samples for the policies of one base (docs/sampling.md).
+
+    `base`: a preset, or a model folder below the models root. `receiver_id`: of the receiver that
+    loads full versions into it; None: it samples for policies with adapters alone.
+    """
+
+    url: str
+    base: str
+    api_key: str = Field(default="", repr=False)
+    receiver_id: str | None = None
+    # Requests that the engine has at a time; others wait.
+    max_in_flight: int = Field(default=256, ge=1)
+    # Versions with adapters that are loaded at a time: the engine's `--max-cpu-loras`.
+    max_adapters: int = Field(default=8, ge=1)
+
+
+class SamplerConfig(_Section):
+    """Sampling (docs/sampling.md): by a process of the service, or by engines.
+
+    `device` "cuda" is a GPU of its own, which no policy has, for as long as the process lives.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    # Threads of torch on a CPU; 0: as many as the machine has cores.
+    num_threads: int = Field(default=0, ge=0)
+    # Requests that wait, or are sampled; others are refused.
+    max_waiting: int = Field(default=4096, ge=1)
+    # Sequences that are sampled together, and bytes of their keys and values.
+    max_rows: int = Field(default=256, ge=1)
+    max_cache_bytes: int = Field(default=2 * GIB, ge=MIB)
+    # Models in its memory: policies that differ by adapters or versions alone share one.
+    max_models: int = Field(default=2, ge=1)
+    # Seconds without a request after which the process ends, and its memory is free.
+    idle_s: float = Field(default=600.0, gt=0)
+    engines: tuple[SamplingEngineConfig, ...] = ()
 
 
 class CheckpointConfig(_Section):
@@ -237,6 +280,18 @@ class RayConfig(_Section):
     object_store_bytes: int = Field(default=200 * MIB, ge=80 * MIB)
     temp_folder: str = ""
     num_cpus: int = Field(default=2, ge=1)
+
+
+class TinkerConfig(_Section):
+    """The Tinker wire: `/api/v1` beside `/v1`, on the same port (docs/tinker.md)."""
+
+    enabled: bool = False
+    # Alpha of every adapter, which the wire does not say.
+    lora_alpha: float = Field(default=32.0, gt=0)
+    # Weights of every model on the device.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # Seconds without a heartbeat or another call until a model ends; its last state stays.
+    idle_ttl_s: float = Field(default=3600.0, gt=0)
 
 
 class RatoonConfig(BaseSettings):
@@ -272,7 +327,9 @@ class RatoonConfig(BaseSettings):
     quotas: KeyLimits = KeyLimits()
     worker: WorkerConfig = WorkerConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
+    sampler: SamplerConfig = SamplerConfig()
     ray: RayConfig = RayConfig()
+    tinker: TinkerConfig = TinkerConfig()
 
     @property
     def models_folder(self) -> Path:

@@ -102,6 +102,11 @@ REQUEST_SECONDS = _histogram(
     "Seconds to answer a request, long polls included.",
     *("transport", "method"),
 )
+TINKER_UNKNOWN_FIELDS = _counter(
+    "ratoon_tinker_unknown_fields_total",
+    "Requests of the Tinker wire with fields that this version does not know; the log names them.",
+    "call",
+)
 REFUSALS = _counter(
     "ratoon_refusals_total",
     "Refused calls: `reason` is `details.resource`, else the code in lower case; `key_id` is empty "

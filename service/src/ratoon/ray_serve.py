@@ -34,6 +34,7 @@ from ratoon.api.edges import build_service
 from ratoon.api.gate import ROOM_TO_REFUSE, build_gate
 from ratoon.api.gateway import DRAIN_S
 from ratoon.api.http.app import create_app
+from ratoon.api.tinker.routes import tinker_routes
 from ratoon.auth.access import checked_hosts
 from ratoon.config import RatoonConfig, is_ray_tls, ray_tls_files
 from ratoon.edge.tls import files_of
@@ -51,8 +52,7 @@ class Ingress:
 
     async def __init__(self, config: RatoonConfig) -> None:  # pyright: ignore[reportGeneralTypeIssues]
         configure_logging(config.log_level)
-        self._limits = config.limits
-        self._allowed_hosts = checked_hosts(config)
+        self._config = config
         self._service = await build_service(config)
         self._gate = build_gate(config, self._service.record_refusal)
         # Serve opens the replica's port next, and then asks for health.
@@ -61,7 +61,11 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(
-            self._service, self._limits, gate=self._gate, allowed_hosts=self._allowed_hosts
+            self._service,
+            self._config.limits,
+            gate=self._gate,
+            allowed_hosts=checked_hosts(self._config),
+            tinker=tinker_routes(self._service, self._gate, self._config),
         )
 
     def check_health(self) -> None:

@@ -42,6 +42,7 @@ from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_client import ClientConfig, RatoonClient, VllmAdapter
 from ratoon_proto.types import BackendInfo
+from tests.api.fake_engine import FakeSampler
 from tests.faults.builds import break_build
 from tests.faults.venues.power import record_syncs
 from tests.faults.venues.rpc import POOL, Peer, PeerLostError, Server
@@ -159,6 +160,7 @@ def run_edge(settings: Settings) -> None:
     engine = RpcEngine(settings)
     service = PolicyService(
         engine=EngineClient(lambda call: call.on(engine), EngineSettings.from_config(config)),
+        sampler=FakeSampler(),
         limits=config.limits,
         defaults=SpecDefaults(models_root=config.models_folder, micro_batch_tokens=1),
         device="cpu",

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from ratoon_client import rpcs
-from ratoon_client.arguments import all_of, check_seconds
+from ratoon_client.arguments import IntsLike, all_of, check_seconds, check_type, token_array
 from ratoon_client.caller import Caller
 from ratoon_client.config import ClientConfig, with_api_key, with_tls_files
 from ratoon_client.errors import RatoonApiError
@@ -39,16 +39,20 @@ from ratoon_client.weights.calls import (
 from ratoon_client.weights.export import export_weights
 from ratoon_client.weights.pull import KEEP_VERSIONS, PulledWeights, pull_weights
 from ratoon_client.weights.receiver import Adapter, AsyncWeightReceiver, ReceiverEvent, log_event
+from ratoon_client.weights.send import create_from
 from ratoon_client.wire import decode, group_messages, policy_spec_message, request_message
 from ratoon_proto.types import (
     GradientManifest,
     KeptRollout,
+    NamedVersion,
     Operation,
     OperationKind,
     OperationKindName,
     OperationState,
     OperationStateName,
     Policy,
+    SampleResult,
+    SamplingParams,
     ServerInfo,
     StepHistory,
     StepRollouts,
@@ -127,7 +131,8 @@ class AsyncRatoonClient:
 
         Args:
             policy_id: Its id: [a-z0-9][a-z0-9_-]{0,63}.
-            **options: Fields of a PolicySpec; one of `preset` and `model_folder` is required.
+            **options: Fields of a PolicySpec; one of `preset`, `model_folder` and `send_folder`, a
+                model folder of this machine whose files are sent, is required.
 
         Returns:
             The handle of the operation, which is done once the policy can be trained. The same
@@ -137,9 +142,12 @@ class AsyncRatoonClient:
             RatoonApiError: POLICY_EXISTS, where the policy exists with other options.
         """
         spec = policy_spec_message(policy_id, options)
-        return AsyncOperationHandle(
-            self._caller, await self._caller.ask(rpcs.CREATE_POLICY, spec=spec)
-        )
+        folder = options.get("send_folder")
+        if folder is None:
+            answer = await self._caller.ask(rpcs.CREATE_POLICY, spec=spec)
+        else:
+            answer = await create_from(self._caller, spec, Path(folder))
+        return AsyncOperationHandle(self._caller, answer)
 
     async def delete_policy(self, policy_id: str) -> AsyncOperationHandle[None]:
         """Remove a policy with its weights and checkpoints.
@@ -207,6 +215,42 @@ class AsyncRatoonClient:
         )
         await set_batch(self._caller, request, groups)
         return AsyncOperationHandle(self._caller, await self._caller.call(rpcs.FORWARD, request))
+
+    async def sample(
+        self,
+        policy_id: str,
+        prompt: IntsLike,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+        *,
+        version: int | None = None,
+        base: bool = False,
+        timeout_s: float = 600.0,
+    ) -> SampleResult:
+        """Sample continuations of a prompt.
+
+        Args:
+            policy_id: The policy.
+            prompt: Token ids.
+            sampling: How many, how long, and how they are drawn.
+            version: A published version. Default: the newest.
+            base: Whether to sample from the weights that the policy began with.
+            timeout_s: Seconds that the samples may take; the first ones start the sampler.
+
+        Raises:
+            RatoonApiError: WEIGHTS_NOT_FOUND, where the version is not published, or no more.
+        """
+        check_seconds("timeout_s", timeout_s)
+        check_type("sampling", sampling, SamplingParams)
+        request = request_message(
+            rpcs.SAMPLE.request,
+            policy_id=policy_id,
+            version=version,
+            base=base,
+            prompt=token_array("prompt", prompt).tolist(),
+            sampling=sampling,
+        )
+        message = await self._caller.call_in_turn(rpcs.SAMPLE, request, wait_s=timeout_s)
+        return decode(message, SampleResult)
 
     async def upload_part(
         self, policy_id: str, upload_id: str, part_index: int, groups: Sequence[Group]
@@ -356,11 +400,27 @@ class AsyncRatoonClient:
         )
         return decode(answer, Checkpoint)
 
+    async def delete_version(self, policy_id: str, name: str) -> NamedVersion:
+        """Take a version's name away, whatever the policy does meanwhile.
+
+        Its files go unless something else keeps them. The call is sent once: a second one could
+        meet a version published under that name in between.
+
+        Returns:
+            What had the name.
+
+        Raises:
+            RatoonApiError: WEIGHTS_NOT_FOUND, where no version has this name.
+        """
+        answer = await self._caller.ask(rpcs.DELETE_VERSION, policy_id=policy_id, name=name)
+        return decode(answer, NamedVersion)
+
     async def weight_manifest(
         self,
         policy_id: str,
         version: int | None = None,
         *,
+        name: str | None = None,
         known_version: int | None = None,
         wait_s: float = 0.0,
     ) -> WeightManifest:
@@ -373,6 +433,7 @@ class AsyncRatoonClient:
         Args:
             policy_id: The policy.
             version: The version. Default: the newest published.
+            name: In place of `version`: the name that PublishVersion has given it.
             known_version: Given without `version`: wait for a newest version other than this one,
                 which is the answer where no other came.
             wait_s: Seconds to wait for a version that no operation has made yet.
@@ -381,7 +442,12 @@ class AsyncRatoonClient:
             RatoonApiError: WEIGHTS_NOT_FOUND, where there is no such version.
         """
         return await weight_manifest(
-            self._caller, policy_id, version, known_version=known_version, wait_s=wait_s
+            self._caller,
+            policy_id,
+            version,
+            name=name,
+            known_version=known_version,
+            wait_s=wait_s,
         )
 
     async def watch_weights(
@@ -493,6 +559,7 @@ class AsyncRatoonClient:
         folder: Path | str,
         version: int | None = None,
         *,
+        name: str | None = None,
         keep: int | None = KEEP_VERSIONS,
     ) -> PulledWeights:
         """Pull a version into `folder`/version-N; `folder`/latest then names the newest.
@@ -505,12 +572,15 @@ class AsyncRatoonClient:
             policy_id: The policy.
             folder: A folder for versions of this policy.
             version: The version. Default: the newest published.
+            name: In place of `version`: its name. `folder`/latest stays as it is.
             keep: How many of the last pulled versions stay; None: all.
 
         Raises:
             IntegrityError: Bytes are not what their digests say.
         """
-        return await pull_weights(self._caller, policy_id, Path(folder), version=version, keep=keep)
+        return await pull_weights(
+            self._caller, policy_id, Path(folder), version=version, name=name, keep=keep
+        )
 
     async def export_weights(
         self,
@@ -518,6 +588,7 @@ class AsyncRatoonClient:
         folder: Path | str,
         version: int | None = None,
         *,
+        name: str | None = None,
         base: Path | str | None = None,
         merge: bool = False,
     ) -> PulledWeights:
@@ -527,6 +598,7 @@ class AsyncRatoonClient:
             policy_id: The policy.
             folder: A folder that is new or empty.
             version: The version. Default: the newest published.
+            name: In place of `version`: its name.
             base: For an adapter: the folder of its base, or the base's id on a hub, which the
                 adapter's config then names.
             merge: Whether to merge the adapter into the folder `base`, which makes a whole model.
@@ -536,7 +608,13 @@ class AsyncRatoonClient:
             IntegrityError: Bytes are not what their digests say.
         """
         return await export_weights(
-            self._caller, policy_id, Path(folder), version=version, base=base, merge=merge
+            self._caller,
+            policy_id,
+            Path(folder),
+            version=version,
+            name=name,
+            base=base,
+            merge=merge,
         )
 
     def weight_receiver(

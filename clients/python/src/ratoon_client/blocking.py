@@ -226,6 +226,7 @@ class PolicySession(_Face[AsyncPolicySession]):
     discard_gradients = blocking(AsyncPolicySession.discard_gradients)
     forward = blocking(AsyncPolicySession.forward)
     save_checkpoint = blocking(AsyncPolicySession.save_checkpoint)
+    publish_version = blocking(AsyncPolicySession.publish_version)
     load_checkpoint = blocking(AsyncPolicySession.load_checkpoint)
     import_weights = blocking(AsyncPolicySession.import_weights)
 
@@ -327,6 +328,7 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     list_policies = blocking(AsyncRatoonClient.list_policies)
     policy = blocking(AsyncRatoonClient.policy)
     forward = blocking(AsyncRatoonClient.forward)
+    sample = blocking(AsyncRatoonClient.sample)
     upload_part = blocking(AsyncRatoonClient.upload_part)
     operation = blocking(AsyncRatoonClient.operation)
     get_operation = blocking(AsyncRatoonClient.get_operation)
@@ -338,6 +340,7 @@ class RatoonClient(_Face[AsyncRatoonClient]):
     rollouts = blocking(AsyncRatoonClient.rollouts)
     rollout = blocking(AsyncRatoonClient.rollout)
     delete_checkpoint = blocking(AsyncRatoonClient.delete_checkpoint)
+    delete_version = blocking(AsyncRatoonClient.delete_version)
     weight_manifest = blocking(AsyncRatoonClient.weight_manifest)
     watch_weights = blocking(AsyncRatoonClient.watch_weights)
     ack_weights = blocking(AsyncRatoonClient.ack_weights)

@@ -31,7 +31,7 @@ from ratoon_client.rpcs import CANCEL_OPERATION, GET_OPERATION, WATCH_OPERATION
 from ratoon_client.values import Checkpoint, OperationResult
 from ratoon_client.weights.calls import fetch_result_file
 from ratoon_client.wire import decode, decode_forward, decode_step, error_of, request_message
-from ratoon_proto.types import ImportResult, Operation, Policy, StepResult
+from ratoon_proto.types import ImportResult, NamedVersion, Operation, Policy, StepResult
 from ratoon_proto.v1 import operation_pb2, service_pb2, training_pb2
 
 ResultT = TypeVar("ResultT")
@@ -213,6 +213,8 @@ async def outcome(caller: Caller, message: operation_pb2.Operation) -> Operation
             return decode(message.checkpoint, Checkpoint)
         case "imported":
             return decode(message.imported, ImportResult)
+        case "named_version":
+            return decode(message.named_version, NamedVersion)
         case "forward":
             output = await _output(caller, message, message.forward)
             return decode_forward(output or training_pb2.ForwardOutput(), message.forward)

@@ -10,7 +10,14 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
+from ratoon_proto.v1 import (
+    operation_pb2,
+    policy_pb2,
+    rollout_pb2,
+    sampling_pb2,
+    service_pb2,
+    weights_pb2,
+)
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -30,6 +37,10 @@ _Operation = operation_pb2.Operation
 
 # A repeated spec is answered with the first operation; another spec with POLICY_EXISTS.
 CREATE_POLICY = Rpc("CreatePolicy", service_pb2.CreatePolicyRequest, _Operation)
+# Pieces that are there already change nothing.
+SEND_MODEL_FILE = Rpc(
+    "SendModelFile", service_pb2.SendModelFileRequest, service_pb2.SendModelFileResponse
+)
 # A second delete could meet a policy that was made anew in between.
 DELETE_POLICY = Rpc(
     "DeletePolicy", service_pb2.DeletePolicyRequest, _Operation, is_idempotent=False
@@ -55,6 +66,14 @@ LIST_OPERATIONS = Rpc(
 )
 LIST_STEPS = Rpc("ListSteps", service_pb2.ListStepsRequest, service_pb2.StepHistory)
 LIST_VERSIONS = Rpc("ListVersions", service_pb2.ListVersionsRequest, service_pb2.VersionList)
+PUBLISH_VERSION = Rpc("PublishVersion", service_pb2.PublishVersionRequest, _Operation)
+# A second delete could meet a version that was published under that name in between.
+DELETE_VERSION = Rpc(
+    "DeleteVersion",
+    service_pb2.DeleteVersionRequest,
+    operation_pb2.NamedVersion,
+    is_idempotent=False,
+)
 CANCEL_OPERATION = Rpc("CancelOperation", service_pb2.CancelOperationRequest, _Operation)
 SAVE_CHECKPOINT = Rpc("SaveCheckpoint", service_pb2.SaveCheckpointRequest, _Operation)
 LOAD_CHECKPOINT = Rpc("LoadCheckpoint", service_pb2.LoadCheckpointRequest, _Operation)
@@ -77,6 +96,8 @@ ACK_WEIGHTS = Rpc("AckWeights", service_pb2.AckWeightsRequest, service_pb2.AckWe
 GET_GRADIENT_MANIFEST = Rpc(
     "GetGradientManifest", service_pb2.GetGradientManifestRequest, weights_pb2.GradientManifest
 )
+# A second answer is another sample, of which the caller has seen none.
+SAMPLE = Rpc("Sample", service_pb2.SampleRequest, sampling_pb2.SampleResult)
 FETCH_WEIGHTS = Rpc(
     "FetchWeights", service_pb2.FetchWeightsRequest, service_pb2.FetchWeightsResponse
 )

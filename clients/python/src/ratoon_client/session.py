@@ -26,6 +26,7 @@ from ratoon_proto.types import (
     ImportResult,
     LogprobsOf,
     LogprobsOfName,
+    NamedVersion,
     StepResult,
 )
 
@@ -274,6 +275,34 @@ class AsyncPolicySession:
             pinned=pinned,
             ttl_s=ttl_s,
             keep_last=keep_last,
+        )
+
+    async def publish_version(
+        self,
+        *,
+        name: str,
+        overwrite: bool = False,
+        ttl_s: float | None = None,
+        seq: int | None = None,
+        request_id: str | None = None,
+    ) -> AsyncOperationHandle[NamedVersion]:
+        """Publish the weights as they are at this point of the sequence, under a name.
+
+        They are kept until `client.delete_version`, or until `ttl_s` is over.
+
+        Args:
+            name: The version's name: [a-zA-Z0-9._-]{1,64}.
+            overwrite: Whether it takes a name over that is another version's.
+            ttl_s: Seconds after which the service takes the name away. Default: never.
+            seq: As for `update`.
+            request_id: As for `update`.
+
+        Returns:
+            The handle of the operation, which is durably accepted.
+        """
+        key = operation_key(seq, request_id)
+        return await self._send(
+            rpcs.PUBLISH_VERSION, key, name=name, overwrite=overwrite, ttl_s=ttl_s
         )
 
     async def load_checkpoint(

@@ -7,6 +7,7 @@ judges numbers. The comments of the .proto files describe each field.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
@@ -24,6 +25,7 @@ from ratoon_proto.types import (
     LossConfig,
     ModelDtype,
     ModelDtypeName,
+    NamedVersion,
     NumericsGuard,
     OldLogprobs,
     OnChangedNumerics,
@@ -70,11 +72,13 @@ class PolicyOptions(TypedDict, total=False):
 
     An absent one, and None, is the service's default.
 
-    One of `preset` and `model_folder` is required. Without `lora` every parameter is trained.
+    One of `preset`, `model_folder` and `send_folder` is required: the last is a model folder of
+    this machine, whose files are sent. Without `lora` every parameter is trained.
     """
 
     preset: str | None
     model_folder: str | None
+    send_folder: Path | str | None
     lora: Lora | None
     optimizer: AdamW | None
     dtype: ModelDtype | ModelDtypeName | None
@@ -140,4 +144,6 @@ class Health:
 
 
 # What `result()` gives, by the operation's kind; None where there is nothing to say.
-OperationResult = Policy | StepResult | ForwardResult | Checkpoint | ImportResult | None
+OperationResult = (
+    Policy | StepResult | ForwardResult | Checkpoint | NamedVersion | ImportResult | None
+)

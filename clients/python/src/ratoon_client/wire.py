@@ -115,7 +115,8 @@ def policy_spec_message(policy_id: str, options: PolicyOptions) -> policy_pb2.Po
             raise InvalidArgumentError(name, "an unknown option", f"one of {names}")
         if name in _OPTION_TYPES and value is not None:
             check_type(name, value, _OPTION_TYPES[name])
-    return _message(policy_pb2.PolicySpec, {"policy_id": policy_id, **options}, "")
+    values = {name: value for name, value in options.items() if name != "send_folder"}
+    return _message(policy_pb2.PolicySpec, {"policy_id": policy_id, **values}, "")
 
 
 def _message(kind: type[RequestT], values: Any, path: str) -> RequestT:

@@ -39,6 +39,7 @@ class _OperationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operati
     OPERATION_KIND_SAVE_CHECKPOINT: _OperationKind.ValueType  # 8
     OPERATION_KIND_LOAD_CHECKPOINT: _OperationKind.ValueType  # 9
     OPERATION_KIND_IMPORT_WEIGHTS: _OperationKind.ValueType  # 10
+    OPERATION_KIND_PUBLISH_VERSION: _OperationKind.ValueType  # 11
 
 class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper):
     """The call that an operation is."""
@@ -54,6 +55,7 @@ OPERATION_KIND_FORWARD: OperationKind.ValueType  # 7
 OPERATION_KIND_SAVE_CHECKPOINT: OperationKind.ValueType  # 8
 OPERATION_KIND_LOAD_CHECKPOINT: OperationKind.ValueType  # 9
 OPERATION_KIND_IMPORT_WEIGHTS: OperationKind.ValueType  # 10
+OPERATION_KIND_PUBLISH_VERSION: OperationKind.ValueType  # 11
 Global___OperationKind: _TypeAlias = OperationKind  # noqa: Y015
 
 class _OperationState:
@@ -228,6 +230,44 @@ class CheckpointInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckpointInfo: _TypeAlias = CheckpointInfo  # noqa: Y015
+
+@_typing.final
+class NamedVersion(_message.Message):
+    """A name that keeps a version of the weights, whatever the policy's `keep_versions` says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    CREATED_AT_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    version: _builtins.int
+    size_bytes: _builtins.int
+    """Bytes of the version's files."""
+    @_builtins.property
+    def created_at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def expires_at(self) -> _timestamp_pb2.Timestamp:
+        """When the service takes the name away; absent: never."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        created_at: _timestamp_pb2.Timestamp | None = ...,
+        expires_at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "expires_at", b"expires_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "expires_at", b"expires_at", "name", b"name", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedVersion: _TypeAlias = NamedVersion  # noqa: Y015
 
 @_typing.final
 class ResultFile(_message.Message):
@@ -409,6 +449,7 @@ class Operation(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
     IMPORTED_FIELD_NUMBER: _builtins.int
+    NAMED_VERSION_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     policy_id: _builtins.str
     kind: Global___OperationKind.ValueType
@@ -440,6 +481,8 @@ class Operation(_message.Message):
     def empty(self) -> Global___EmptyResult: ...
     @_builtins.property
     def imported(self) -> Global___ImportResult: ...
+    @_builtins.property
+    def named_version(self) -> Global___NamedVersion: ...
     def __init__(
         self,
         *,
@@ -461,12 +504,13 @@ class Operation(_message.Message):
         checkpoint: Global___CheckpointInfo | None = ...,
         empty: Global___EmptyResult | None = ...,
         imported: Global___ImportResult | None = ...,
+        named_version: Global___NamedVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "created_at", b"created_at", "empty", b"empty", "error", b"error", "finished_at", b"finished_at", "forward", b"forward", "imported", b"imported", "policy", b"policy", "progress", b"progress", "result", b"result", "started_at", b"started_at", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "created_at", b"created_at", "empty", b"empty", "error", b"error", "finished_at", b"finished_at", "forward", b"forward", "imported", b"imported", "named_version", b"named_version", "policy", b"policy", "progress", b"progress", "result", b"result", "started_at", b"started_at", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_by_seq", b"blocked_by_seq", "checkpoint", b"checkpoint", "created_at", b"created_at", "empty", b"empty", "error", b"error", "finished_at", b"finished_at", "forward", b"forward", "imported", b"imported", "kind", b"kind", "operation_id", b"operation_id", "policy", b"policy", "policy_id", b"policy_id", "progress", b"progress", "request_id", b"request_id", "result", b"result", "seq", b"seq", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_by_seq", b"blocked_by_seq", "checkpoint", b"checkpoint", "created_at", b"created_at", "empty", b"empty", "error", b"error", "finished_at", b"finished_at", "forward", b"forward", "imported", b"imported", "kind", b"kind", "named_version", b"named_version", "operation_id", b"operation_id", "policy", b"policy", "policy_id", b"policy_id", "progress", b"progress", "request_id", b"request_id", "result", b"result", "seq", b"seq", "started_at", b"started_at", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "policy", "step", "forward", "checkpoint", "empty", "imported"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "policy", "step", "forward", "checkpoint", "empty", "imported", "named_version"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -24,9 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from ratoon_proto.v1 import options_pb2 as ratoon__proto_dot_v1_dot_options__pb2
+from ratoon_proto.v1 import weights_pb2 as ratoon__proto_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cratoon_proto/v1/policy.proto\x12\tratoon.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dratoon_proto/v1/options.proto\"\x0c\n\nFullTuning\"M\n\nLoraTuning\x12\x12\n\x04rank\x18\x01 \x01(\x05\x42\x04\x88\xb5\x18\x01\x12\x13\n\x05\x61lpha\x18\x02 \x01(\x01\x42\x04\x88\xb5\x18\x01\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\"\xe0\x01\n\x0b\x41\x64\x61mWConfig\x12\x1b\n\x05\x62\x65ta1\x18\x01 \x01(\x01\x42\x07\x9a\xb5\x18\x03\x30.9H\x00\x88\x01\x01\x12\x1c\n\x05\x62\x65ta2\x18\x02 \x01(\x01\x42\x08\x9a\xb5\x18\x04\x30.95H\x01\x88\x01\x01\x12\x1a\n\x03\x65ps\x18\x03 \x01(\x01\x42\x08\x9a\xb5\x18\x04\x31\x65-8H\x02\x88\x01\x01\x12#\n\x0cweight_decay\x18\x04 \x01(\x01\x42\x08\x9a\xb5\x18\x04\x30.01H\x03\x88\x01\x01\x12(\n\x05\x64\x65\x63\x61y\x18\x05 \x01(\x0e\x32\x10.ratoon.v1.DecayB\x07\x9a\xb5\x18\x03\x61llB\x08\n\x06_beta1B\x08\n\x06_beta2B\x06\n\x04_epsB\x0f\n\r_weight_decay\"a\n\rPublishConfig\x12/\n\x04kind\x18\x01 \x01(\x0e\x32\x16.ratoon.v1.PublishKindB\t\x9a\xb5\x18\x05\x65very\x12\x0f\n\x07\x65very_n\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65ltas\x18\x03 \x01(\x08\"\x8c\x01\n\x0eParallelLayout\x12\x1a\n\x0bnum_workers\x18\x01 \x01(\x05\x42\x05\x9a\xb5\x18\x01\x31\x12$\n\x05shard\x18\x02 \x01(\x0e\x32\x10.ratoon.v1.ShardH\x00\x88\x01\x01\x12\x1b\n\x0esequence_ranks\x18\x03 \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06_shardB\x11\n\x0f_sequence_ranks\"\x90\x02\n\rNumericsGuard\x12\"\n\x15max_grad_norm_to_step\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12%\n\x18max_reference_kl_to_step\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12#\n\x16max_sampler_kl_to_step\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12&\n\x12max_skipped_in_row\x18\x04 \x01(\x05\x42\x05\x9a\xb5\x18\x01\x35H\x03\x88\x01\x01\x42\x18\n\x16_max_grad_norm_to_stepB\x1b\n\x19_max_reference_kl_to_stepB\x19\n\x17_max_sampler_kl_to_stepB\x15\n\x13_max_skipped_in_row\"`\n\x10\x43heckpointSource\x12\x17\n\tpolicy_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12\x1b\n\rcheckpoint_id\x18\x02 \x01(\tB\x04\x88\xb5\x18\x01\x12\x16\n\x0ewith_optimizer\x18\x03 \x01(\x08\"\x99\t\n\nPolicySpec\x12\x17\n\tpolicy_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12\x10\n\x06preset\x18\x02 \x01(\tH\x00\x12\x16\n\x0cmodel_folder\x18\x03 \x01(\tH\x00\x12%\n\x04\x66ull\x18\x04 \x01(\x0b\x32\x15.ratoon.v1.FullTuningH\x01\x12%\n\x04lora\x18\x05 \x01(\x0b\x32\x15.ratoon.v1.LoraTuningH\x01\x12\x31\n\toptimizer\x18\x06 \x01(\x0b\x32\x16.ratoon.v1.AdamWConfigB\x06\x9a\xb5\x18\x02{}\x12\x31\n\x05\x64type\x18\x07 \x01(\x0e\x32\x15.ratoon.v1.ModelDtypeB\x0b\x9a\xb5\x18\x07\x66loat32\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x35\n\nsequencing\x18\t \x01(\x0e\x32\x15.ratoon.v1.SequencingB\n\x9a\xb5\x18\x06\x63lient\x12$\n\rdeterministic\x18\n \x01(\x08\x42\x08\x9a\xb5\x18\x04trueH\x02\x88\x01\x01\x12\x31\n\x08recovery\x18\x0b \x01(\x0e\x32\x13.ratoon.v1.RecoveryB\n\x9a\xb5\x18\x06replay\x12\x43\n\x13on_changed_numerics\x18\x0c \x01(\x0e\x32\x1c.ratoon.v1.OnChangedNumericsB\x08\x9a\xb5\x18\x04stop\x12\x31\n\x07publish\x18\r \x01(\x0b\x32\x18.ratoon.v1.PublishConfigB\x06\x9a\xb5\x18\x02{}\x12!\n\rkeep_versions\x18\x0e \x01(\x05\x42\x05\x9a\xb5\x18\x01\x32H\x03\x88\x01\x01\x12\x1f\n\x12micro_batch_tokens\x18\x0f \x01(\x03H\x04\x88\x01\x01\x12\x37\n\treference\x18\x10 \x01(\x0e\x32\x1a.ratoon.v1.ReferencePolicyB\x08\x9a\xb5\x18\x04none\x12\x33\n\x08parallel\x18\x11 \x01(\x0b\x32\x19.ratoon.v1.ParallelLayoutB\x06\x9a\xb5\x18\x02{}\x12\x1e\n\x11\x61ttention_backend\x18\x12 \x01(\tH\x05\x88\x01\x01\x12\x38\n\x0enumerics_guard\x18\x13 \x01(\x0b\x32\x18.ratoon.v1.NumericsGuardB\x06\x9a\xb5\x18\x02{}\x12\x38\n\rkeep_rollouts\x18\x14 \x01(\x0e\x32\x17.ratoon.v1.KeepRolloutsB\x08\x9a\xb5\x18\x04none\x12/\n\x13keep_rollouts_bytes\x18\x15 \x01(\x03\x42\r\x9a\xb5\x18\t268435456H\x06\x88\x01\x01\x12\x34\n\x0f\x66rom_checkpoint\x18\x16 \x01(\x0b\x32\x1b.ratoon.v1.CheckpointSource\x12\x1b\n\x0eidle_release_s\x18\x18 \x01(\x01H\x07\x88\x01\x01\x12\x17\n\nidle_ttl_s\x18\x19 \x01(\x01H\x08\x88\x01\x01\x42\x06\n\x04\x62\x61seB\x08\n\x06tuningB\x10\n\x0e_deterministicB\x10\n\x0e_keep_versionsB\x15\n\x13_micro_batch_tokensB\x14\n\x12_attention_backendB\x16\n\x14_keep_rollouts_bytesB\x11\n\x0f_idle_release_sB\r\n\x0b_idle_ttl_s\"\xa9\x03\n\x06Policy\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x15.ratoon.v1.PolicySpecB\x04\x88\xb5\x18\x01\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.ratoon.v1.PolicyState\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08next_seq\x18\x04 \x01(\x03\x12\x34\n\ncreated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12\x16\n\x0enum_parameters\x18\x06 \x01(\x03\x12 \n\x18num_trainable_parameters\x18\x07 \x01(\x03\x12\x12\n\nvocab_size\x18\x08 \x01(\x03\x12\x1b\n\x13max_sequence_tokens\x18\t \x01(\x03\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x1e\n\x11published_version\x18\x0b \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x0c \x01(\t\x12\x18\n\x10optimizer_states\x18\r \x01(\t\x12\r\n\x05shard\x18\x0e \x01(\tB\x14\n\x12_published_version*V\n\nSequencing\x12\x1a\n\x16SEQUENCING_UNSPECIFIED\x10\x00\x12\x15\n\x11SEQUENCING_CLIENT\x10\x01\x12\x15\n\x11SEQUENCING_SERVER\x10\x02*L\n\x08Recovery\x12\x18\n\x14RECOVERY_UNSPECIFIED\x10\x00\x12\x13\n\x0fRECOVERY_REPLAY\x10\x01\x12\x11\n\rRECOVERY_FAIL\x10\x02*v\n\x11OnChangedNumerics\x12#\n\x1fON_CHANGED_NUMERICS_UNSPECIFIED\x10\x00\x12\x1c\n\x18ON_CHANGED_NUMERICS_STOP\x10\x01\x12\x1e\n\x1aON_CHANGED_NUMERICS_REBASE\x10\x02*z\n\x0bPublishKind\x12\x1c\n\x18PUBLISH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUBLISH_KIND_EVERY\x10\x01\x12\x18\n\x14PUBLISH_KIND_EVERY_N\x10\x02\x12\x1b\n\x17PUBLISH_KIND_ON_REQUEST\x10\x03*\\\n\nModelDtype\x12\x1b\n\x17MODEL_DTYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_DTYPE_FLOAT32\x10\x01\x12\x18\n\x14MODEL_DTYPE_BFLOAT16\x10\x02*i\n\x0fReferencePolicy\x12 \n\x1cREFERENCE_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15REFERENCE_POLICY_NONE\x10\x01\x12\x19\n\x15REFERENCE_POLICY_BASE\x10\x02*X\n\x05Shard\x12\x15\n\x11SHARD_UNSPECIFIED\x10\x00\x12\x10\n\x0cSHARD_STATES\x10\x01\x12\x13\n\x0fSHARD_GRADIENTS\x10\x02\x12\x11\n\rSHARD_WEIGHTS\x10\x03*A\n\x05\x44\x65\x63\x61y\x12\x15\n\x11\x44\x45\x43\x41Y_UNSPECIFIED\x10\x00\x12\r\n\tDECAY_ALL\x10\x01\x12\x12\n\x0e\x44\x45\x43\x41Y_MATRICES\x10\x02*u\n\x0cKeepRollouts\x12\x1d\n\x19KEEP_ROLLOUTS_UNSPECIFIED\x10\x00\x12\x16\n\x12KEEP_ROLLOUTS_NONE\x10\x01\x12\x17\n\x13KEEP_ROLLOUTS_WORST\x10\x02\x12\x15\n\x11KEEP_ROLLOUTS_ALL\x10\x03*\xc5\x01\n\x0bPolicyState\x12\x1c\n\x18POLICY_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15POLICY_STATE_CREATING\x10\x01\x12\x16\n\x12POLICY_STATE_READY\x10\x02\x12\x17\n\x13POLICY_STATE_FAILED\x10\x03\x12\x19\n\x15POLICY_STATE_DELETING\x10\x04\x12\x19\n\x15POLICY_STATE_RELEASED\x10\x05\x12\x16\n\x12POLICY_STATE_ENDED\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cratoon_proto/v1/policy.proto\x12\tratoon.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dratoon_proto/v1/options.proto\x1a\x1dratoon_proto/v1/weights.proto\"\x0c\n\nFullTuning\"M\n\nLoraTuning\x12\x12\n\x04rank\x18\x01 \x01(\x05\x42\x04\x88\xb5\x18\x01\x12\x13\n\x05\x61lpha\x18\x02 \x01(\x01\x42\x04\x88\xb5\x18\x01\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\"\xe0\x01\n\x0b\x41\x64\x61mWConfig\x12\x1b\n\x05\x62\x65ta1\x18\x01 \x01(\x01\x42\x07\x9a\xb5\x18\x03\x30.9H\x00\x88\x01\x01\x12\x1c\n\x05\x62\x65ta2\x18\x02 \x01(\x01\x42\x08\x9a\xb5\x18\x04\x30.95H\x01\x88\x01\x01\x12\x1a\n\x03\x65ps\x18\x03 \x01(\x01\x42\x08\x9a\xb5\x18\x04\x31\x65-8H\x02\x88\x01\x01\x12#\n\x0cweight_decay\x18\x04 \x01(\x01\x42\x08\x9a\xb5\x18\x04\x30.01H\x03\x88\x01\x01\x12(\n\x05\x64\x65\x63\x61y\x18\x05 \x01(\x0e\x32\x10.ratoon.v1.DecayB\x07\x9a\xb5\x18\x03\x61llB\x08\n\x06_beta1B\x08\n\x06_beta2B\x06\n\x04_epsB\x0f\n\r_weight_decay\"a\n\rPublishConfig\x12/\n\x04kind\x18\x01 \x01(\x0e\x32\x16.ratoon.v1.PublishKindB\t\x9a\xb5\x18\x05\x65very\x12\x0f\n\x07\x65very_n\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65ltas\x18\x03 \x01(\x08\"\x8c\x01\n\x0eParallelLayout\x12\x1a\n\x0bnum_workers\x18\x01 \x01(\x05\x42\x05\x9a\xb5\x18\x01\x31\x12$\n\x05shard\x18\x02 \x01(\x0e\x32\x10.ratoon.v1.ShardH\x00\x88\x01\x01\x12\x1b\n\x0esequence_ranks\x18\x03 \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06_shardB\x11\n\x0f_sequence_ranks\"\x90\x02\n\rNumericsGuard\x12\"\n\x15max_grad_norm_to_step\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12%\n\x18max_reference_kl_to_step\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12#\n\x16max_sampler_kl_to_step\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12&\n\x12max_skipped_in_row\x18\x04 \x01(\x05\x42\x05\x9a\xb5\x18\x01\x35H\x03\x88\x01\x01\x42\x18\n\x16_max_grad_norm_to_stepB\x1b\n\x19_max_reference_kl_to_stepB\x19\n\x17_max_sampler_kl_to_stepB\x15\n\x13_max_skipped_in_row\"`\n\x10\x43heckpointSource\x12\x17\n\tpolicy_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12\x1b\n\rcheckpoint_id\x18\x02 \x01(\tB\x04\x88\xb5\x18\x01\x12\x16\n\x0ewith_optimizer\x18\x03 \x01(\x08\"7\n\tSentModel\x12*\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x15.ratoon.v1.WeightFileB\x04\x88\xb5\x18\x01\"\xc5\t\n\nPolicySpec\x12\x17\n\tpolicy_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x01\x12\x10\n\x06preset\x18\x02 \x01(\tH\x00\x12\x16\n\x0cmodel_folder\x18\x03 \x01(\tH\x00\x12*\n\nsent_model\x18\x1a \x01(\x0b\x32\x14.ratoon.v1.SentModelH\x00\x12%\n\x04\x66ull\x18\x04 \x01(\x0b\x32\x15.ratoon.v1.FullTuningH\x01\x12%\n\x04lora\x18\x05 \x01(\x0b\x32\x15.ratoon.v1.LoraTuningH\x01\x12\x31\n\toptimizer\x18\x06 \x01(\x0b\x32\x16.ratoon.v1.AdamWConfigB\x06\x9a\xb5\x18\x02{}\x12\x31\n\x05\x64type\x18\x07 \x01(\x0e\x32\x15.ratoon.v1.ModelDtypeB\x0b\x9a\xb5\x18\x07\x66loat32\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x35\n\nsequencing\x18\t \x01(\x0e\x32\x15.ratoon.v1.SequencingB\n\x9a\xb5\x18\x06\x63lient\x12$\n\rdeterministic\x18\n \x01(\x08\x42\x08\x9a\xb5\x18\x04trueH\x02\x88\x01\x01\x12\x31\n\x08recovery\x18\x0b \x01(\x0e\x32\x13.ratoon.v1.RecoveryB\n\x9a\xb5\x18\x06replay\x12\x43\n\x13on_changed_numerics\x18\x0c \x01(\x0e\x32\x1c.ratoon.v1.OnChangedNumericsB\x08\x9a\xb5\x18\x04stop\x12\x31\n\x07publish\x18\r \x01(\x0b\x32\x18.ratoon.v1.PublishConfigB\x06\x9a\xb5\x18\x02{}\x12!\n\rkeep_versions\x18\x0e \x01(\x05\x42\x05\x9a\xb5\x18\x01\x32H\x03\x88\x01\x01\x12\x1f\n\x12micro_batch_tokens\x18\x0f \x01(\x03H\x04\x88\x01\x01\x12\x37\n\treference\x18\x10 \x01(\x0e\x32\x1a.ratoon.v1.ReferencePolicyB\x08\x9a\xb5\x18\x04none\x12\x33\n\x08parallel\x18\x11 \x01(\x0b\x32\x19.ratoon.v1.ParallelLayoutB\x06\x9a\xb5\x18\x02{}\x12\x1e\n\x11\x61ttention_backend\x18\x12 \x01(\tH\x05\x88\x01\x01\x12\x38\n\x0enumerics_guard\x18\x13 \x01(\x0b\x32\x18.ratoon.v1.NumericsGuardB\x06\x9a\xb5\x18\x02{}\x12\x38\n\rkeep_rollouts\x18\x14 \x01(\x0e\x32\x17.ratoon.v1.KeepRolloutsB\x08\x9a\xb5\x18\x04none\x12/\n\x13keep_rollouts_bytes\x18\x15 \x01(\x03\x42\r\x9a\xb5\x18\t268435456H\x06\x88\x01\x01\x12\x34\n\x0f\x66rom_checkpoint\x18\x16 \x01(\x0b\x32\x1b.ratoon.v1.CheckpointSource\x12\x1b\n\x0eidle_release_s\x18\x18 \x01(\x01H\x07\x88\x01\x01\x12\x17\n\nidle_ttl_s\x18\x19 \x01(\x01H\x08\x88\x01\x01\x42\x06\n\x04\x62\x61seB\x08\n\x06tuningB\x10\n\x0e_deterministicB\x10\n\x0e_keep_versionsB\x15\n\x13_micro_batch_tokensB\x14\n\x12_attention_backendB\x16\n\x14_keep_rollouts_bytesB\x11\n\x0f_idle_release_sB\r\n\x0b_idle_ttl_s\"\xa9\x03\n\x06Policy\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x15.ratoon.v1.PolicySpecB\x04\x88\xb5\x18\x01\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.ratoon.v1.PolicyState\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08next_seq\x18\x04 \x01(\x03\x12\x34\n\ncreated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\x88\xb5\x18\x01\x12\x16\n\x0enum_parameters\x18\x06 \x01(\x03\x12 \n\x18num_trainable_parameters\x18\x07 \x01(\x03\x12\x12\n\nvocab_size\x18\x08 \x01(\x03\x12\x1b\n\x13max_sequence_tokens\x18\t \x01(\x03\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x1e\n\x11published_version\x18\x0b \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x0c \x01(\t\x12\x18\n\x10optimizer_states\x18\r \x01(\t\x12\r\n\x05shard\x18\x0e \x01(\tB\x14\n\x12_published_version*V\n\nSequencing\x12\x1a\n\x16SEQUENCING_UNSPECIFIED\x10\x00\x12\x15\n\x11SEQUENCING_CLIENT\x10\x01\x12\x15\n\x11SEQUENCING_SERVER\x10\x02*L\n\x08Recovery\x12\x18\n\x14RECOVERY_UNSPECIFIED\x10\x00\x12\x13\n\x0fRECOVERY_REPLAY\x10\x01\x12\x11\n\rRECOVERY_FAIL\x10\x02*v\n\x11OnChangedNumerics\x12#\n\x1fON_CHANGED_NUMERICS_UNSPECIFIED\x10\x00\x12\x1c\n\x18ON_CHANGED_NUMERICS_STOP\x10\x01\x12\x1e\n\x1aON_CHANGED_NUMERICS_REBASE\x10\x02*z\n\x0bPublishKind\x12\x1c\n\x18PUBLISH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12PUBLISH_KIND_EVERY\x10\x01\x12\x18\n\x14PUBLISH_KIND_EVERY_N\x10\x02\x12\x1b\n\x17PUBLISH_KIND_ON_REQUEST\x10\x03*\\\n\nModelDtype\x12\x1b\n\x17MODEL_DTYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_DTYPE_FLOAT32\x10\x01\x12\x18\n\x14MODEL_DTYPE_BFLOAT16\x10\x02*i\n\x0fReferencePolicy\x12 \n\x1cREFERENCE_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15REFERENCE_POLICY_NONE\x10\x01\x12\x19\n\x15REFERENCE_POLICY_BASE\x10\x02*X\n\x05Shard\x12\x15\n\x11SHARD_UNSPECIFIED\x10\x00\x12\x10\n\x0cSHARD_STATES\x10\x01\x12\x13\n\x0fSHARD_GRADIENTS\x10\x02\x12\x11\n\rSHARD_WEIGHTS\x10\x03*A\n\x05\x44\x65\x63\x61y\x12\x15\n\x11\x44\x45\x43\x41Y_UNSPECIFIED\x10\x00\x12\r\n\tDECAY_ALL\x10\x01\x12\x12\n\x0e\x44\x45\x43\x41Y_MATRICES\x10\x02*u\n\x0cKeepRollouts\x12\x1d\n\x19KEEP_ROLLOUTS_UNSPECIFIED\x10\x00\x12\x16\n\x12KEEP_ROLLOUTS_NONE\x10\x01\x12\x17\n\x13KEEP_ROLLOUTS_WORST\x10\x02\x12\x15\n\x11KEEP_ROLLOUTS_ALL\x10\x03*\xc5\x01\n\x0bPolicyState\x12\x1c\n\x18POLICY_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15POLICY_STATE_CREATING\x10\x01\x12\x16\n\x12POLICY_STATE_READY\x10\x02\x12\x17\n\x13POLICY_STATE_FAILED\x10\x03\x12\x19\n\x15POLICY_STATE_DELETING\x10\x04\x12\x19\n\x15POLICY_STATE_RELEASED\x10\x05\x12\x16\n\x12POLICY_STATE_ENDED\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,6 +58,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKPOINTSOURCE'].fields_by_name['policy_id']._serialized_options = b'\210\265\030\001'
   _globals['_CHECKPOINTSOURCE'].fields_by_name['checkpoint_id']._loaded_options = None
   _globals['_CHECKPOINTSOURCE'].fields_by_name['checkpoint_id']._serialized_options = b'\210\265\030\001'
+  _globals['_SENTMODEL'].fields_by_name['files']._loaded_options = None
+  _globals['_SENTMODEL'].fields_by_name['files']._serialized_options = b'\210\265\030\001'
   _globals['_POLICYSPEC'].fields_by_name['policy_id']._loaded_options = None
   _globals['_POLICYSPEC'].fields_by_name['policy_id']._serialized_options = b'\210\265\030\001'
   _globals['_POLICYSPEC'].fields_by_name['optimizer']._loaded_options = None
@@ -89,42 +92,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POLICY'].fields_by_name['spec']._serialized_options = b'\210\265\030\001'
   _globals['_POLICY'].fields_by_name['created_at']._loaded_options = None
   _globals['_POLICY'].fields_by_name['created_at']._serialized_options = b'\210\265\030\001'
-  _globals['_SEQUENCING']._serialized_start=2650
-  _globals['_SEQUENCING']._serialized_end=2736
-  _globals['_RECOVERY']._serialized_start=2738
-  _globals['_RECOVERY']._serialized_end=2814
-  _globals['_ONCHANGEDNUMERICS']._serialized_start=2816
-  _globals['_ONCHANGEDNUMERICS']._serialized_end=2934
-  _globals['_PUBLISHKIND']._serialized_start=2936
-  _globals['_PUBLISHKIND']._serialized_end=3058
-  _globals['_MODELDTYPE']._serialized_start=3060
-  _globals['_MODELDTYPE']._serialized_end=3152
-  _globals['_REFERENCEPOLICY']._serialized_start=3154
-  _globals['_REFERENCEPOLICY']._serialized_end=3259
-  _globals['_SHARD']._serialized_start=3261
-  _globals['_SHARD']._serialized_end=3349
-  _globals['_DECAY']._serialized_start=3351
-  _globals['_DECAY']._serialized_end=3416
-  _globals['_KEEPROLLOUTS']._serialized_start=3418
-  _globals['_KEEPROLLOUTS']._serialized_end=3535
-  _globals['_POLICYSTATE']._serialized_start=3538
-  _globals['_POLICYSTATE']._serialized_end=3735
-  _globals['_FULLTUNING']._serialized_start=107
-  _globals['_FULLTUNING']._serialized_end=119
-  _globals['_LORATUNING']._serialized_start=121
-  _globals['_LORATUNING']._serialized_end=198
-  _globals['_ADAMWCONFIG']._serialized_start=201
-  _globals['_ADAMWCONFIG']._serialized_end=425
-  _globals['_PUBLISHCONFIG']._serialized_start=427
-  _globals['_PUBLISHCONFIG']._serialized_end=524
-  _globals['_PARALLELLAYOUT']._serialized_start=527
-  _globals['_PARALLELLAYOUT']._serialized_end=667
-  _globals['_NUMERICSGUARD']._serialized_start=670
-  _globals['_NUMERICSGUARD']._serialized_end=942
-  _globals['_CHECKPOINTSOURCE']._serialized_start=944
-  _globals['_CHECKPOINTSOURCE']._serialized_end=1040
-  _globals['_POLICYSPEC']._serialized_start=1043
-  _globals['_POLICYSPEC']._serialized_end=2220
-  _globals['_POLICY']._serialized_start=2223
-  _globals['_POLICY']._serialized_end=2648
+  _globals['_SEQUENCING']._serialized_start=2782
+  _globals['_SEQUENCING']._serialized_end=2868
+  _globals['_RECOVERY']._serialized_start=2870
+  _globals['_RECOVERY']._serialized_end=2946
+  _globals['_ONCHANGEDNUMERICS']._serialized_start=2948
+  _globals['_ONCHANGEDNUMERICS']._serialized_end=3066
+  _globals['_PUBLISHKIND']._serialized_start=3068
+  _globals['_PUBLISHKIND']._serialized_end=3190
+  _globals['_MODELDTYPE']._serialized_start=3192
+  _globals['_MODELDTYPE']._serialized_end=3284
+  _globals['_REFERENCEPOLICY']._serialized_start=3286
+  _globals['_REFERENCEPOLICY']._serialized_end=3391
+  _globals['_SHARD']._serialized_start=3393
+  _globals['_SHARD']._serialized_end=3481
+  _globals['_DECAY']._serialized_start=3483
+  _globals['_DECAY']._serialized_end=3548
+  _globals['_KEEPROLLOUTS']._serialized_start=3550
+  _globals['_KEEPROLLOUTS']._serialized_end=3667
+  _globals['_POLICYSTATE']._serialized_start=3670
+  _globals['_POLICYSTATE']._serialized_end=3867
+  _globals['_FULLTUNING']._serialized_start=138
+  _globals['_FULLTUNING']._serialized_end=150
+  _globals['_LORATUNING']._serialized_start=152
+  _globals['_LORATUNING']._serialized_end=229
+  _globals['_ADAMWCONFIG']._serialized_start=232
+  _globals['_ADAMWCONFIG']._serialized_end=456
+  _globals['_PUBLISHCONFIG']._serialized_start=458
+  _globals['_PUBLISHCONFIG']._serialized_end=555
+  _globals['_PARALLELLAYOUT']._serialized_start=558
+  _globals['_PARALLELLAYOUT']._serialized_end=698
+  _globals['_NUMERICSGUARD']._serialized_start=701
+  _globals['_NUMERICSGUARD']._serialized_end=973
+  _globals['_CHECKPOINTSOURCE']._serialized_start=975
+  _globals['_CHECKPOINTSOURCE']._serialized_end=1071
+  _globals['_SENTMODEL']._serialized_start=1073
+  _globals['_SENTMODEL']._serialized_end=1128
+  _globals['_POLICYSPEC']._serialized_start=1131
+  _globals['_POLICYSPEC']._serialized_end=2352
+  _globals['_POLICY']._serialized_start=2355
+  _globals['_POLICY']._serialized_end=2780
 # @@protoc_insertion_point(module_scope)

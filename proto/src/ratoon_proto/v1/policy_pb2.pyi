@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from ratoon_proto.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -514,8 +515,30 @@ class CheckpointSource(_message.Message):
 Global___CheckpointSource: _TypeAlias = CheckpointSource  # noqa: Y015
 
 @_typing.final
+class SentModel(_message.Message):
+    """A model folder that SendModelFile has brought: these files, of plain names, and no others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.WeightFile]: ...
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[_weights_pb2.WeightFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SentModel: _TypeAlias = SentModel  # noqa: Y015
+
+@_typing.final
 class PolicySpec(_message.Message):
-    """A policy to create, with exactly one of `preset` and `model_folder`, and `full` (the default) or
+    """A policy to create, with exactly one of `preset`, `model_folder` and `sent_model`, and `full` (the default) or
     `lora`.
     """
 
@@ -524,6 +547,7 @@ class PolicySpec(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     PRESET_FIELD_NUMBER: _builtins.int
     MODEL_FOLDER_FIELD_NUMBER: _builtins.int
+    SENT_MODEL_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     OPTIMIZER_FIELD_NUMBER: _builtins.int
@@ -580,6 +604,10 @@ class PolicySpec(_message.Message):
     above 0. Its last state stays as a checkpoint, and its other files go. Default: never.
     """
     @_builtins.property
+    def sent_model(self) -> Global___SentModel:
+        """A model that the service has no folder of. It belongs to the policy, and goes with it."""
+
+    @_builtins.property
     def full(self) -> Global___FullTuning: ...
     @_builtins.property
     def lora(self) -> Global___LoraTuning: ...
@@ -604,6 +632,7 @@ class PolicySpec(_message.Message):
         policy_id: _builtins.str = ...,
         preset: _builtins.str = ...,
         model_folder: _builtins.str = ...,
+        sent_model: Global___SentModel | None = ...,
         full: Global___FullTuning | None = ...,
         lora: Global___LoraTuning | None = ...,
         optimizer: Global___AdamWConfig | None = ...,
@@ -626,9 +655,9 @@ class PolicySpec(_message.Message):
         idle_release_s: _builtins.float | None = ...,
         idle_ttl_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "tuning", b"tuning"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "optimizer", b"optimizer", "parallel", b"parallel", "preset", b"preset", "publish", b"publish", "sent_model", b"sent_model", "tuning", b"tuning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend", "_deterministic", b"_deterministic", "_idle_release_s", b"_idle_release_s", "_idle_ttl_s", b"_idle_ttl_s", "_keep_rollouts_bytes", b"_keep_rollouts_bytes", "_keep_versions", b"_keep_versions", "_micro_batch_tokens", b"_micro_batch_tokens", "attention_backend", b"attention_backend", "base", b"base", "deterministic", b"deterministic", "dtype", b"dtype", "from_checkpoint", b"from_checkpoint", "full", b"full", "idle_release_s", b"idle_release_s", "idle_ttl_s", b"idle_ttl_s", "keep_rollouts", b"keep_rollouts", "keep_rollouts_bytes", b"keep_rollouts_bytes", "keep_versions", b"keep_versions", "lora", b"lora", "micro_batch_tokens", b"micro_batch_tokens", "model_folder", b"model_folder", "numerics_guard", b"numerics_guard", "on_changed_numerics", b"on_changed_numerics", "optimizer", b"optimizer", "parallel", b"parallel", "policy_id", b"policy_id", "preset", b"preset", "publish", b"publish", "recovery", b"recovery", "reference", b"reference", "seed", b"seed", "sent_model", b"sent_model", "sequencing", b"sequencing", "tuning", b"tuning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_backend: _TypeAlias = _typing.Literal["attention_backend"]  # noqa: Y015
     _WhichOneofArgType__attention_backend: _TypeAlias = _typing.Literal["_attention_backend", b"_attention_backend"]  # noqa: Y015
@@ -644,7 +673,7 @@ class PolicySpec(_message.Message):
     _WhichOneofArgType__keep_versions: _TypeAlias = _typing.Literal["_keep_versions", b"_keep_versions"]  # noqa: Y015
     _WhichOneofReturnType__micro_batch_tokens: _TypeAlias = _typing.Literal["micro_batch_tokens"]  # noqa: Y015
     _WhichOneofArgType__micro_batch_tokens: _TypeAlias = _typing.Literal["_micro_batch_tokens", b"_micro_batch_tokens"]  # noqa: Y015
-    _WhichOneofReturnType_base: _TypeAlias = _typing.Literal["preset", "model_folder"]  # noqa: Y015
+    _WhichOneofReturnType_base: _TypeAlias = _typing.Literal["preset", "model_folder", "sent_model"]  # noqa: Y015
     _WhichOneofArgType_base: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     _WhichOneofReturnType_tuning: _TypeAlias = _typing.Literal["full", "lora"]  # noqa: Y015
     _WhichOneofArgType_tuning: _TypeAlias = _typing.Literal["tuning", b"tuning"]  # noqa: Y015

@@ -12,6 +12,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from ratoon_proto.v1 import operation_pb2 as _operation_pb2
 from ratoon_proto.v1 import policy_pb2 as _policy_pb2
 from ratoon_proto.v1 import rollout_pb2 as _rollout_pb2
+from ratoon_proto.v1 import sampling_pb2 as _sampling_pb2
 from ratoon_proto.v1 import training_pb2 as _training_pb2
 import builtins as _builtins
 import sys
@@ -516,6 +517,65 @@ class UploadPartResponse(_message.Message):
 Global___UploadPartResponse: _TypeAlias = UploadPartResponse  # noqa: Y015
 
 @_typing.final
+class SendModelFileRequest(_message.Message):
+    """A piece of a file of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    """The policy that will be created."""
+    digest: _builtins.str
+    """xxh3-128 of the whole file, 32 hexadecimal digits."""
+    size_bytes: _builtins.int
+    """Bytes of the whole file."""
+    offset: _builtins.int
+    """Where `data` begins: at most what has arrived."""
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "digest", b"digest", "offset", b"offset", "policy_id", b"policy_id", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendModelFileRequest: _TypeAlias = SendModelFileRequest  # noqa: Y015
+
+@_typing.final
+class SendModelFileResponse(_message.Message):
+    """How far a file has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """Bytes from the file's beginning; those of the whole file once its digest has been checked."""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendModelFileResponse: _TypeAlias = SendModelFileResponse  # noqa: Y015
+
+@_typing.final
 class GetOperationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -791,6 +851,67 @@ class StepHistory(_message.Message):
 Global___StepHistory: _TypeAlias = StepHistory  # noqa: Y015
 
 @_typing.final
+class PublishVersionRequest(_message.Message):
+    """`seq` or `request_id`, by the policy's sequencing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    OVERWRITE_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    name: _builtins.str
+    """[a-zA-Z0-9._-]{1,64}"""
+    overwrite: _builtins.bool
+    """Whether it takes a name over that is another version's."""
+    ttl_s: _builtins.float
+    """Seconds after which the service takes the name away; above 0. Default: never."""
+    @_builtins.property
+    def key(self) -> Global___OperationKey: ...
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        key: Global___OperationKey | None = ...,
+        name: _builtins.str = ...,
+        overwrite: _builtins.bool = ...,
+        ttl_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "key", b"key", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "key", b"key", "name", b"name", "overwrite", b"overwrite", "policy_id", b"policy_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttl_s: _TypeAlias = _typing.Literal["ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__ttl_s: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_s) -> _WhichOneofReturnType__ttl_s | None: ...
+
+Global___PublishVersionRequest: _TypeAlias = PublishVersionRequest  # noqa: Y015
+
+@_typing.final
+class DeleteVersionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "policy_id", b"policy_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteVersionRequest: _TypeAlias = DeleteVersionRequest  # noqa: Y015
+
+@_typing.final
 class ListVersionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -820,6 +941,7 @@ class VersionInfo(_message.Message):
     DELTA_BYTES_FIELD_NUMBER: _builtins.int
     PUBLISHED_AT_FIELD_NUMBER: _builtins.int
     IS_HELD_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     size_bytes: _builtins.int
     """Bytes of its files, and of the deltas that lead to it."""
@@ -828,6 +950,10 @@ class VersionInfo(_message.Message):
     """Whether a receiver holds it now."""
     @_builtins.property
     def published_at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[_operation_pb2.NamedVersion]:
+        """Names that keep it."""
+
     def __init__(
         self,
         *,
@@ -836,10 +962,11 @@ class VersionInfo(_message.Message):
         delta_bytes: _builtins.int = ...,
         published_at: _timestamp_pb2.Timestamp | None = ...,
         is_held: _builtins.bool = ...,
+        names: _abc.Iterable[_operation_pb2.NamedVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["published_at", b"published_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_bytes", b"delta_bytes", "is_held", b"is_held", "published_at", b"published_at", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_bytes", b"delta_bytes", "is_held", b"is_held", "names", b"names", "published_at", b"published_at", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -895,7 +1022,9 @@ Global___ReceiverInfo: _TypeAlias = ReceiverInfo  # noqa: Y015
 
 @_typing.final
 class VersionList(_message.Message):
-    """A policy's published versions, in the order of their publication, and its receivers."""
+    """A policy's published versions, in the order of their publication, those that only their names keep
+    first, and its receivers.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1139,6 +1268,7 @@ class GetWeightManifestRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     KNOWN_VERSION_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     version: _builtins.int
     """Absent: the newest published."""
@@ -1150,6 +1280,8 @@ class GetWeightManifestRequest(_message.Message):
     """How long to wait for a version that no operation has made yet, at most the server's `max_wait_s`.
     A version that an ended operation made is waited for in any case, while it is being written.
     """
+    name: _builtins.str
+    """The name of the version, given without `version` and `known_version`."""
     def __init__(
         self,
         *,
@@ -1157,10 +1289,11 @@ class GetWeightManifestRequest(_message.Message):
         version: _builtins.int | None = ...,
         known_version: _builtins.int | None = ...,
         wait_s: _builtins.float = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "policy_id", b"policy_id", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_known_version", b"_known_version", "_version", b"_version", "known_version", b"known_version", "name", b"name", "policy_id", b"policy_id", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__known_version: _TypeAlias = _typing.Literal["known_version"]  # noqa: Y015
     _WhichOneofArgType__known_version: _TypeAlias = _typing.Literal["_known_version", b"_known_version"]  # noqa: Y015
@@ -1368,6 +1501,47 @@ class ImportWeightsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_version) -> _WhichOneofReturnType__expected_version | None: ...
 
 Global___ImportWeightsRequest: _TypeAlias = ImportWeightsRequest  # noqa: Y015
+
+@_typing.final
+class SampleRequest(_message.Message):
+    """One prompt, and the weights that continue it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    version: _builtins.int
+    """Absent: the newest published."""
+    base: _builtins.bool
+    """Whether to sample from the weights that the policy began with, its adapter off; without `version`."""
+    @_builtins.property
+    def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids, at least one."""
+
+    @_builtins.property
+    def sampling(self) -> _sampling_pb2.SamplingParams: ...
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        version: _builtins.int | None = ...,
+        base: _builtins.bool = ...,
+        prompt: _abc.Iterable[_builtins.int] | None = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "base", b"base", "policy_id", b"policy_id", "prompt", b"prompt", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___SampleRequest: _TypeAlias = SampleRequest  # noqa: Y015
 
 @_typing.final
 class GetGradientManifestRequest(_message.Message):

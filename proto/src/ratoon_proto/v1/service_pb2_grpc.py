@@ -6,6 +6,7 @@ import warnings
 from ratoon_proto.v1 import operation_pb2 as ratoon__proto_dot_v1_dot_operation__pb2
 from ratoon_proto.v1 import policy_pb2 as ratoon__proto_dot_v1_dot_policy__pb2
 from ratoon_proto.v1 import rollout_pb2 as ratoon__proto_dot_v1_dot_rollout__pb2
+from ratoon_proto.v1 import sampling_pb2 as ratoon__proto_dot_v1_dot_sampling__pb2
 from ratoon_proto.v1 import service_pb2 as ratoon__proto_dot_v1_dot_service__pb2
 from ratoon_proto.v1 import weights_pb2 as ratoon__proto_dot_v1_dot_weights__pb2
 
@@ -95,6 +96,11 @@ class PolicyServiceStub(object):
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.UploadPartRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.UploadPartResponse.FromString,
                 _registered_method=True)
+        self.SendModelFile = channel.unary_unary(
+                '/ratoon.v1.PolicyService/SendModelFile',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.SendModelFileRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_service__pb2.SendModelFileResponse.FromString,
+                _registered_method=True)
         self.GetOperation = channel.unary_unary(
                 '/ratoon.v1.PolicyService/GetOperation',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.GetOperationRequest.SerializeToString,
@@ -150,6 +156,16 @@ class PolicyServiceStub(object):
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.FromString,
                 _registered_method=True)
+        self.PublishVersion = channel.unary_unary(
+                '/ratoon.v1.PolicyService/PublishVersion',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.PublishVersionRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+                _registered_method=True)
+        self.DeleteVersion = channel.unary_unary(
+                '/ratoon.v1.PolicyService/DeleteVersion',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteVersionRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.NamedVersion.FromString,
+                _registered_method=True)
         self.ListVersions = channel.unary_unary(
                 '/ratoon.v1.PolicyService/ListVersions',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ListVersionsRequest.SerializeToString,
@@ -179,6 +195,11 @@ class PolicyServiceStub(object):
                 '/ratoon.v1.PolicyService/ImportWeights',
                 request_serializer=ratoon__proto_dot_v1_dot_service__pb2.ImportWeightsRequest.SerializeToString,
                 response_deserializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+                _registered_method=True)
+        self.Sample = channel.unary_unary(
+                '/ratoon.v1.PolicyService/Sample',
+                request_serializer=ratoon__proto_dot_v1_dot_service__pb2.SampleRequest.SerializeToString,
+                response_deserializer=ratoon__proto_dot_v1_dot_sampling__pb2.SampleResult.FromString,
                 _registered_method=True)
         self.GetGradientManifest = channel.unary_unary(
                 '/ratoon.v1.PolicyService/GetGradientManifest',
@@ -281,6 +302,14 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendModelFile(self, request, context):
+        """A piece of a file of a model that CreatePolicy is about to name as `sent_model`, kept until it
+        expires or is used. Pieces come in order; one that is here already changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetOperation(self, request, context):
         """The operation once it has ended, or as it stands after `wait_s` seconds.
         """
@@ -362,6 +391,22 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PublishVersion(self, request, context):
+        """Publishes the weights as they are at its place in the order, under a name that keeps them. It ends
+        once the version's files are durable.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteVersion(self, request, context):
+        """Takes a version's name away, at once and outside the order of operations; its files go unless
+        another name, the policy's `keep_versions` or a receiver keeps them. Answers with what it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListVersions(self, request, context):
         """The published versions, and the receivers that have acknowledged any since the service's start.
         """
@@ -401,6 +446,14 @@ class PolicyServiceServicer(object):
     def ImportWeights(self, request, context):
         """The policy's weights become those of a folder, or the folder's values are added to them, as its
         next version. Moments and step count of the optimizer stay, unless they are to be reset.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sample(self, request, context):
+        """Sequences that a published version continues a prompt with, and the log-probs of their tokens. It
+        is no operation: a caller that leaves ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -485,6 +538,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.UploadPartRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_service__pb2.UploadPartResponse.SerializeToString,
             ),
+            'SendModelFile': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendModelFile,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.SendModelFileRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_service__pb2.SendModelFileResponse.SerializeToString,
+            ),
             'GetOperation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetOperation,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.GetOperationRequest.FromString,
@@ -540,6 +598,16 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteCheckpointRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.CheckpointInfo.SerializeToString,
             ),
+            'PublishVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishVersion,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.PublishVersionRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.SerializeToString,
+            ),
+            'DeleteVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteVersion,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.DeleteVersionRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.NamedVersion.SerializeToString,
+            ),
             'ListVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListVersions,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ListVersionsRequest.FromString,
@@ -569,6 +637,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.ImportWeights,
                     request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.ImportWeightsRequest.FromString,
                     response_serializer=ratoon__proto_dot_v1_dot_operation__pb2.Operation.SerializeToString,
+            ),
+            'Sample': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sample,
+                    request_deserializer=ratoon__proto_dot_v1_dot_service__pb2.SampleRequest.FromString,
+                    response_serializer=ratoon__proto_dot_v1_dot_sampling__pb2.SampleResult.SerializeToString,
             ),
             'GetGradientManifest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGradientManifest,
@@ -896,6 +969,33 @@ class PolicyService(object):
             _registered_method=True)
 
     @staticmethod
+    def SendModelFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/SendModelFile',
+            ratoon__proto_dot_v1_dot_service__pb2.SendModelFileRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_service__pb2.SendModelFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetOperation(request,
             target,
             options=(),
@@ -1193,6 +1293,60 @@ class PolicyService(object):
             _registered_method=True)
 
     @staticmethod
+    def PublishVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/PublishVersion',
+            ratoon__proto_dot_v1_dot_service__pb2.PublishVersionRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/DeleteVersion',
+            ratoon__proto_dot_v1_dot_service__pb2.DeleteVersionRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_operation__pb2.NamedVersion.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListVersions(request,
             target,
             options=(),
@@ -1344,6 +1498,33 @@ class PolicyService(object):
             '/ratoon.v1.PolicyService/ImportWeights',
             ratoon__proto_dot_v1_dot_service__pb2.ImportWeightsRequest.SerializeToString,
             ratoon__proto_dot_v1_dot_operation__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sample(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ratoon.v1.PolicyService/Sample',
+            ratoon__proto_dot_v1_dot_service__pb2.SampleRequest.SerializeToString,
+            ratoon__proto_dot_v1_dot_sampling__pb2.SampleResult.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from grpc import aio as _aio
 from ratoon_proto.v1 import operation_pb2 as _operation_pb2
 from ratoon_proto.v1 import policy_pb2 as _policy_pb2
 from ratoon_proto.v1 import rollout_pb2 as _rollout_pb2
+from ratoon_proto.v1 import sampling_pb2 as _sampling_pb2
 from ratoon_proto.v1 import service_pb2 as _service_pb2
 from ratoon_proto.v1 import weights_pb2 as _weights_pb2
 import abc as _abc_1
@@ -64,6 +65,10 @@ class PolicyServiceStub:
     """Log-probs, and entropy, of given rollouts. No gradient."""
     UploadPart: _grpc.UnaryUnaryMultiCallable[_service_pb2.UploadPartRequest, _service_pb2.UploadPartResponse]
     """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
+    SendModelFile: _grpc.UnaryUnaryMultiCallable[_service_pb2.SendModelFileRequest, _service_pb2.SendModelFileResponse]
+    """A piece of a file of a model that CreatePolicy is about to name as `sent_model`, kept until it
+    expires or is used. Pieces come in order; one that is here already changes nothing.
+    """
     GetOperation: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetOperationRequest, _operation_pb2.Operation]
     """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _grpc.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]
@@ -94,6 +99,14 @@ class PolicyServiceStub:
     """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
     as no recovery begins there. Answers with what it was.
     """
+    PublishVersion: _grpc.UnaryUnaryMultiCallable[_service_pb2.PublishVersionRequest, _operation_pb2.Operation]
+    """Publishes the weights as they are at its place in the order, under a name that keeps them. It ends
+    once the version's files are durable.
+    """
+    DeleteVersion: _grpc.UnaryUnaryMultiCallable[_service_pb2.DeleteVersionRequest, _operation_pb2.NamedVersion]
+    """Takes a version's name away, at once and outside the order of operations; its files go unless
+    another name, the policy's `keep_versions` or a receiver keeps them. Answers with what it was.
+    """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]
     """The published versions, and the receivers that have acknowledged any since the service's start."""
     GetWeightManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]
@@ -109,6 +122,10 @@ class PolicyServiceStub:
     ImportWeights: _grpc.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]
     """The policy's weights become those of a folder, or the folder's values are added to them, as its
     next version. Moments and step count of the optimizer stay, unless they are to be reset.
+    """
+    Sample: _grpc.UnaryUnaryMultiCallable[_service_pb2.SampleRequest, _sampling_pb2.SampleResult]
+    """Sequences that a published version continues a prompt with, and the log-probs of their tokens. It
+    is no operation: a caller that leaves ends it.
     """
     GetGradientManifest: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]
     """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
@@ -149,6 +166,10 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Log-probs, and entropy, of given rollouts. No gradient."""
     UploadPart: _aio.UnaryUnaryMultiCallable[_service_pb2.UploadPartRequest, _service_pb2.UploadPartResponse]  # type: ignore[assignment]
     """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
+    SendModelFile: _aio.UnaryUnaryMultiCallable[_service_pb2.SendModelFileRequest, _service_pb2.SendModelFileResponse]  # type: ignore[assignment]
+    """A piece of a file of a model that CreatePolicy is about to name as `sent_model`, kept until it
+    expires or is used. Pieces come in order; one that is here already changes nothing.
+    """
     GetOperation: _aio.UnaryUnaryMultiCallable[_service_pb2.GetOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """The operation once it has ended, or as it stands after `wait_s` seconds."""
     WatchOperation: _aio.UnaryStreamMultiCallable[_service_pb2.WatchOperationRequest, _operation_pb2.Operation]  # type: ignore[assignment]
@@ -179,6 +200,14 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Takes a checkpoint's name away, at once and outside the order of operations; its files go as soon
     as no recovery begins there. Answers with what it was.
     """
+    PublishVersion: _aio.UnaryUnaryMultiCallable[_service_pb2.PublishVersionRequest, _operation_pb2.Operation]  # type: ignore[assignment]
+    """Publishes the weights as they are at its place in the order, under a name that keeps them. It ends
+    once the version's files are durable.
+    """
+    DeleteVersion: _aio.UnaryUnaryMultiCallable[_service_pb2.DeleteVersionRequest, _operation_pb2.NamedVersion]  # type: ignore[assignment]
+    """Takes a version's name away, at once and outside the order of operations; its files go unless
+    another name, the policy's `keep_versions` or a receiver keeps them. Answers with what it was.
+    """
     ListVersions: _aio.UnaryUnaryMultiCallable[_service_pb2.ListVersionsRequest, _service_pb2.VersionList]  # type: ignore[assignment]
     """The published versions, and the receivers that have acknowledged any since the service's start."""
     GetWeightManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetWeightManifestRequest, _weights_pb2.WeightManifest]  # type: ignore[assignment]
@@ -194,6 +223,10 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     ImportWeights: _aio.UnaryUnaryMultiCallable[_service_pb2.ImportWeightsRequest, _operation_pb2.Operation]  # type: ignore[assignment]
     """The policy's weights become those of a folder, or the folder's values are added to them, as its
     next version. Moments and step count of the optimizer stay, unless they are to be reset.
+    """
+    Sample: _aio.UnaryUnaryMultiCallable[_service_pb2.SampleRequest, _sampling_pb2.SampleResult]  # type: ignore[assignment]
+    """Sequences that a published version continues a prompt with, and the log-probs of their tokens. It
+    is no operation: a caller that leaves ends it.
     """
     GetGradientManifest: _aio.UnaryUnaryMultiCallable[_service_pb2.GetGradientManifestRequest, _weights_pb2.GradientManifest]  # type: ignore[assignment]
     """Gradient sums of the open window, between two operations, as a file for FetchWeights."""
@@ -299,6 +332,16 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         """One part of a large batch, kept until it expires, or a call has named it and its room is wanted."""
 
     @_abc_1.abstractmethod
+    def SendModelFile(
+        self,
+        request: _service_pb2.SendModelFileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.SendModelFileResponse, _abc.Awaitable[_service_pb2.SendModelFileResponse]]:
+        """A piece of a file of a model that CreatePolicy is about to name as `sent_model`, kept until it
+        expires or is used. Pieces come in order; one that is here already changes nothing.
+        """
+
+    @_abc_1.abstractmethod
     def GetOperation(
         self,
         request: _service_pb2.GetOperationRequest,
@@ -395,6 +438,26 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def PublishVersion(
+        self,
+        request: _service_pb2.PublishVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
+        """Publishes the weights as they are at its place in the order, under a name that keeps them. It ends
+        once the version's files are durable.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteVersion(
+        self,
+        request: _service_pb2.DeleteVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operation_pb2.NamedVersion, _abc.Awaitable[_operation_pb2.NamedVersion]]:
+        """Takes a version's name away, at once and outside the order of operations; its files go unless
+        another name, the policy's `keep_versions` or a receiver keeps them. Answers with what it was.
+        """
+
+    @_abc_1.abstractmethod
     def ListVersions(
         self,
         request: _service_pb2.ListVersionsRequest,
@@ -444,6 +507,16 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_operation_pb2.Operation, _abc.Awaitable[_operation_pb2.Operation]]:
         """The policy's weights become those of a folder, or the folder's values are added to them, as its
         next version. Moments and step count of the optimizer stay, unless they are to be reset.
+        """
+
+    @_abc_1.abstractmethod
+    def Sample(
+        self,
+        request: _service_pb2.SampleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sampling_pb2.SampleResult, _abc.Awaitable[_sampling_pb2.SampleResult]]:
+        """Sequences that a published version continues a prompt with, and the log-probs of their tokens. It
+        is no operation: a caller that leaves ends it.
         """
 
     @_abc_1.abstractmethod

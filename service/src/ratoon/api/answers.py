@@ -30,6 +30,7 @@ from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
     ForwardResult,
+    NamedVersion,
     Operation,
     OperationFilter,
     Place,
@@ -47,6 +48,7 @@ _FIELDS: Mapping[type, str] = MappingProxyType(
     {
         EmptyResult: "empty",
         ImportResult: "imported",
+        NamedVersion: "named_version",
         StepResult: "step",
     }
 )

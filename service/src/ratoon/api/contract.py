@@ -24,24 +24,33 @@ BATCHES = frozenset(
     for method in SERVICE.methods
     if {"batch", "groups"} & set(method.input_type.fields_by_name)
 )
-# Bytes of a request without a batch; GetGradientManifest names tensors, and a model with experts
-# has tens of thousands.
+# Bytes of any other request; GetGradientManifest names tensors, and a model with experts
+# has tens of thousands; Sample has a prompt.
 SMALL_BYTES = 64 * 1024
-NAMES_BYTES = 2**20
-_NAMES = "GetGradientManifest"
+LISTS_BYTES = 2**20
+# Calls of the Tinker wire whose requests are as large as batches, or larger than a small one.
+_TINKER_BATCHES = frozenset({"tinker_forward_backward"})
+_TINKER = "tinker"
+_LISTS = {
+    "GetGradientManifest": ": ask for fewer names at a time",
+    "Sample": ": the prompt is too long",
+}
+_PIECES = "SendModelFile"
 _FILE = re.compile(r"/v1/policies/[^/]+/(weights/[^/]+/)?files/[^/]+")
 _ADVICE = {
-    _NAMES: ": ask for fewer names at a time",
+    **_LISTS,
+    _PIECES: ": send smaller pieces",
     **dict.fromkeys(BATCHES, ": send the batch in parts (UploadPart)"),
 }
 _HOLDER: ContextVar[Holder] = ContextVar("ratoon_holder", default=NOBODY)
 
 
 def body_bound(rpc: str, most: int) -> int:
-    """Maximum request size of an RPC; `most` applies to those with a batch. "": an unknown RPC."""
-    if rpc in BATCHES:
+    """Maximum request size of an RPC; `most` applies to those with a batch, or with a piece of a
+    file. "": an unknown RPC."""
+    if rpc in BATCHES or rpc in _TINKER_BATCHES or rpc == _PIECES:
         return most
-    return min(most, NAMES_BYTES if rpc == _NAMES else SMALL_BYTES)
+    return min(most, LISTS_BYTES if rpc in _LISTS or rpc == _TINKER else SMALL_BYTES)
 
 
 def check_size(rpc: str, num_bytes: int, bound: int) -> None:
@@ -82,7 +91,11 @@ def _place(rpc: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\{\w+\}", "[^/]+", route[1]))
 
 
-_PLACES = {rpc: _place(rpc) for rpc in _ADVICE}
+_PLACES = {
+    **{rpc: _place(rpc) for rpc in _ADVICE},
+    **{rpc: re.compile(f"/api/v1/{rpc.removeprefix('tinker_')}") for rpc in _TINKER_BATCHES},
+    _TINKER: re.compile("/api/v1/.+"),
+}
 
 
 @contextmanager

@@ -14,8 +14,10 @@ from ratoon.api.gate import build_gate
 from ratoon.api.grpc.server import RunningGrpc, start_grpc
 from ratoon.api.http.app import RunningHttp, create_app, start_http
 from ratoon.api.service import PolicyService
+from ratoon.api.tinker.routes import tinker_routes
 from ratoon.auth.access import checked_hosts
 from ratoon.cluster.bootstrap import connect
+from ratoon.cluster.sampler_process import RaySampler, SamplerSettings
 from ratoon.config import RatoonConfig
 from ratoon.edge.budget import EdgeBounds
 from ratoon.edge.tls import CertificateStore, files_of, server_context
@@ -28,6 +30,7 @@ async def build_service(config: RatoonConfig) -> PolicyService:
     """
     return PolicyService(
         engine=await connect(config.ray.namespace),
+        sampler=RaySampler(SamplerSettings.from_config(config)),
         limits=config.limits,
         defaults=SpecDefaults(
             models_root=config.models_folder,
@@ -64,7 +67,13 @@ async def start_edges(config: RatoonConfig) -> Edges:
     )
     try:
         http = await start_http(
-            create_app(service, config.limits, gate=gate, allowed_hosts=checked_hosts(config)),
+            create_app(
+                service,
+                config.limits,
+                gate=gate,
+                allowed_hosts=checked_hosts(config),
+                tinker=tinker_routes(service, gate, config),
+            ),
             host=config.http.host,
             port=config.http.port,
             bounds=EdgeBounds(max_body_bytes=config.limits.max_body_bytes),

@@ -42,8 +42,16 @@ OnRefusal = Callable[[str, str], None]
 OF_NO_POLICY = frozenset(
     {"list_policies", "list_operations", "get_server_info", "health", "api_document", "page"}
 )
-# Calls that wait for something to happen; they change nothing.
-WAITING = frozenset({"get_operation", "get_weight_manifest", "get_gradient_manifest"})
+# Calls that wait for something to happen; they change nothing, and end with their caller.
+WAITING = frozenset(
+    {
+        "get_operation",
+        "get_weight_manifest",
+        "get_gradient_manifest",
+        "sample",
+        "tinker_retrieve_future",
+    }
+)
 RECHECK_S = 5.0
 # Calls that a process accepts beyond the gate's limit, so that the gate can refuse them with the
 # usual error.

@@ -34,6 +34,7 @@ from ratoon.api.convert.checks import (
     POLICY_ID,
     RECEIVER_ID,
     UPLOAD_ID,
+    VERSION_NAME,
     at_least,
     matched,
     not_negative,
@@ -42,11 +43,12 @@ from ratoon.api.convert.checks import (
     write,
 )
 from ratoon.api.convert.groups import raw_groups
-from ratoon.api.convert.policy import SpecDefaults, policy_message, policy_spec
+from ratoon.api.convert.policy import SpecDefaults, base_name, policy_message, policy_spec
+from ratoon.api.convert.sampling import sampling_params
 from ratoon.config import LimitsConfig
 from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.commands import Submission
-from ratoon.engine.refusals import is_policy_replaced
+from ratoon.engine.refusals import is_policy_replaced, policy_not_ready
 from ratoon.engine.types import (
     Acknowledgement,
     Operation,
@@ -55,10 +57,20 @@ from ratoon.engine.types import (
     file_of,
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS
-from ratoon.model.tokenizer import base_texts
+from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS, TINKER_UNKNOWN_FIELDS
+from ratoon.model.tokenizer import base_texts, tokenizer_of
+from ratoon.sampler.port import Sampler, Weights
+from ratoon.stream.files import digest_bytes
+from ratoon.stream.versions import version_folder
 from ratoon_proto.types import WeightFile
-from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, weights_pb2
+from ratoon_proto.v1 import (
+    operation_pb2,
+    policy_pb2,
+    rollout_pb2,
+    sampling_pb2,
+    service_pb2,
+    weights_pb2,
+)
 
 T = TypeVar("T")
 PAGE_SIZE, MAX_PAGE_SIZE = 50, 500
@@ -82,9 +94,16 @@ class PolicyService:
     """
 
     def __init__(
-        self, *, engine: EngineClient, limits: LimitsConfig, defaults: SpecDefaults, device: str
+        self,
+        *,
+        engine: EngineClient,
+        sampler: Sampler,
+        limits: LimitsConfig,
+        defaults: SpecDefaults,
+        device: str,
     ) -> None:
         self._engine = engine
+        self._sampler = sampler
         self._limits = limits
         self._defaults = defaults
         self._device = device
@@ -103,6 +122,17 @@ class PolicyService:
         return await self._message(
             await self._finish(self._engine.call(Engine.create_policy, spec))
         )
+
+    async def send_model_file(
+        self, request: service_pb2.SendModelFileRequest
+    ) -> service_pb2.SendModelFileResponse:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        digest = matched("digest", request.digest, DIGEST)
+        size_bytes = at_least("size_bytes", request.size_bytes, 0)
+        offset = at_least("offset", request.offset, 0)
+        file = WeightFile(size_bytes=size_bytes, digest=digest)
+        call = self._engine.call(Engine.put_model_file, policy_id, file, offset, request.data)
+        return service_pb2.SendModelFileResponse(num_bytes=await self._finish(call))
 
     async def delete_policy(
         self, request: service_pb2.DeletePolicyRequest
@@ -147,7 +177,7 @@ class PolicyService:
     # `submissions` says in what these calls differ.
     update = forward_backward = forward = _submit_batch
     optim_step = discard_gradients = save_checkpoint = load_checkpoint = _submit_plain
-    import_weights = _submit_plain
+    import_weights = publish_version = _submit_plain
 
     async def upload_part(
         self, request: service_pb2.UploadPartRequest
@@ -280,6 +310,14 @@ class PolicyService:
         call = self._engine.call(Engine.delete_checkpoint, policy_id, name)
         return checkpoint_message(await self._finish(call))
 
+    async def delete_version(
+        self, request: service_pb2.DeleteVersionRequest
+    ) -> operation_pb2.NamedVersion:
+        policy_id = matched("policy_id", request.policy_id, POLICY_ID)
+        name = matched("name", request.name, VERSION_NAME)
+        call = self._engine.call(Engine.delete_version, policy_id, name)
+        return write(operation_pb2.NamedVersion(), await self._finish(call))
+
     async def get_weight_manifest(
         self, request: service_pb2.GetWeightManifestRequest
     ) -> weights_pb2.WeightManifest:
@@ -288,9 +326,13 @@ class PolicyService:
         known_version = _version(request, "known_version")
         if None not in (version, known_version):
             raise invalid("known_version", known_version, "none beside a version")
+        if request.name:
+            matched("name", request.name, VERSION_NAME)
+            if (version, known_version) != (None, None):
+                raise invalid("name", request.name, "none beside version or known_version")
         wait_s = min(not_negative("wait_s", request.wait_s), self._limits.max_wait_s)
         manifest = await self._engine.call(
-            Engine.weight_manifest, policy_id, version, known_version, wait_s
+            Engine.weight_manifest, policy_id, version, known_version, wait_s, request.name
         )
         return write(weights_pb2.WeightManifest(), manifest, skip=_NOT_SENT)
 
@@ -321,6 +363,42 @@ class PolicyService:
             raise invalid("hold_s", ack.hold_s, f"above 0 and at most {most} seconds")
         newest = await self._engine.call(Engine.ack_weights, policy_id, ack)
         return service_pb2.AckWeightsResponse(published_version=newest)
+
+    async def sample(self, request: service_pb2.SampleRequest) -> sampling_pb2.SampleResult:
+        """Sequences of a version that is published now; it stays what it is once it is read."""
+        policy = await self._policy(request.policy_id)
+        if policy.info is None:
+            raise policy_not_ready(policy.spec.policy_id, policy.state, policy.failure)
+        params = await asyncio.to_thread(sampling_params, request, policy.info)
+        base, root = policy.spec.model.base, self._defaults.models_root
+        if params.stop and await asyncio.to_thread(tokenizer_of, base, root) is None:
+            raise invalid("sampling.stop", "texts", "none: the model has no tokenizer")
+        weights = await self._weights(request, policy)
+        result = await self._sampler.sample(weights, tuple(request.prompt), params)
+        return await asyncio.to_thread(write, sampling_pb2.SampleResult(), result)
+
+    async def _weights(self, request: service_pb2.SampleRequest, policy: Policy) -> Weights:
+        """Weights to sample from. Raises what a manifest's call raises."""
+        version, spec = _version(request, "version"), policy.spec
+        if request.base and version is not None:
+            raise invalid("version", version, "none beside base")
+        weights = Weights(
+            policy_id=spec.policy_id,
+            base=base_name(spec.model.base, self._defaults.models_root),
+            model=spec.model,
+            version=None,
+            folder=None,
+            digest="",
+        )
+        if request.base:
+            return weights
+        manifest = await self._engine.call(Engine.weight_manifest, spec.policy_id, version)
+        return replace(
+            weights,
+            version=manifest.version,
+            folder=version_folder(self._engine.paths(spec.policy_id).weights, manifest.version),
+            digest=digest_bytes("".join(sorted(f.digest for f in manifest.files)).encode()),
+        )
 
     async def get_gradient_manifest(
         self, request: service_pb2.GetGradientManifestRequest
@@ -394,6 +472,10 @@ class PolicyService:
         """Count a call refused by the gate or by a limit."""
         self._engine.record_metrics([REFUSALS.sample(1, reason, key_id)])
 
+    def record_unknown_fields(self, call: str) -> None:
+        """Count a request of the Tinker wire with fields that are not known."""
+        self._engine.record_metrics([TINKER_UNKNOWN_FIELDS.sample(1, call)])
+
     async def _policy(self, policy_id: str) -> Policy:
         """The policy as it is now, which is remembered to validate later calls."""
         policy_id = matched("policy_id", policy_id, POLICY_ID)
@@ -417,6 +499,12 @@ class PolicyService:
             if not submissions.is_consumed(request, error):
                 raise
             refusal = error
+        return await self.refuse(request, refusal)
+
+    async def refuse(
+        self, request: submissions.BatchRequest | submissions.PlainRequest, refusal: RatoonError
+    ) -> operation_pb2.Operation:
+        """Submit the operation that takes a refused call's seq, and fails with the refusal."""
 
         async def refused(policy: Policy) -> Submission:
             return await asyncio.to_thread(submissions.refused, request, policy, refusal)

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from ratoon.api.convert.checks import (
     CHECKPOINT_ID,
+    VERSION_NAME,
     at_least,
     matched,
     positive,
@@ -34,6 +35,7 @@ from ratoon.engine.commands import (
     NoKey,
     OperationKey,
     OptimStepCommand,
+    PublishVersionCommand,
     RefusedCommand,
     RequestKey,
     SaveCheckpointCommand,
@@ -69,6 +71,7 @@ PlainRequest = (
     service_pb2.OptimStepRequest
     | service_pb2.DiscardGradientsRequest
     | service_pb2.SaveCheckpointRequest
+    | service_pb2.PublishVersionRequest
     | service_pb2.LoadCheckpointRequest
     | service_pb2.ImportWeightsRequest
 )
@@ -82,6 +85,7 @@ _KINDS: Mapping[type[Message], OperationKind] = MappingProxyType(
         service_pb2.OptimStepRequest: OperationKind.OPTIM_STEP,
         service_pb2.DiscardGradientsRequest: OperationKind.DISCARD_GRADIENTS,
         service_pb2.SaveCheckpointRequest: OperationKind.SAVE_CHECKPOINT,
+        service_pb2.PublishVersionRequest: OperationKind.PUBLISH_VERSION,
         service_pb2.LoadCheckpointRequest: OperationKind.LOAD_CHECKPOINT,
         service_pb2.ImportWeightsRequest: OperationKind.IMPORT_WEIGHTS,
     }
@@ -184,6 +188,11 @@ def _plain_command(request: PlainRequest, policy: Policy) -> Command:
             if request.checkpoint_id:
                 matched("checkpoint_id", request.checkpoint_id, CHECKPOINT_ID)
             return _save_command(request)
+        case service_pb2.PublishVersionRequest():
+            name = matched("name", request.name, VERSION_NAME)
+            return PublishVersionCommand(
+                name=name, overwrite=request.overwrite, ttl_s=_ttl_s(request)
+            )
         case service_pb2.LoadCheckpointRequest():
             checkpoint_id = matched("checkpoint_id", request.checkpoint_id, CHECKPOINT_ID)
             return LoadCheckpointCommand(checkpoint_id=checkpoint_id)
@@ -198,7 +207,7 @@ def _plain_command(request: PlainRequest, policy: Policy) -> Command:
 
 
 def _save_command(request: service_pb2.SaveCheckpointRequest) -> SaveCheckpointCommand:
-    ttl_s = positive("ttl_s", request.ttl_s) if request.HasField("ttl_s") else None
+    ttl_s = _ttl_s(request)
     if request.pinned and ttl_s is not None:
         raise invalid("ttl_s", ttl_s, "none of a pinned checkpoint")
     return SaveCheckpointCommand(
@@ -208,6 +217,12 @@ def _save_command(request: service_pb2.SaveCheckpointRequest) -> SaveCheckpointC
         ttl_s=ttl_s,
         keep_last=at_least("keep_last", request.keep_last, 0),
     )
+
+
+def _ttl_s(
+    request: service_pb2.SaveCheckpointRequest | service_pb2.PublishVersionRequest,
+) -> float | None:
+    return positive("ttl_s", request.ttl_s) if request.HasField("ttl_s") else None
 
 
 def unshared_tokens(batch: RolloutBatch) -> int:

@@ -16,12 +16,38 @@ from ratoon.config import KeyLimits, RatoonConfig, is_loopback, public_hosts
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 
+# Calls of the Tinker wire, by whether they change something.
+_TINKER_CHANGES = (
+    "tinker_create_session",
+    "tinker_finish_session",
+    "tinker_create_model",
+    "tinker_forward_backward",
+    "tinker_optim_step",
+    "tinker_save_weights",
+    "tinker_load_weights",
+    "tinker_delete_checkpoint",
+)
+_TINKER_READS = (
+    "tinker_client_config",
+    "tinker_capabilities",
+    "tinker_telemetry",
+    "tinker_heartbeat",
+    "tinker_session",
+    "tinker_get_info",
+    "tinker_weights_info",
+    "tinker_training_runs",
+    "tinker_training_run",
+    "tinker_checkpoints",
+    "tinker_run_checkpoints",
+    "tinker_retrieve_future",
+)
 # The scope that each call needs. A call that is not in the table is refused to everybody.
 # None: the call is free, and a key is not checked.
 CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
     {
         "create_policy": Scope.ADMIN,
         "delete_policy": Scope.ADMIN,
+        "send_model_file": Scope.ADMIN,
         "release_policy": Scope.TRAIN,
         "get_policy": Scope.READ,
         "list_policies": Scope.READ,
@@ -42,12 +68,15 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "get_rollout": Scope.READ_ROLLOUTS,
         "list_checkpoints": Scope.READ,
         "list_versions": Scope.READ,
+        "publish_version": Scope.TRAIN,
+        "delete_version": Scope.TRAIN,
         "delete_checkpoint": Scope.TRAIN,
         "get_weight_manifest": Scope.READ,
         "watch_weights": Scope.READ,
         "ack_weights": Scope.READ,
         "fetch_weights": Scope.READ,
         "import_weights": Scope.TRAIN,
+        "sample": Scope.READ,
         "get_gradient_manifest": Scope.TRAIN,
         "get_server_info": Scope.READ,
         "health": None,
@@ -55,6 +84,9 @@ CALL_SCOPES: Mapping[str, Scope | None] = MappingProxyType(
         "metrics": Scope.READ,
         "api_document": None,
         "page": None,
+        # The Tinker wire.
+        **dict.fromkeys((*_TINKER_CHANGES, *_TINKER_READS), Scope.TINKER),
+        "tinker_health": None,
     }
 )
 
@@ -183,7 +215,7 @@ class KeyAccess:
 
 def is_changing(call: str) -> bool:
     """Return whether the call gets an audit line even if it succeeds."""
-    return CALL_SCOPES[call] in (Scope.TRAIN, Scope.ADMIN)
+    return CALL_SCOPES[call] in (Scope.TRAIN, Scope.ADMIN) or call in _TINKER_CHANGES
 
 
 def anybody(presented: Presented) -> Caller:

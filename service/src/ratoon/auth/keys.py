@@ -5,6 +5,8 @@ nothing. A key is written as
 
     ratoon_<id: 12 hexadecimal digits>_<secret: 64 hexadecimal digits>
 
+and one for the Tinker wire as tml-<id>-<secret>, as its SDK takes no other.
+
 Every process checks at each call whether the file was replaced, so a revoked key is refused at
 once. A damaged file lets nobody in.
 """
@@ -39,7 +41,7 @@ from ratoon.stream.files import (
     write_atomic,
 )
 
-_KEY = re.compile(r"ratoon_([0-9a-f]{12})_([0-9a-f]{64})")
+_KEY = re.compile(r"(?:ratoon_([0-9a-f]{12})_|tml-([0-9a-f]{12})-)([0-9a-f]{64})")
 _ID_BYTES = 6
 _SECRET_BYTES = 32
 # Hash to compare with if there is no record, so that the comparison takes as long.
@@ -52,15 +54,20 @@ class Scope(StrEnum):
     """The calls that a key may make: `train` includes `read`, and `admin` both.
 
     No scope includes `read:rollouts`, to see tokens and texts. A key has it besides its own scope.
+    `tinker` allows the calls of the Tinker wire alone, on what the key itself has made; `admin`
+    includes it.
     """
 
     READ = "read"
     TRAIN = "train"
     ADMIN = "admin"
     READ_ROLLOUTS = "read:rollouts"
+    TINKER = "tinker"
 
     def includes(self, other: Scope) -> bool:
         """Return whether this scope allows the calls of another."""
+        if Scope.TINKER in (self, other):
+            return self is other or self is Scope.ADMIN
         if Scope.READ_ROLLOUTS in (self, other):
             return self is other
         order = tuple(Scope)
@@ -116,13 +123,14 @@ def new_key(
         limits=limits,
         reads_rollouts=reads_rollouts,
     )
-    return key, f"ratoon_{key_id}_{secret}"
+    is_tinker = scope is Scope.TINKER
+    return key, f"tml-{key_id}-{secret}" if is_tinker else f"ratoon_{key_id}_{secret}"
 
 
 def split_key(text: str) -> tuple[str, str] | None:
     """Return (id, secret) of a key's text; None if `text` is not a key."""
     match = _KEY.fullmatch(text)
-    return (match[1], match[2]) if match else None
+    return (match[1] or match[2], match[3]) if match else None
 
 
 def is_secret_of(secret: str, key: ApiKey | None) -> bool:

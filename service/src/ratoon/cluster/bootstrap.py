@@ -23,7 +23,8 @@ from ray.exceptions import RayTaskError
 
 from ratoon.cluster.placement import ON_HEAD, worker_device
 from ratoon.cluster.ray_calls import ActorLostError, ask, find_actor, kill_actor
-from ratoon.cluster.worker_process import find_spare, make_spare
+from ratoon.cluster.worker_places import SPARE
+from ratoon.cluster.worker_process import make_spare
 from ratoon.config import RatoonConfig
 from ratoon.engine.client import Engine, EngineClient
 from ratoon.engine.files.archive import check_store
@@ -141,9 +142,9 @@ def wait_for_workers(config: RatoonConfig) -> None:
     Returns after `_START_S` at most, and at once where the engine does not know its policies.
     """
     deadline = time.monotonic() + _START_S
-    spare = find_spare(config.ray.namespace)
+    spare = find_actor(SPARE, config.ray.namespace)
     if spare is not None:
-        ray.wait([spare.holder.remote()], timeout=_START_S)
+        ray.wait([spare.tenants.remote()], timeout=_START_S)
     engine = find_actor(ENGINE_NAME, config.ray.namespace)
     while engine is not None and time.monotonic() < deadline:
         with suppress(RayTaskError):

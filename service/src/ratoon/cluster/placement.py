@@ -1,8 +1,9 @@
 """The GPUs of a cluster: which node has them, which policy, and how its processes see them.
 
-A policy has one placement group, by its name, a bundle per GPU. All are on one node where one has
-as many free, since its links are the shortest. A reservation fails after `_PLACEMENT_S`, and an
-ended worker holds none. For `ratoon doctor` a short task looks at each node; it reserves nothing.
+A policy, or a process that several share, has one placement group by its name, a bundle per GPU.
+All are on one node where one has as many free, since its links are the shortest. A reservation
+fails after `_PLACEMENT_S`, and an ended worker holds none. For `ratoon doctor` a short task looks
+at each node; it reserves nothing.
 """
 
 # Ray's decorators are only partly typed.
@@ -39,6 +40,7 @@ from ratoon.errors import ErrorCode, RatoonError
 # Places an actor on the head, without which nothing runs. An actor that asks for nothing may be put
 # on any node.
 ON_HEAD = {HEAD_RESOURCE: 0.001}
+_GROUP = "ratoon-gpu-"
 _PLACEMENT_S = 8.0
 _RELEASE_S = 1.0
 _POLL_S = 0.1
@@ -69,19 +71,19 @@ def worker_device(settings: EngineSettings) -> str:
     return "cuda:0" if settings.device == "cuda" else settings.device
 
 
-async def place(policy_id: str, num_gpus: int, *, on_one_node: bool = False) -> PlacementGroup:
+async def place(name: str, num_gpus: int, *, on_one_node: bool = False) -> PlacementGroup:
     """Reserve the GPUs, of one node if they have to be, or find them reserved.
 
     Raises RESOURCE_EXHAUSTED.
     """
-    group = find_group(policy_id)
+    group = find_group(name)
     if group is None:
         bundles = [{"GPU": 1.0} for _ in range(num_gpus)]
         # "PACK" alone would fill a node that has fewer first.
         fits_one = max(free_gpus_by_node().values(), default=0.0) >= num_gpus
         strategy = "STRICT_PACK" if fits_one or on_one_node else "PACK"
-        name = _group_name(policy_id)
-        group = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
+        own = f"{_GROUP}{name}"
+        group = placement_group(bundles, strategy=strategy, name=own, lifetime="detached")
     if not await asyncio.to_thread(group.wait, _PLACEMENT_S):
         remove_placement_group(group)
         raise no_gpus(num_gpus, free_gpus_by_node(), on_one_node=on_one_node)
@@ -99,9 +101,9 @@ def by_node(nodes: Mapping[int, str]) -> list[int]:
     return sorted(nodes, key=lambda bundle: (order.index(nodes[bundle]), bundle))
 
 
-def free_gpus(policy_id: str) -> None:
-    """Remove the policy's placement group, if any."""
-    group = find_group(policy_id)
+def free_gpus(name: str) -> None:
+    """Remove the placement group of a policy or a shared process, if any."""
+    group = find_group(name)
     if group is not None:
         remove_placement_group(group)
 
@@ -134,14 +136,18 @@ def _most(free: Mapping[str, float], *, on_one_node: bool) -> float:
     return max(free.values(), default=0.0) if on_one_node else sum(free.values())
 
 
-def _group_name(policy_id: str) -> str:
-    return f"ratoon-gpu-{policy_id}"
+def placed_names(prefix: str) -> list[str]:
+    """The names, with this prefix, that have a placement group."""
+    table = cast("dict[str, dict[str, Any]]", placement_group_table())
+    there = [each["name"] for each in table.values() if each["state"] != "REMOVED"]
+    named = [name.removeprefix(_GROUP) for name in there if name.startswith(_GROUP)]
+    return [name for name in named if name.startswith(prefix)]
 
 
-def find_group(policy_id: str) -> PlacementGroup | None:
-    """The policy's placement group."""
+def find_group(name: str) -> PlacementGroup | None:
+    """The placement group of a policy or a shared process."""
     try:
-        return get_placement_group(_group_name(policy_id))
+        return get_placement_group(f"{_GROUP}{name}")
     except ValueError:
         return None
 

@@ -71,10 +71,13 @@ def find_actor(name: str, namespace: str) -> ActorHandle[Any] | None:
         return None
 
 
-async def kill_actor(name: str, namespace: str) -> None:
-    """End a named actor, if any, and wait until its name is free."""
+async def kill_actor(name: str, namespace: str, only: ActorHandle[Any] | None = None) -> None:
+    """End a named actor, if any, and wait until its name is free.
+
+    `only`: end no other that has its name by now.
+    """
     deadline = asyncio.get_running_loop().time() + _GONE_S
-    while (handle := find_actor(name, namespace)) is not None:
+    while (handle := find_actor(name, namespace)) is not None and only in (None, handle):
         ray.kill(handle, no_restart=True)
         if asyncio.get_running_loop().time() > deadline:
             raise ActorLostError(f"{name} does not end")

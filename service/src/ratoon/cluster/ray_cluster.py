@@ -14,13 +14,14 @@ import ray
 from prometheus_client import disable_created_metrics
 
 from ratoon.cluster.placement import check_free_gpus, no_gpus, on_gpu_node, worker_device
-from ratoon.cluster.ray_calls import ask
-from ratoon.cluster.worker_process import RayWorker, end_spare, make_spare
+from ratoon.cluster.ray_calls import ask, kill_actor
+from ratoon.cluster.worker_places import end_spare, has_room
+from ratoon.cluster.worker_process import Houses, RayWorker, make_spare
 from ratoon.engine.engine import Engine
 from ratoon.engine.files.paths import POLICIES, require_known
 from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import await_database
-from ratoon.engine.settings import EngineSettings
+from ratoon.engine.settings import SAMPLER_NAME, EngineSettings
 from ratoon.engine.types import PolicySpec
 from ratoon.engine.worker.kernels import list_backends
 from ratoon.engine.worker.tasks import RemoteWorker
@@ -46,10 +47,12 @@ def open_engine(settings: EngineSettings) -> Engine:
 
 
 class RayCluster:
-    """Where workers run: one detached process per policy, with those of its other ranks."""
+    """Where workers run: a detached process per policy, with those of its other ranks, or one that
+    several policies are tenants of."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
+        self._houses = Houses()
 
     @property
     def device(self) -> str:
@@ -58,6 +61,9 @@ class RayCluster:
     async def check(self, spec: PolicySpec) -> None:
         """Raises UNSUPPORTED, and RESOURCE_EXHAUSTED with the wanted and free amounts."""
         if self.device != "cpu":
+            key, settings = self.trainer(spec).host_key, self._settings
+            if await has_room(key, settings.max_tenants, settings.namespace):
+                return
             is_one_node = spec.parallel.shard is Shard.WEIGHTS
             await check_free_gpus(spec.parallel.num_workers, on_one_node=is_one_node)
         elif spec.parallel.num_workers > _cores():
@@ -69,18 +75,25 @@ class RayCluster:
         if self._settings.device == "auto" and self.device == "cpu":
             raise no_gpus(1, {})
 
-    def worker(self, policy_id: str, num_workers: int) -> RemoteWorker:
+    def worker(self, policy_id: str, num_workers: int, host_key: str = "") -> RemoteWorker:
         """A policy's worker; no process is started before it is fenced."""
-        on_gpus = self.device != "cpu"
-        return RayWorker(policy_id, self._settings, num_workers, on_gpus=on_gpus)
+        return RayWorker(
+            policy_id,
+            self._settings,
+            num_workers,
+            on_gpus=self.device != "cpu",
+            host_key=host_key,
+            houses=self._houses,
+        )
 
     async def end_worker(self, policy_id: str) -> None:
         """End the policy's worker, if any, and release its resources."""
-        await RayWorker(policy_id, self._settings, 1, on_gpus=False).release()
+        await self.worker(policy_id, 1).release()
 
     async def close(self) -> None:
         """End the processes that belong to no policy."""
         await end_spare(self._settings.namespace)
+        await kill_actor(SAMPLER_NAME, self._settings.namespace)
 
     async def backends(self) -> tuple[BackendInfo, ...]:
         """Kernel backends on the workers' device."""
@@ -110,6 +123,7 @@ class RayCluster:
             guard=spec.numerics_guard,
             keep_rollouts=spec.keep_rollouts,
             keep_rollouts_bytes=spec.keep_rollouts_bytes,
+            max_tenants=self._settings.max_tenants,
             models_root=self._settings.models_root,
         )
 

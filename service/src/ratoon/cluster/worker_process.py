@@ -1,10 +1,12 @@
 """A policy's worker over Ray: its process, and the calls that the engine makes to it.
 
-The process is a detached actor around `worker.WorkerCore`, which the engine starts, or takes, when
-it first fences. Each concurrency group has threads of its own. All calls of the trainer run on
-"compute", which is one thread, so they never overlap. "files" writes snapshots and "versions"
-writes published weights beside them; "control" answers at any time. Processes that look the actor
-up import this module, so torch is imported by the constructor.
+The process is a detached actor around `worker.host.WorkerHost`, which the engine starts, or takes,
+when it first fences. It is one policy's, or has the tenants of one model: those with a `host_key`
+look for a process of that key with room before they start one. Each concurrency group has threads
+of its own. All calls of trainers run on "compute", which is one thread, so they never overlap.
+"files" writes snapshots and "versions" writes published weights beside them; "control" answers at
+any time. Processes that look the actor up import this module, so torch is imported by the
+constructor.
 
 Importing torch and transformers takes a process seconds. So on CPUs a spare is started ahead; the
 first policy that looks for a worker takes it, and keeps it until it ends.
@@ -18,27 +20,34 @@ A lost worker raises `WorkerLostError`. A worker that stays silent for too long 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ratoon.cluster.placement import GPU_ENVIRONMENT, free_gpus, place
-from ratoon.cluster.ray_calls import (
-    START_S,
-    ActorLostError,
-    ask,
-    ask_living,
-    find_actor,
-    kill_actor,
+from ratoon.cluster.ray_calls import START_S, ActorLostError, ask_living
+from ratoon.cluster.worker_places import (
+    SPARE,
+    WorkerPlace,
+    end_place,
+    find_place,
+    free_hosts,
+    hosts,
+    leave,
+    own_name,
+    told,
+    unused_name,
 )
 from ratoon.engine.crash_points import make_reach
 from ratoon.engine.settings import EngineSettings
+from ratoon.engine.worker.host_turns import HostTurns
 from ratoon.engine.worker.kernels import list_backends
 from ratoon.engine.worker.tasks import WorkerLostError, WorkerStatus
 from ratoon.engine.worker.worker import WorkerCore
@@ -58,12 +67,9 @@ if TYPE_CHECKING:
 
 CONCURRENCY_GROUPS = {"compute": 1, "control": 4, "files": 1, "versions": 1}
 T = TypeVar("T")
-_SPARE = "ratoon-spare-worker"
-# A spare that has not answered in this time never will.
-_SPARE_S = 60.0
 P = ParamSpec("P")
 # The concurrency group of each method that does not wait for the trainer; all others run on
-# "compute", one at a time.
+# "compute", one at a time and by turns.
 _GROUPS = {
     WorkerCore.progress.__name__: "control",
     WorkerCore.cancel.__name__: "control",
@@ -79,14 +85,16 @@ class WorkerActor:
     def __init__(
         self,
         policy_id: str,
+        place: str,
         num_workers: int,
         log_level: str,
         crash_points: Path | None,
         compiled: Path,
         max_silence_s: float,
     ) -> None:
-        """`policy_id` "": the process is a spare. `num_workers`: the policy's ranks.
+        """`policy_id`: the only one that the process is for; "": it is to be taken.
 
+        `place`: whose GPUs are its own (`placement`). `num_workers`: the ranks of its policies.
         `compiled`: the folder of compiled kernels and of the measured rates of GPUs.
         `max_silence_s`: another rank that answers nothing for so long is lost.
         """
@@ -96,17 +104,19 @@ class WorkerActor:
             from ratoon.cluster.ranks import Ranks
 
             self._ranks = Ranks(log_level, crash_points, compiled, max_silence_s)
-            self._ranks.start(num_workers, policy_id)
+            self._ranks.start(num_workers, place)
 
-            from ratoon.engine.worker.worker import WorkerCore
+            from ratoon.engine.worker.host import WorkerHost
             from ratoon.train.trainer import Trainer
 
-        self._policy_id, self._taking = policy_id, threading.Lock()
+        self._place = place
         self._create_trainer = Trainer.create
         self._compiled = compiled
         self._cache: CompileCache | None = None
         _LOG.info("worker started", imports_s=round(time.perf_counter() - started, 3))
-        self._core = WorkerCore(self._create, make_reach(crash_points))
+        self._host = WorkerHost(self._create, make_reach(crash_points))
+        if policy_id:
+            self._host.take(policy_id, "", 1)
 
     def _create(self, spec: TrainerSpec) -> Trainer:
         from ratoon.engine.worker.kernels import CompileCache, start_compiler
@@ -114,7 +124,7 @@ class WorkerActor:
         if spec.device != "cpu":
             # While weights are loaded; nothing is compiled before.
             start_compiler()
-        with self._ranks.created(spec, self._policy_id) as peers:
+        with self._ranks.created(spec, self._place) as peers:
             trainer = self._create_trainer(spec, peers, self._compiled)
         # Nothing is compiled on a CPU.
         if self._cache is None and spec.device != "cpu":
@@ -122,25 +132,28 @@ class WorkerActor:
         return trainer
 
     @ray.method(concurrency_group="control")
-    def take(self, policy_id: str) -> bool:
-        """Claim the spare for a policy; returns whether the process is that policy's."""
-        with self._taking:
-            self._policy_id = self._policy_id or policy_id
-            return self._policy_id == policy_id
+    def take(self, policy_id: str, key: str, max_tenants: int) -> bool:
+        """See `WorkerHost.take`."""
+        return self._host.take(policy_id, key, max_tenants)
 
     @ray.method(concurrency_group="control")
-    def holder(self) -> str:
-        """The policy that the process belongs to; "": none yet."""
-        return self._policy_id
+    def leave(self, policy_id: str) -> bool:
+        """See `WorkerHost.leave`."""
+        return self._host.leave(policy_id)
+
+    @ray.method(concurrency_group="control")
+    def tenants(self) -> tuple[str, ...]:
+        """See `WorkerHost.tenants`."""
+        return self._host.tenants()
 
     @ray.method(concurrency_group="control")
     def backends(self) -> tuple[BackendInfo, ...]:
         return list_backends()
 
     @ray.method(concurrency_group="control")
-    def fence(self, token: int) -> None:
+    def fence(self, policy_id: str, token: int) -> None:
         """See `WorkerCore.fence`. Raises `WorkerLostError` too, where a rank failed to start."""
-        self._core.fence(token)
+        self._host.core(policy_id).fence(token)
         if failure := self._ranks.failure():
             raise WorkerLostError(str(failure)) from failure
 
@@ -154,21 +167,30 @@ class WorkerActor:
             raise failure
 
     @ray.method(concurrency_group="compute")
-    def call(self, call: MethodCall[object]) -> object:
-        """Call a method of the core: on the compute thread, unless the caller names a group."""
-        return call.on(self._core)
+    def compute(self, policy_id: str, call: MethodCall[object]) -> object:
+        """Call a method of a policy's core on the compute thread."""
+        self._host.collect()
+        return call.on(self._host.core(policy_id))
+
+    @ray.method(concurrency_group="control")
+    def call_beside(self, policy_id: str, call: MethodCall[object]) -> object:
+        """Call a method that runs beside others, in the group that the caller names."""
+        return call.on(self._host.core(policy_id))
 
 
 def make_worker(
-    policy_id: str, num_workers: int, settings: EngineSettings, **options: object
+    policy_id: str, name: str, num_workers: int, settings: EngineSettings, **options: object
 ) -> Worker:
-    """Start a policy's process, that of its first rank; `options` are those of its actor."""
+    """Start a process, that of the first rank; `options` are those of its actor.
+
+    `name`: the actor's. `policy_id`: see `WorkerActor`.
+    """
     # Ray accepts concurrency groups here, but its types do not say so.
     remote = cast(
         "Callable[..., Callable[[type[WorkerActor]], ActorClass[WorkerActor]]]", ray.remote
     )
     actor = remote(num_cpus=0, concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor).options(
-        name=_name(policy_id),
+        name=name,
         namespace=settings.namespace,
         lifetime="detached",
         get_if_exists=True,
@@ -176,6 +198,7 @@ def make_worker(
     )
     return actor.remote(
         policy_id,
+        policy_id or name,
         num_workers,
         settings.log_level,
         settings.crash_points,
@@ -185,76 +208,60 @@ def make_worker(
 
 
 def make_spare(settings: EngineSettings) -> Worker:
-    """The spare, which may be some policy's by now."""
-    return make_worker("", 1, settings)
+    """The spare, which may have tenants by now."""
+    return make_worker("", SPARE, 1, settings)
 
 
-def find_spare(namespace: str) -> Worker | None:
-    """The spare, which may be some policy's by now; None: there is none."""
-    return _find(_SPARE, namespace)
+class Houses:
+    """The processes that have, or may have, several tenants, as all policies of an engine see them.
 
+    `placing` is held while one is reserved or given back.
+    """
 
-async def find_worker(policy_id: str, namespace: str) -> Worker | None:
-    """A policy's process, which may be the spare, taken now; None: it has none."""
-    named = _find(_name(policy_id), namespace)
-    if named is not None:
-        return named
-    spare = find_spare(namespace)
-    if spare is None or not await _told(spare.take.remote(policy_id), namespace):
-        return None
-    return spare
+    def __init__(self) -> None:
+        self.placing = asyncio.Lock()
+        self._turns = WeakValueDictionary[str, HostTurns]()
 
-
-async def end_worker(policy_id: str, namespace: str) -> None:
-    """End a policy's process, if there is one."""
-    await kill_actor(_name(policy_id), namespace)
-    spare = find_spare(namespace)
-    if spare is not None and await _told(spare.holder.remote(), namespace) == policy_id:
-        await kill_actor(_SPARE, namespace)
-
-
-async def end_spare(namespace: str) -> None:
-    """End the spare, even if a policy has taken it."""
-    await kill_actor(_SPARE, namespace)
-
-
-def _name(policy_id: str) -> str:
-    return f"ratoon-worker-{policy_id}" if policy_id else _SPARE
-
-
-def _find(name: str, namespace: str) -> Worker | None:
-    return cast("Worker | None", find_actor(name, namespace))
-
-
-async def _told(reference: ObjectRef[T], namespace: str) -> T | None:
-    """The spare's answer. One that does not answer is ended; its policy gets another worker."""
-    try:
-        async with asyncio.timeout(_SPARE_S):
-            return await ask(reference)
-    except (ActorLostError, TimeoutError):
-        await kill_actor(_SPARE, namespace)
-        return None
+    def turns(self, worker: Worker) -> HostTurns:
+        """The turns of a process, which those that use it keep."""
+        name = cast("Any", worker)._actor_id.hex()
+        return self._turns.setdefault(name, HostTurns())
 
 
 class RayWorker:
     """`RemoteWorker` over an actor."""
 
     def __init__(
-        self, policy_id: str, settings: EngineSettings, num_workers: int, *, on_gpus: bool
+        self,
+        policy_id: str,
+        settings: EngineSettings,
+        num_workers: int,
+        *,
+        on_gpus: bool,
+        host_key: str = "",
+        houses: Houses | None = None,
     ) -> None:
-        """`num_workers`: ranks; `on_gpus`: each has a GPU of its own."""
+        """`num_workers`: ranks; `on_gpus`: each has a GPU of its own.
+
+        `host_key`: the policy's `TrainerSpec.host_key`. `houses`: those of the engine.
+        """
         self._policy_id = policy_id
         self._settings = settings
         self._num_workers = num_workers
         self._on_gpus = on_gpus
-        self._handle: Worker | None = None
+        self._host_key = host_key
+        self._houses = houses or Houses()
+        self._place: WorkerPlace | None = None
+        self._turns = HostTurns()
         # Whether it has answered yet: it is given longer to come up.
         self._is_up = False
 
     async def fence(self, token: int, *, on_one_node: bool = False) -> WorkerStatus:
         """See `RemoteWorker.fence`."""
-        worker = self._handle = self._handle or await self._find_or_make(on_one_node=on_one_node)
-        await self._ask(worker, worker.fence.remote(token))
+        if self._place is None:
+            self._place = await self._find_or_make(on_one_node=on_one_node)
+            self._turns = self._houses.turns(self._place.worker)
+        await self._ask(self._place.worker.fence.remote(self._policy_id, token))
         return await self.call(WorkerCore.status)
 
     async def call(
@@ -264,48 +271,92 @@ class RayWorker:
         **options: P.kwargs,
     ) -> T:
         """See `RemoteWorker.call`."""
-        if self._handle is None:
+        if self._place is None:
             # A call after `release` must not start another worker.
             raise WorkerLostError(f"policy {self._policy_id} has no worker")
+        worker = self._place.worker
         call = MethodCall.of(method, *args, **options)
-        run = cast("Any", self._handle.call)
         if group := _GROUPS.get(call.name):
-            run = run.options(concurrency_group=group)
-        return await self._ask(self._handle, cast("ObjectRef[T]", run.remote(call)))
+            beside = cast("Any", worker.call_beside).options(concurrency_group=group)
+            return await self._ask(beside.remote(self._policy_id, call))
+        async with self._turns.taken(self._policy_id):
+            answer = worker.compute.remote(self._policy_id, cast("MethodCall[object]", call))
+            return await self._ask(cast("ObjectRef[T]", answer))
 
     async def replace(self) -> None:
         """See `RemoteWorker.replace`."""
-        handle, self._handle, self._is_up = self._handle, None, False
-        if handle is not None:
-            # First and without a question: a worker that hangs would not say whose it is.
-            ray.kill(cast("Any", handle))
-        await end_worker(self._policy_id, self._settings.namespace)
+        await self._leave()
 
     async def release(self) -> None:
         """See `RemoteWorker.release`."""
-        await self.replace()
-        free_gpus(self._policy_id)
+        await self._leave()
+        async with self._houses.placing:
+            free_gpus(self._policy_id)
+            free_hosts(self._settings.namespace)
 
-    async def _find_or_make(self, *, on_one_node: bool) -> Worker:
-        """The policy's worker, found or started. Raises RESOURCE_EXHAUSTED."""
-        found = await find_worker(self._policy_id, self._settings.namespace)
+    async def _leave(self) -> None:
+        """Leave the process that has the policy, if any; it ends, unless others stay there."""
+        namespace = self._settings.namespace
+        place, self._place, self._is_up = self._place, None, False
+        place = place or await find_place(self._policy_id, namespace)
+        if place is not None and await leave(place, self._policy_id):
+            self._houses.turns(place.worker).end()
+            await end_place(place, namespace)
+
+    async def _find_or_make(self, *, on_one_node: bool) -> WorkerPlace:
+        """The policy's process, found, joined or started.
+
+        Raises RESOURCE_EXHAUSTED, and `WorkerLostError` where a new host does not come up.
+        """
+        namespace = self._settings.namespace
+        found = await find_place(self._policy_id, namespace)
+        for other in [] if found else hosts(namespace, self._host_key):
+            if await self._is_let_in(other):
+                found = other
+                break
         if found is not None:
-            return found
+            # Who has taken the spare and shares nothing is alone there.
+            is_own = found.is_own or (found.name == SPARE and not self._host_key)
+            return replace(found, is_own=is_own)
+        if not self._host_key:
+            name = own_name(self._policy_id)
+            made = await self._make(name, self._policy_id, on_one_node=on_one_node)
+            return WorkerPlace(name=name, worker=made, is_own=True)
+        while True:
+            async with self._houses.placing:
+                name = unused_name(self._host_key, namespace)
+                made = WorkerPlace(
+                    name=name, worker=await self._make(name, "", on_one_node=on_one_node)
+                )
+            is_let_in = await self._is_let_in(made)
+            if is_let_in:
+                return made
+            if is_let_in is None:
+                raise WorkerLostError(f"{name} did not come up")
+
+    async def _is_let_in(self, host: WorkerPlace) -> bool | None:
+        """Whether a process takes the policy; None: it did not answer, and has ended."""
+        args = self._policy_id, self._host_key, self._settings.max_tenants
+        return await told(host, host.worker.take.remote(*args), self._settings.namespace)
+
+    async def _make(self, name: str, policy_id: str, *, on_one_node: bool) -> Worker:
         options: dict[str, object] = {}
         if self._on_gpus:
-            group = await place(self._policy_id, self._num_workers, on_one_node=on_one_node)
+            group = await place(policy_id or name, self._num_workers, on_one_node=on_one_node)
             options["num_gpus"] = 1
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=0
             )
             options["runtime_env"] = {"env_vars": GPU_ENVIRONMENT}
-        return make_worker(self._policy_id, self._num_workers, self._settings, **options)
+        return make_worker(policy_id, name, self._num_workers, self._settings, **options)
 
-    async def _ask(self, worker: Worker, reference: ObjectRef[T]) -> T:
+    async def _ask(self, reference: ObjectRef[T]) -> T:
+        assert self._place is not None
         max_silence_s = self._settings.max_silence_s if self._is_up else START_S
+        turns = self._turns
         try:
-            answer = await ask_living(reference, worker.ping.remote, max_silence_s)
+            answer = await ask_living(reference, self._place.worker.ping.remote, max_silence_s)
         except ActorLostError as err:
-            raise WorkerLostError(str(err)) from err
+            raise turns.lost(self._policy_id, str(err)) from err
         self._is_up = True
         return answer

@@ -69,6 +69,10 @@ class EngineClient:
         """Call a method of the engine. Raises its `RatoonError`, and UNAVAILABLE."""
         return await self._send(MethodCall.of(method, *args, **options))
 
+    def paths(self, policy_id: str) -> PolicyPaths:
+        """Where the policy's files are. Raises INVALID_ARGUMENT for an id that is no plain name."""
+        return self._settings.paths(policy_id)
+
     async def submit(self, submission: Submission) -> Operation:
         """See `Engine.submit`."""
         self._reach(CrashPoint.INGRESS_BEFORE_SUBMIT)
@@ -183,8 +187,7 @@ class EngineClient:
             self._noted[policy_id] = now
             self._begin(self._note_call(policy_id))
         try:
-            paths = self._settings.paths(policy_id)
-            return await asyncio.to_thread(read, paths)
+            return await asyncio.to_thread(read, self.paths(policy_id))
         except RatoonError as error:
             if error.code in (ErrorCode.WEIGHTS_NOT_FOUND, ErrorCode.ROLLOUTS_NOT_FOUND):
                 await self.call(Engine.policy, policy_id)

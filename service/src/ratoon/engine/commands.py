@@ -235,6 +235,18 @@ class SaveCheckpointCommand(BaseCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishVersionCommand(BaseCommand):
+    kind = OperationKind.PUBLISH_VERSION
+    body_digest = ""
+    expected_version = None
+
+    name: str
+    overwrite: bool = False
+    # None: it does not expire.
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheckpointCommand(BaseCommand):
     kind = OperationKind.LOAD_CHECKPOINT
     effect = Effect(replaces_weights=True)
@@ -284,6 +296,7 @@ Command = (
     | DiscardGradientsCommand
     | ForwardCommand
     | SaveCheckpointCommand
+    | PublishVersionCommand
     | LoadCheckpointCommand
     | ImportWeightsCommand
     | RefusedCommand

@@ -40,6 +40,7 @@ from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
+    NamedVersion,
     Operation,
     OperationFilter,
     Place,
@@ -56,6 +57,7 @@ from ratoon_proto.types import (
     PolicyState,
     StepHistory,
     VersionList,
+    WeightFile,
 )
 
 if TYPE_CHECKING:
@@ -115,10 +117,16 @@ class Engine:
     async def create_policy(self, spec: PolicySpec) -> Operation:
         """Begin to create a policy; the same spec again is a retry. See `Lifecycle.create_policy`.
 
-        Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED.
+        Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED, UPLOAD_NOT_FOUND.
         """
         await self._recovered()
         return await self._lifecycle.create_policy(spec)
+
+    async def put_model_file(
+        self, policy_id: str, file: WeightFile, offset: int, data: bytes
+    ) -> int:
+        """Store a piece of a model for CreatePolicy. See `Lifecycle.put_model_file`."""
+        return await self._lifecycle.put_model_file(policy_id, file, offset, data)
 
     async def delete_policy(self, policy_id: str) -> Operation:
         """Begin to delete a policy and all its files. See `Lifecycle.delete_policy`.
@@ -260,16 +268,21 @@ class Engine:
         """Delete a caller's checkpoint. Raises what `Controller.delete_checkpoint` raises."""
         return await (await self._controller(policy_id)).delete_checkpoint(name)
 
+    async def delete_version(self, policy_id: str, name: str) -> NamedVersion:
+        """Take a version's name away. Raises what `Controller.delete_version` raises."""
+        return await (await self._controller(policy_id)).delete_version(name)
+
     async def weight_manifest(
         self,
         policy_id: str,
         version: int | None,
         known_version: int | None = None,
         wait_s: float = 0.0,
+        name: str = "",
     ) -> WeightManifest:
         """A published version's manifest; None: the newest. See `Controller.weight_manifest`."""
         controller = await self._controller(policy_id)
-        return await controller.weight_manifest(version, known_version, wait_s)
+        return await controller.weight_manifest(version, known_version, wait_s, name)
 
     async def ack_weights(self, policy_id: str, ack: Acknowledgement) -> int | None:
         """Note what a receiver serves and holds; returns the newest published version.
@@ -374,13 +387,14 @@ class Engine:
     def _make_controller(self, spec: PolicySpec) -> Controller:
         settings = self._settings
         paths = settings.paths(spec.policy_id)
-        archive = open_archive(settings.storage_url, paths)
+        archive, trainer = open_archive(settings.storage_url, paths), self._cluster.trainer(spec)
+        worker = self._cluster.worker(spec.policy_id, spec.parallel.num_workers, trainer.host_key)
         run = PolicyRun(
             spec=spec,
-            trainer=self._cluster.trainer(spec),
+            trainer=trainer,
             ports=Ports(
                 journal=self._journal,
-                worker=self._cluster.worker(spec.policy_id, spec.parallel.num_workers),
+                worker=worker,
                 metrics=self._metrics,
                 now=time.time,
             ),

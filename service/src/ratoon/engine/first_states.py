@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ratoon.engine.files.archive import Archive
@@ -103,8 +104,11 @@ def check_fits(model: ModelSpec, source: ModelSpec) -> None:
     # The weights of a preset that an adapter leaves frozen come from the seed.
     is_seeded = isinstance(model.base, PresetBase) and isinstance(model.tuning, LoraTuning)
     base = "preset" if isinstance(model.base, PresetBase) else "model_folder"
+    own, theirs = model.base, source.base
+    if isinstance(own, FolderBase) and isinstance(theirs, FolderBase) and own.is_sent:
+        base, own = "sent_model", replace(own, folder=theirs.folder)
     for name, got, expected in (
-        (base, model.base, source.base),
+        (base, own, theirs),
         ("lora", model.tuning, source.tuning),
         ("dtype", model.dtype, source.dtype),
         ("seed", model.seed, source.seed if is_seeded else model.seed),

@@ -19,6 +19,7 @@ from ratoon.engine.files.paths import (
     remove_all_but_checkpoints,
     remove_policy_files,
 )
+from ratoon.engine.files.sent_models import SentModels
 from ratoon.engine.first_states import FirstStates
 from ratoon.engine.journal.codec import hash_text, to_text
 from ratoon.engine.journal.journal import Journal, until_room, until_there
@@ -35,6 +36,7 @@ from ratoon.engine.policy.run import log_end
 from ratoon.engine.refusals import (
     disk_refusal,
     draining,
+    full_disk_refused,
     is_waited_for,
     operation_not_found,
     policy_exists,
@@ -46,7 +48,8 @@ from ratoon.engine.worker.tasks import FencedError, WorkerLostError
 from ratoon.errors import ErrorCode, RatoonError, described, invalid
 from ratoon.log import get_logger
 from ratoon.metrics import POLICY_LABEL, Gone, MetricsSink
-from ratoon_proto.types import EmptyResult, OperationKind, PolicyState
+from ratoon.model.spec import FolderBase
+from ratoon_proto.types import EmptyResult, OperationKind, PolicyState, WeightFile
 
 _LOG = get_logger("lifecycle")
 # How long a caller that waits is held while its policy's controller is away.
@@ -73,6 +76,12 @@ class Lifecycle:
         now: Callable[[], float],
     ) -> None:
         self._first_states = FirstStates(journal, paths_of, archive_of, now)
+        self._sent_models = SentModels(
+            data_root,
+            ttl_s=limits.upload_ttl_s,
+            max_total_bytes=limits.max_sent_model_bytes,
+            paths_of=paths_of,
+        )
         self._journal = journal
         self._controllers = controllers
         self._metrics = metrics
@@ -147,14 +156,16 @@ class Lifecycle:
     async def create_policy(self, spec: PolicySpec) -> Operation:
         """Begin to create a policy; a retry with the same spec returns the first operation.
 
-        Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED.
+        Raises POLICY_EXISTS, RESOURCE_EXHAUSTED, UNSUPPORTED, UPLOAD_NOT_FOUND.
         """
         self.check_taking()
+        spec = self._with_own_folder(spec)
         async with self._lock:
             row = await self._journal.policy(spec.policy_id)
             if row is not None:
                 return await self._existing(row, spec)
             await self._check_room()
+            await asyncio.to_thread(self._sent_models.check, spec.policy_id, _sent_files(spec))
             await self._first_states.check(spec)
             await self._controllers.check(spec)
             record = self._record(spec.policy_id, OperationKind.CREATE_POLICY, to_text(spec))
@@ -165,6 +176,18 @@ class Lifecycle:
             live = self._accepted(record)
         self._spawn(self._create(spec, live))
         return view_of(live.record)
+
+    async def put_model_file(
+        self, policy_id: str, file: WeightFile, offset: int, data: bytes
+    ) -> int:
+        """Store a piece of a file of a model; returns the bytes that have arrived.
+
+        Raises INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
+        """
+        self.check_taking()
+        await self._check_disk(len(data))
+        with full_disk_refused():
+            return await asyncio.to_thread(self._sent_models.put, policy_id, file, offset, data)
 
     async def delete_policy(self, policy_id: str) -> Operation:
         """Begin to delete a policy and all its files.
@@ -255,15 +278,35 @@ class Lifecycle:
                 f"this server has {used} policies of at most {limit}",
                 details={"resource": "policies", "wanted": "1", "free": "0"},
             )
+        await self._check_disk(0)
+
+    async def _check_disk(self, wanted_bytes: int) -> None:
         reserve = self._limits.min_free_disk_bytes
-        refusal = await asyncio.to_thread(disk_refusal, self._data_root, 0, reserve)
+        refusal = await asyncio.to_thread(disk_refusal, self._data_root, wanted_bytes, reserve)
         if refusal is not None:
             raise refusal
+
+    def _with_own_folder(self, spec: PolicySpec) -> PolicySpec:
+        """The spec with the place of its model, if that was sent."""
+        base = spec.model.base
+        if not (isinstance(base, FolderBase) and base.is_sent):
+            return spec
+        own = replace(base, folder=str(self._paths_of(spec.policy_id).model))
+        return replace(spec, model=replace(spec.model, base=own))
+
+    async def _take_model(self, spec: PolicySpec) -> None:
+        """Give a policy its model, if that was sent."""
+        files, policy_id = _sent_files(spec), spec.policy_id
+        if files:
+            with full_disk_refused():
+                await asyncio.to_thread(self._sent_models.take, policy_id, files)
+            await self._archive_of(self._paths_of(policy_id)).keep_model()
 
     async def _create(self, spec: PolicySpec, live: LiveOperation) -> None:
         policy_id = spec.policy_id
         self._running(live)
         try:
+            await until_room(partial(self._take_model, spec))
             await until_room(partial(self._first_states.take, spec))
             await until_there(lambda: self._controllers.start(spec))
             await self._check_first_state(spec)
@@ -419,6 +462,11 @@ class Lifecycle:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _sent_files(spec: PolicySpec) -> tuple[WeightFile, ...]:
+    """Files of a model that was sent; none for any other."""
+    return spec.model.base.files if isinstance(spec.model.base, FolderBase) else ()
 
 
 def _failed_for_good(error: Exception, failures: int) -> str:

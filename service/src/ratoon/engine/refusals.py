@@ -82,6 +82,16 @@ def checkpoint_not_found(checkpoint_id: str) -> RatoonError:
     )
 
 
+def version_not_found(name: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.WEIGHTS_NOT_FOUND,
+        f"name: no version has the name {name}",
+        field="name",
+        got=name,
+        expected="a version's name of this policy",
+    )
+
+
 def policy_not_ready(policy_id: str, state: PolicyState, failure: str = "") -> RatoonError:
     """`failure`: why the policy failed, which no retry changes; "": it has not failed."""
     return RatoonError(
@@ -93,10 +103,10 @@ def policy_not_ready(policy_id: str, state: PolicyState, failure: str = "") -> R
     )
 
 
-def not_up(policy_id: str, reason: str) -> RatoonError:
-    """The policy has not started yet, which is tried again."""
+def not_up(policy_id: str, reason: str, *, is_waited: bool = False) -> RatoonError:
+    """The policy has not started yet, which is tried again; `is_waited`: as often as it takes."""
     return RatoonError(
-        ErrorCode.POLICY_NOT_READY,
+        ErrorCode.UNAVAILABLE if is_waited else ErrorCode.POLICY_NOT_READY,
         f"policy {policy_id} is not up yet: {reason}",
         field="policy_id",
         expected="ready",

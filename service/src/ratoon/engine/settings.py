@@ -11,6 +11,7 @@ from ratoon.engine.files.paths import PolicyPaths, policy_paths
 from ratoon.train.spec import OptimizerStates
 
 ENGINE_NAME = "ratoon-engine"
+SAMPLER_NAME = "ratoon-sampler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class EngineSettings:
     optimizer_states: OptimizerStates | None
     host_activation_bytes: int
     self_check_every: int
+    max_tenants: int
     max_silence_s: float
     # Crash points (tests only); None: off.
     crash_points: Path | None
@@ -57,6 +59,7 @@ class EngineSettings:
             optimizer_states=None if states == "auto" else OptimizerStates(states),
             host_activation_bytes=config.worker.host_activation_bytes,
             self_check_every=config.worker.self_check_every,
+            max_tenants=config.worker.max_tenants,
             max_silence_s=config.worker.max_silence_s,
             crash_points=data_root / FOLDER_NAME if config.crash_points else None,
         )

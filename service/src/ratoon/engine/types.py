@@ -138,6 +138,17 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedVersion:
+    """A caller's name for a version, which keeps it. Times as of `CheckpointInfo`."""
+
+    name: str
+    version: int
+    size_bytes: int
+    created_at: float = 0.0
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailedResult:
     """`RatoonError.to_dict()` of what went wrong."""
 
@@ -149,6 +160,7 @@ OperationResult = (
     | StepResult
     | ForwardResult
     | CheckpointInfo
+    | NamedVersion
     | ImportResult
     | EmptyResult
     | FailedResult

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -114,7 +114,7 @@ def add_adapter(module: PreTrainedModel, tuning: LoraTuning, seed: int, name: st
     Raises what `attach_adapter` raises.
     """
     model = attach_adapter(module, tuning, name)
-    _initialize(model, seed)
+    initialize({name: p for name, p in model.named_parameters() if p.requires_grad}, seed)
     return model
 
 
@@ -247,11 +247,9 @@ def _experts(module: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 @torch.no_grad()
-def _initialize(model: PeftModel, seed: int) -> None:
-    """Make A uniform on +-1/sqrt(fan in), and B zero."""
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+def initialize(adapter: Mapping[str, Tensor], seed: int) -> None:
+    """Make A uniform on +-1/sqrt(fan in), and B zero; `adapter`: parameters by name."""
+    for name, parameter in adapter.items():
         if ".lora_B." in name:
             parameter.zero_()
             continue

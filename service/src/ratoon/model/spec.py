@@ -9,6 +9,7 @@ from enum import StrEnum
 from ratoon_proto.types import (
     FullTuning,
     LoraTuning,
+    WeightFile,
 )
 
 PRESET_NAMES = ("tiny", "small", "tiny-qwen3.5", "tiny-gpt-oss")
@@ -30,9 +31,17 @@ class PresetBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderBase:
-    """A Hugging Face model folder; `folder` is an absolute path below the models root."""
+    """A Hugging Face model folder; `folder` is an absolute path below the models root.
+
+    One that was sent consists of `files`, and is the policy's own folder (""; not placed yet).
+    """
 
     folder: str
+    files: tuple[WeightFile, ...] = ()
+
+    @property
+    def is_sent(self) -> bool:
+        return bool(self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,25 +86,41 @@ def _loaded(base: PresetBase | FolderBase, models_root: Path) -> Tokenizer:
     return Tokenizer.from_buffer(data)
 
 
-def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, ...]:
-    """The text of each token, special ones too; joined they are that of all, but for broken UTF-8.
+class TextStream:
+    """The text of tokens, special ones too, one token after the other."""
 
-    Of a character that several tokens share the last has the text. Empty where the tokenizer fails.
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._silent = 0
+
+    def step(self, token: int) -> str:
+        """What the token adds. Of a character that several tokens share the last has the text.
+
+        Raises ValueError where the tokenizer fails.
+        """
+        try:
+            text = self._stream.step(self._tokenizer, token) or ""
+        except BaseException as err:
+            _raise_unless_of_library(err)
+            raise ValueError("the tokenizer has no text of a token") from err
+        self._silent = 0 if text else self._silent + 1
+        if self._silent == _MAX_SILENT:
+            # No character: the stream would decode all of them anew at each token.
+            text, self._silent = _NO_CHARACTER, 0
+            self._stream = DecodeStream(skip_special_tokens=False)
+        return text
+
+
+def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, ...]:
+    """The text of each token as a `TextStream` has it; joined they are that of all, but for broken
+    UTF-8. Empty where the tokenizer fails.
     """
-    texts: list[str] = []
-    silent, stream = 0, DecodeStream(skip_special_tokens=False)
+    stream = TextStream(tokenizer)
     try:
-        for token in tokens:
-            text = stream.step(tokenizer, token)
-            silent = 0 if text else silent + 1
-            if silent == _MAX_SILENT:
-                # No character: the stream would decode all of them anew at each token.
-                silent, text, stream = 0, _NO_CHARACTER, DecodeStream(skip_special_tokens=False)
-            texts.append(text or "")
-    except BaseException as err:  # noqa: BLE001 - the library's panics are no exceptions
-        _raise_unless_of_library(err)
+        return tuple(stream.step(token) for token in tokens)
+    except ValueError:
         return ()
-    return tuple(texts)
 
 
 def _raise_unless_of_library(err: BaseException) -> None:

@@ -7,7 +7,7 @@ import { between, clock, duration, number } from "./format.js";
 
 const KINDS = [
   "create_policy", "delete_policy", "update", "forward_backward", "optim_step", "discard_gradients",
-  "forward", "save_checkpoint", "load_checkpoint", "import_weights",
+  "forward", "save_checkpoint", "load_checkpoint", "publish_version", "import_weights",
 ];
 const STATES = ["queued", "running", "done", "failed", "cancelled"];
 const STEPS = new Set(["update", "optim_step", "forward_backward"]);

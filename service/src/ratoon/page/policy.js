@@ -201,6 +201,7 @@ function versionTable({ answer, why }) {
     { name: "Size", number: true, cell: (row) => bytes(row.size_bytes) },
     { name: "Delta", number: true, cell: (row) => row.delta_bytes ? `${bytes(row.delta_bytes)}, ${percent(row.delta_bytes / row.size_bytes)}` : "–" },
     { name: "Published", cell: (row) => clock(row.published_at) },
+    { name: "Names", cell: (row) => short(row.names.map((each) => each.name).join(", "), 36) },
   ], answer.versions.toSorted((a, b) => b.version - a.version), { empty: "No version is published." });
 }
 

@@ -14,7 +14,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
@@ -102,6 +103,24 @@ def rename_folder(source: Path, target: Path) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from err
         raise
     fsync_folder(target.parent)
+
+
+@contextmanager
+def made_folder(target: Path) -> Generator[Path]:
+    """A folder to fill. After the block it is durable and named `target`; on failure it is gone.
+
+    Raises `FileExistsError` if `target` exists and is not empty.
+    """
+    make_folder(target.parent)
+    temporary = temporary_name(target)
+    temporary.mkdir()
+    try:
+        yield temporary
+        fsync_tree(temporary)
+        rename_folder(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def remove_folder(folder: Path) -> None:

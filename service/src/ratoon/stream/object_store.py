@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -33,11 +31,8 @@ from s3fs import S3FileSystem  # pyright: ignore[reportMissingTypeStubs]
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.stream.files import (
     digest_file,
-    fsync_tree,
-    make_folder,
-    rename_folder,
+    made_folder,
     seal_bytes,
-    temporary_name,
     unseal_bytes,
 )
 from ratoon.stream.manifest import read_file
@@ -133,7 +128,7 @@ class ObjectStore:
         """Makes a verified copy at `target`, which must not exist yet and appears whole."""
         path = self._path(key)
         files = decode_manifest(key, self._read(f"{path}/{FOLDER_MANIFEST}"))
-        with _made_folder(target) as folder:
+        with made_folder(target) as folder:
             for file in files:
                 remote, local = f"{path}/{file.name}", folder / file.name
                 self._call(
@@ -281,21 +276,6 @@ def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
         if not _COMPONENT.fullmatch(file.name):
             raise _damaged(what, shown(file.name), "plain names")
     return files
-
-
-@contextmanager
-def _made_folder(target: Path) -> Generator[Path, None, None]:
-    """A folder to fill. After the block it is durable and named `target`; on failure it is gone."""
-    make_folder(target.parent)
-    temporary = temporary_name(target)
-    temporary.mkdir()
-    try:
-        yield temporary
-        fsync_tree(temporary)
-        rename_folder(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _damaged(what: str, got: str, expected: str) -> RatoonError:

@@ -275,11 +275,12 @@ def list_versions(root: Path) -> tuple[int, ...]:
     )
 
 
-def prune_versions(root: Path, keep: int, protected: Collection[int]) -> tuple[int, ...]:
-    """Remove all but the newest `keep` (1 or more) and the protected; returns the removed."""
-    if keep < 1:
-        raise invalid("keep_versions", keep, "at least 1")
-    removed = tuple(v for v in list_versions(root)[:-keep] if v not in protected)
+def prune_versions(root: Path, keep: int, protected: Collection[int | None]) -> tuple[int, ...]:
+    """Remove all but the newest `keep` and the protected; returns the removed."""
+    if keep < 0:
+        raise invalid("keep_versions", keep, "at least 0")
+    versions = list_versions(root)
+    removed = tuple(v for v in versions[: len(versions) - keep] if v not in protected)
     for version in removed[:-1]:
         remove_folder(version_folder(root, version))
     if removed:

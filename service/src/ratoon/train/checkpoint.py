@@ -7,7 +7,6 @@ load checks digests, names, shapes, dtypes and the model's spec before anything 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -23,11 +22,8 @@ from ratoon.model.spec import ModelSpec
 from ratoon.stream.files import (
     DamagedFileError,
     digest_file,
-    fsync_tree,
-    make_folder,
-    rename_folder,
+    made_folder,
     seal_document,
-    temporary_name,
     unseal_document,
 )
 from ratoon.train.optim.state import OptimizerState
@@ -85,11 +81,8 @@ class Snapshot:
 
         It appears under its name only when all of it is on disk. Raises `FileExistsError`.
         """
-        make_folder(folder.parent)
-        temporary = temporary_name(folder)
-        temporary.mkdir()
-        try:
-            files = self.write_files(temporary)
+        with made_folder(folder) as made:
+            files = self.write_files(made)
             manifest = {
                 "format": FORMAT,
                 "version": self.version,
@@ -101,14 +94,8 @@ class Snapshot:
                 "model": plain_model(self.model),
                 "files": [asdict(file) for file in files],
             }
-            (temporary / MANIFEST_NAME).write_bytes(seal_document(manifest))
-            size_bytes = sum(path.stat().st_size for path in temporary.iterdir())
-            fsync_tree(temporary)
-            rename_folder(temporary, folder)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        return size_bytes
+            (made / MANIFEST_NAME).write_bytes(seal_document(manifest))
+            return sum(path.stat().st_size for path in made.iterdir())
 
     def verify(self, folder: Path) -> None:
         """Read back what `write` wrote. Raises INTERNAL naming the file that is damaged."""

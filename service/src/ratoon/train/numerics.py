@@ -38,7 +38,7 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         "device": device.type,
         "device_model": device_model(device),
         "num_devices": str(spec.num_workers),
-        "layout": "single" if spec.num_workers == 1 else spec.shard.value,
+        "layout": _layout(spec),
         "attention_backend": attention_backend,
         "threads": str(torch.get_num_threads()),
         "optimizer_states": spec.kept_states.value,
@@ -52,6 +52,14 @@ def numerics_fingerprint(spec: TrainerSpec, attention_backend: str) -> dict[str,
         "kernels": version("ratoon-kernels"),
         "numpy": np.__version__,
     }
+
+
+def _layout(spec: TrainerSpec) -> str:
+    """What ranks share, or how many policies share a GPU, which decides what each may keep."""
+    if spec.num_workers > 1:
+        return spec.shard.value
+    is_shared = spec.max_tenants > 1 and torch.device(spec.device).type == "cuda"
+    return f"{spec.max_tenants} tenants" if is_shared else "single"
 
 
 def device_model(device: torch.device) -> str:

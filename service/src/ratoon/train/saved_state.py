@@ -11,12 +11,9 @@ from pathlib import Path
 from ratoon.model.spec import ModelSpec
 from ratoon.stream.files import (
     DamagedFileError,
-    fsync_tree,
-    make_folder,
+    made_folder,
     remove_folder,
-    rename_folder,
     seal_document,
-    temporary_name,
     unseal_document,
 )
 
@@ -89,23 +86,14 @@ def copy_saved_state(source: Path, folder: Path, model: ModelSpec) -> int:
     if document.get("format") != FORMAT:
         raise DamagedFileError(f"format {document.get('format')}, expected {FORMAT}")
     first = asdict(NO_OPERATIONS) | {"version": 0, "model": plain_model(model)}
-    make_folder(folder.parent)
     if folder.exists():
         remove_folder(folder)
-    temporary = temporary_name(folder)
-    temporary.mkdir()
-    try:
+    with made_folder(folder) as made:
         for path in source.iterdir():
             if path.name != MANIFEST_NAME:
-                _link(path, temporary / path.name)
-        (temporary / MANIFEST_NAME).write_bytes(seal_document(document | first))
-        size_bytes = sum(path.stat().st_size for path in temporary.iterdir())
-        fsync_tree(temporary)
-        rename_folder(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return size_bytes
+                _link(path, made / path.name)
+        (made / MANIFEST_NAME).write_bytes(seal_document(document | first))
+        return sum(path.stat().st_size for path in made.iterdir())
 
 
 def plain_model(model: ModelSpec) -> object:

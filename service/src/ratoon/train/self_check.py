@@ -87,16 +87,19 @@ def run_self_check(
     gradients: GradientSums,
     prepared: Prepared,
     *,
+    seed: int,
     is_cancelled: Callable[[], bool],
 ) -> SelfCheckOutcome:
     """Compare one rollout of `prepared`, packed against alone. `gradients` must be empty.
+
+    `seed`: the policy's, which chooses the rollout.
 
     The check takes the time of a forward and backward of the micro-batch and of the rollout, and no
     memory beyond what the micro-batch takes anyway. Raises `RatoonError` CANCELLED; whatever it
     raises, `gradients` is empty again.
     """
     started = time.perf_counter()
-    sequence = sample_rollout(prepared, model.spec.seed)
+    sequence = sample_rollout(prepared, seed)
     if sequence is None:
         return SelfCheckOutcome(report=None, warnings=())
     packed, alone = _packed_and_alone(prepared, sequence)

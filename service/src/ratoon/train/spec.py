@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ratoon.model.spec import ModelSpec
-from ratoon_proto.types import AdamWConfig, KeepRollouts, NumericsGuard, ParallelLayout, Shard
+from ratoon.model.spec import ModelSpec, PresetBase
+from ratoon_proto.types import (
+    AdamWConfig,
+    KeepRollouts,
+    LoraTuning,
+    NumericsGuard,
+    ParallelLayout,
+    Shard,
+)
 
 
 class OptimizerStates(StrEnum):
@@ -54,9 +61,28 @@ class TrainerSpec:
     # Links in a model folder may lead to any place below this root; None: to no other folder.
     models_root: Path | None = None
     parallel: ParallelLayout = ONE_DEVICE
+    # Policies with an adapter that one model on a device is to have room for, this one among them.
+    max_tenants: int = 1
     # Which rollouts are kept on disk, and how many bytes of them.
     keep_rollouts: KeepRollouts = KeepRollouts.NONE
     keep_rollouts_bytes: int = 0
+
+    @property
+    def host_key(self) -> str:
+        """What policies must have in common to be tenants of one model, as text.
+
+        "": this one shares none. It trains all weights, has several devices, or is to be alone.
+        Optimizer, loss, plan and the seed of the adapter are a tenant's own.
+        """
+        model, has_adapter = self.model, isinstance(self.model.tuning, LoraTuning)
+        if not has_adapter or self.num_workers > 1 or self.max_tenants == 1:
+            return ""
+        # A preset's weights depend on the seed.
+        seed = model.seed if isinstance(model.base, PresetBase) else None
+        process = self.device, self.num_threads, self.deterministic
+        memory = self.host_activation_bytes, self.max_tenants
+        kind = model.base, model.tuning, model.dtype, seed, self.attention_backend
+        return repr((*kind, *process, *memory))
 
     @property
     def num_workers(self) -> int:

@@ -85,7 +85,10 @@ class ForwardArrays:
 
 
 class Trainer:
-    """Owns a policy's model, gradient window and optimizer state.
+    """Owns a policy's trained weights, gradient window and optimizer state.
+
+    It has the model that runs them to itself, or, if an adapter is trained, may share it with
+    trainers of other policies (`beside`), each of which binds its own adapter before it runs.
 
     It has the states of `GradientWindow`. `version` counts optimizer steps; the engine renames it
     after a number was retired. Not thread-safe: one call at a time.
@@ -156,13 +159,38 @@ class Trainer:
         trainer.ranks.are_created = True
         return trainer
 
+    def beside(self, spec: TrainerSpec) -> Trainer:
+        """A trainer of another policy over the model of this one, with a fresh adapter of its own.
+
+        Calls of the two may alternate in any order, with windows open across; neither changes a bit
+        of the other's. The base stays as long as either does.
+
+        `spec`: with the `host_key` of this one's.
+        """
+        assert spec.host_key, "it trains an adapter on one device"
+        assert spec.host_key == self.spec.host_key
+        states = spec.optimizer_states or self.spec.kept_states
+        self.model.bind(self.model.new_adapter(spec.model.seed))
+        other = Trainer(replace(spec, optimizer_states=states), self.model, rates=self._rates)
+        other._lend(is_beside=True)
+        other.ranks.are_created = True
+        return other
+
     def limit_activations(self) -> None:
         """Lend the GPU's free memory to activations; later plans stay within it.
 
         Call it once everything that stays on the device is there.
         """
+        self._lend(is_beside=False)
+
+    def _lend(self, *, is_beside: bool) -> None:
         self._planner = lend_activations(
-            self.spec, self.model, self.ranks, self._group_sizes, self._rates
+            self.spec,
+            self.model,
+            self.ranks,
+            self._group_sizes,
+            self._rates,
+            is_beside=is_beside,
         )
 
     def prepare(
@@ -461,7 +489,11 @@ class Trainer:
             return SelfCheckOutcome(report=None, warnings=())
         with self.ranks.own.reading():
             return run_self_check(
-                self.model, self.ranks.own.gradients, prepared, is_cancelled=is_cancelled
+                self.model,
+                self.ranks.own.gradients,
+                prepared,
+                seed=self.spec.model.seed,
+                is_cancelled=is_cancelled,
             )
 
     def _require_empty_window(self) -> None:

@@ -35,6 +35,10 @@ Version = Annotated[
         help="Version of the weights. Default: the newest published.", min=0, show_default=False
     ),
 ]
+VersionName = Annotated[
+    str | None,
+    typer.Option("--name", help="Its name, in place of --version.", show_default=False),
+]
 WeightsRoot = Annotated[
     Path | None,
     typer.Option(

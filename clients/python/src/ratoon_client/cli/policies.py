@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -20,8 +21,9 @@ PolicyId = Annotated[str, typer.Argument(help=escape("[a-z0-9][a-z0-9_-]{0,63}")
 POLICY = MessageOptions(
     message=policy_pb2.PolicySpec,
     title="Policy",
-    # The id is the argument, and `full` what there is without an adapter.
-    skip=("policy_id", "full"),
+    # The id is the argument, `full` what there is without an adapter, and what was sent is named by
+    # --send-folder.
+    skip=("policy_id", "full", "sent_model"),
     names={"parallel": "", "numerics_guard": ""},
     bounds={"seed": (0, 2**64 - 1), "lora.rank": (1, None)},
 )
@@ -47,7 +49,14 @@ def get(context: typer.Context, policy_id: PolicyId) -> None:
 
 @policies.command()
 @takes(POLICY)
-def create(context: typer.Context, policy_id: PolicyId, **options: Any) -> None:
+def create(
+    context: typer.Context,
+    policy_id: PolicyId,
+    send_folder: Annotated[
+        Path | None, typer.Option(help="A model folder of this machine, whose files are sent.")
+    ] = None,
+    **options: Any,
+) -> None:
     """Create a policy and wait until it can be trained.
 
     --lora-rank trains an adapter instead of every parameter; --lora-alpha is then twice the rank
@@ -58,6 +67,8 @@ def create(context: typer.Context, policy_id: PolicyId, **options: Any) -> None:
         given["lora"].setdefault("alpha", 2.0 * given["lora"]["rank"])
     spec = POLICY.value(PolicySpec, {"policy_id": policy_id, **given})
     chosen = cast("PolicyOptions", {name: getattr(spec, name) for name in given})
+    if send_folder is not None:
+        chosen["send_folder"] = send_folder
     with open_client(context) as client:
         policy = client.create_policy(policy_id, **chosen).result()
     show(context, policy, _fields(policy))
@@ -89,7 +100,7 @@ def _row(policy: Policy) -> tuple[object, ...]:
         policy.state,
         policy.version,
         policy.next_seq,
-        spec.preset or spec.model_folder,
+        spec.preset or spec.model_folder or "sent",
         policy.num_parameters,
         policy.num_trainable_parameters,
     )

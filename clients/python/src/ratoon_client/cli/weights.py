@@ -14,6 +14,7 @@ import typer
 from ratoon_client.cli.context import (
     Seq,
     Version,
+    VersionName,
     WeightsRoot,
     open_client,
     settings_of,
@@ -47,17 +48,55 @@ def list_versions(context: typer.Context, policy_id: str) -> None:
     """List the versions that can be fetched, newest first, then who serves which."""
     with open_client(context) as client:
         found = client.versions(policy_id)
+    columns = ("version", "bytes", "delta bytes", "published", "held", "names")
     versions = [
-        (each.version, each.size_bytes, each.delta_bytes, each.published_at, each.is_held)
+        (
+            *(each.version, each.size_bytes, each.delta_bytes, each.published_at, each.is_held),
+            ", ".join(named.name for named in each.names) or None,
+        )
         for each in reversed(found.versions)
     ]
-    show_rows(context, found, ("version", "bytes", "delta bytes", "published", "held"), versions)
+    show_rows(context, found, columns, versions)
     if found.receivers and not settings_of(context).as_json:
         receivers = [
             (each.receiver_id, each.version, each.lag, each.holds_version, each.last_seen)
             for each in found.receivers
         ]
         show_rows(context, (), ("receiver", "serves", "lag", "holds", "last seen"), receivers)
+
+
+@cli.command()
+def publish(
+    context: typer.Context,
+    policy_id: str,
+    name: Annotated[str, typer.Argument(help="Name that keeps the version.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Take the name over from another version.")
+    ] = False,
+    ttl_s: Annotated[
+        float | None, typer.Option(help="Seconds until it is deleted. Default: never.", min=0.001)
+    ] = None,
+    seq: Seq = None,
+) -> None:
+    """Publish the weights under a name, which keeps them, and wait for it.
+
+    The command takes the policy's next seq. Unless the policy has sequencing "server", a session
+    that trains it meanwhile then gets KEY_REUSED until its resync().
+    """
+    with open_client(context) as client:
+        session = client.policy(policy_id)
+        handle = session.publish_version(name=name, overwrite=overwrite, ttl_s=ttl_s, seq=seq)
+        named = handle.result()
+    fields = {"name": named.name, "version": named.version, "bytes": named.size_bytes}
+    show(context, named, fields | {"expires": named.expires_at})
+
+
+@cli.command()
+def delete(context: typer.Context, policy_id: str, name: str) -> None:
+    """Take a version's name away; its files go unless something else keeps them."""
+    with open_client(context) as client:
+        named = client.delete_version(policy_id, name)
+    show(context, named, {"deleted": name, "version": named.version})
 
 
 @cli.command()
@@ -71,6 +110,7 @@ def pull(
         ),
     ],
     version: Version = None,
+    name: VersionName = None,
     keep: Annotated[
         int, typer.Option(help="Number of versions to keep; 0: all.", min=0)
     ] = KEEP_VERSIONS,
@@ -78,7 +118,7 @@ def pull(
 ) -> None:
     """Update a folder to a policy's newest weights, verified."""
     with open_client(context, ClientConfig(weights_root=weights_root)) as client:
-        pulled = client.pull_weights(policy_id, folder, version, keep=keep or None)
+        pulled = client.pull_weights(policy_id, folder, version, name=name, keep=keep or None)
     fields = {
         "version": pulled.version,
         "folder": pulled.folder,
@@ -95,6 +135,7 @@ def export(
     policy_id: str,
     folder: Annotated[Path, typer.Argument(help="Folder that is new or empty.", file_okay=False)],
     version: Version = None,
+    name: VersionName = None,
     base: Annotated[
         str | None, typer.Option(help="For an adapter: its base's folder, or id on a hub.")
     ] = None,
@@ -105,7 +146,7 @@ def export(
 ) -> None:
     """Write a version as a Hugging Face folder, with tokenizer and README.md."""
     with open_client(context, ClientConfig(weights_root=weights_root)) as client:
-        out = client.export_weights(policy_id, folder, version, base=base, merge=merge)
+        out = client.export_weights(policy_id, folder, version, name=name, base=base, merge=merge)
     names = ", ".join(sorted(path.name for path in out.folder.iterdir()))
     show(context, out, {"version": out.version, "folder": out.folder, "files": names})
 
@@ -227,10 +268,12 @@ def _received_line(event: Received) -> str:
 
 
 @cli.command()
-def manifest(context: typer.Context, policy_id: str, version: Version = None) -> None:
+def manifest(
+    context: typer.Context, policy_id: str, version: Version = None, name: VersionName = None
+) -> None:
     """List the files of a version, with their digests."""
     with open_client(context) as client:
-        weights = client.weight_manifest(policy_id, version)
+        weights = client.weight_manifest(policy_id, version, name=name)
     if not weights.files:
         show(context, weights, {"version": weights.version})
         return

@@ -21,6 +21,7 @@ async def weight_manifest(
     policy_id: str,
     version: int | None = None,
     *,
+    name: str | None = None,
     known_version: int | None = None,
     wait_s: float = 0.0,
 ) -> WeightManifest:
@@ -35,6 +36,7 @@ async def weight_manifest(
         GET_WEIGHT_MANIFEST.request,
         policy_id=policy_id,
         version=version,
+        name=name,
         known_version=known_version,
         wait_s=wait_s,
     )

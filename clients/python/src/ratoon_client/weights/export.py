@@ -43,6 +43,7 @@ async def export_weights(
     folder: Path,
     *,
     version: int | None,
+    name: str | None,
     base: str | Path | None,
     merge: bool,
 ) -> PulledWeights:
@@ -51,7 +52,10 @@ async def export_weights(
     # On the same file system, so that the last step is a rename.
     with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         place = Path(temporary)
-        pulled = await pull_weights(caller, policy_id, place / "pull", version=version, keep=None)
+        pull = pull_weights(
+            caller, policy_id, place / "pull", version=version, name=name, keep=None
+        )
+        pulled = await pull
         await in_thread(_write, pulled, place / "export", base, merge)
         (place / "export").rename(folder)
     return replace(pulled, folder=folder)

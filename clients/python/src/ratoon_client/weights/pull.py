@@ -57,9 +57,15 @@ class _Fetched:
 
 
 async def pull_weights(
-    caller: Caller, policy_id: str, root: Path, *, version: int | None, keep: int | None
+    caller: Caller,
+    policy_id: str,
+    root: Path,
+    *,
+    version: int | None,
+    name: str | None = None,
+    keep: int | None,
 ) -> PulledWeights:
-    """Pull `version`, or the newest published, which `latest` then names.
+    """Pull `version`, that of this `name`, or the newest published, which `latest` then names.
 
     `keep` is how many of the last pulled versions stay; None: all. Files that an earlier version or
     the service's folder on this host has are linked, what an interrupted pull fetched is used, and
@@ -69,7 +75,7 @@ async def pull_weights(
     folder = VersionsFolder(root)
     async with folder.locked():
         await in_thread(folder.clean)
-        manifest = await _manifest(caller, policy_id, version)
+        manifest = await _manifest(caller, policy_id, version, name)
         for _ in range(_MAX_MANIFESTS):
             try:
                 begun = time.monotonic()
@@ -79,13 +85,14 @@ async def pull_weights(
             except RatoonApiError as error:
                 if version is not None or error.code != "WEIGHTS_NOT_FOUND":
                     raise
-                newer = await _manifest(caller, policy_id, version)
+                newer = await _manifest(caller, policy_id, version, name)
                 if newer == manifest:
                     raise
                 manifest = newer
         else:
             raise IntegrityError(f"{policy_id}: versions are retired faster than they are pulled")
-        await in_thread(_settle, folder, manifest.version, is_latest=version is None, keep=keep)
+        is_latest = version is None and name is None
+        await in_thread(_settle, folder, manifest.version, is_latest=is_latest, keep=keep)
     return PulledWeights(
         policy_id=policy_id,
         version=manifest.version,
@@ -107,8 +114,10 @@ def _settle(folder: VersionsFolder, version: int, *, is_latest: bool, keep: int 
         folder.prune(keep=keep, versions=[version])
 
 
-async def _manifest(caller: Caller, policy_id: str, version: int | None) -> WeightManifest:
-    manifest = await weight_manifest(caller, policy_id, version)
+async def _manifest(
+    caller: Caller, policy_id: str, version: int | None, name: str | None = None
+) -> WeightManifest:
+    manifest = await weight_manifest(caller, policy_id, version, name=name)
     check_manifest(manifest, policy_id=policy_id, version=version)
     return manifest
 

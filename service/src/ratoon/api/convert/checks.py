@@ -22,6 +22,7 @@ POLICY_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 UPLOAD_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # Not "." or "..": a checkpoint is a folder of that name.
 CHECKPOINT_ID = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,64}")
+VERSION_NAME = CHECKPOINT_ID
 RECEIVER_ID = re.compile(r"[a-zA-Z0-9._-]{1,64}")
 OPERATION_ID = re.compile(r"[a-zA-Z0-9._:-]{1,128}")
 # xxh3-128 in hexadecimal.

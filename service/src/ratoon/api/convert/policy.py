@@ -6,11 +6,14 @@ written out in both directions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratoon.api.convert.checks import (
     CHECKPOINT_ID,
+    DIGEST,
+    FILE_NAME,
     INT32_MAX,
     POLICY_ID,
     at_least,
@@ -21,6 +24,7 @@ from ratoon.api.convert.checks import (
     write,
 )
 from ratoon.engine.files.paths import model_folder
+from ratoon.engine.files.sent_models import MAX_FILES
 from ratoon.engine.types import Policy, PolicySpec
 from ratoon.errors import invalid, shown
 from ratoon.model.spec import PRESET_NAMES, FolderBase, ModelDtype, ModelSpec, PresetBase
@@ -37,6 +41,8 @@ from ratoon_proto.types import (
     PublishConfig,
     PublishKind,
     Recovery,
+    SentModel,
+    WeightFile,
 )
 from ratoon_proto.v1 import policy_pb2 as wire
 
@@ -104,7 +110,25 @@ def _base(spec: types.PolicySpec, models_root: Path) -> PresetBase | FolderBase:
     if spec.model_folder is not None:
         folder = model_folder("spec.model_folder", spec.model_folder, models_root)
         return FolderBase(folder=str(folder))
-    raise required("spec.base", "preset or model_folder")
+    if spec.sent_model is not None:
+        return FolderBase(folder="", files=_sent_files(spec.sent_model.files))
+    raise required("spec.base", "preset, model_folder or sent_model")
+
+
+def _sent_files(files: Sequence[WeightFile]) -> tuple[WeightFile, ...]:
+    """The files by name, so that a retry may have another order."""
+    if not 1 <= len(files) <= MAX_FILES:
+        raise invalid("spec.sent_model.files", len(files), f"1 to {MAX_FILES} files")
+    names = set[str]()
+    for index, file in enumerate(files):
+        field = f"spec.sent_model.files[{index}]"
+        matched(f"{field}.name", file.name, FILE_NAME)
+        matched(f"{field}.digest", file.digest, DIGEST)
+        at_least(f"{field}.size_bytes", file.size_bytes, 0)
+        if file.name in names:
+            raise invalid(f"{field}.name", shown(file.name), "a name that no other file has")
+        names.add(file.name)
+    return tuple(sorted(files, key=lambda file: file.name))
 
 
 def _tuning(lora: LoraTuning | None) -> FullTuning | LoraTuning:
@@ -169,16 +193,19 @@ def spec_message(spec: PolicySpec, models_root: Path) -> wire.PolicySpec:
     )
     message.keep_versions = min(spec.keep_versions, INT32_MAX)
     match spec.model.base:
-        case PresetBase(name=name):
-            message.preset = name
-        case FolderBase(folder=folder):
-            message.model_folder = _relative(Path(folder), models_root)
+        case FolderBase(files=files) if files:
+            write(message, {"sent_model": SentModel(files)})
+        case base:
+            field = "preset" if isinstance(base, PresetBase) else "model_folder"
+            setattr(message, field, base_name(base, models_root))
     return message
 
 
-def _relative(folder: Path, models_root: Path) -> str:
-    """`folder` relative to the root, or its last name if the root has moved since."""
-    root = models_root.resolve()
+def base_name(base: PresetBase | FolderBase, models_root: Path) -> str:
+    """A preset's name, or a folder relative to the root: its last name if the root has moved."""
+    if isinstance(base, PresetBase):
+        return base.name
+    folder, root = Path(base.folder), models_root.resolve()
     return str(folder.relative_to(root)) if folder.is_relative_to(root) else folder.name
 
 

@@ -166,10 +166,11 @@ class _Answer:
 
 
 def presented_of(scope: Scope) -> Presented:
-    """Return the credentials that came with a request."""
-    client = scope.get("client")
+    """Return the credentials that came with a request; the Tinker wire has a header of its own."""
+    client, headers = scope.get("client"), Headers(scope=scope)
+    key = headers.get("x-api-key", "")
     return Presented(
-        authorization=Headers(scope=scope).get("authorization", ""),
+        authorization=headers.get("authorization", f"Bearer {key}" if key else ""),
         peer=str(client[0]) if client else "",
     )
 

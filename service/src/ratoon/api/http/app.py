@@ -45,8 +45,9 @@ def create_app(
     *,
     gate: Gate,
     allowed_hosts: Iterable[str] | None = None,
+    tinker: Iterable[Route] = (),
 ) -> FastAPI:
-    """Build the application of a service behind a gate.
+    """Build the application of a service behind a gate; `tinker` are the Tinker wire's routes.
 
     `allowed_hosts` are the host names accepted besides loopback's; None accepts any.
     """
@@ -61,7 +62,7 @@ def create_app(
     )
     app.state.parsing = asyncio.Semaphore(_MAX_PARSING)
     app.state.gate = gate
-    app.router.routes[:0] = [_document(app), *page_routes()]
+    app.router.routes[:0] = [_document(app), *page_routes(), *tinker]
     answer_errors(app)
     # Events come before a version's route, whose path would match too.
     add_events(app.router, service, gate)

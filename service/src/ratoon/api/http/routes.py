@@ -15,16 +15,17 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from starlette.requests import ClientDisconnect
 
 from ratoon.api.answers import detail_of
 from ratoon.api.contract import BATCHES, SERVICE, call_name
@@ -43,11 +44,13 @@ from ratoon_proto.v1 import service_pb2 as wire
 from ratoon_proto.v1.operation_pb2 import Operation, OperationKind, OperationState
 from ratoon_proto.v1.service_pb2 import WatchOperationRequest, WatchWeightsRequest
 
+T = TypeVar("T")
 ACCEPTED = 202
 PolicyId = Annotated[str, Path(examples=["tiny-grpo"], pattern=f"^{POLICY_ID.pattern}$")]
 UploadId = Annotated[str, Path(examples=["batch-17"], pattern=f"^{UPLOAD_ID.pattern}$")]
 Digest = Annotated[str, Path(pattern=f"^{DIGEST.pattern}$")]
 CheckpointId = Annotated[str, Path(examples=["after-warmup"])]
+VersionName = Annotated[str, Path(examples=["after-warmup"])]
 KnownVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 OperationId = Annotated[str, Path(pattern=f"^{OPERATION_ID.pattern}$")]
 Version = Annotated[int, Path(ge=0, lt=2**63)]
@@ -70,8 +73,14 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
     {
         "CreatePolicy": (
             "policies",
-            (ErrorCode.POLICY_EXISTS, ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.UNSUPPORTED),
+            (
+                ErrorCode.POLICY_EXISTS,
+                ErrorCode.RESOURCE_EXHAUSTED,
+                ErrorCode.UNSUPPORTED,
+                ErrorCode.UPLOAD_NOT_FOUND,
+            ),
         ),
+        "SendModelFile": ("policies", (ErrorCode.RESOURCE_EXHAUSTED,)),
         "ListPolicies": ("policies", ()),
         "GetPolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND,)),
         "DeletePolicy": ("policies", (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY)),
@@ -106,6 +115,16 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
         "ListOperations": ("operations", (ErrorCode.POLICY_NOT_FOUND,)),
         "CancelOperation": ("operations", (ErrorCode.OPERATION_NOT_FOUND,)),
         "ListSteps": ("training", (ErrorCode.POLICY_NOT_FOUND,)),
+        "PublishVersion": ("weights", _KEYED),
+        "DeleteVersion": (
+            "weights",
+            (
+                ErrorCode.POLICY_NOT_FOUND,
+                ErrorCode.POLICY_NOT_READY,
+                ErrorCode.POLICY_FAILED,
+                ErrorCode.WEIGHTS_NOT_FOUND,
+            ),
+        ),
         "ListVersions": (
             "weights",
             (ErrorCode.POLICY_NOT_FOUND, ErrorCode.POLICY_NOT_READY, ErrorCode.POLICY_FAILED),
@@ -138,24 +157,38 @@ CALLS: Mapping[str, tuple[str, tuple[ErrorCode, ...]]] = MappingProxyType(
             ),
         ),
         "ImportWeights": ("weights", _KEYED),
+        "Sample": (
+            "weights",
+            (
+                ErrorCode.POLICY_NOT_FOUND,
+                ErrorCode.POLICY_NOT_READY,
+                ErrorCode.POLICY_FAILED,
+                ErrorCode.WEIGHTS_NOT_FOUND,
+                ErrorCode.RESOURCE_EXHAUSTED,
+            ),
+        ),
         "GetServerInfo": ("server", ()),
     }
 )
 # Calls that return an operation, but start none.
 _AT_ONCE = frozenset({"GetOperation", "CancelOperation"})
+# Calls that end where their caller leaves, as all do over gRPC.
+_END_WITH_CALLER = frozenset({"Sample"})
 # Answers that take long to be written as JSON.
-_LONG = frozenset({"ListOperations", "ListSteps"})
+_LONG = frozenset({"ListOperations", "ListSteps", "Sample"})
 _IN_PATH: Mapping[str, Any] = MappingProxyType(
     {
         "policy_id": PolicyId,
         "operation_id": OperationId,
         "checkpoint_id": CheckpointId,
         "upload_id": UploadId,
+        "digest": Digest,
         "part_index": Index,
         "seq": Seq,
         "group": Index,
         "rollout": Index,
         "version": Version,
+        "name": VersionName,
     }
 )
 _Kind, _State = enum_of(OperationKind.DESCRIPTOR), enum_of(OperationState.DESCRIPTOR)
@@ -164,6 +197,7 @@ _IN_QUERY: Mapping[str, tuple[Any, Any]] = MappingProxyType(
     {
         "known_version": (KnownVersion, None),
         "wait_s": (WaitSeconds, 0.0),
+        "name": (Annotated[str, Query()], ""),
         "policy_id": (Annotated[str, Query(pattern=f"^({POLICY_ID.pattern})?$")], ""),
         "kinds": (Annotated[list[_Kind], Query()], []),
         "states": (Annotated[list[_State], Query()], []),
@@ -234,25 +268,56 @@ def _add(
 
 def _endpoint(
     method: MethodDescriptor, gate: Gate, call: Callable[[Any], Awaitable[Any]], status: int
-) -> Callable[..., Awaitable[JSONResponse]]:
+) -> Callable[..., Awaitable[Response]]:
     request_type = GetMessageClass(method.input_type)
     is_large = method.name in BATCHES
 
     async def endpoint(
-        *, authorized: AuthorizedCall, body: WireModel | None = None, **fields: Any
-    ) -> JSONResponse:
+        *,
+        authorized: AuthorizedCall,
+        body: WireModel | None = None,
+        connection: Request | None = None,
+        **fields: Any,
+    ) -> Response:
         request = request_type()
         fill(request, fields)
         if body is not None and is_large:
             await asyncio.to_thread(fill_request, request, body)
         elif body is not None:
             fill_request(request, body)
-        answer = await gate.run(authorized, call, request)
+        running = gate.run(authorized, call, request)
+        if connection is not None:
+            try:
+                answer = await _while_connected(connection, running)
+            except ClientDisconnect:
+                return Response()  # Nobody reads it.
+        else:
+            answer = await running
         if method.name in _LONG:
             return await asyncio.to_thread(json_of, answer, status=status)
         return json_of(answer, status=status)
 
     return endpoint
+
+
+async def _while_connected(connection: Request, running: Coroutine[Any, Any, T]) -> T:
+    """The result of a call, which is cancelled where its caller leaves: raises ClientDisconnect."""
+    call, leaving = asyncio.ensure_future(running), asyncio.ensure_future(_left(connection))
+    try:
+        await asyncio.wait({call, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            raise ClientDisconnect
+        return call.result()
+    finally:
+        call.cancel()
+        leaving.cancel()
+        await asyncio.gather(call, leaving, return_exceptions=True)
+
+
+async def _left(connection: Request) -> None:
+    """Returns once the caller has left; the body has been read."""
+    while (await connection.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _signature(
@@ -270,6 +335,8 @@ def _signature(
         kinds |= {name: _IN_QUERY[name] for name in names}
     if body is not None:
         kinds["body"] = (body, inspect.Parameter.empty)
+    if method.name in _END_WITH_CALLER:
+        kinds["connection"] = (Request, inspect.Parameter.empty)
     return inspect.Signature(
         [
             inspect.Parameter(

@@ -88,6 +88,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "ForwardRequest": {"batch": _BATCH, "with_entropy": True},
         "SaveCheckpointRequest": {"seq": 4, "checkpoint_id": "after-warmup"},
         "LoadCheckpointRequest": {"seq": 5},
+        "PublishVersionRequest": {"seq": 7, "name": "after-warmup", "ttl_s": 86400.0},
         "ImportWeightsRequest": {
             "seq": 6,
             "model_folder": "outer-step-12",

@@ -1,16 +1,18 @@
-"""A second copy of a policy's bodies and checkpoints, from which an empty disk is restored.
+"""A second copy of a policy's files, from which an empty disk is restored: a sent model, bodies and
+checkpoints.
 
 With an archive, an operation is acknowledged, and a checkpoint journaled, only after its copy is
 durable. Files that the journal no longer needs are deleted from both places: from the archive in
 the background, or else by the next start. Forward results and published weights have no copy.
 
-    policies/<policy_id>/{bodies,checkpoints}
+    policies/<policy_id>/{model,bodies,checkpoints}
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
@@ -43,6 +45,12 @@ class Archive:
 
     def abandon(self) -> None:
         """Begin no more deletions. Does not wait for the one under way."""
+
+    async def keep_model(self) -> None:
+        """Copy the model that was sent, if the store does not have it."""
+
+    async def restore_model(self) -> None:
+        """Restore the model that was sent, if the disk lacks it and the store has it whole."""
 
     async def keep_body(self, digest: str, body: bytes) -> None:
         """Copy a body to the store."""
@@ -80,6 +88,7 @@ class BlobArchive(Archive):
     def __init__(self, store: ObjectStore, paths: PolicyPaths) -> None:
         self._store = store
         self._paths = paths
+        self._model = f"policies/{paths.root.name}/model"
         self._bodies = f"policies/{paths.root.name}/bodies"
         self._checkpoints = f"policies/{paths.root.name}/checkpoints"
 
@@ -96,6 +105,14 @@ class BlobArchive(Archive):
 
     def abandon(self) -> None:
         self._deletions.abandon()
+
+    async def keep_model(self) -> None:
+        await asyncio.to_thread(self._store.put_folder, self._model, self._paths.model)
+
+    async def restore_model(self) -> None:
+        if not self._paths.model.exists():
+            with suppress(FileNotFoundError):
+                await asyncio.to_thread(self._store.get_folder, self._model, self._paths.model)
 
     async def keep_body(self, digest: str, body: bytes) -> None:
         key = f"{self._bodies}/{digest}"
@@ -160,6 +177,7 @@ class BlobArchive(Archive):
         await asyncio.to_thread(self._forget, kept)
 
     def _forget(self, kept: Collection[str]) -> None:
+        self._store.delete_folder(self._model)
         for name in {*self._store.folder_names(self._checkpoints)}.difference(kept):
             self._store.delete_folder(self._key(name))
         for name in self._store.names(self._bodies):

@@ -4,7 +4,7 @@ Every path is built here, from names that cannot leave the policy's folder, and 
 folders that callers name, which cannot leave the models root. Files appear whole under their names
 (see `stream.files`).
 
-    policies/<policy_id>/{bodies,uploads,results,rollouts,checkpoints,weights,set-aside,open,position}
+    policies/<policy_id>/{model,bodies,uploads,results,rollouts,checkpoints,weights,set-aside,open,position}
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class PolicyPaths:
     weights: Path
     # All policies may read it; the model folders that callers name are below it.
     models_root: Path
+
+    @property
+    def model(self) -> Path:
+        """The model folder that was sent, if it was: see `files.sent_models`."""
+        return self.root / "model"
 
     @property
     def bodies(self) -> Path:
@@ -146,7 +151,7 @@ def remove_policy_files(paths: PolicyPaths) -> None:
 
 def remove_all_but_checkpoints(paths: PolicyPaths, kept: Collection[str]) -> None:
     """Delete the files of a policy that has ended, but for the `kept` checkpoints and rollouts."""
-    for folder in (paths.weights, paths.bodies, paths.uploads, paths.results):
+    for folder in (paths.weights, paths.model, paths.bodies, paths.uploads, paths.results):
         remove_folder(folder)
     for name in {*names_in(paths.checkpoints)}.difference(kept):
         drop_checkpoint_folder(paths, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, or_, select
@@ -37,6 +37,7 @@ from ratoon.engine.journal.records import (
 from ratoon.engine.journal.steps import step_row
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
+    NAMED_VERSIONS,
     NUMERICS,
     OPERATIONS,
     POLICIES,
@@ -46,6 +47,7 @@ from ratoon.engine.journal.tables import (
     last_token,
     next_token,
     select_checkpoints,
+    select_named,
     select_operations,
     set_last_token,
     set_operation,
@@ -53,7 +55,7 @@ from ratoon.engine.journal.tables import (
     to_columns,
 )
 from ratoon.engine.refusals import operation_not_found, policy_not_found
-from ratoon.engine.types import CheckpointInfo
+from ratoon.engine.types import CheckpointInfo, NamedVersion
 from ratoon.engine.worker.tasks import FencedError, Numerics
 from ratoon.model.spec import ModelInfo
 from ratoon.warning_kinds import WarningKind
@@ -127,6 +129,7 @@ class FencedStore:
                 failure = f"{why}; its last state is checkpoint {name}"
             unnamed = (c.info.checkpoint_id for c in known if not c.info.name and c is not last)
             position = _dropped(connection, policy, tuple(unnamed)).position + 1
+            _unname(connection, policy_id)
             columns = {
                 "state": PolicyState.ENDED,
                 "failure": failure,
@@ -255,6 +258,10 @@ class FencedStore:
                 doomed = surplus(select_checkpoints(connection, policy_id), end.keep_last)
                 ids = [checkpoint.info.checkpoint_id for checkpoint in doomed]
                 _release(connection, policy_id, CHECKPOINTS.c.checkpoint_id.in_(ids))
+            if end.named is not None:
+                _unname(connection, policy_id, NAMED_VERSIONS.c.name == end.named.name)
+                values = {"policy_id": policy_id, **asdict(end.named)}
+                insert_row(connection, NAMED_VERSIONS, values)
             if end.frees_window:
                 _free(connection, policy_id, (operation["seq"] or 0) + 1)
             return position + 1
@@ -305,15 +312,28 @@ class FencedStore:
                 update_row(connection, POLICIES, policy, {"position": position})
             return found, position
 
+    def unname(self, token: int, policy_id: str, name: str) -> tuple[NamedVersion | None, int]:
+        """Take a version's name away. Returns what `release` returns."""
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            known = select_named(connection, policy_id)
+            found = next((named for named in known if named.name == name), None)
+            position = (policy["position"] or 0) + (found is not None)
+            if found is not None:
+                _unname(connection, policy_id, NAMED_VERSIONS.c.name == name)
+                update_row(connection, POLICIES, policy, {"position": position})
+            return found, position
+
     def collect(self, token: int, policy_id: str, keep: int, now: float) -> Covered:
         """Drop checkpoints that have no name, or that expired before `now`, and are not needed.
 
         Recovery may begin at the newest `keep`, and replays every LoadCheckpoint whose command is
-        kept.
+        kept. Names of versions that have expired go too.
         """
         with self._engine.begin() as connection:
             policy = _fence(connection, policy_id, token)
             _release(connection, policy_id, CHECKPOINTS.c.expires_at <= now)
+            has_expired = _unname(connection, policy_id, NAMED_VERSIONS.c.expires_at <= now)
             known = select_checkpoints(connection, policy_id)
             is_load = OPERATIONS.c.kind == OperationKind.LOAD_CHECKPOINT
             loads = select_operations(
@@ -323,7 +343,8 @@ class FencedStore:
             needed = {info.checkpoint_id for info in named if info is not None}
             needed |= {c.info.checkpoint_id for c in kept_checkpoints(known, keep)}
             ids = tuple(c.info.checkpoint_id for c in known if not c.info.name)
-            return _dropped(connection, policy, tuple(c for c in ids if c not in needed))
+            doomed = tuple(checkpoint_id for checkpoint_id in ids if checkpoint_id not in needed)
+            return _dropped(connection, policy, doomed, drops_versions=has_expired)
 
     def rebase(
         self, token: int, policy_id: str, digests: Mapping[int, str], numerics: Numerics
@@ -390,15 +411,26 @@ def _release(connection: Connection, policy_id: str, condition: ColumnElement[bo
     update_rows(connection, CHECKPOINTS, mine, columns)
 
 
+def _unname(connection: Connection, policy_id: str, *conditions: ColumnElement[bool]) -> bool:
+    """Take names of versions away; returns whether there was one. Else it writes nothing."""
+    those = and_(NAMED_VERSIONS.c.policy_id == policy_id, *conditions)
+    if connection.execute(select(NAMED_VERSIONS.c.name).where(those).limit(1)).first() is None:
+        return False
+    connection.execute(delete(NAMED_VERSIONS).where(those))
+    return True
+
+
 def _dropped(
     connection: Connection,
     policy: Mapping[str, Any],
     doomed: tuple[str, ...],
     bodies: tuple[tuple[str, str], ...] = (),
+    *,
+    drops_versions: bool = False,
 ) -> Covered:
     """Delete the rows of `doomed`, and count the write where files will be deleted by it."""
     position = policy["position"] or 0
-    if bodies or doomed:
+    if bodies or doomed or drops_versions:
         mine = CHECKPOINTS.c.policy_id == policy["policy_id"]
         connection.execute(delete(CHECKPOINTS).where(mine, CHECKPOINTS.c.checkpoint_id.in_(doomed)))
         position += 1

@@ -115,6 +115,7 @@ class Journal:
     end = _awaited(FencedStore.end)
     cover = _awaited(FencedStore.cover)
     release = _awaited(FencedStore.release)
+    unname = _awaited(FencedStore.unname)
     collect = _awaited(FencedStore.collect)
     rebase = _awaited(FencedStore.rebase)
     roll_back = _awaited(FencedStore.roll_back)

@@ -24,6 +24,7 @@ from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
     ForwardResult,
+    NamedVersion,
     Operation,
     OperationResult,
     Policy,
@@ -190,8 +191,8 @@ class OperationEnd:
     """How an operation ended. `version`: the policy's afterwards.
 
     `choices`: those it was applied with. `numerics`: those it ran under; None: it did not run.
-    `checkpoint`: the one that it saved. `frees_window`: neither it nor anything before it will be
-    replayed (`recovery: fail`).
+    `checkpoint`: the one that it saved. `named`: the version that it named. `frees_window`: neither
+    it nor anything before it will be replayed (`recovery: fail`).
     """
 
     operation_id: str
@@ -204,6 +205,7 @@ class OperationEnd:
     weights_digest: str = ""
     numerics: Numerics | None = None
     checkpoint: Checkpoint | None = None
+    named: NamedVersion | None = None
     # How many checkpoints of callers stay beside those that are pinned; 0: all.
     keep_last: int = 0
     frees_window: bool = False
@@ -236,6 +238,7 @@ class PolicyHistory:
     records: tuple[OperationRecord, ...]
     checkpoints: tuple[Checkpoint, ...]
     kept_from_seq: int
+    named: tuple[NamedVersion, ...]
 
 
 def ended_progress(result: OperationResult | None) -> Progress:

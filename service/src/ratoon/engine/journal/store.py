@@ -36,6 +36,7 @@ from ratoon.engine.journal.records import (
 from ratoon.engine.journal.steps import StepRow
 from ratoon.engine.journal.tables import (
     CHECKPOINTS,
+    NAMED_VERSIONS,
     NUMERICS,
     OPERATIONS,
     POLICIES,
@@ -43,6 +44,7 @@ from ratoon.engine.journal.tables import (
     insert_checkpoint,
     require_policy,
     select_checkpoints,
+    select_named,
     select_operation,
     select_operations,
     select_policy,
@@ -140,7 +142,7 @@ class SqlStore:
     def remove_policy(self, policy_id: str, *, keep_operation_id: str) -> None:
         """Delete a policy and all its records but one, the operation that ends it."""
         with self._engine.begin() as connection:
-            for table in (POLICIES, CHECKPOINTS, STEPS):
+            for table in (POLICIES, CHECKPOINTS, NAMED_VERSIONS, STEPS):
                 connection.execute(delete(table).where(table.c.policy_id == policy_id))
             connection.execute(
                 delete(OPERATIONS).where(
@@ -192,6 +194,7 @@ class SqlStore:
                 records=select_operations(connection, policy_id, OPERATIONS.c.seq > closed_seq),
                 checkpoints=select_checkpoints(connection, policy_id),
                 kept_from_seq=freed_seq + 1,
+                named=select_named(connection, policy_id),
             )
 
     def records_from(self, policy_id: str, seq: int) -> tuple[OperationRecord, ...]:

@@ -51,7 +51,7 @@ from ratoon.engine.journal.integrity import (
 from ratoon.engine.journal.records import Checkpoint, JournalState, OperationRecord, PolicyRow
 from ratoon.engine.journal.steps import StepRow
 from ratoon.engine.refusals import policy_not_found
-from ratoon.engine.types import CheckpointInfo, OperationResult, PolicySpec
+from ratoon.engine.types import CheckpointInfo, NamedVersion, OperationResult, PolicySpec
 from ratoon.engine.worker.tasks import Choices
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
@@ -189,6 +189,20 @@ CHECKPOINTS = Table(
 )
 
 
+NAMED_VERSIONS = Table(
+    "named_versions",
+    METADATA,
+    Column("policy_id", String(64), primary_key=True),
+    # What its caller calls it.
+    Column("name", String(64), primary_key=True),
+    Column("version", _WIDE, nullable=False),
+    Column("size_bytes", _WIDE, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    _digest(),
+)
+
+
 # One row: the last fencing token given to any policy's controller.
 TOKENS = Table(
     "tokens",
@@ -219,7 +233,8 @@ def open_database(url: str) -> Engine:
     engine = connect(url)
     upgrade(engine)
     with engine.begin() as connection:
-        _check_all(connection, POLICIES, OPERATIONS, STEPS, CHECKPOINTS, NUMERICS, TOKENS)
+        of_policies = (POLICIES, OPERATIONS, STEPS, CHECKPOINTS, NAMED_VERSIONS)
+        _check_all(connection, *of_policies, NUMERICS, TOKENS)
     return engine
 
 
@@ -306,6 +321,14 @@ def insert_checkpoint(connection: Connection, policy_id: str, checkpoint: Checkp
     insert_row(connection, CHECKPOINTS, values)
 
 
+def select_named(connection: Connection, policy_id: str) -> tuple[NamedVersion, ...]:
+    """Named versions, the oldest name first."""
+    query = select(NAMED_VERSIONS).where(NAMED_VERSIONS.c.policy_id == policy_id)
+    order = (NAMED_VERSIONS.c.created_at, NAMED_VERSIONS.c.name)
+    rows = connection.execute(query.order_by(*order)).mappings()
+    return tuple(_to_named(row) for row in rows)
+
+
 def step_columns(policy_id: str, step: StepRow) -> dict[str, Any]:
     values = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     return values | {"policy_id": policy_id, "warnings": ",".join(step.warnings) or None}
@@ -388,6 +411,12 @@ def _to_checkpoint(row: RowMapping) -> Checkpoint:
     names = [field.name for field in dataclasses.fields(CheckpointInfo)]
     info = CheckpointInfo(**{name: values[name] for name in names})
     return Checkpoint(info=info, weights_digest=values["weights_digest"] or "")
+
+
+def _to_named(row: RowMapping) -> NamedVersion:
+    values = verified(NAMED_VERSIONS, row)
+    del values["policy_id"]
+    return NamedVersion(**values)
 
 
 def next_token(last: int, own: int, timeline: int) -> int:

@@ -180,12 +180,16 @@ class Checkpointer:
             await self._cover(None)
 
     async def collect(self) -> None:
-        """Delete checkpoints without a name, or that have expired, which no recovery needs."""
+        """Delete checkpoints without a name, or that have expired, which no recovery needs.
+
+        Versions' names that have expired go too.
+        """
         run, keep = self._run, self._run.checkpoints.keep
         self.must_collect = False
         now = run.ports.now()
         covered = await run.ports.journal.collect(run.token, run.policy_id, keep, now)
         run.has_come_to(covered.position)
+        run.named = tuple(each for each in run.named if not is_over(each.expires_at, now))
         run.reach(CrashPoint.ENGINE_AFTER_DROP)
         # A newer controller may save one of that name.
         await run.check_newest()
@@ -273,6 +277,11 @@ async def drop_unknown_checkpoints(run: PolicyRun, known: Collection[str]) -> No
 async def _drop(run: PolicyRun, checkpoint_id: str) -> None:
     await asyncio.to_thread(drop_checkpoint_folder, run.paths, checkpoint_id)
     run.archive.drop_checkpoint(checkpoint_id)
+
+
+def is_over(expires_at: float | None, now: float) -> bool:
+    """Whether what expires at this time has expired."""
+    return expires_at is not None and expires_at <= now
 
 
 def _clock() -> float:

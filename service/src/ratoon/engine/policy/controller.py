@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 from ratoon.engine.commands import NOBODY, Holder, NoKey, Submission
 from ratoon.engine.crash_points import CrashPoint
@@ -27,7 +28,7 @@ from ratoon.engine.policy.callers import (
     new_operation_id,
     view_of,
 )
-from ratoon.engine.policy.checkpointer import Checkpointer
+from ratoon.engine.policy.checkpointer import Checkpointer, is_over
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.publisher import PublicationState, Publisher
 from ratoon.engine.policy.run import PolicyRun, cancel_queued
@@ -40,11 +41,13 @@ from ratoon.engine.refusals import (
     is_disk_full,
     policy_not_ready,
     superseded,
+    version_not_found,
 )
 from ratoon.engine.types import (
     Acknowledgement,
     CheckpointInfo,
     ForwardResult,
+    NamedVersion,
     Operation,
 )
 from ratoon.engine.worker.tasks import FencedError, WorkerLostError
@@ -55,6 +58,7 @@ from ratoon_proto.types import GradientManifest, PolicyState, VersionList
 
 # How long a submission, whose body is in memory, waits for a recovery: less than a client's try.
 _QUEUE_S = 20.0
+T = TypeVar("T")
 
 
 class Controller:
@@ -210,7 +214,11 @@ class Controller:
         return await self._views.of(live)
 
     async def weight_manifest(
-        self, version: int | None, known_version: int | None = None, wait_s: float = 0.0
+        self,
+        version: int | None,
+        known_version: int | None = None,
+        wait_s: float = 0.0,
+        name: str = "",
     ) -> WeightManifest:
         """The manifest of a version that can be fetched; `version` None: the newest.
 
@@ -219,7 +227,8 @@ class Controller:
         `wait_s` are. A policy that publishes on request writes its current version for the call.
         Beyond that the call waits up to `wait_s` seconds for a version that no operation has made
         yet; with `known_version`, for a newest version that is another one. It has a version
-        written once: where that fails, it waits for another one.
+        written once: where that fails, it waits for another one. With `name` the version is the one
+        of that name.
 
         Versions of a failed policy stay readable. Raises WEIGHTS_NOT_FOUND, POLICY_NOT_READY,
         POLICY_FAILED where it would wait for a failed policy, and UNAVAILABLE where the wait would
@@ -228,6 +237,10 @@ class Controller:
         run, clock = self._run, asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, run.limits.max_wait_s)
         asked: int | None = None
+        if name:
+            if not run.failure:
+                self._check_ready()
+            version = run.version_of(name)
         while True:
             if not run.failure:
                 self._check_ready()
@@ -328,12 +341,31 @@ class Controller:
         Returns what it was. Raises CHECKPOINT_NOT_FOUND, POLICY_NOT_READY, POLICY_FAILED, and
         UNAVAILABLE where the journal does not answer.
         """
+        found = await self._deleted(self._run.ports.journal.release, name)
+        if found is None:
+            raise checkpoint_not_found(name)
+        return found
+
+    async def delete_version(self, name: str) -> NamedVersion:
+        """Take a version's name away, and have its files deleted unless something else keeps them.
+
+        Returns what it was. Raises WEIGHTS_NOT_FOUND, and otherwise as `delete_checkpoint`.
+        """
+        found = await self._deleted(self._run.ports.journal.unname, name)
+        if found is None:
+            raise version_not_found(name)
+        return found
+
+    async def _deleted(
+        self, delete: Callable[[int, str, str], Awaitable[tuple[T | None, int]]], name: str
+    ) -> T | None:
+        """Have the journal take a name away; returns what it was."""
         self._check_taking()
         run = self._run
-        async with self._lock:  # A start reads the checkpoints.
+        async with self._lock:  # A start reads the names.
             self._check_taking()
             try:
-                found, position = await run.ports.journal.release(run.token, run.policy_id, name)
+                found, position = await delete(run.token, run.policy_id, name)
             except FencedError as err:
                 raise superseded() from err
             except Exception as err:
@@ -341,19 +373,22 @@ class Controller:
                     raise
                 raise self._unknown() from err
             run.has_come_to(position)
+            if isinstance(found, NamedVersion):
+                run.named = tuple(named for named in run.named if named.name != name)
             run.reach(CrashPoint.ENGINE_AFTER_RELEASE)
-        if found is None:
-            raise checkpoint_not_found(name)
-        self._turns.collect()
+        if found is not None:
+            self._turns.collect()
         return found
 
     async def sweep(self) -> None:
-        """Delete uploads, results and checkpoints that have expired, unless the policy failed."""
+        """Delete uploads, results, checkpoints and versions that have expired, unless the policy
+        failed."""
         if self._run.failure:
             return
         now = self._run.ports.now()
         known = await self._run.ports.journal.checkpoints(self._run.policy_id)
-        if any(c.info.expires_at is not None and c.info.expires_at <= now for c in known):
+        infos = (*(checkpoint.info for checkpoint in known), *self._run.named)
+        if any(is_over(info.expires_at, now) for info in infos):
             self._turns.collect()
         protected = await self._named_results()
         ttl_s = self._run.limits.result_ttl_s

@@ -19,6 +19,7 @@ from ratoon.engine.commands import (
     ImportWeightsCommand,
     LoadCheckpointCommand,
     OptimStepCommand,
+    PublishVersionCommand,
     RefusedCommand,
     SaveCheckpointCommand,
     UpdateCommand,
@@ -42,6 +43,7 @@ from ratoon.engine.types import (
     CheckpointInfo,
     FailedResult,
     ForwardResult,
+    NamedVersion,
     OperationResult,
     version_of,
 )
@@ -116,6 +118,8 @@ class Executor:
         run.send(telemetry.entered(live.record, JournalState.APPLYING))
         try:
             task = await self._task(live)
+            if isinstance(task.command, PublishVersionCommand):
+                task = await self._published(live, task.command)
         except RatoonError as error:
             return await self._skip(live, error)
         if live.cancel_requested:
@@ -133,6 +137,17 @@ class Executor:
         self._lost_workers.check(live.operation_id)
         choices = await self._builder.choose(live.record)
         live.set_record(replace(live.record, choices=choices))
+        return live.record.to_task(self._run.paths)
+
+    async def _published(self, live: LiveOperation, command: PublishVersionCommand) -> Task:
+        """The task, once its version is published. Raises why it cannot be.
+
+        The worker counts the seq afterwards: no version is made by what the journal has not ended.
+        """
+        manifest = await self._publisher.published()
+        size_bytes = sum(file.size_bytes for file in manifest.files)
+        named = NamedVersion(name=command.name, version=manifest.version, size_bytes=size_bytes)
+        live.set_record(replace(live.record, choices=Choices(named=named)))
         return live.record.to_task(self._run.paths)
 
     async def _skip(self, live: LiveOperation, error: RatoonError) -> Outcome:
@@ -200,26 +215,30 @@ class Executor:
     ) -> OperationEnd:
         """The operation's end as it is journaled. `version`: the policy's afterwards."""
         run, result, done = self._run, outcome.result, state is JournalState.APPLIED
-        saved, keep_last = None, 0
-        if done and record.kind is OperationKind.SAVE_CHECKPOINT:
-            assert isinstance(result, CheckpointInfo)
-            command, now = record.command, run.ports.now()
-            assert isinstance(command, SaveCheckpointCommand)
+        saved, named, keep_last = None, None, 0
+        command, now = record.command, run.ports.now()
+        if done and isinstance(command, SaveCheckpointCommand | PublishVersionCommand):
+            assert isinstance(result, CheckpointInfo | NamedVersion)
             expires_at = None if command.ttl_s is None else now + command.ttl_s
             result = replace(result, created_at=now, expires_at=expires_at)
-            saved = Checkpoint(info=result, weights_digest=outcome.weights_digest)
-            keep_last = command.keep_last
+            if isinstance(result, NamedVersion):
+                named = result
+            else:
+                saved = Checkpoint(info=result, weights_digest=outcome.weights_digest)
+            if isinstance(command, SaveCheckpointCommand):
+                keep_last = command.keep_last
         return OperationEnd(
             operation_id=record.operation_id,
             state=state,
             result=result,
             version=version,
             started_at=outcome.started_at,
-            finished_at=run.ports.now(),
+            finished_at=now,
             choices=outcome.choices if done else None,
             weights_digest=outcome.weights_digest,
             numerics=run.numerics,
             checkpoint=saved,
+            named=named,
             keep_last=keep_last,
             frees_window=_closes_window(record, state) and not run.replays,
         )
@@ -313,6 +332,11 @@ class TaskBuilder:
                 return Choices()
             case SaveCheckpointCommand():
                 return Choices(checkpoint=await self._to_save(record, command))
+            case PublishVersionCommand(name=name, overwrite=overwrite):
+                for known in () if overwrite else run.named:
+                    if known.name == name:
+                        raise _exists("name", name, f"a version {name}", known.version)
+                return Choices()
             case LoadCheckpointCommand():
                 return Choices(checkpoint=await self._to_load(command))
             case ImportWeightsCommand():
@@ -328,7 +352,8 @@ class TaskBuilder:
         checkpoints = await run.ports.journal.checkpoints(run.policy_id)
         for known in (checkpoint.info for checkpoint in checkpoints):
             if known.name == name and not command.overwrite:
-                raise _exists(known)
+                where = f"{known.version} at seq {known.seq}"
+                raise _exists("checkpoint_id", name, f"a checkpoint {name}", where)
         checkpoint_id = unused_id(name, record.seq, run.token, checkpoints)
         # A failed save leaves a folder where its controller was killed before it deleted it.
         await run.check_newest()
@@ -379,14 +404,14 @@ class TaskBuilder:
         return Choices(old_logprobs=name, old_version=record.result.version)
 
 
-def _exists(known: CheckpointInfo) -> RatoonError:
+def _exists(field: str, name: str, what: str, version: object) -> RatoonError:
     return RatoonError(
         ErrorCode.INVALID_ARGUMENT,
-        f"checkpoint_id: the policy has a checkpoint {known.name} already, of version"
-        f" {known.version} at seq {known.seq}; take another name, or overwrite it",
-        field="checkpoint_id",
-        got=known.name,
-        expected="a name that no checkpoint has yet, or overwrite",
+        f"{field}: the policy has {what} already, of version {version}; take another name, or"
+        " overwrite it",
+        field=field,
+        got=name,
+        expected="a name that is not taken, or overwrite",
     )
 
 

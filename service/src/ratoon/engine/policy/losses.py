@@ -203,7 +203,7 @@ async def refused(run: PolicyRun, loss: JournalLoss, reason: str = "") -> Journa
     later = [
         (made_by.seq if made_by is not None else 0, version)
         for version, made_by in found.items()
-        if version not in run.published and (version > newest or version in loss.versions)
+        if version not in run.listed and (version > newest or version in loss.versions)
     ]
     run.published = (*run.published, *(version for _, version in sorted(later)))
     run.send([metrics.RECOVERIES.sample(1, run.policy_id, "stopped")])
@@ -374,7 +374,7 @@ async def _set_aside(
     if history.closed is not None:
         states.add((history.policy.version, history.closed.weights_digest))
     found = await asyncio.to_thread(find_versions, run.paths)
-    unlisted = {version: found[version] for version in found.keys() - {*history.policy.published}}
+    unlisted = {version: found[version] for version in found.keys() - {*run.listed}}
     staying = tuple(
         version
         for version, made_by in sorted(unlisted.items())

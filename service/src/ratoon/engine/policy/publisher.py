@@ -1,5 +1,7 @@
 """Publishes the current version when it is due, beside the next operations; drops the oldest.
 
+A version with a name stays listed until the name is taken away.
+
 A version can be fetched only once the journal says that it was applied. The next one is held once
 this one can be fetched, so that no crash leaves a version out.
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -22,8 +24,8 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.queue import Awaited
 from ratoon.engine.policy.receivers import Receivers
 from ratoon.engine.policy.run import LostWorkers, PolicyRun
-from ratoon.engine.refusals import superseded
-from ratoon.engine.types import Acknowledgement, OperationResult
+from ratoon.engine.refusals import disk_refusal, superseded
+from ratoon.engine.types import Acknowledgement, NamedVersion, OperationResult
 from ratoon.engine.worker.tasks import FencedError
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError
@@ -39,6 +41,7 @@ from ratoon.stream.versions import (
     whole_version,
 )
 from ratoon.warning_kinds import WarningKind, warn
+from ratoon_proto import types
 from ratoon_proto.types import PublishKind, StepResult, StepWarning, VersionInfo, VersionList
 
 _LOG = get_logger("publisher")
@@ -110,7 +113,7 @@ class Publisher(Awaited):
     def is_published(self, version: int | None, known_version: int | None = None) -> bool:
         """Whether `version` is published; None: a newest version other than `known_version`."""
         if version is not None:
-            return version in self._run.published
+            return version in self._run.listed
         return self.newest not in (None, known_version)
 
     def is_wanted(self, version: int | None, asked: int | None = None) -> bool:
@@ -120,13 +123,15 @@ class Publisher(Awaited):
         since, the read does not trigger it again.
         """
         current = self._run.version
-        is_published = current == self.newest if version is None else current in self._run.published
+        is_published = current == self.newest if version is None else self._has(current)
         if is_published or current == self._version:
             return False
         on_request = self._run.spec.publish.kind is PublishKind.ON_REQUEST
         is_refused = self._refused is not None and self._refused[0] == current
         if is_refused and (current == asked or (version is None and not on_request)):
             return False
+        if version == current and current in self._run.listed:
+            return True  # Its name is left, its files are not.
         return version in (None, current) and (on_request or self._is_due(current))
 
     async def hold(self, version: int, result: OperationResult) -> OperationResult:
@@ -173,6 +178,34 @@ class Publisher(Awaited):
         if version == self._stopped:
             await self._landed_well()
 
+    async def published(self) -> WeightManifest:
+        """The manifest of the current version, once it is published.
+
+        Raises why it cannot be, RESOURCE_EXHAUSTED where the disk has no room for one more, and
+        `WorkerLostError`.
+        """
+        version = self._run.version
+        while True:
+            if version != self._version and not self._has(version):
+                refusal = await asyncio.to_thread(self._disk_refusal)
+                if refusal is not None:
+                    raise refusal
+            if not self._has(version):
+                await self.publish()
+            await self._landed_well()
+            manifest = await self.manifest(version)
+            if manifest is not None:
+                return manifest
+            if self._refused is not None and self._refused[0] == version:
+                raise self._refused[1]  # It was damaged, and damaged again.
+
+    async def collect(self) -> None:
+        """Remove versions that nothing keeps any more; called between two turns."""
+        there = await asyncio.to_thread(list_versions, self._run.paths.weights)
+        if not self._kept.issuperset(there):
+            await self.landed()
+            await self._prune()
+
     async def catch_up(self, *, has_worker: bool) -> None:
         """After a crash: publish the current version where it is due, or was lost.
 
@@ -186,12 +219,12 @@ class Publisher(Awaited):
         is_ahead = run.stored_outcome is not None
         spared = run.version if is_ahead else None
         there = await asyncio.to_thread(
-            _keep_whole, run.paths.weights, run.policy_id, run.published, spared
+            _keep_whole, run.paths.weights, run.policy_id, run.listed, spared
         )
-        is_lost = run.version in run.published and run.version not in there
-        if there != run.published:
-            _LOG.warning("versions lost", policy_id=run.policy_id, published=run.published)
-            await run.set_published(there)
+        is_lost = run.version in run.listed and run.version not in there
+        if there != run.listed:
+            _LOG.warning("versions lost", policy_id=run.policy_id, published=run.listed)
+            await run.set_published(tuple(v for v in run.published if v in there))
         is_whole = self.newest == run.version or not (is_lost or self._is_due(run.version))
         if is_whole or not has_worker:
             self._leave()
@@ -244,7 +277,7 @@ class Publisher(Awaited):
         """
         run = self._run
         wanted = self.newest if version is None else version
-        if wanted is not None and wanted in run.published:
+        if wanted is not None and self._has(wanted):
             root = run.paths.weights
             try:
                 return await asyncio.to_thread(whole_version, root, wanted, run.policy_id)
@@ -268,7 +301,7 @@ class Publisher(Awaited):
         if ack.holds_version is not None and self.state_of(ack.holds_version).is_begun:
             await self.landed()
         async with self._listing:
-            if ack.holds_version is not None and ack.holds_version not in run.published:
+            if ack.holds_version is not None and not self._has(ack.holds_version):
                 raise self._not_published("holds_version", ack.holds_version)
             unknown = self.receivers.acknowledge(ack)
             newest = self.newest
@@ -278,19 +311,23 @@ class Publisher(Awaited):
         return newest
 
     async def versions(self) -> VersionList:
-        """The published versions whose files are there, and all receivers."""
+        """The listed versions whose files are there, and all receivers."""
         run = self._run
 
-        def describe() -> tuple[VersionInfo, ...]:
-            return tuple(
-                info
-                for version in run.published
-                if (info := _info_of(run.paths.weights, version, run.policy_id, held)) is not None
-            )
+        def describe() -> Iterator[VersionInfo]:
+            for version in listed:
+                info = _info_of(run.paths.weights, version, run.policy_id, held)
+                if info is not None:
+                    names = tuple(_shown(each) for each in named if each.version == version)
+                    yield replace(info, names=names)
 
-        held = self.receivers.held()
-        versions = await asyncio.to_thread(describe)
+        listed, named, held = run.listed, run.named, self.receivers.held()
+        versions = await asyncio.to_thread(lambda: tuple(describe()))
         return VersionList(versions=versions, receivers=self.receivers.described(self.newest))
+
+    def _has(self, version: int) -> bool:
+        """Whether a version is listed, and not known to be damaged."""
+        return version in self._run.listed and version not in self._damaged
 
     def _is_due(self, version: int) -> bool:
         """Whether the policy publishes this version without being asked."""
@@ -391,7 +428,24 @@ class Publisher(Awaited):
         run.send(telemetry.receiver_lags(run.policy_id, self.receivers.lags(version)))
         self.wake()
         run.reach(CrashPoint.ENGINE_AFTER_PUBLISH)
-        await asyncio.to_thread(prune_versions, run.paths.weights, 1, published)
+        await self._prune()
+
+    def _disk_refusal(self) -> RatoonError | None:
+        """Why one more version is refused; None: there is room. It takes what the newest does."""
+        run, wanted_bytes = self._run, 0
+        if self.newest is not None:
+            newest = _info_of(run.paths.weights, self.newest, run.policy_id, frozenset())
+            wanted_bytes = 0 if newest is None else newest.size_bytes + newest.delta_bytes
+        root = run.paths.weights if run.paths.weights.is_dir() else run.paths.root
+        return disk_refusal(root, wanted_bytes, run.limits.min_free_disk_bytes)
+
+    @property
+    def _kept(self) -> frozenset[int | None]:
+        """Versions whose files stay, the one under way among them."""
+        return frozenset((*self._run.listed, *self.receivers.held(), self._version))
+
+    async def _prune(self) -> None:
+        await asyncio.to_thread(prune_versions, self._run.paths.weights, 0, self._kept)
 
     async def _drop(self, version: int, error: RatoonError) -> None:
         """Publish a damaged version no more, and set its files aside.
@@ -401,7 +455,7 @@ class Publisher(Awaited):
         """
         run = self._run
         async with self._listing:
-            if version not in run.published:
+            if version not in run.listed:
                 return  # It was pruned meanwhile.
             published = tuple(other for other in run.published if other != version)
             try:
@@ -444,11 +498,22 @@ class Publisher(Awaited):
         run = self._run
         return RatoonError(
             ErrorCode.WEIGHTS_NOT_FOUND,
-            f"{field}: policy {run.policy_id} has published {list(run.published)}",
+            f"{field}: policy {run.policy_id} has published {list(run.listed)}",
             field=field,
             got="none" if version is None else str(version),
-            expected=f"one of {list(run.published)}",
+            expected=f"one of {list(run.listed)}",
         )
+
+
+def _shown(named: NamedVersion) -> types.NamedVersion:
+    expires_at = named.expires_at
+    return types.NamedVersion(
+        name=named.name,
+        version=named.version,
+        size_bytes=named.size_bytes,
+        created_at=datetime.fromtimestamp(named.created_at, UTC),
+        expires_at=None if expires_at is None else datetime.fromtimestamp(expires_at, UTC),
+    )
 
 
 def _info_of(root: Path, version: int, policy_id: str, held: frozenset[int]) -> VersionInfo | None:
@@ -465,6 +530,7 @@ def _info_of(root: Path, version: int, policy_id: str, held: frozenset[int]) -> 
         delta_bytes=sum(delta.file.size_bytes for delta in manifest.deltas),
         published_at=datetime.fromtimestamp(manifest.created_at, UTC),
         is_held=version in held,
+        names=(),
     )
 
 

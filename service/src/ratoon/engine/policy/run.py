@@ -30,9 +30,15 @@ from ratoon.engine.journal.records import JournalState, OperationEnd, OperationR
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.queue import Ledger, LiveOperation, Sequencer, Window
-from ratoon.engine.refusals import cancelled, policy_not_ready
-from ratoon.engine.types import FailedResult, PolicySpec
-from ratoon.engine.worker.tasks import Numerics, Outcome, RemoteWorker, WorkerLostError
+from ratoon.engine.refusals import cancelled, policy_not_ready, version_not_found
+from ratoon.engine.types import FailedResult, NamedVersion, PolicySpec
+from ratoon.engine.worker.tasks import (
+    NeighbourLostError,
+    Numerics,
+    Outcome,
+    RemoteWorker,
+    WorkerLostError,
+)
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.log import get_logger
 from ratoon.metrics import Change, MetricsSink
@@ -96,6 +102,8 @@ class PolicyRun:
     stored_outcome: Outcome | None = None
     # Written by `set_published`: versions that can be fetched, in publication order.
     published: tuple[int, ...] = ()
+    # Written by `end`, and where names are taken away: versions that callers have named.
+    named: tuple[NamedVersion, ...] = ()
     # Written by the breaker: optimizer steps skipped for their numbers since the last one taken.
     skipped_in_row: int = 0
     # Written by `has_come_to`: the content of the position file.
@@ -112,6 +120,19 @@ class PolicyRun:
     def replays(self) -> bool:
         """Whether lost work is replayed, so that bodies are kept until a checkpoint covers them."""
         return self.spec.recovery is Recovery.REPLAY
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        """Versions that can be fetched: those that only their names keep, and the published."""
+        kept = {named.version for named in self.named}.difference(self.published)
+        return (*sorted(kept), *self.published)
+
+    def version_of(self, name: str) -> int:
+        """The version of this name. Raises WEIGHTS_NOT_FOUND."""
+        for named in self.named:
+            if named.name == name:
+                return named.version
+        raise version_not_found(name)
 
     def enter(self, state: PolicyState, failure: str = "") -> None:
         """Change the policy's state. `failure`: why it failed or ended; "": it has not."""
@@ -136,6 +157,9 @@ class PolicyRun:
         """See `FencedStore.end`. `seq`: the operation's, where it ends in its turn."""
         count = await self.ports.journal.end(self.token, self.policy_id, end)
         self.has_come_to(count, last_seq=seq, version=end.version)
+        if end.named is not None:
+            others = (named for named in self.named if named.name != end.named.name)
+            self.named = (*others, end.named)
 
     def has_come_to(
         self, count: int, *, max_seq: int = 0, last_seq: int = 0, version: int = 0
@@ -302,6 +326,8 @@ class LostWorkers:
         """Await the worker's answer, and count a loss of the worker."""
         try:
             return await call
+        except NeighbourLostError:
+            raise
         except WorkerLostError as err:
             reasons = self._reasons if self._name == name else ()
             self._name, self._reasons = name, (*reasons, str(err))

@@ -39,7 +39,7 @@ from ratoon.engine.policy.run import PolicyRun, read_run
 from ratoon.engine.types import CheckpointInfo
 from ratoon.engine.worker.tasks import Numerics, WorkerLostError, WorkerStatus
 from ratoon.log import get_logger
-from ratoon.model.spec import ModelInfo
+from ratoon.model.spec import FolderBase, ModelInfo
 from ratoon.stream.files import remove_paths
 from ratoon.train.saved_state import read_saved_state
 from ratoon.train.spec import OptimizerStates, TrainerSpec
@@ -125,6 +125,7 @@ async def _take_over(
     run.token = await journal.acquire(run.policy_id, run.position.token)
     history = await journal.history(run.policy_id)
     run.created_at, run.published = history.policy.created_at, history.policy.published
+    run.named = history.named
     run.trainer = _with_chosen(run.trainer, history.policy.info)
     if history.policy.state is PolicyState.ENDED:
         run.enter(PolicyState.ENDED, history.policy.failure)
@@ -144,6 +145,8 @@ async def _take_over(
         if is_first:
             await _make_folders(run)
         return history, None
+    if isinstance(run.trainer.model.base, FolderBase) and run.trainer.model.base.is_sent:
+        await run.archive.restore_model()
     status = await fence_worker(run)
     decided = decided or await find_worker_loss(run, history, status)
     if is_first:

@@ -32,7 +32,12 @@ from ratoon.engine.policy.recovery import RecoveryStoppedError
 from ratoon.engine.policy.run import MAX_LOSSES, NumbersFailedError, PolicyRun, note_end
 from ratoon.engine.policy.startup import fence_worker, start_policy
 from ratoon.engine.refusals import is_waited_for, not_up, operation_not_found, policy_not_ready
-from ratoon.engine.worker.tasks import FencedError, GradientRequest, WorkerLostError
+from ratoon.engine.worker.tasks import (
+    FencedError,
+    GradientRequest,
+    NeighbourLostError,
+    WorkerLostError,
+)
 from ratoon.engine.worker.worker import WorkerCore
 from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
@@ -94,7 +99,8 @@ class TurnLoop:
             return
         except WorkerLostError as err:
             # The next start takes another worker.
-            raise not_up(self._run.policy_id, f"its worker was lost: {err}") from err
+            is_waited, reason = isinstance(err, NeighbourLostError), f"its worker was lost: {err}"
+            raise not_up(self._run.policy_id, reason, is_waited=is_waited) from err
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self, grace_s: float) -> None:
@@ -144,7 +150,7 @@ class TurnLoop:
         self.wake()
 
     def collect(self) -> None:
-        """Delete checkpoints that nothing needs, between two turns."""
+        """Delete checkpoints and versions that nothing needs, between two turns."""
         self._checkpointer.must_collect = True
         self.wake()
 
@@ -205,8 +211,9 @@ class TurnLoop:
                 # The loop restarts from the journal and the worker, whatever the error.
                 if is_cancelled():
                     raise
-                if is_waited_for(err):
-                    # The policy is fine: it continues once disk space or a GPU is free.
+                if is_waited_for(err) or isinstance(err, NeighbourLostError):
+                    # The policy is fine: it continues once disk space or a GPU is free, or the
+                    # process that another policy's call was lost with is replaced.
                     _LOG.error("waiting", policy_id=self._run.policy_id, reason=str(err))
                     self._must_restart = True
                     await asyncio.sleep(_WAITING_S)
@@ -300,13 +307,18 @@ class TurnLoop:
             return None, partial(self._checkpointer.take, self.wake)
         # The outcome of a LoadCheckpoint that is not journaled yet says what must stay.
         if self._checkpointer.must_collect and self._run.stored_outcome is None:
-            return None, self._checkpointer.collect
+            return None, self._collect
         if self._gradients.is_waiting:
             return None, self._gradients.run_next
         for live in self._run.ledger.open_operations():
             if live.record.seq == 0:
                 return live, partial(self._executor.run_forward, live)
         return None
+
+    async def _collect(self) -> None:
+        """Delete checkpoints and versions that nothing needs any more."""
+        await self._checkpointer.collect()
+        await self._publisher.collect()
 
     async def _run_sequenced(self, live: LiveOperation) -> None:
         """Take the turn of a queued operation."""

@@ -23,6 +23,7 @@ from ratoon.engine.commands import (
     ImportWeightsCommand,
     LoadCheckpointCommand,
     OptimStepCommand,
+    PublishVersionCommand,
     RefusedCommand,
     SaveCheckpointCommand,
     UpdateCommand,
@@ -175,6 +176,10 @@ class TaskRunner:
                 return EmptyResult()
             case SaveCheckpointCommand():
                 return self._save(task)
+            case PublishVersionCommand():
+                assert task.choices.named is not None
+                assert task.choices.named.version == self.version
+                return task.choices.named
             case LoadCheckpointCommand():
                 return self._load(task)
             case ImportWeightsCommand() as command:

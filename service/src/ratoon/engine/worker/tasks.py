@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ratoon.engine.commands import Command
 from ratoon.engine.files.paths import PolicyPaths
-from ratoon.engine.types import CheckpointInfo, FailedResult, OperationResult
+from ratoon.engine.types import CheckpointInfo, FailedResult, NamedVersion, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelInfo
 from ratoon.rollout.packed import UpdatePlan
@@ -40,6 +40,10 @@ class WorkerLostError(Exception):
     """The worker is gone or its state unknown, so nothing on it can be relied on."""
 
 
+class NeighbourLostError(WorkerLostError):
+    """The worker is gone, and nothing that the policy has asked of it is to blame."""
+
+
 class UnusableCheckpointError(Exception):
     """A checkpoint is damaged, gone or another trainer's; the message names it and says why."""
 
@@ -62,6 +66,8 @@ class Choices:
     next_version: int = 0
     # The checkpoint to load, or to save; size and time of the latter are not known yet.
     checkpoint: CheckpointInfo | None = None
+    # The version that was published under a name; when is not known yet.
+    named: NamedVersion | None = None
     # Digest of the imported folder's files; "": nothing is imported, or they are not read yet.
     folder_digest: str = ""
 

@@ -1,4 +1,4 @@
-"""A policy's worker: the only process that changes its weights, and each operation does so once.
+"""A policy's worker: what alone changes its weights, and runs each operation once.
 
 The controller numbers a policy's operations (seq 1, 2, 3, ...) and journals their outcomes. Both
 processes, and any call between them, may be lost at any moment. So a controller may send an
@@ -17,7 +17,8 @@ provably what they were before it (`_guarded`). If they are not, the worker is l
 every call from then on, and the controller replaces the process and rebuilds the state from a
 checkpoint and the journal.
 
-States: bare -> loaded -> lost; `load` leads from bare or loaded to loaded, or to bare if it fails.
+States: bare -> loaded -> lost; `load` leads from bare or loaded to loaded, or to bare if it fails,
+and `end` from any to lost. A process has a worker for each of its policies (`worker.host`).
 No torch is imported here: the trainer is built by a function that the process passes in.
 """
 
@@ -90,8 +91,8 @@ class WorkerOrderError(Exception):
 class WorkerCore:
     """The controller calls its public methods, through `RemoteWorker.call`.
 
-    Any thread may call `fence`, `progress` and `cancel`. `publish` and `write_snapshot` have a
-    thread of their own each. All other methods run on one thread, the compute thread.
+    Any thread may call `fence`, `progress`, `cancel` and `end`. `publish` and `write_snapshot` have
+    a thread of their own each. All other methods run on one thread, the compute thread.
     """
 
     def __init__(self, create_trainer: Callable[[TrainerSpec], Trainer], reach: Reach) -> None:
@@ -101,6 +102,8 @@ class WorkerCore:
         self._token = 0
         self._token_lock = threading.Lock()
         self._is_lost = False
+        # Whether the process is in doubt, too.
+        self.is_process_lost = False
         # The loaded policy; `_unload` resets these.
         self._runner: TaskRunner | None = None
         self._policy_id = ""
@@ -110,6 +113,7 @@ class WorkerCore:
         self._digest = ""
         # A copy of the state, which `write_snapshot` writes.
         self._snapshot: Snapshot | None = None
+        self._snapshot_lock = threading.Lock()
         # A copy of the weights, and the manifest once `publish` has written it. `publish` holds the
         # lock meanwhile.
         self._held: _HeldWeights | None = None
@@ -228,7 +232,9 @@ class WorkerCore:
         """
         try:
             return call()
-        except RatoonError:
+        except RatoonError as err:
+            if self._is_lost:
+                raise WorkerLostError("the policy has left this process") from err
             raise
         except (WorkerLostError, CopyFailedError) as err:
             # A rank is gone, or cannot be reached.
@@ -262,8 +268,8 @@ class WorkerCore:
         return replace(outcome, weights_digest=self._digest)
 
     def _lost(self, reason: str) -> WorkerLostError:
-        """Mark the worker as lost; returns the error to raise."""
-        self._is_lost, self._runner = True, None
+        """Mark the worker and its process as lost; returns the error to raise."""
+        self._is_lost, self._runner, self.is_process_lost = True, None, True
         _LOG.error("worker lost", reason=reason)
         return WorkerLostError(reason)
 
@@ -314,9 +320,26 @@ class WorkerCore:
         collect_all()
 
     def _loaded(self) -> TaskRunner:
-        if self._runner is None:
+        if (runner := self._runner) is None:
             raise WorkerLostError("no policy is loaded")
-        return self._runner
+        return runner
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The loaded policy's trainer; None: nothing is loaded."""
+        return runner.trainer if (runner := self._runner) else None
+
+    def end(self) -> None:
+        """Refuse all calls from now on, cancel the running task, and drop what is loaded.
+
+        Any thread may call it. Nothing is written any more once it returns; the running task may
+        compute on until it notices.
+        """
+        self._is_lost, self._runner = True, None
+        with self._snapshot_lock:
+            self._snapshot = None
+        with self._held_lock:
+            self._held = self._published = None
 
     def forward(self, token: int, task: Task) -> Outcome:
         """Run a Forward that has no seq. It changes nothing, so it may run any number of times."""
@@ -371,7 +394,7 @@ class WorkerCore:
             self._reach(CrashPoint.WORKER_IN_APPLY)
 
     def _is_cancelled(self, operation_id: str) -> Callable[[], bool]:
-        return lambda: self._cancelled_id == operation_id
+        return lambda: self._is_lost or self._cancelled_id == operation_id
 
     # Copies of the state and of the weights, which other threads write while training goes on.
 
@@ -393,13 +416,14 @@ class WorkerCore:
         Runs beside other calls. Returns the size in bytes. Raises `RatoonError`; there is no folder
         then.
         """
-        self.fence(token)
-        snapshot, self._snapshot = self._snapshot, None
-        if snapshot is None:
-            raise RatoonError(ErrorCode.INTERNAL, "no copy of the state is held")
-        size_bytes = write_checkpoint(snapshot, Path(folder), as_of)
-        self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
-        return size_bytes
+        with self._snapshot_lock:
+            self.fence(token)
+            snapshot, self._snapshot = self._snapshot, None
+            if snapshot is None:
+                raise RatoonError(ErrorCode.INTERNAL, "no copy of the state is held")
+            size_bytes = write_checkpoint(snapshot, Path(folder), as_of)
+            self._reach(CrashPoint.WORKER_AFTER_CHECKPOINT)
+            return size_bytes
 
     def hold(self, token: int, version: int) -> None:
         """Copy the weights, which have this version, for `publish`.

@@ -62,6 +62,7 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         },
         total_bytes(device),
         num_ranks=spec.num_workers,
+        num_tenants=spec.max_tenants,
         states=spec.optimizer_states,
     )
     model = read.place(
@@ -108,6 +109,7 @@ def choose_layout(
     total: int | None,
     *,
     num_ranks: int = 1,
+    num_tenants: int = 1,
     states: OptimizerStates | None = None,
 ) -> Layout:
     """Choose the optimizer states (unless `states` names them) and what the ranks divide.
@@ -116,15 +118,17 @@ def choose_layout(
     before more is divided. The first choice that leaves a quarter of the GPU to activations is
     taken, or else the one that leaves most; on a CPU (`total` None), the first of all.
 
-    `parameters`: those that are trained. `weight_bytes`: bytes of the weights on a GPU that has
-    `total` bytes, by what is divided, least first. `layers`: the names of each decoder
-    layer's trained parameters. Raises RESOURCE_EXHAUSTED where nothing fits.
+    `parameters`: those that are trained, by each of `num_tenants`. `weight_bytes`: bytes of the
+    weights on a GPU that has `total` bytes, by what is divided, least first. `layers`: the names of
+    each decoder layer's trained parameters. Raises RESOURCE_EXHAUSTED where nothing fits.
     """
     kinds = (states,) if states else (OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_SPLIT_8BIT)
     if total is None:
         return kinds[0], next(iter(weight_bytes))
     taken = {
-        (kind, shard): held + needed_bytes(parameters, kind, num_ranks, shard, layers)
+        (kind, shard): held
+        + tenant_bytes(parameters, kind) * (num_tenants - 1)
+        + needed_bytes(parameters, kind, num_ranks, shard, layers)
         for shard, held in weight_bytes.items()
         for kind in kinds
     }
@@ -177,22 +181,34 @@ def needed_bytes(
     return states + passing + sum(sum_bytes(weight) * weight.numel() for weight in summed)
 
 
+def tenant_bytes(adapter: Mapping[str, Tensor], kind: OptimizerStates) -> int:
+    """Bytes of one adapter with its optimizer states and the sums of an open window."""
+    return sum(p.nbytes for p in adapter.values()) + needed_bytes(adapter, kind)
+
+
 def lend_activations(
     spec: TrainerSpec,
     model: PolicyModel,
     ranks: RankGroup,
     group_sizes: Sequence[int],
     rates: DeviceRates | None,
+    *,
+    is_beside: bool = False,
 ) -> Planner:
     """Lend all free memory of the GPUs to activations; returns a planner that stays within it.
 
     It is called once everything permanent (weights, optimizer states) is allocated. Room for
-    gradient sums is set aside, except in a window's only backward on each device, which makes none.
-    `rates`: None for CPUs, whose memory is not counted.
+    gradient sums is set aside, except in a window's only backward on each device, which makes none;
+    and so is room for all tenants that there may be, whoever is there, as what is lent decides
+    bits. `rates`: None for CPUs, whose memory is not counted. `is_beside`: the memory was lent for
+    a trainer over the same model before.
     """
     host_bytes, sizes = spec.host_activation_bytes, model.sizes
-    # All ranks get the same limit, as the activations that are kept decide the bits.
-    device_bytes = _least(ranks.all(Rank.activation_bytes))
+    if is_beside:
+        device_bytes = model.activation_bytes
+    else:
+        # All ranks get the same limit, as the activations that are kept decide the bits.
+        device_bytes = _least(ranks.all(Rank.activation_bytes, _set_aside(spec, model)))
     if device_bytes is None:
         ranks.all(Rank.limit_activations, None, host_bytes)
         return cpu_planner(spec.micro_batch_tokens, num_ranks=ranks.size, group_sizes=group_sizes)
@@ -218,6 +234,18 @@ def lend_activations(
         found = found.with_only(alone)
     ranks.all(Rank.limit_activations, device_bytes, host_bytes, only)
     return found
+
+
+def _set_aside(spec: TrainerSpec, model: PolicyModel) -> int:
+    """Bytes for as many tenants as there may be, beside what this one of them has taken.
+
+    Each may keep the largest states, whatever the first one keeps.
+    """
+    if spec.max_tenants == 1:
+        return 0
+    adapter = model.named_trainable()
+    most = tenant_bytes(adapter, OptimizerStates.FP32)
+    return spec.max_tenants * most - tenant_bytes(adapter, spec.kept_states)
 
 
 def _least(bytes_by_rank: Sequence[int | None]) -> int | None:

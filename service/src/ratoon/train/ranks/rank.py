@@ -146,12 +146,14 @@ class Rank:
         if shards is not None:
             shards.open(by_rank)
 
-    def activation_bytes(self, *, is_only: bool = False) -> int | None:
+    def activation_bytes(self, set_aside: int = 0, *, is_only: bool = False) -> int | None:
         """Device memory that this rank has for activations; None for a CPU: no limit.
 
-        `is_only`: for a window's only backward, whose gradients become the sums.
+        `set_aside`: bytes for others. `is_only`: for a window's only backward, whose gradients
+        become the sums.
         """
-        return activation_bytes(self.model.device, self._passing_bytes(is_only=is_only))
+        taken = self._passing_bytes(is_only=is_only) + set_aside
+        return activation_bytes(self.model.device, taken)
 
     def limit_activations(
         self, device_bytes: int | None, host_bytes: int, only: OnlyBackward | None = None
@@ -255,6 +257,7 @@ class Rank:
 
     def hold_weights(self) -> None:
         """Copy this rank's share of the weights to the host, for `write_weights`."""
+        self.model.bind(self._parameters)
         self._weights_copy.take()
 
     def write_weights(self, folder: str) -> dict[str, str]:
@@ -341,7 +344,11 @@ class Rank:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """When the block is left, in any way, this rank has stopped reading others' weights."""
+        """In the block the model has this rank's weights; whatever bound others since is undone.
+
+        When it is left, in any way, this rank has stopped reading other ranks' weights.
+        """
+        self.model.bind(self._parameters)
         try:
             yield
         finally:

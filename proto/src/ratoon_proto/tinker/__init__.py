@@ -1,0 +1,1 @@
+"""Messages of the Tinker wire, generated from proto/ratoon/tinker."""

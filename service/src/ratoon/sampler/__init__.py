@@ -1,0 +1,1 @@
+"""Sequences that a policy's published versions continue prompts with: one port, two samplers."""

@@ -1,0 +1,46 @@
+"""What a sampler is asked, and by whom: the edges ask, a process of its own answers.
+
+In: weights, which never change, a prompt and how to draw. Out: sequences with the log-probs of
+their tokens. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ratoon.model.spec import ModelSpec
+from ratoon_proto.types import SampleResult, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Weights to sample from: those of a published version, or what a policy began with.
+
+    `base`: the preset, or the folder below the models root. `version`, `folder` None: the base's
+    own, with adapters off. `digest` tells versions of one number apart, of which a LoadCheckpoint
+    may make several.
+    """
+
+    policy_id: str
+    base: str
+    model: ModelSpec
+    version: int | None
+    folder: Path | None
+    digest: str
+
+
+class Sampler(Protocol):
+    """`local.LocalSampler` and `remote.EngineSampler`; cancelling a call ends what it asked for.
+
+    `sample` takes validated arguments, with `max_tokens` set, and texts to stop at only where the
+    base has a tokenizer. It raises RESOURCE_EXHAUSTED with too many requests waiting, UNAVAILABLE
+    where weights or engine are away, so that a caller may ask again, and what an engine refuses.
+    """
+
+    async def sample(
+        self, weights: Weights, prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> SampleResult: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,492 @@
+"""The Tinker wire over a fake engine: keys, seqs, futures, refusals, listings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import pytest
+import zstandard
+
+from ratoon.api.gate import Gate, build_gate
+from ratoon.api.http.app import create_app
+from ratoon.api.service import PolicyService
+from ratoon.api.tinker import calls
+from ratoon.api.tinker.routes import tinker_routes
+from ratoon.auth.keys import Scope
+from ratoon.config import AuthConfig, RatoonConfig, TinkerConfig
+from ratoon.engine.commands import ForwardBackwardCommand, OptimStepCommand, RefusedCommand
+from ratoon.engine.refusals import checkpoint_not_found
+from ratoon.engine.types import (
+    CheckpointInfo,
+    Operation,
+    OperationResult,
+    Policy,
+    PolicyResult,
+    PolicySpec,
+)
+from ratoon.errors import ErrorCode, RatoonError
+from ratoon.metrics import TINKER_UNKNOWN_FIELDS, Sample
+from ratoon_proto.codec import encode_array
+from ratoon_proto.tinker import tinker_pb2 as wire
+from ratoon_proto.types import (
+    LogprobsOf,
+    OperationKind,
+    OperationState,
+    PolicyState,
+    PublishKind,
+)
+from ratoon_proto.v1.training_pb2 import ForwardOutput
+from tests.api.conftest import LIMITS
+from tests.api.fake_engine import INFO, FakeEngine, service_of
+from tests.api.guarded import make_key
+from tests.api.tinker_requests import datum, forward_backward
+
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "grad_clip_norm": 0.0}
+NO_ROUTE = ("asample", "save_weights_for_sampler", "create_sampling_session", "copy_weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """One key's client of the wire."""
+
+    client: httpx.AsyncClient
+
+    async def post(self, call: str, status: int = 200, /, **body: Any) -> dict[str, Any]:
+        response = await self.client.post(f"/api/v1/{call}", json=body)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def get(self, path: str, status: int = 200, **query: Any) -> dict[str, Any]:
+        response = await self.client.get(f"/api/v1/{path}", params=query)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def forward_backward(
+        self, message: wire.ForwardBackwardRequest, status: int = 200
+    ) -> dict[str, Any]:
+        data = message.SerializeToString()
+        response = await self.client.post(
+            "/api/v1/forward_backward", content=data, headers=PROTOBUF
+        )
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def future(self, begun: Mapping[str, Any]) -> httpx.Response:
+        body = {"request_id": begun["request_id"], "allow_metadata_only": True}
+        return await self.client.post("/api/v1/retrieve_future", json=body)
+
+    async def result(self, begun: Mapping[str, Any]) -> dict[str, Any]:
+        response = await self.future(begun)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def model(self, **changes: Any) -> str:
+        session = (await self.post("create_session", sdk_version="0.38.0", tags=[]))["session_id"]
+        lora = {"rank": 4, "train_unembed": True, "train_mlp": True, "train_attn": True}
+        body = {"model_seq_id": 0, "base_model": "tiny", "lora_config": lora} | changes
+        begun = await self.post("create_model", session_id=session, **body)
+        done = await self.result(begun)
+        assert done == {"model_id": begun["model_id"], "type": "create_model"}
+        return str(begun["model_id"])
+
+    async def step(self, model_id: str, seq_id: int, status: int = 200) -> dict[str, Any]:
+        body = {"model_id": model_id, "seq_id": seq_id, "adam_params": ADAM}
+        return await self.post("optim_step", status, **body)
+
+
+class OwnEngine(FakeEngine):
+    """A fake engine whose operations have ids as the real one's, and create a policy once."""
+
+    async def create_policy(self, spec: PolicySpec) -> Operation:
+        for operation in self.operations.values():
+            if operation.result == PolicyResult(policy=replace(CREATED, spec=spec)):
+                return operation
+        return await super().create_policy(spec)
+
+    def _add(
+        self, policy_id: str, kind: OperationKind, result: OperationResult | None
+    ) -> Operation:
+        operation = super()._add(policy_id, kind, result)
+        del self.operations[operation.operation_id]
+        operation = replace(operation, operation_id=f"{policy_id}.{len(self.operations)}")
+        self.operations[operation.operation_id] = operation
+        return operation
+
+    async def list_checkpoints(self, policy_id: str) -> list[CheckpointInfo]:
+        await self.policy(policy_id)
+        done = [each for each in self.operations.values() if each.policy_id == policy_id]
+        return [each.result for each in done if isinstance(each.result, CheckpointInfo)]
+
+    async def delete_checkpoint(self, policy_id: str, name: str) -> CheckpointInfo:
+        for each in await self.list_checkpoints(policy_id):
+            if each.name == name:
+                return each
+        raise checkpoint_not_found(name)
+
+
+CREATED = Policy(
+    spec=cast("PolicySpec", None),
+    state=PolicyState.READY,
+    version=0,
+    next_seq=1,
+    created_at=1.5,
+    info=INFO,
+    published_version=0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """The wire for two keys of its own, and for callers that show another or none."""
+
+    engine: OwnEngine
+    service: PolicyService
+    gate: Gate
+    root: Path
+    one: Caller
+    other: Caller
+    bare: httpx.AsyncClient
+
+
+@pytest.fixture
+async def tinker(tmp_path: Path) -> AsyncIterator[Wire]:
+    models_root, root = tmp_path / "models", tmp_path / "data"
+    for folder in (models_root / "real", tmp_path / "outside"):
+        folder.mkdir(parents=True)
+    (models_root / "escape").symlink_to(tmp_path / "outside")
+    engine = OwnEngine(folder=tmp_path, gap_wait_s=0.1)
+    service = service_of(engine, LIMITS, models_root)
+    config = RatoonConfig(
+        data_root=root,
+        models_root=models_root,
+        limits=LIMITS,
+        tinker=TinkerConfig(enabled=True),
+        auth=AuthConfig(required=True),
+    )
+    gate = build_gate(config)
+    routes = tinker_routes(service, gate, config)
+    app = create_app(service, LIMITS, gate=gate, tinker=routes)
+
+    def client(key: str) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app)
+        headers = {"X-API-Key": key} if key else {}
+        return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+
+    keys = make_key(root, Scope.TINKER), make_key(root, Scope.TINKER)
+    async with client(keys[0]) as one, client(keys[1]) as other, client("") as bare:
+        yield Wire(
+            engine=engine,
+            service=service,
+            gate=gate,
+            root=root,
+            one=Caller(client=one),
+            other=Caller(client=other),
+            bare=bare,
+        )
+
+
+def ours(model_id: str) -> str:
+    return f"tinker-{model_id.replace(':train:', '-')}"
+
+
+def output(*lengths: int) -> bytes:
+    offsets = np.cumsum([0, *lengths]).astype(np.int64)
+    logprobs = -np.arange(1, offsets[-1] + 1, dtype=np.float32)
+    return ForwardOutput(
+        logprobs=encode_array(logprobs), offsets=encode_array(offsets)
+    ).SerializeToString()
+
+
+async def test_a_script_creates_trains_saves_and_lists(tinker: Wire) -> None:
+    caller = tinker.one
+    assert (await caller.post("client/config", sdk_version="1"))["fwdbwd_max_chunk_len"] == 8
+    model_id = await caller.model()
+    spec = tinker.engine.known_policies[ours(model_id)].spec
+    assert (spec.publish.kind, spec.idle_ttl_s) == (PublishKind.ON_REQUEST, 3600.0)
+    info = await caller.post("get_info", model_id=model_id)
+    assert (info["is_lora"], info["lora_rank"], info["model_name"]) == (True, 4, "tiny")
+
+    tinker.engine.forward_output = output(3, 2)
+    data = (datum([1, 2, 3], targets=[0, 3, 4], weights=[0, 1, 1]), datum([5, 6], weights=[1, 1]))
+    begun = await caller.forward_backward(forward_backward(*data, model_id=model_id))
+    response = await caller.future(begun)
+    assert response.headers["content-type"] == "application/x-protobuf"
+    answer = wire.ForwardBackwardOutput.FromString(response.content)
+    values = np.frombuffer(answer.loss_fn_outputs[0].fields["logprobs"].data, np.float32)
+    assert values.tolist() == [0, -2, -3, -4, -5]
+    assert answer.metrics["loss:sum"] == 0.5 * 2
+    command = tinker.engine.log[-1].command
+    assert isinstance(command, ForwardBackwardCommand)
+    assert command.with_logprobs is LogprobsOf.ALL
+
+    assert (await caller.result(await caller.step(model_id, 2)))["metrics"]["grad_norm"] == 1.25
+    command = tinker.engine.log[-1].command
+    assert isinstance(command, OptimStepCommand)
+    assert (command.allow_empty, command.discard_on_poison) == (True, True)
+    assert (command.optim.max_grad_norm, command.optim.eps) == (0.0, 1e-12)
+
+    saved = await caller.post("save_weights", model_id=model_id, seq_id=3, path="final")
+    assert await caller.result(saved) == {
+        "path": f"tinker://{model_id}/weights/final",
+        "type": "save_weights",
+    }
+    runs = (await caller.get("training_runs", limit=5))["training_runs"]
+    assert [run["training_run_id"] for run in runs] == [model_id]
+    session = model_id.partition(":")[0]
+    assert (await caller.get(f"sessions/{session}"))["training_run_ids"] == [model_id]
+    await caller.post("session_heartbeat", session_id=session)
+    await caller.post("telemetry", events=[{}] * 100)
+
+
+async def test_calls_run_in_their_order_and_a_retry_is_the_first(tinker: Wire) -> None:
+    """A client sends the first part of a batch last, and anything again whose answer is lost."""
+    caller = tinker.one
+    model_id = await caller.model()
+    tinker.engine.forward_output = output(2)
+
+    def message(seq: int, token: int = 1) -> wire.ForwardBackwardRequest:
+        data = datum([token, 2], weights=[1, 1])
+        return forward_backward(data, model_id=model_id, seq_id=seq)
+
+    late = [await caller.forward_backward(message(seq)) for seq in (2, 3)]
+    blocked = await caller.result(late[0])
+    assert blocked["category"] == "user"
+    assert "has not arrived" in blocked["error"]
+    await caller.forward_backward(message(1))
+    for begun in late:
+        assert (await caller.future(begun)).headers["content-type"] == "application/x-protobuf"
+    assert await caller.forward_backward(message(2)) == late[0]
+    for bad in (message(2, token=9), message(2, token=999)):
+        refusal = await caller.forward_backward(bad, 400)
+        assert refusal["code"] in ("KEY_REUSED", "INVALID_ARGUMENT")
+    assert (await caller.future(late[0])).headers["content-type"] == "application/x-protobuf"
+    assert len([each for each in tinker.engine.log if each.policy_id == ours(model_id)]) == 3
+
+
+async def test_what_is_refused_takes_its_seq(tinker: Wire) -> None:
+    """Its client counts up after a refusal: every later call of the model would wait for ever."""
+    caller = tinker.one
+    model_id = await caller.model()
+    fine = datum([1, 2], weights=[1, 1])
+    bad = [
+        (forward_backward(fine, datum([1, 300], weights=[1, 1])), "data[1].loss_fn_inputs."),
+        (forward_backward(fine, datum([1], weights=[np.nan])), "data[1].loss_fn_inputs.weights[0]"),
+        (forward_backward(fine, loss_fn="gspo"), "write loss_fn=ppo"),
+        (forward_backward(fine, loss_fn="ppo", forward_only=True), "loss_fn"),
+        (forward_backward(), "data: got 0 datums"),
+        (forward_backward(*[fine] * 9), "data: got 9 datums"),
+        (forward_backward(datum(range(70), weights=[1] * 70)), "data[0]"),
+    ]
+    for seq, (message, said) in enumerate(bad, start=1):
+        message.model_id, message.seq_id = model_id, seq
+        for _ in range(2):
+            refusal = await caller.forward_backward(message, 400)
+            assert said in refusal["detail"]
+            assert refusal["category"] == "user"
+    wanted = {"model_id": model_id, "adam_params": ADAM | {"learning_rate": -1}}
+    refusal = await caller.post("optim_step", 400, seq_id=8, **wanted)
+    assert "adam_params.learning_rate" in refusal["detail"]
+    names = ("a/b", "..", "a" * 65, "", "%2f")
+    for seq, name in enumerate(names, start=9):
+        await caller.post("save_weights", 400, model_id=model_id, seq_id=seq, path=name)
+    other = f"tinker://{model_id}/weights/x"
+    body = {"model_id": model_id, "seq_id": 14, "path": other, "optimizer": False}
+    refusal = await caller.post("load_weights", 400, **body)
+    assert "create_training_client_from_state" in refusal["detail"]
+    assert "metrics" in await caller.result(await caller.step(model_id, 15))
+    commands = [each.command for each in tinker.engine.log]
+    assert [type(command) for command in commands[:-1]] == [RefusedCommand] * 14
+
+
+async def test_bodies_that_are_none_take_no_seq(tinker: Wire) -> None:
+    caller = tinker.one
+    model_id = await caller.model()
+    fine = forward_backward(datum([1, 2], weights=[1, 1]), model_id=model_id).SerializeToString()
+    bomb = zstandard.compress(b"\0" * 2**24)
+    for data, headers, status in (
+        (fine[:-1], {}, 400),
+        (b"\xff" * 9, {}, 400),
+        (b"\0" * 20_000, {}, 413),
+        (bomb, {"Content-Encoding": "zstd"}, 413),
+        (bomb[:20], {"Content-Encoding": "zstd"}, 400),
+        (zstandard.compress(fine), {"Content-Encoding": "zstd"}, 200),
+    ):
+        path = "/api/v1/forward_backward"
+        response = await caller.client.post(path, content=data, headers={**PROTOBUF, **headers})
+        assert response.status_code == status, (data[:10], response.text)
+        taken = [each for each in tinker.engine.log if each.policy_id == ours(model_id)]
+        assert len(taken) == (status == 200)
+    for body, said in (
+        ("{", "the body is not JSON"),
+        ('{"model_id": 3}', "model_id"),
+        ('{"model_id": "x", "seq_id": 0, "adam_params": {}}', "seq_id"),
+        ('{"model_id": "x", "seq_id": 1, "adam_params": {"learning_rate": NaN}}', "learning_rate"),
+    ):
+        response = await caller.client.post("/api/v1/optim_step", content=body)
+        assert response.status_code == 400
+        assert said in response.json()["detail"]
+
+
+async def test_nothing_of_another_key_can_be_told_from_nothing(tinker: Wire) -> None:
+    caller, other = tinker.one, tinker.other
+    model_id = await caller.model()
+    begun = await caller.step(model_id, 1)
+    saved = await caller.post("save_weights", model_id=model_id, seq_id=2, path="a")
+    await caller.result(saved)
+    session, nothing = model_id.partition(":")[0], "0" * 12 + "-" + "0" * 16
+    path = f"tinker://{model_id}/weights/a"
+
+    def theirs(session: str, path: str, request_id: str) -> list[tuple[str, dict[str, Any]]]:
+        model_id = f"{session}:train:0"
+        return [
+            ("get_info", {"model_id": model_id}),
+            ("session_heartbeat", {"session_id": session}),
+            ("retrieve_future", {"request_id": request_id}),
+            ("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": ADAM}),
+            ("save_weights", {"model_id": model_id, "seq_id": 3, "path": "b"}),
+            ("weights_info", {"tinker_path": path}),
+            (
+                "load_weights",
+                {"session_id": "", "model_seq_id": 5, "path": path, "optimizer": True},
+            ),
+            ("create_model", {"session_id": session, "model_seq_id": 5, "base_model": "tiny"}),
+            (f"sessions/{session}/finish", {}),
+        ]
+
+    own = (await other.post("create_session"))["session_id"]
+    told: list[list[str]] = []
+    for session_id, weights, request_id in (
+        (session, path, begun["request_id"]),
+        (nothing, path.replace(session, nothing), f"{ours(model_id)}.0".replace(session, nothing)),
+    ):
+        told.append([])
+        for call, body in theirs(session_id, weights, request_id):
+            if "session_id" in body and not body["session_id"]:
+                body["session_id"] = own
+            answer = await other.post(call, 404, **body)
+            told[-1].append(answer["detail"])
+        for place in (f"training_runs/{session_id}:train:0", f"sessions/{session_id}"):
+            told[-1].append((await other.get(place, 404))["detail"])
+    assert told[0] == told[1]
+    # The owner's own that does not exist has the same texts.
+    unknown = await caller.post("get_info", 404, model_id=f"{session}:train:7")
+    assert unknown["detail"] == told[0][0]
+    unknown = await caller.post("retrieve_future", 404, request_id=f"{ours(model_id)}.nothing")
+    assert unknown["detail"] == told[0][2]
+    assert (await other.get("training_runs"))["training_runs"] == []
+    assert (await other.get("checkpoints"))["checkpoints"] == []
+    delete = f"/api/v1/training_runs/{model_id}/checkpoints/weights/a"
+    assert (await other.client.delete(delete)).status_code == 404
+    forward = forward_backward(datum([1], weights=[1]), model_id=model_id, seq_id=3)
+    await other.forward_backward(forward, 404)
+    assert len(tinker.engine.log) == 2
+
+
+async def test_a_key_of_this_wire_opens_nothing_else(tinker: Wire) -> None:
+    key = tinker.one.client.headers["X-API-Key"]
+    assert key.startswith("tml-")
+    for path in ("/v1/policies", "/v1/info", "/metrics"):
+        assert (await tinker.one.client.get(path)).status_code == 403
+    assert (await tinker.bare.post("/api/v1/create_session", json={})).status_code == 401
+    assert (await tinker.bare.get("/api/v1/healthz")).status_code == 200
+    for scope, status in ((Scope.TRAIN, 403), (Scope.ADMIN, 200)):
+        headers = {"X-API-Key": make_key(tinker.root, scope)}
+        response = await tinker.bare.post("/api/v1/create_session", json={}, headers=headers)
+        assert response.status_code == status
+    for path in NO_ROUTE:
+        assert (await tinker.one.client.post(f"/api/v1/{path}", json={})).status_code == 404
+    assert "tinker_create_session" in (tinker.root / "access" / "audit.jsonl").read_text()
+
+
+async def test_a_future_is_held_and_outlasts_an_engine_that_is_away(
+    tinker: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK asks again at once: each answer in between is a turn of a busy loop."""
+    caller = tinker.one
+    model_id = await caller.model()
+    tinker.engine.hold = True
+    begun = await caller.step(model_id, 1)
+    monkeypatch.setattr(calls, "HOLD_S", 0.2)
+    held = await caller.result(begun)
+    assert held["type"] == "try_again"
+    assert held["queue_state"] == "active"
+    monkeypatch.setattr(calls, "HOLD_S", 5.0)
+    monkeypatch.setattr(calls, "_AWAY_S", 0.01)
+    get_operation, away = tinker.service.get_operation, 3
+
+    async def flaky(request: Any) -> Any:
+        nonlocal away
+        if away:
+            away -= 1
+            raise RatoonError(ErrorCode.UNAVAILABLE, "the engine is away")
+        return await get_operation(request)
+
+    monkeypatch.setattr(tinker.service, "get_operation", flaky)
+    waiting = asyncio.create_task(caller.result(begun))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await tinker.engine.release()
+    assert "metrics" in await waiting
+    assert away == 0
+
+
+async def test_unknown_fields_are_counted_and_change_nothing(tinker: Wire) -> None:
+    caller = tinker.one
+    model_id = await caller.model(new_field=1)
+    adam = {**ADAM, "momentum_schedule": "x"}
+    await caller.post("optim_step", model_id=model_id, seq_id=1, adam_params=adam)
+    counted = [each for each in tinker.engine.metrics if isinstance(each, Sample)]
+    calls_of = [each.labels for each in counted if each.metric == TINKER_UNKNOWN_FIELDS.name]
+    assert calls_of == [("create_model",), ("optim_step",)]
+
+
+def test_the_wire_is_off_unless_it_is_asked_for(tinker: Wire) -> None:
+    assert tinker_routes(tinker.service, tinker.gate, RatoonConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"base_model": "../outside"}, "base_model"),
+        ({"base_model": "escape"}, "base_model"),
+        ({"lora_config": {"rank": 0}}, "lora_config.rank"),
+        ({"lora_config": {"rank": 1, "train_mlp": False, "train_attn": False}}, "lora_config"),
+        ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config.type"),
+        ({"model_seq_id": -1}, "model_seq_id"),
+    ],
+)
+async def test_a_model_that_cannot_be_is_refused(
+    tinker: Wire, changes: dict[str, Any], said: str
+) -> None:
+    session = (await tinker.one.post("create_session"))["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"} | changes
+    assert said in (await tinker.one.post("create_model", 400, **body))["detail"]
+
+
+async def test_a_model_is_made_once_and_of_saved_weights(tinker: Wire) -> None:
+    caller = tinker.one
+    model_id = await caller.model(base_model="tiny")
+    session = model_id.partition(":")[0]
+    lora = {"rank": 4, "train_unembed": True, "train_mlp": True, "train_attn": True}
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    again = await caller.post("create_model", **body, lora_config=lora)
+    assert again["model_id"] == model_id
+    await caller.post("create_model", 400, **body, lora_config=lora | {"rank": 8})
+    path = f"tinker://{model_id}/weights/a"
+    body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+    begun = await caller.post("load_weights", **body)
+    assert begun["model_id"] == f"{session}:train:1"
+    assert (await caller.result(begun))["path"] == path
+    spec = tinker.engine.known_policies[ours(begun["model_id"])].spec
+    assert spec.from_checkpoint is not None
+    assert (spec.from_checkpoint.checkpoint_id, spec.from_checkpoint.with_optimizer) == ("a", True)
+    assert spec.model == tinker.engine.known_policies[ours(model_id)].spec.model
+    assert spec.publish.kind is PublishKind.ON_REQUEST
+    assert tinker.engine.operations[begun["request_id"]].state is OperationState.DONE
