@@ -35,7 +35,7 @@ demo: env ## train a tiny policy on this machine through the public client
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder
 NO_GPU = not gpu and not multigpu
 
-test: env-dev ## run the tests of the product, in twelve minutes on two cores
+test: env-dev ## run the tests of the product, in twenty minutes on two cores
 	@$(PYTEST) $(ARGS)
 
 test-more: env-dev env-trl ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a fifth of it a commit
