@@ -146,7 +146,6 @@ def listed(service: Any, model_id: str, path: str) -> None:
     note(f"{NEEDED} user_metadata", metadata)
     note(f"{NEEDED} train_unembed", unembed)
     calls: dict[str, tuple[Any, ...]] = {
-        "whoami": (),
         "get_session": (session,),
         "list_sessions": (),
         "list_training_runs": (),
