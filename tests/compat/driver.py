@@ -79,7 +79,7 @@ def reinforced(client: Any) -> None:
     note("forward_backward ppo, its clip", lambda: client.forward_backward(data, "ppo", config))
     client.optim_step(ADAM).result(PATIENCE_S)
 
-    def custom(data: list[Any], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+    def custom(data: list[Any], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:  # noqa: ARG001
         return sum((each**2).sum() for each in logprobs), {"squares": 1.0}
 
     data = [datum(weights=0.0)]
@@ -159,7 +159,7 @@ def listed(service: Any, model_id: str, path: str) -> None:
         "publish_checkpoint_from_tinker_path": (path,),
         "unpublish_checkpoint_from_tinker_path": (path,),
         "get_checkpoint_archive_url_from_tinker_path": (path,),
-        "copy_weights": (path,),
+        "copy_weights": (path, "a"),
         "get_current_checkpoint_storage_usage": (),
         "delete_checkpoint_from_tinker_path": (path,),
     }
