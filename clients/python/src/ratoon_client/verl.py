@@ -246,7 +246,7 @@ class RatoonEngine(BaseEngine):
 
 
 def _actor_config(loss_function: Any) -> Any:
-    """The ActorConfig of verl's configured loss. Raises InvalidArgumentError for another callable."""
+    """The ActorConfig of verl's configured loss. Raises InvalidArgumentError for another."""
     if (
         isinstance(loss_function, partial)
         and loss_function.func is ppo_loss
