@@ -152,7 +152,7 @@ def test_three_updates_are_verls_own(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
     from verl.workers.utils.losses import ppo_loss
 
-    folder = write_folder(tmp_path / "model", "qwen3")
+    folder = write_folder(tmp_path / "model", "qwen3_untied")
     engine, _ = _engine(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     begun = {key: value.detach().clone() for key, value in model.named_parameters()}
@@ -171,7 +171,7 @@ def test_three_updates_are_verls_own(tmp_path: Path, name: str) -> None:
     assert (flat(ours) - wanted).norm() / (wanted - flat(begun)).norm() <= 5e-5
 
 
-def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_has_no_counterpart_is_refused_by_name() -> None:
     from verl.workers.utils.losses import ppo_loss
 
     from ratoon_client.verl import _actor_config
