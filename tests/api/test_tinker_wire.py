@@ -220,10 +220,10 @@ class Wire:
 @pytest.fixture
 async def tinker(tmp_path: Path) -> AsyncIterator[Wire]:
     models_root, root = tmp_path / "models", tmp_path / "data"
-    for folder in (models_root / "real", tmp_path / "outside"):
+    for folder in (models_root / "real", tmp_path / "outside", tmp_path / "version"):
         folder.mkdir(parents=True)
     (models_root / "escape").symlink_to(tmp_path / "outside")
-    engine = OwnEngine(folder=tmp_path, gap_wait_s=0.1)
+    engine = OwnEngine(folder=tmp_path / "version", gap_wait_s=0.1)
     service = service_of(engine, LIMITS, models_root)
     config = RatoonConfig(
         data_root=root,
@@ -596,8 +596,10 @@ async def test_samples_come_from_a_version_that_stays(tinker: Wire) -> None:
     for sampler in (unnamed, named):
         answer = await caller.sampled(await caller.asample(sampler, num_samples=2))
         assert len(answer.sequences) == 2
-    for weights, _, _ in sampler_of(tinker).asked:
-        assert (weights.policy_id, weights.version) == (ours(model_id), 0)
+    named_as = [each.result for each in tinker.engine.operations.values()]
+    expected = [each.version for each in named_as if isinstance(each, NamedVersion)]
+    assert tinker.engine.known_policies[ours(model_id)].version > max(expected)
+    assert [weights.version for weights, _, _ in sampler_of(tinker).asked] == expected
     delete = f"/api/v1/training_runs/{model_id}/checkpoints/sampler_weights/s"
     assert (await tinker.other.client.delete(delete)).status_code == 404
     assert (await caller.client.delete(delete)).status_code == 204
@@ -758,7 +760,9 @@ async def test_room_is_waited_for_and_a_lost_engine_is_an_error_of_the_server(
 
     monkeypatch.setattr(sampler, "sample", flaky)
     monkeypatch.setattr(samples, "_AGAIN_S", 0.001)
-    full = exhausted("full", resource="sampler_requests", wanted=1, free=0, limit=1)
+    full = exhausted(
+        "full", resource="sampler_requests", wanted=1, free=0, limit=1, retry_after_s=1.0
+    )
     away = RatoonError(ErrorCode.UNAVAILABLE, "the engine is away")
     told += [away] * 3
     assert (await caller.sampled(begun)).sequences
