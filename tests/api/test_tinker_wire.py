@@ -713,6 +713,8 @@ async def test_the_future_of_a_sample_is_its_own_keys(tinker: Wire) -> None:
     body = {"session_id": own, "base_model": "tiny", "sampling_session_seq_id": 0}
     made = await other.post("create_sampling_session", **body)
     theirs = await other.asample(made["sampling_session_id"])
+    # A base is nobody's: only the id says whose future it is.
+    assert await caller.post("retrieve_future", 404, request_id=theirs["request_id"]) == unknown
     name, note = split_future(begun["request_id"])
     forged = theirs["request_id"].partition("~")[0]
     for sample, base in ((note.sample, ""), (note.sample, "tiny"), (b"\xff", "tiny")):
