@@ -15,7 +15,7 @@ import numpy as np
 import tinker  # pyright: ignore[reportMissingImports]  # in an environment of its own
 from tinker import types  # pyright: ignore[reportMissingImports]
 
-STEPS, GROUP, LENGTH, BOUND = 20, 16, 6, 16
+STEPS, GROUP, LENGTH, BOUND = 20, 8, 6, 16
 # Samples at once; half of them are cancelled.
 BURST = 2000
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, number] for number in range(4)]
