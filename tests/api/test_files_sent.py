@@ -26,6 +26,7 @@ from ratoon.edge.zero_copy import ZERO_COPY
 from ratoon.stream.files import is_open_elsewhere
 from ratoon.stream.versions import (
     file_path,
+    list_versions,
     prune_versions,
     publish_version,
     read_manifest,
@@ -256,7 +257,7 @@ def _publish(root: Path, version: int) -> WeightFile:
         return {}
 
     manifest = publish_version(root, requests.POLICY, version, WeightKind.FULL, write, 0.0)
-    prune_versions(root, 1, ())
+    prune_versions(root, list_versions(root)[-1:])
     return manifest.files[0]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ratoon.engine.files.paths import policy_paths
-from ratoon.stream.versions import prune_versions, publish_version, version_folder
+from ratoon.stream.versions import list_versions, prune_versions, publish_version, version_folder
 from ratoon_client import AsyncRatoonClient, ClientConfig, RatoonClient
 from ratoon_client.cli import main
 from ratoon_client.weights.sources import published_folder
@@ -64,7 +64,7 @@ class Publisher:
     def retire(self, version: int, files: dict[str, bytes], **options: Any) -> None:
         """Publish a version in place of all before it."""
         self.publish(version, files)
-        prune_versions(self.root, 1, ())
+        prune_versions(self.root, list_versions(self.root)[-1:])
         self.publish(version + 1, files, **options)
 
     def path(self, version: int, name: str = MODEL) -> Path:

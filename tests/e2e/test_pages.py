@@ -267,7 +267,7 @@ def test_the_example_adapts_a_folder_by_its_own_template_after_a_warm_start(
     run = grpo.main(["chat", str(data), str(rewards), *options, *warm, *lora])
     losses = [report.loss for report in run.reports[:8]]
     assert None not in losses
-    assert cast("float", losses[-1]) < cast("float", losses[0]) - 0.3
+    assert cast("float", losses[-1]) < cast("float", losses[0]) - 0.5
     assert run.version == len(run.reports) == 10
     with RatoonClient(url) as client:
         client.delete_policy("chat").result()
@@ -320,7 +320,7 @@ def test_the_commands_for_gsm8k_run(
     assert runs[0].rewards[0] == runs[1].rewards[1] == 1.0
     for report in (runs[0].reports[-1], runs[1].reports[-1]):
         assert report.num_sequences == 16
-        assert (report.reward_mean or 0.0) > 0.0
+        assert (report.reward_mean or 0.0) > 0.2
         assert report.staleness_max == 0
         assert not [each for each in report.warnings if each.kind == "wrong_logprobs"]
     with RatoonClient(url) as client:

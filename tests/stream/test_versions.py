@@ -213,15 +213,14 @@ def test_list_versions_is_ascending_and_ignores_the_rest(tmp_path: Path) -> None
     assert list_versions(tmp_path) == (2, 10, 123456789)
 
 
-def test_prune_keeps_newest_and_protected(tmp_path: Path) -> None:
+def test_prune_keeps_what_it_is_told(tmp_path: Path) -> None:
     for version in range(6):
         publish(tmp_path, version, {"a": str(version).encode()})
-    assert prune_versions(tmp_path, 2, {1}) == (0, 2, 3)
+    assert prune_versions(tmp_path, {1, 4, 5}) == (0, 2, 3)
     assert list_versions(tmp_path) == (1, 4, 5)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == [".spare"]
     assert len(list(tmp_path.iterdir())) == 4
-    assert prune_versions(tmp_path, 2, {1}) == ()
-    assert code_of(lambda: prune_versions(tmp_path, -1, ())) is ErrorCode.INVALID_ARGUMENT
+    assert prune_versions(tmp_path, {1, 4, 5, None}) == ()
 
 
 def test_file_path_takes_only_names_of_the_manifest(tmp_path: Path) -> None:
@@ -274,7 +273,7 @@ def test_chunk_is_found_in_an_older_version_until_it_is_pruned(tmp_path: Path) -
     digest = publish(tmp_path, 1, {"a": b"one"}).files[0].digest
     publish(tmp_path, 2, {"a": b"two"})
     assert open_chunk(tmp_path, digest, 0, 3) == b"one"
-    prune_versions(tmp_path, 1, ())
+    prune_versions(tmp_path, list_versions(tmp_path)[-1:])
     assert code_of(lambda: open_chunk(tmp_path, digest, 0, 3)) is ErrorCode.WEIGHTS_NOT_FOUND
 
 
@@ -361,7 +360,7 @@ def test_the_next_version_is_written_over_the_pages_of_the_one_pruned_last(tmp_p
     for version in range(4):
         publish(tmp_path, version, {WEIGHTS: bytes([version]) * 5000, "config.json": b"{}"})
         inodes.append((version_folder(tmp_path, version) / WEIGHTS).stat().st_ino)
-        prune_versions(tmp_path, 1, ())
+        prune_versions(tmp_path, list_versions(tmp_path)[-1:])
     assert inodes[2:] == inodes[:2]
     assert sorted(path.name for path in version_folder(tmp_path, 3).iterdir()) == [
         "config.json",
@@ -384,7 +383,7 @@ def test_what_is_still_read_is_not_written_over(tmp_path: Path, way: str) -> Non
         if way != "mapped":
             mapped.close()
         publish(tmp_path, 1, {WEIGHTS: b"1" * 5000})
-        prune_versions(tmp_path, 1, ())
+        prune_versions(tmp_path, list_versions(tmp_path)[-1:])
         publish(tmp_path, 2, {WEIGHTS: b"2" * 5000})
         kept = {
             "open": file.read,
@@ -398,7 +397,7 @@ def test_what_is_still_read_is_not_written_over(tmp_path: Path, way: str) -> Non
 def test_files_that_the_next_version_does_not_have_go_with_the_spare_one(tmp_path: Path) -> None:
     publish(tmp_path, 0, {"a.safetensors": b"0" * 9, "b.safetensors": b"0" * 9})
     publish(tmp_path, 1, {"a.safetensors": b"1"})
-    prune_versions(tmp_path, 1, ())
+    prune_versions(tmp_path, list_versions(tmp_path)[-1:])
     manifest = publish(tmp_path, 2, {"a.safetensors": b"2"})
     assert [(file.name, file.size_bytes) for file in manifest.files] == [("a.safetensors", 1)]
 

@@ -86,8 +86,8 @@ class PolicyModel:
     ones do). Not thread-safe; one forward at a time.
 
     Adapters of one shape may take turns (`new_adapter`, `bind`): parameters of the module are
-    replaced by others like them, which costs about 0.1 microseconds each, copies nothing, and lets
-    a compiled layer run on, as it depends on shapes alone.
+    replaced by others like them, which copies nothing, and lets a compiled layer run on, as it
+    depends on shapes alone.
     """
 
     def __init__(

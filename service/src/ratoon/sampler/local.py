@@ -12,17 +12,16 @@ from pathlib import Path
 
 import torch
 
-from ratoon.errors import ErrorCode, RatoonError, described, exhausted
+from ratoon.errors import ErrorCode, RatoonError, described
 from ratoon.log import get_logger
 from ratoon.model.spec import ModelSpec
 from ratoon.sampler.model import SampledModel, base_key
-from ratoon.sampler.port import Weights
+from ratoon.sampler.port import Weights, check_waiting
 from ratoon.sampler.run import run_wave
 from ratoon.sampler.waves import Job, Share, take_wave
 from ratoon_proto.types import SampleResult, SamplingParams
 
 _LOG = get_logger("sampler")
-_RETRY_S = 1.0
 
 
 class LocalSampler:
@@ -52,15 +51,7 @@ class LocalSampler:
         self, weights: Weights, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> SampleResult:
         """See `port.Sampler`."""
-        if len(self._jobs) >= self._max_waiting:
-            raise exhausted(
-                f"{len(self._jobs)} requests wait for the sampler",
-                resource="sampler_requests",
-                wanted=1,
-                free=0,
-                limit=self._max_waiting,
-                retry_after_s=_RETRY_S,
-            )
+        check_waiting(len(self._jobs), self._max_waiting, "sampler")
         job = Job(weights=weights, prompt=prompt, sampling=sampling)
         loop = asyncio.get_running_loop()
         done = self._jobs[job] = loop.create_future()

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ratoon.errors import exhausted
 from ratoon.model.spec import ModelSpec
 from ratoon_proto.types import SampleResult, SamplingParams
+
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,19 @@ class Weights:
     version: int | None
     folder: Path | None
     digest: str
+
+
+def check_waiting(num_waiting: int, most: int, what: str) -> None:
+    """Raises RESOURCE_EXHAUSTED where as many requests as may wait for `what` do so."""
+    if num_waiting >= most:
+        raise exhausted(
+            f"{num_waiting} requests wait for the {what}",
+            resource="sampler_requests",
+            wanted=1,
+            free=0,
+            limit=most,
+            retry_after_s=_RETRY_S,
+        )
 
 
 class Sampler(Protocol):

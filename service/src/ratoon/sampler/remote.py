@@ -22,9 +22,9 @@ from typing import Any, cast
 import httpx
 
 from ratoon.config import SamplingEngineConfig
-from ratoon.errors import ErrorCode, RatoonError, exhausted, shown
+from ratoon.errors import ErrorCode, RatoonError, shown
 from ratoon.log import get_logger
-from ratoon.sampler.port import Weights
+from ratoon.sampler.port import Weights, check_waiting
 from ratoon_proto.types import (
     LoraTuning,
     ReceiverInfo,
@@ -36,7 +36,6 @@ from ratoon_proto.types import (
 
 _LOG = get_logger("sampler")
 _CALL_S, _LOAD_S = 30.0, 300.0
-_RETRY_S = 1.0
 # Key in `details` of the engine's own status, and the status for a model that it does not have.
 _STATUS, _UNKNOWN = "engine_status", "404"
 _SHOWN_CHARACTERS = 300
@@ -81,15 +80,7 @@ class EngineSampler:
         self, weights: Weights, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> SampleResult:
         """See `port.Sampler`. Raises INVALID_ARGUMENT too, with what the engine says to refuse."""
-        if self._num_waiting >= self._max_waiting:
-            raise exhausted(
-                f"{self._num_waiting} requests wait for the engine",
-                resource="sampler_requests",
-                wanted=1,
-                free=0,
-                limit=self._max_waiting,
-                retry_after_s=_RETRY_S,
-            )
+        check_waiting(self._num_waiting, self._max_waiting, "engine")
         self._num_waiting += 1
         try:
             async with self._turns, self._model(weights) as name:

@@ -275,12 +275,9 @@ def list_versions(root: Path) -> tuple[int, ...]:
     )
 
 
-def prune_versions(root: Path, keep: int, protected: Collection[int | None]) -> tuple[int, ...]:
-    """Remove all but the newest `keep` and the protected; returns the removed."""
-    if keep < 0:
-        raise invalid("keep_versions", keep, "at least 0")
-    versions = list_versions(root)
-    removed = tuple(v for v in versions[: len(versions) - keep] if v not in protected)
+def prune_versions(root: Path, kept: Collection[int | None]) -> tuple[int, ...]:
+    """Remove all versions but the kept; returns the removed."""
+    removed = tuple(version for version in list_versions(root) if version not in kept)
     for version in removed[:-1]:
         remove_folder(version_folder(root, version))
     if removed:

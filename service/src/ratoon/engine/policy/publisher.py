@@ -445,7 +445,7 @@ class Publisher(Awaited):
         return frozenset((*self._run.listed, *self.receivers.held(), self._version))
 
     async def _prune(self) -> None:
-        await asyncio.to_thread(prune_versions, self._run.paths.weights, 0, self._kept)
+        await asyncio.to_thread(prune_versions, self._run.paths.weights, self._kept)
 
     async def _drop(self, version: int, error: RatoonError) -> None:
         """Publish a damaged version no more, and set its files aside.
