@@ -84,7 +84,7 @@ class RatoonGRPOTrainer(GRPOTrainer):
         self._session: PolicySession | None = None
         self._mirror = tempfile.TemporaryDirectory(prefix="ratoon-")
         self._receiver: Any = None
-        # Of the module; None: it is the caller's own.
+        # The module's; None: its weights are the caller's own.
         self._version: int | None = None
         self._window: list[dict[str, Any]] = []
         self._grad_norm = 0.0
