@@ -52,8 +52,8 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.metrics import Change
-from ratoon.model.spec import ModelInfo
-from ratoon.sampler.port import Weights
+from ratoon.model.spec import ModelInfo, ModelSpec
+from ratoon.sampler.port import BaseFacts, Weights
 from ratoon.stream.manifest import WeightManifest
 from ratoon_proto import types
 from ratoon_proto.types import (
@@ -627,6 +627,13 @@ class FakeSampler:
             prompt_logprobs=(float("nan"), *[-0.25] * (len(prompt) - 1)),
             topk_prompt_tokens=(),
             topk_prompt_logprobs=(),
+        )
+
+    async def facts(self, model: ModelSpec) -> BaseFacts:
+        return BaseFacts(
+            vocab_size=INFO.vocab_size,
+            max_sequence_tokens=INFO.max_sequence_tokens,
+            media_tokens={},
         )
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,22 +17,30 @@ import zstandard
 from ratoon.api.gate import Gate, build_gate
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
-from ratoon.api.tinker import calls
+from ratoon.api.tinker import calls, samples
+from ratoon.api.tinker.datums import future_id, split_future
 from ratoon.api.tinker.routes import tinker_routes
 from ratoon.auth.keys import Scope
 from ratoon.config import AuthConfig, RatoonConfig, TinkerConfig
-from ratoon.engine.commands import ForwardBackwardCommand, OptimStepCommand, RefusedCommand
+from ratoon.engine.commands import (
+    ForwardBackwardCommand,
+    OptimStepCommand,
+    PublishVersionCommand,
+    RefusedCommand,
+)
 from ratoon.engine.refusals import checkpoint_not_found
 from ratoon.engine.types import (
     CheckpointInfo,
+    NamedVersion,
     Operation,
     OperationResult,
     Policy,
     PolicyResult,
     PolicySpec,
 )
-from ratoon.errors import ErrorCode, RatoonError
+from ratoon.errors import ErrorCode, RatoonError, exhausted
 from ratoon.metrics import TINKER_UNKNOWN_FIELDS, Sample
+from ratoon_proto import types
 from ratoon_proto.codec import encode_array
 from ratoon_proto.tinker import tinker_pb2 as wire
 from ratoon_proto.types import (
@@ -40,16 +49,19 @@ from ratoon_proto.types import (
     OperationState,
     PolicyState,
     PublishKind,
+    SampleResult,
+    VersionInfo,
+    VersionList,
 )
 from ratoon_proto.v1.training_pb2 import ForwardOutput
 from tests.api.conftest import LIMITS
-from tests.api.fake_engine import INFO, FakeEngine, service_of
+from tests.api.fake_engine import INFO, FakeEngine, FakeSampler, service_of
 from tests.api.guarded import make_key
 from tests.api.tinker_requests import datum, forward_backward
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "grad_clip_norm": 0.0}
-NO_ROUTE = ("asample", "save_weights_for_sampler", "create_sampling_session", "copy_weights")
+NO_ROUTE = ("copy_weights", "cancel_future", "save_weights_external")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +108,42 @@ class Caller:
         assert done == {"model_id": begun["model_id"], "type": "create_model"}
         return str(begun["model_id"])
 
+    async def sampler(self, model_id: str, seq_id: int = 1) -> str:
+        """A sampling session of the model as it is."""
+        body = {"model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": 0}
+        begun = await self.post("save_weights_for_sampler", **body)
+        return str((await self.result(begun))["sampling_session_id"])
+
+    async def asample(self, sampler: str, status: int = 200, /, **changes: Any) -> dict[str, Any]:
+        return await self.post("asample", status, **asked(sampler, **changes))
+
+    async def sampled(self, begun: Mapping[str, Any]) -> wire.SampleResponse:
+        response = await self.future(begun)
+        assert response.headers["content-type"] == "application/x-protobuf", response.text
+        return wire.SampleResponse.FromString(response.content)
+
     async def step(self, model_id: str, seq_id: int, status: int = 200) -> dict[str, Any]:
         body = {"model_id": model_id, "seq_id": seq_id, "adam_params": ADAM}
         return await self.post("optim_step", status, **body)
+
+
+def asked(sampler: str, *, tokens: tuple[int, ...] = (5, 6, 7), **changes: Any) -> dict[str, Any]:
+    """The body of an asample, as the SDK sends it; what a change has in `params` is added."""
+    params = {"max_tokens": 9, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+    params |= changes.pop("params", {})
+    return {
+        "num_samples": 1,
+        "prompt": {"chunks": [{"tokens": [*tokens], "type": "encoded_text"}]},
+        "sampling_params": params,
+        "sampling_session_id": sampler,
+        "seq_id": 2_000_000_000_000,
+        "prompt_logprobs": False,
+        "topk_prompt_logprobs": 0,
+        "topk_sample_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
+        "record_stability_info": False,
+        "type": "sample",
+    } | changes
 
 
 class OwnEngine(FakeEngine):
@@ -118,6 +163,19 @@ class OwnEngine(FakeEngine):
         operation = replace(operation, operation_id=f"{policy_id}.{len(self.operations)}")
         self.operations[operation.operation_id] = operation
         return operation
+
+    async def list_versions(self, policy_id: str) -> VersionList:
+        results = [each.result for each in self.operations.values() if each.policy_id == policy_id]
+        at = datetime.fromtimestamp(2.5, UTC)
+        names = tuple(
+            types.NamedVersion(name=named.name, version=0, size_bytes=20, created_at=at)
+            for named in results
+            if isinstance(named, NamedVersion)
+        )
+        version = VersionInfo(
+            version=0, size_bytes=20, delta_bytes=0, published_at=at, is_held=False, names=names
+        )
+        return VersionList(versions=(version,), receivers=())
 
     async def list_checkpoints(self, policy_id: str) -> list[CheckpointInfo]:
         await self.policy(policy_id)
@@ -142,6 +200,10 @@ CREATED = Policy(
 )
 
 
+def sampler_of(tinker: Wire) -> FakeSampler:
+    return cast("FakeSampler", tinker.service._sampler)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wire:
     """The wire for two keys of its own, and for callers that show another or none."""
@@ -158,10 +220,10 @@ class Wire:
 @pytest.fixture
 async def tinker(tmp_path: Path) -> AsyncIterator[Wire]:
     models_root, root = tmp_path / "models", tmp_path / "data"
-    for folder in (models_root / "real", tmp_path / "outside"):
+    for folder in (models_root / "real", tmp_path / "outside", tmp_path / "version"):
         folder.mkdir(parents=True)
     (models_root / "escape").symlink_to(tmp_path / "outside")
-    engine = OwnEngine(folder=tmp_path, gap_wait_s=0.1)
+    engine = OwnEngine(folder=tmp_path / "version", gap_wait_s=0.1)
     service = service_of(engine, LIMITS, models_root)
     config = RatoonConfig(
         data_root=root,
@@ -357,6 +419,14 @@ async def test_nothing_of_another_key_can_be_told_from_nothing(tinker: Wire) -> 
                 {"session_id": "", "model_seq_id": 5, "path": path, "optimizer": True},
             ),
             ("create_model", {"session_id": session, "model_seq_id": 5, "base_model": "tiny"}),
+            ("save_weights_for_sampler", {"model_id": model_id, "seq_id": 3, "path": "b"}),
+            (
+                "create_sampling_session",
+                {"session_id": "", "model_path": f"tinker://{model_id}/sampler_weights/b"},
+            ),
+            ("create_sampling_session", {"session_id": session, "base_model": "tiny"}),
+            ("asample", asked(f"{model_id}:sample:b")),
+            ("asample", asked(f"{session}:sample:dGlueQ==")),
             (f"sessions/{session}/finish", {}),
         ]
 
@@ -372,7 +442,12 @@ async def test_nothing_of_another_key_can_be_told_from_nothing(tinker: Wire) -> 
                 body["session_id"] = own
             answer = await other.post(call, 404, **body)
             told[-1].append(answer["detail"])
-        for place in (f"training_runs/{session_id}:train:0", f"sessions/{session_id}"):
+        for place in (
+            f"training_runs/{session_id}:train:0",
+            f"sessions/{session_id}",
+            f"samplers/{session_id}:train:0:sample:b",
+            f"samplers/{session_id}:sample:dGlueQ==",
+        ):
             told[-1].append((await other.get(place, 404))["detail"])
     assert told[0] == told[1]
     # The owner's own that does not exist has the same texts.
@@ -490,3 +565,218 @@ async def test_a_model_is_made_once_and_of_saved_weights(tinker: Wire) -> None:
     assert spec.model == tinker.engine.known_policies[ours(model_id)].spec.model
     assert spec.publish.kind is PublishKind.ON_REQUEST
     assert tinker.engine.operations[begun["request_id"]].state is OperationState.DONE
+
+
+async def test_samples_come_from_a_version_that_stays(tinker: Wire) -> None:
+    caller = tinker.one
+    model_id = await caller.model()
+    unnamed = await caller.sampler(model_id)
+    begun = await caller.post("save_weights_for_sampler", model_id=model_id, seq_id=2, path="s")
+    path = f"tinker://{model_id}/sampler_weights/s"
+    saved = await caller.result(begun)
+    assert (saved["path"], saved["sampling_session_id"]) == (path, None)
+    first, second = (each.command for each in tinker.engine.log)
+    assert isinstance(first, PublishVersionCommand)
+    assert isinstance(second, PublishVersionCommand)
+    assert (first.ttl_s, second.ttl_s, second.name) == (86_400.0, None, "s")
+    body = {"session_id": model_id.partition(":")[0], "sampling_session_seq_id": 1}
+    made = await caller.post("create_sampling_session", **body, model_path=path)
+    named = made["sampling_session_id"]
+    assert await caller.get(f"samplers/{named}") == {
+        "sampler_id": named,
+        "base_model": "tiny",
+        "model_path": path,
+    }
+    assert (await caller.get(f"samplers/{unnamed}"))["model_path"] is None
+    shown = await caller.get(f"sessions/{body['session_id']}")
+    assert shown["sampler_ids"] == [unnamed, named]
+    kept = (await caller.get("checkpoints"))["checkpoints"]
+    assert [(each["tinker_path"], each["checkpoint_type"]) for each in kept] == [(path, "sampler")]
+    await caller.result(await caller.step(model_id, 3))
+    for sampler in (unnamed, named):
+        answer = await caller.sampled(await caller.asample(sampler, num_samples=2))
+        assert len(answer.sequences) == 2
+    named_as = [each.result for each in tinker.engine.operations.values()]
+    expected = [each.version for each in named_as if isinstance(each, NamedVersion)]
+    assert tinker.engine.known_policies[ours(model_id)].version > max(expected)
+    assert [weights.version for weights, _, _ in sampler_of(tinker).asked] == expected
+    delete = f"/api/v1/training_runs/{model_id}/checkpoints/sampler_weights/s"
+    assert (await tinker.other.client.delete(delete)).status_code == 404
+    assert (await caller.client.delete(delete)).status_code == 204
+
+
+async def test_a_sample_is_asked_for_and_answered_as_the_wire_has_it(tinker: Wire) -> None:
+    caller = tinker.one
+    sampler = await caller.sampler(await caller.model())
+    params = {"seed": 3, "stop": [11, 12], "temperature": 0.5, "top_k": 4, "top_p": 0.9}
+    begun = await caller.asample(sampler, num_samples=3, params=params, prompt_logprobs=True)
+    assert len(set(begun["sample_sequence_ids"])) == 3
+    answer = await caller.sampled(begun)
+    sequence = answer.sequences[0]
+    assert np.frombuffer(sequence.tokens, "<i4").tolist() == [5, 6, 7]
+    assert np.frombuffer(sequence.logprobs, "<f4").tolist() == [-0.5] * 3
+    assert sequence.stop_reason == wire.STOP_REASON_STOP
+    prompt = np.frombuffer(answer.prompt_logprobs, "<f4")
+    assert np.isnan(prompt[0])
+    assert prompt[1:].tolist() == [-0.25] * 2
+    given = sampler_of(tinker).asked[-1][2]
+    assert (given.seed, given.stop_token_ids, given.temperature) == (3, (11, 12), 0.5)
+    assert (given.top_k, given.top_p, given.max_tokens, given.ignore_eos) == (4, 0.9, 9, False)
+    for stop, texts, ignores in (("ab", ("ab",), False), (["ab", "c"], ("ab", "c"), False)):
+        await caller.sampled(await caller.asample(sampler, params={"stop": stop}))
+        given = sampler_of(tinker).asked[-1][2]
+        assert (given.stop, given.ignore_eos, given.seed, given.top_k) == (texts, ignores, None, 0)
+    await caller.sampled(await caller.asample(sampler, params={"stop": []}))
+    assert sampler_of(tinker).asked[-1][2].ignore_eos
+    equal = [await caller.asample(sampler) for _ in range(2)]
+    assert equal[0]["request_id"] != equal[1]["request_id"]
+
+
+async def test_a_base_model_is_sampled_without_a_policy(tinker: Wire) -> None:
+    caller = tinker.one
+    session = (await caller.post("create_session"))["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0}
+    made = await caller.post("create_sampling_session", **body, base_model="tiny")
+    sampler = made["sampling_session_id"]
+    shown = {"sampler_id": sampler, "base_model": "tiny", "model_path": None}
+    assert await caller.get(f"samplers/{sampler}") == shown
+    await caller.sampled(await caller.asample(sampler))
+    weights = sampler_of(tinker).asked[-1][0]
+    assert (weights.policy_id, weights.base, weights.version) == ("", "tiny", None)
+    direct = asked("") | {"sampling_session_id": None, "base_model": "tiny"}
+    await caller.sampled(await caller.post("asample", **direct))
+    for base in ("../outside", "escape", "nothing"):
+        refusal = await caller.post("create_sampling_session", 400, **body, base_model=base)
+        assert "base_model" in refusal["detail"]
+    refusal = await caller.post("create_sampling_session", 400, **body)
+    assert "model_path" in refusal["detail"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": ()}, "prompt"),
+        ({"tokens": (5, 300)}, "prompt[1]"),
+        ({"tokens": (-1,)}, "prompt.chunks"),
+        ({"tokens": (1,) * 64}, "prompt: got 64 tokens"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "prompt.chunks[0].type"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"num_samples": 2**21}, "num_samples"),
+        ({"params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
+        ({"params": {"max_tokens": 62}}, "sampling_params.max_tokens"),
+        ({"params": {"temperature": -1.0}}, "sampling_params.temperature"),
+        ({"params": {"top_k": -2}}, "sampling_params.top_k"),
+        ({"params": {"top_p": 0.0}}, "sampling_params.top_p"),
+        ({"params": {"stop": [300]}}, "sampling_params.stop[0]"),
+        ({"params": {"stop": ""}}, "sampling_params.stop[0]"),
+        ({"params": {"seed": 2**63}}, "sampling_params.seed"),
+        ({"topk_prompt_logprobs": 257}, "topk_prompt_logprobs"),
+        ({"topk_sample_logprobs": 1}, "topk_sample_logprobs"),
+        ({"target_prompt_logprobs": {}}, "target_prompt_logprobs"),
+        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
+    ],
+)
+async def test_a_sample_that_cannot_be_is_refused(
+    tinker: Wire, changes: dict[str, Any], said: str
+) -> None:
+    sampler = await tinker.one.sampler(await tinker.one.model())
+    assert said in (await tinker.one.asample(sampler, 400, **changes))["detail"]
+    assert sampler_of(tinker).asked == []
+
+
+async def test_weights_to_sample_from_that_are_refused_take_their_seq(tinker: Wire) -> None:
+    caller = tinker.one
+    model_id = await caller.model()
+    bad = [{"path": name} for name in ("a/b", "..", "a" * 65, "", "unnamed-1", "x" * 10_000)]
+    for seq, body in enumerate([*bad, {"kind": "inflight"}], start=1):
+        call = {"model_id": model_id, "seq_id": seq} | body
+        refusal = await caller.post("save_weights_for_sampler", 400, **call)
+        assert next(iter(body)) in refusal["detail"]
+    assert "metrics" in await caller.result(await caller.step(model_id, len(bad) + 2))
+    body = {"session_id": model_id.partition(":")[0]}
+    for path in (f"tinker://{model_id}/weights/s", f"tinker://{model_id}", "s"):
+        refusal = await caller.post("create_sampling_session", 400, **body, model_path=path)
+        assert "sampler_weights/NAME" in refusal["detail"]
+    unknown = f"tinker://{model_id}/sampler_weights/s"
+    await caller.post("create_sampling_session", 404, **body, model_path=unknown)
+
+
+async def test_the_future_of_a_sample_is_its_own_keys(tinker: Wire) -> None:
+    """It carries its request: what another key has put into one is judged again."""
+    caller, other = tinker.one, tinker.other
+    model_id = await caller.model()
+    begun = await caller.asample(await caller.sampler(model_id))
+    unknown = await other.post("retrieve_future", 404, request_id="nothing")
+    assert await other.post("retrieve_future", 404, request_id=begun["request_id"]) == unknown
+    own = (await other.post("create_session"))["session_id"]
+    body = {"session_id": own, "base_model": "tiny", "sampling_session_seq_id": 0}
+    made = await other.post("create_sampling_session", **body)
+    theirs = await other.asample(made["sampling_session_id"])
+    # A base is nobody's: only the id says whose future it is.
+    assert await caller.post("retrieve_future", 404, request_id=theirs["request_id"]) == unknown
+    name, note = split_future(begun["request_id"])
+    forged = theirs["request_id"].partition("~")[0]
+    for sample, base in ((note.sample, ""), (note.sample, "tiny"), (b"\xff", "tiny")):
+        note.sample, note.base_model = sample, base
+        request_id = future_id(forged, note)
+        assert await other.post("retrieve_future", 404, request_id=request_id) == unknown
+    assert name.startswith("sample.")
+    assert sampler_of(tinker).asked == []
+
+
+async def test_a_sample_is_held_shared_and_ended_with_its_last_reader(
+    tinker: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, sampler = tinker.one, sampler_of(tinker)
+    monkeypatch.setattr(calls, "HOLD_S", 0.05)
+    monkeypatch.setattr(samples, "GRACE_S", 0.2)
+    begun = await caller.asample(await caller.sampler(await caller.model()))
+    sampler.hold = True
+    for _ in range(3):
+        held = await caller.result(begun)
+        assert held == {
+            "type": "try_again",
+            "request_id": begun["request_id"],
+            "queue_state": "active",
+        }
+    assert len(sampler.asked) == 1
+    assert not sampler.cancelled.is_set()
+    await asyncio.wait_for(sampler.cancelled.wait(), 5)
+    # Another process, or this one after a restart, begins it anew.
+    sampler.hold = False
+    assert len((await caller.sampled(begun)).sequences) == 1
+
+
+async def test_room_is_waited_for_and_a_lost_engine_is_an_error_of_the_server(
+    tinker: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, sampler = tinker.one, sampler_of(tinker)
+    begun = await caller.asample(await caller.sampler(await caller.model()))
+    sample, told = sampler.sample, list[RatoonError]()
+
+    async def flaky(*given: Any) -> SampleResult:
+        if told:
+            raise told.pop()
+        return await sample(*given)
+
+    monkeypatch.setattr(sampler, "sample", flaky)
+    monkeypatch.setattr(samples, "_AGAIN_S", 0.001)
+    full = exhausted(
+        "full", resource="sampler_requests", wanted=1, free=0, limit=1, retry_after_s=1.0
+    )
+    away = RatoonError(ErrorCode.UNAVAILABLE, "the engine is away")
+    told += [away] * 3
+    assert (await caller.sampled(begun)).sequences
+    monkeypatch.setattr(calls, "HOLD_S", 0.05)
+    told += [full]
+    held = await caller.result(begun)
+    assert (held["type"], held["queue_state"]) == ("try_again", "paused_capacity")
+    monkeypatch.setattr(calls, "HOLD_S", 5.0)
+    assert (await caller.sampled(begun)).sequences
+    assert told == []
+    monkeypatch.setattr(samples, "AWAY_S", 0.0)
+    for error in (away, RatoonError(ErrorCode.RESOURCE_EXHAUSTED, "no memory")):
+        told += [error]
+        answer = await caller.result(begun)
+        assert answer == {"error": error.message, "category": "server"}

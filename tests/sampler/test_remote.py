@@ -330,5 +330,9 @@ async def test_a_full_version_is_the_one_that_its_receiver_serves(
         assert await code_of(asked) is ErrorCode.UNAVAILABLE, "weights changed meanwhile"
         base = replace(full, version=None, folder=None)
         assert await code_of(sampler.sample(base, PROMPT, params())) is ErrorCode.UNSUPPORTED
+    # An engine that no receiver writes to has the base.
+    async with sampler_of(engine, tmp_path) as (sampler, _):
+        await sampler.sample(replace(base, policy_id=""), PROMPT, params())
+    assert engine.bodies[-1]["model"] == "m"
     async with sampler_of(engine, tmp_path) as (sampler, _):
         assert await code_of(sampler.sample(full, PROMPT, params())) is ErrorCode.UNSUPPORTED

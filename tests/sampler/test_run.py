@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode
 from ratoon.model.export import export_weights
+from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
-from ratoon.model.spec import ModelDtype, PresetBase
-from ratoon.sampler.model import SampledModel
+from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
+from ratoon.sampler.model import SampledModel, base_facts
 from ratoon.sampler.port import Weights
 from ratoon.sampler.run import run_wave
 from ratoon.sampler.waves import Job, Share
@@ -235,3 +236,14 @@ def test_a_version_whose_files_are_gone_is_away(
     gone = weights_of(load(TINY, dtype=ModelDtype.FLOAT32), tmp_path / "gone", 9)
     assert error_of(lambda: sampled(model, job_of(gone, (1, 2)))).code is ErrorCode.UNAVAILABLE
     assert sampled(model, job_of(weights, (1, 2)))
+
+
+def test_facts_of_a_base_are_those_of_its_loaded_model(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "qwen3", "qwen3")
+    for base in (PresetBase(name="tiny"), FolderBase(folder=str(folder))):
+        spec = ModelSpec(base=base, tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=0)
+        info = read_model(spec, models_root=tmp_path).place(torch.device("cpu")).info()
+        facts = base_facts(spec, tmp_path)
+        assert facts.vocab_size == info.vocab_size
+        assert facts.max_sequence_tokens == info.max_sequence_tokens
+        assert facts.media_tokens == info.media_tokens

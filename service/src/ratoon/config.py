@@ -292,6 +292,8 @@ class TinkerConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     # Seconds without a heartbeat or another call until a model ends; its last state stays.
     idle_ttl_s: float = Field(default=3600.0, gt=0)
+    # Seconds until weights that a script has saved for sampling without a name are deleted.
+    unnamed_ttl_s: float = Field(default=86_400.0, gt=0)
 
 
 class RatoonConfig(BaseSettings):

@@ -224,6 +224,7 @@ class AsyncRatoonClient:
         *,
         version: int | None = None,
         base: bool = False,
+        name: str = "",
         timeout_s: float = 600.0,
     ) -> SampleResult:
         """Sample continuations of a prompt.
@@ -234,6 +235,7 @@ class AsyncRatoonClient:
             sampling: How many, how long, and how they are drawn.
             version: A published version. Default: the newest.
             base: Whether to sample from the weights that the policy began with.
+            name: Sample from the version of this name instead.
             timeout_s: Seconds that the samples may take; the first ones start the sampler.
 
         Raises:
@@ -246,6 +248,7 @@ class AsyncRatoonClient:
             policy_id=policy_id,
             version=version,
             base=base,
+            name=name,
             prompt=token_array("prompt", prompt).tolist(),
             sampling=sampling,
         )

@@ -42,6 +42,21 @@ DTYPE_INT32: DType.ValueType  # 3
 DTYPE_BFLOAT16: DType.ValueType  # 4
 Global___DType: _TypeAlias = DType  # noqa: Y015
 
+class _StopReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StopReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StopReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STOP_REASON_STOP: _StopReason.ValueType  # 0
+    STOP_REASON_LENGTH: _StopReason.ValueType  # 1
+
+class StopReason(_StopReason, metaclass=_StopReasonEnumTypeWrapper): ...
+
+STOP_REASON_STOP: StopReason.ValueType  # 0
+STOP_REASON_LENGTH: StopReason.ValueType  # 1
+Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
+
 @_typing.final
 class EncodedText(_message.Message):
     """Tokens as int32 bytes."""
@@ -449,8 +464,92 @@ class ForwardBackwardOutput(_message.Message):
 Global___ForwardBackwardOutput: _TypeAlias = ForwardBackwardOutput  # noqa: Y015
 
 @_typing.final
+class SampledSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    stop_reason: Global___StopReason.ValueType
+    tokens: _builtins.bytes
+    """int32 and float32 bytes, one value a token."""
+    logprobs: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        stop_reason: Global___StopReason.ValueType = ...,
+        tokens: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampledSequence: _TypeAlias = SampledSequence  # noqa: Y015
+
+@_typing.final
+class TopkLogprobs(_message.Message):
+    """[length, k], rows one after the other, as int32 and float32 bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    K_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    logprobs: _builtins.bytes
+    k: _builtins.int
+    length: _builtins.int
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        k: _builtins.int = ...,
+        length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["k", b"k", "length", b"length", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopkLogprobs: _TypeAlias = TopkLogprobs  # noqa: Y015
+
+@_typing.final
+class SampleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    prompt_logprobs: _builtins.bytes
+    """float32 bytes; NaN for the first token, which nothing predicts."""
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledSequence]: ...
+    @_builtins.property
+    def topk_prompt_logprobs(self) -> Global___TopkLogprobs: ...
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___SampledSequence] | None = ...,
+        prompt_logprobs: _builtins.bytes = ...,
+        topk_prompt_logprobs: Global___TopkLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleResponse: _TypeAlias = SampleResponse  # noqa: Y015
+
+@_typing.final
 class FutureNote(_message.Message):
-    """What the answer to a forward_backward needs beside its operation. A future's id carries it, so that
+    """What an answer needs beside the operation, if there is one. A future's id carries it, so that
     any process answers after any restart. It is the service's own, no message of the wire.
     """
 
@@ -459,22 +558,31 @@ class FutureNote(_message.Message):
     IS_MEAN_FIELD_NUMBER: _builtins.int
     NOT_NEXT_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
     is_mean: _builtins.bool
     """The report's loss is a mean over trained tokens, where the wire has sums."""
     not_next: _builtins.bytes
     """One bit a target, the first in the highest bit: targets that are not the next token."""
     weights: _builtins.bytes
     """Of a forward pass alone: float32 weights of its cross-entropy, one a target; empty: all 0."""
+    sample: _builtins.bytes
+    """Of a sample, which is no operation: the serialized ratoon.v1.SampleRequest, and the base model
+    that it is of, if it is of none that was trained.
+    """
+    base_model: _builtins.str
     def __init__(
         self,
         *,
         is_mean: _builtins.bool = ...,
         not_next: _builtins.bytes = ...,
         weights: _builtins.bytes = ...,
+        sample: _builtins.bytes = ...,
+        base_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_mean", b"is_mean", "not_next", b"not_next", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "is_mean", b"is_mean", "not_next", b"not_next", "sample", b"sample", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

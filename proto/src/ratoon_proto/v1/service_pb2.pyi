@@ -1511,6 +1511,7 @@ class SampleRequest(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
@@ -1518,6 +1519,8 @@ class SampleRequest(_message.Message):
     """Absent: the newest published."""
     base: _builtins.bool
     """Whether to sample from the weights that the policy began with, its adapter off; without `version`."""
+    name: _builtins.str
+    """Sample from the version of this name; without `version` and `base`."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids, at least one."""
@@ -1530,12 +1533,13 @@ class SampleRequest(_message.Message):
         policy_id: _builtins.str = ...,
         version: _builtins.int | None = ...,
         base: _builtins.bool = ...,
+        name: _builtins.str = ...,
         prompt: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "base", b"base", "policy_id", b"policy_id", "prompt", b"prompt", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "base", b"base", "name", b"name", "policy_id", b"policy_id", "prompt", b"prompt", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

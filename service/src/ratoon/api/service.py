@@ -58,11 +58,12 @@ from ratoon.engine.types import (
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS, TINKER_UNKNOWN_FIELDS
+from ratoon.model.spec import ModelSpec
 from ratoon.model.tokenizer import base_texts, tokenizer_of
-from ratoon.sampler.port import Sampler, Weights
+from ratoon.sampler.port import AnySampler, BaseFacts, Weights
 from ratoon.stream.files import digest_bytes
 from ratoon.stream.versions import version_folder
-from ratoon_proto.types import WeightFile
+from ratoon_proto.types import SamplingParams, WeightFile
 from ratoon_proto.v1 import (
     operation_pb2,
     policy_pb2,
@@ -97,7 +98,7 @@ class PolicyService:
         self,
         *,
         engine: EngineClient,
-        sampler: Sampler,
+        sampler: AnySampler,
         limits: LimitsConfig,
         defaults: SpecDefaults,
         device: str,
@@ -109,6 +110,8 @@ class PolicyService:
         self._device = device
         # Loaded policies by id; all but their spec and their model's info may be outdated.
         self._known: dict[str, Policy] = {}
+        # Facts of bases that are sampled without a policy; there are as many as model folders.
+        self._facts: dict[ModelSpec, BaseFacts] = {}
         self._begun: set[asyncio.Task[Any]] = set()
         self._health: asyncio.Task[str] | None = None
         self._asked_at = 0.0
@@ -364,39 +367,66 @@ class PolicyService:
         newest = await self._engine.call(Engine.ack_weights, policy_id, ack)
         return service_pb2.AckWeightsResponse(published_version=newest)
 
-    async def sample(self, request: service_pb2.SampleRequest) -> sampling_pb2.SampleResult:
-        """Sequences of a version that is published now; it stays what it is once it is read."""
-        policy = await self._policy(request.policy_id)
-        if policy.info is None:
-            raise policy_not_ready(policy.spec.policy_id, policy.state, policy.failure)
-        params = await asyncio.to_thread(sampling_params, request, policy.info)
-        base, root = policy.spec.model.base, self._defaults.models_root
-        if params.stop and await asyncio.to_thread(tokenizer_of, base, root) is None:
-            raise invalid("sampling.stop", "texts", "none: the model has no tokenizer")
-        weights = await self._weights(request, policy)
+    async def sample(
+        self, request: service_pb2.SampleRequest, base: policy_pb2.PolicySpec | None = None
+    ) -> sampling_pb2.SampleResult:
+        """Sequences of a version that is published now; it stays what it is once it is read.
+
+        `base`: sample from the base of this spec, which need be no policy's.
+        """
+        weights, params = await self.to_sample(request, base)
         result = await self._sampler.sample(weights, tuple(request.prompt), params)
         return await asyncio.to_thread(write, sampling_pb2.SampleResult(), result)
 
-    async def _weights(self, request: service_pb2.SampleRequest, policy: Policy) -> Weights:
-        """Weights to sample from. Raises what a manifest's call raises."""
-        version, spec = _version(request, "version"), policy.spec
-        if request.base and version is not None:
-            raise invalid("version", version, "none beside base")
+    async def base_of(self, base: policy_pb2.PolicySpec) -> ModelSpec:
+        """Return the model of a spec. Raises INVALID_ARGUMENT naming the field below `spec`."""
+        return (await asyncio.to_thread(policy_spec, base, self._defaults)).model
+
+    async def to_sample(
+        self, request: service_pb2.SampleRequest, base: policy_pb2.PolicySpec | None = None
+    ) -> tuple[Weights, SamplingParams]:
+        """Return what `sample` samples from, and how. Raises what it refuses a request with."""
+        if base is not None:
+            policy, model = None, await self.base_of(base)
+            info = self._facts.get(model) or await self._sampler.facts(model)
+            self._facts[model] = info
+        else:
+            policy = await self._policy(request.policy_id)
+            model, info = policy.spec.model, policy.info
+            if info is None:
+                raise policy_not_ready(policy.spec.policy_id, policy.state, policy.failure)
+        params = await asyncio.to_thread(sampling_params, request, info)
+        root = self._defaults.models_root
+        if params.stop and await asyncio.to_thread(tokenizer_of, model.base, root) is None:
+            raise invalid("sampling.stop", "texts", "none: the model has no tokenizer")
         weights = Weights(
-            policy_id=spec.policy_id,
-            base=base_name(spec.model.base, self._defaults.models_root),
-            model=spec.model,
+            policy_id="" if policy is None else policy.spec.policy_id,
+            base=base_name(model.base, root),
+            model=model,
             version=None,
             folder=None,
             digest="",
         )
+        return (weights if policy is None else await self._of_version(weights, request)), params
+
+    async def _of_version(self, weights: Weights, request: service_pb2.SampleRequest) -> Weights:
+        """The weights that a request asks for. Raises what a manifest's call raises."""
+        version, name = _version(request, "version"), request.name
+        if request.base and version is not None:
+            raise invalid("version", version, "none beside base")
+        if name:
+            matched("name", name, VERSION_NAME)
+            if request.base or version is not None:
+                raise invalid("name", name, "none beside version or base")
         if request.base:
             return weights
-        manifest = await self._engine.call(Engine.weight_manifest, spec.policy_id, version)
+        manifest = await self._engine.call(
+            Engine.weight_manifest, weights.policy_id, version, None, 0.0, name
+        )
         return replace(
             weights,
             version=manifest.version,
-            folder=version_folder(self._engine.paths(spec.policy_id).weights, manifest.version),
+            folder=version_folder(self._engine.paths(weights.policy_id).weights, manifest.version),
             digest=digest_bytes("".join(sorted(f.digest for f in manifest.files)).encode()),
         )
 

@@ -25,6 +25,7 @@ _TINKER_CHANGES = (
     "tinker_optim_step",
     "tinker_save_weights",
     "tinker_load_weights",
+    "tinker_save_weights_for_sampler",
     "tinker_delete_checkpoint",
 )
 _TINKER_READS = (
@@ -40,6 +41,9 @@ _TINKER_READS = (
     "tinker_checkpoints",
     "tinker_run_checkpoints",
     "tinker_retrieve_future",
+    "tinker_create_sampling_session",
+    "tinker_sampler",
+    "tinker_asample",
 )
 # The scope that each call needs. A call that is not in the table is refused to everybody.
 # None: the call is free, and a key is not checked.

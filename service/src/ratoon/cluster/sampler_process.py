@@ -14,7 +14,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 from ray import ObjectRef
@@ -29,13 +29,15 @@ from ratoon.engine.settings import SAMPLER_NAME
 from ratoon.errors import ErrorCode, RatoonError, described, exhausted
 from ratoon.garbage import frozen_imports
 from ratoon.log import configure_logging, get_logger
-from ratoon.sampler.port import Sampler, Weights
+from ratoon.model.spec import ModelSpec
+from ratoon.sampler.port import BaseFacts, Sampler, Weights
 from ratoon_proto.types import ReceiverInfo, SampleResult, SamplingParams
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
 
+_T = TypeVar("_T")
 # All requests that wait for a wave are calls under way.
 _MAX_CONCURRENCY = 100_000
 _LOOKS_PER_IDLE = 10
@@ -91,6 +93,17 @@ class SamplerActor:
         finally:
             self._num_open -= 1
             self._seen_at = time.monotonic()
+
+    @ray.method
+    async def facts(self, model: ModelSpec) -> BaseFacts:
+        """See `AnySampler.facts`."""
+        self._seen_at = time.monotonic()
+        return await asyncio.to_thread(self._facts, model)
+
+    def _facts(self, model: ModelSpec) -> BaseFacts:
+        with frozen_imports():
+            from ratoon.sampler.model import base_facts
+        return base_facts(model, self._settings.models_root)
 
     @ray.method
     async def end_when_idle(self) -> None:
@@ -149,7 +162,7 @@ class SamplerActor:
 
 
 class RaySampler:
-    """A `port.Sampler` over the actor, in a process connected to Ray."""
+    """A `port.AnySampler` over the actor, in a process connected to Ray."""
 
     def __init__(self, settings: SamplerSettings) -> None:
         self._settings = settings
@@ -159,8 +172,23 @@ class RaySampler:
         self, weights: Weights, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> SampleResult:
         """See `Sampler.sample`. Raises RESOURCE_EXHAUSTED too, where it has no GPU."""
-        actor = self._actor = self._actor or await asyncio.to_thread(self._find_or_make)
-        reference = cast("ObjectRef[SampleResult]", actor.sample.remote(weights, prompt, sampling))
+        actor = await self._found()
+        reference = actor.sample.remote(weights, prompt, sampling)
+        return await self._answer(cast("ObjectRef[SampleResult]", reference))
+
+    async def facts(self, model: ModelSpec) -> BaseFacts:
+        """See `AnySampler.facts`. Raises as `sample`."""
+        actor = await self._found()
+        return await self._answer(cast("ObjectRef[BaseFacts]", actor.facts.remote(model)))
+
+    async def close(self) -> None:
+        """The process is not this one's: it serves others too."""
+
+    async def _found(self) -> ActorProxy[SamplerActor]:
+        self._actor = self._actor or await asyncio.to_thread(self._find_or_make)
+        return self._actor
+
+    async def _answer(self, reference: ObjectRef[_T]) -> _T:
         try:
             return await ask(reference)
         except asyncio.CancelledError:
@@ -175,9 +203,6 @@ class RaySampler:
         except Exception as err:
             _LOG.exception("unexpected failure of the sampler")
             raise RatoonError(ErrorCode.INTERNAL, described(err)) from err
-
-    async def close(self) -> None:
-        """The process is not this one's: it serves others too."""
 
     def _find_or_make(self) -> ActorProxy[SamplerActor]:
         settings = self._settings

@@ -23,10 +23,12 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.families import family_of
 from ratoon.model.folder import ModelFolder
 from ratoon.model.loader import read_model
-from ratoon.model.spec import FolderBase, ModelSpec
+from ratoon.model.presets import preset_config
+from ratoon.model.spec import FolderBase, ModelSpec, PresetBase
+from ratoon.model.support import longest_sequence, media_tokens, read_config
 from ratoon.model.tokenizer import tokenizer_of
 from ratoon.planner.layer_kinds import Attention
-from ratoon.sampler.port import Weights
+from ratoon.sampler.port import BaseFacts, Weights
 from ratoon.train.imported import read_weights
 from ratoon_proto.types import LoraTuning
 
@@ -35,6 +37,20 @@ if TYPE_CHECKING:
 
 _GENERATION_CONFIG = "generation_config.json"
 _MAX_BYTES = 2**20
+
+
+def base_facts(spec: ModelSpec, models_root: Path) -> BaseFacts:
+    """Facts of a base, whose weights are not read. Raises what `read_config` raises."""
+    if isinstance(spec.base, PresetBase):
+        config, media = preset_config(spec.base.name), dict[str, int]()
+    else:
+        config, said = read_config(ModelFolder.of(Path(spec.base.folder), models_root))
+        media = media_tokens(said)
+    return BaseFacts(
+        vocab_size=int(cast("int", config.vocab_size)),
+        max_sequence_tokens=longest_sequence(config),
+        media_tokens=media,
+    )
 
 
 def base_key(spec: ModelSpec) -> ModelSpec:

@@ -6,6 +6,7 @@ their tokens. Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,9 +22,9 @@ _RETRY_S = 1.0
 class Weights:
     """Weights to sample from: those of a published version, or what a policy began with.
 
-    `base`: the preset, or the folder below the models root. `version`, `folder` None: the base's
-    own, with adapters off. `digest` tells versions of one number apart, of which a LoadCheckpoint
-    may make several.
+    `policy_id` "": a base alone, of no policy. `base`: the preset, or the folder below the models
+    root. `version`, `folder` None: the base's own, with adapters off. `digest` tells versions of
+    one number apart, of which a LoadCheckpoint may make several.
     """
 
     policy_id: str
@@ -32,6 +33,15 @@ class Weights:
     version: int | None
     folder: Path | None
     digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseFacts:
+    """What a request for a base is checked against, as `ModelInfo` is for a policy."""
+
+    vocab_size: int
+    max_sequence_tokens: int
+    media_tokens: Mapping[str, int]
 
 
 def check_waiting(num_waiting: int, most: int, what: str) -> None:
@@ -60,3 +70,11 @@ class Sampler(Protocol):
     ) -> SampleResult: ...
 
     async def close(self) -> None: ...
+
+
+class AnySampler(Sampler, Protocol):
+    """A sampler of every base: `cluster.sampler_process.RaySampler`."""
+
+    async def facts(self, model: ModelSpec) -> BaseFacts:
+        """Facts of the model's base. Raises what its configuration is refused with."""
+        ...

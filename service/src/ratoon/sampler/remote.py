@@ -101,10 +101,11 @@ class EngineSampler:
     @asynccontextmanager
     async def _model(self, weights: Weights) -> AsyncIterator[str]:
         """What the engine calls the weights, which it has within the context."""
-        if isinstance(weights.model.tuning, LoraTuning):
-            if weights.version is None:
-                yield await self._base()
-                return
+        is_lora = isinstance(weights.model.tuning, LoraTuning)
+        if weights.version is None and (is_lora or self._config.receiver_id is None):
+            yield await self._base()
+            return
+        if is_lora:
             async with self._adapter(weights) as name:
                 yield name
             return

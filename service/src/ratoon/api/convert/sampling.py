@@ -1,4 +1,4 @@
-"""A request to sample, checked against the policy that it names. Imports no torch."""
+"""A request to sample, checked against the model that it is for. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from ratoon.api.convert.checks import at_least, not_negative, read, required
 from ratoon.errors import invalid
 from ratoon.model.spec import ModelInfo
+from ratoon.sampler.port import BaseFacts
 from ratoon_proto.types import SamplingParams
 from ratoon_proto.v1 import service_pb2
 
@@ -17,7 +18,9 @@ MAX_VALUES = 2**20
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 
 
-def sampling_params(request: service_pb2.SampleRequest, info: ModelInfo) -> SamplingParams:
+def sampling_params(
+    request: service_pb2.SampleRequest, info: ModelInfo | BaseFacts
+) -> SamplingParams:
     """What is asked for, with `max_tokens` set. Raises INVALID_ARGUMENT naming the field."""
     params = read(request.sampling, SamplingParams, "sampling")
     vocab_size = info.vocab_size
@@ -46,7 +49,7 @@ def sampling_params(request: service_pb2.SampleRequest, info: ModelInfo) -> Samp
     return replace(params, max_tokens=_max_tokens(len(request.prompt), params, info))
 
 
-def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo) -> int:
+def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo | BaseFacts) -> int:
     left = info.max_sequence_tokens - num_prompt
     if left < 1:
         expected = f"fewer than {info.max_sequence_tokens}, which the model takes"

@@ -288,7 +288,7 @@ def _endpoint(
         running = gate.run(authorized, call, request)
         if connection is not None:
             try:
-                answer = await _while_connected(connection, running)
+                answer = await while_connected(connection, running)
             except ClientDisconnect:
                 return Response()  # Nobody reads it.
         else:
@@ -300,7 +300,7 @@ def _endpoint(
     return endpoint
 
 
-async def _while_connected(connection: Request, running: Coroutine[Any, Any, T]) -> T:
+async def while_connected(connection: Request, running: Coroutine[Any, Any, T]) -> T:
     """The result of a call, which is cancelled where its caller leaves: raises ClientDisconnect."""
     call, leaving = asyncio.ensure_future(running), asyncio.ensure_future(_left(connection))
     try:

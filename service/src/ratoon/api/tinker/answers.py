@@ -14,7 +14,13 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from ratoon.api.tinker.names import Model, model_of_policy
+from ratoon.api.tinker.names import (
+    SAMPLER_WEIGHTS,
+    UNNAMED,
+    Model,
+    Sampler,
+    model_of_policy,
+)
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon_proto.codec import decode_tensor
 from ratoon_proto.tinker import tinker_pb2
@@ -67,6 +73,8 @@ def json_answer(operation: wire.Operation, owner: str) -> _Json:
             return {"path": path, "type": "save_weights"}
         case wire.OPERATION_KIND_LOAD_CHECKPOINT:
             return _loaded(model.path(operation.checkpoint.checkpoint_id), model)
+        case wire.OPERATION_KIND_PUBLISH_VERSION:
+            return _published(operation.named_version.name, model)
         case kind:
             raise AssertionError(f"no call of the wire is of kind {kind}")
 
@@ -82,6 +90,16 @@ def _created(operation: wire.Operation, model: Model) -> _Json:
 
 def _loaded(path: str, model: Model) -> _Json:
     return {"path": path, "model_id": model.model_id, "type": "load_weights"}
+
+
+def _published(name: str, model: Model) -> _Json:
+    is_unnamed = name.startswith(UNNAMED)
+    sampler = Sampler(session=model.session, model=model, name=name)
+    return {
+        "path": None if is_unnamed else model.path(name, SAMPLER_WEIGHTS),
+        "sampling_session_id": sampler.sampler_id if is_unnamed else None,
+        "type": "save_weights_for_sampler",
+    }
 
 
 def _step_metrics(report: StepReport) -> dict[str, float]:

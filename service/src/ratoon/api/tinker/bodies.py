@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Seq = Annotated[int, Field(ge=1, lt=2**31)]
 Number = Annotated[int, Field(ge=0, lt=10**6)]
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -95,6 +96,62 @@ class SaveWeights(OfModel):
     ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     overwrite: bool = False
     user_metadata: dict[str, object] | None = None
+
+
+class SaveWeightsForSampler(OfModel):
+    seq_id: Seq
+    path: str | None = None
+    sampling_session_seq_id: Annotated[int, Field(ge=0)] | None = None
+    kind: str = "snapshot"
+    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    user_metadata: dict[str, object] | None = None
+
+
+class SamplingSource(Body):
+    """Weights to sample from: a base model, or a path of weights that were saved for it."""
+
+    type: str = ""
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class CreateSamplingSession(SamplingSource):
+    session_id: str
+    sampling_session_seq_id: int = 0
+
+
+class PromptChunk(Body):
+    type: str = "encoded_text"
+    tokens: list[_Token] = []
+
+
+class Prompt(Body):
+    chunks: list[PromptChunk]
+
+
+class SamplingParams(Body):
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | list[str] | list[_Token] | None = None
+    temperature: _Finite = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    top_p: _Finite = 1.0
+
+
+class Asample(SamplingSource):
+    num_samples: Annotated[int, Field(ge=1, le=2**20)] = 1
+    prompt: Prompt
+    sampling_params: SamplingParams = SamplingParams()
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: object = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    # For a loss that is refused by its name.
+    record_stability_info: bool = False
 
 
 class LoadWeights(Body):

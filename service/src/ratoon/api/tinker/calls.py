@@ -15,7 +15,7 @@ from typing import TypeVar
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from ratoon.api import submissions
-from ratoon.api.convert.checks import policy_of_operation
+from ratoon.api.convert.checks import VERSION_NAME, policy_of_operation
 from ratoon.api.gate import AuthorizedCall, Gate
 from ratoon.api.service import PolicyService
 from ratoon.api.tinker import bodies
@@ -24,6 +24,8 @@ from ratoon.api.tinker.datums import batch_of, future_id, split_future
 from ratoon.api.tinker.errors import renamed
 from ratoon.api.tinker.losses import loss_of
 from ratoon.api.tinker.names import (
+    SAMPLER_WEIGHTS,
+    UNNAMED,
     Model,
     checked_session,
     is_owned,
@@ -33,6 +35,7 @@ from ratoon.api.tinker.names import (
     weights_of,
 )
 from ratoon.api.tinker.runs import ATTENTION, MLP, Json, Runs, base_of, owner_of
+from ratoon.api.tinker.samples import Samples
 from ratoon.config import LimitsConfig, RatoonConfig
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.log import get_logger
@@ -47,6 +50,7 @@ _Keyed = TypeVar(
     service_pb2.OptimStepRequest,
     service_pb2.SaveCheckpointRequest,
     service_pb2.LoadCheckpointRequest,
+    service_pb2.PublishVersionRequest,
 )
 _Pass = TypeVar("_Pass", service_pb2.ForwardBackwardRequest, service_pb2.ForwardRequest)
 # How long a future that is not done is held; the SDK gives up after 45 s, and asks again at once.
@@ -75,6 +79,7 @@ class TinkerCalls:
         self._config = config.tinker
         self._limits: LimitsConfig = config.limits
         self.runs = Runs(service, config.models_folder)
+        self.samples = Samples(service, gate, config.tinker)
         # (call, field) of fields that the log has named.
         self._unknown: set[tuple[str, str]] = set()
 
@@ -97,6 +102,10 @@ class TinkerCalls:
             "proto_compress_fwdbwd": False,
             "fwdbwd_max_chunk_len": min(limits.max_groups, limits.max_sequences),
             "fwdbwd_max_chunk_bytes_count": limits.max_body_bytes * 3 // 4,
+            # Each holds a request; others of the key need some, too.
+            "sample_max_concurrent_requests": max(
+                1, limits.max_requests_in_flight_of_caller * 3 // 4
+            ),
         }
 
     async def create_session(self, authorized: AuthorizedCall, _: bodies.CreateSession) -> Json:
@@ -225,6 +234,31 @@ class TinkerCalls:
 
         return await self._future(authorized, model, body.seq_id, request, run)
 
+    async def save_weights_for_sampler(
+        self, authorized: AuthorizedCall, body: bodies.SaveWeightsForSampler
+    ) -> Json:
+        """Publish a version: under a name, or for a sampling session of its own."""
+        is_unnamed = body.path is None and body.sampling_session_seq_id is not None
+        prefix = UNNAMED if is_unnamed else "seq-"
+        ttl_s = body.ttl_seconds
+        if ttl_s is None and is_unnamed:
+            ttl_s = self._config.unnamed_ttl_s
+        request = service_pb2.PublishVersionRequest(
+            name=f"{prefix}{body.seq_id}" if body.path is None else body.path, ttl_s=ttl_s
+        )
+        model = model_of(body.model_id, owner_of(authorized))
+
+        async def run(request: service_pb2.PublishVersionRequest) -> operation_pb2.Operation:
+            name = body.path
+            if name is not None and (not VERSION_NAME.fullmatch(name) or name.startswith(UNNAMED)):
+                expected = f"[a-zA-Z0-9._-]{{1,64}}, and not to begin with {UNNAMED}"
+                raise invalid("path", shown(name), expected)
+            if body.kind != "snapshot":
+                raise _not_snapshot(body.kind)
+            return await self._service.publish_version(request)
+
+        return await self._future(authorized, model, body.seq_id, request, run)
+
     async def load_weights(self, authorized: AuthorizedCall, body: bodies.LoadWeights) -> Json:
         """Load weights: of the model itself, or into a new model of a session."""
         owner = owner_of(authorized)
@@ -249,8 +283,15 @@ class TinkerCalls:
     async def delete_checkpoint(
         self, authorized: AuthorizedCall, model_id: str, checkpoint_id: str
     ) -> None:
-        model = model_of(model_id, owner_of(authorized))
-        _, name = weights_of(f"tinker://{model.model_id}/{checkpoint_id}", owner_of(authorized))
+        owner = owner_of(authorized)
+        model = model_of(model_id, owner)
+        path = f"tinker://{model.model_id}/{checkpoint_id}"
+        if checkpoint_id.startswith(f"{SAMPLER_WEIGHTS}/"):
+            _, name = weights_of(path, owner, SAMPLER_WEIGHTS)
+            version = service_pb2.DeleteVersionRequest(policy_id=model.policy_id, name=name)
+            await self._gate.run(authorized, self._service.delete_version, version)
+            return
+        _, name = weights_of(path, owner)
         request = service_pb2.DeleteCheckpointRequest(policy_id=model.policy_id, checkpoint_id=name)
         await self._gate.run(authorized, self._service.delete_checkpoint, request)
 
@@ -262,6 +303,10 @@ class TinkerCalls:
         """Answer a future: its result, `bytes` of a protobuf message where it has log-probs."""
         owner = owner_of(authorized)
         operation_id, note = split_future(body.request_id)
+        if note.sample:
+            return await self.samples.answer(
+                authorized, body.request_id, operation_id, note, HOLD_S
+            )
         if not is_owned(policy_of_operation(operation_id), owner):
             raise not_found(ErrorCode.OPERATION_NOT_FOUND)
         request = service_pb2.GetOperationRequest(operation_id=operation_id)
@@ -429,6 +474,17 @@ def _not_forward(loss_fn: str) -> RatoonError:
         field="loss_fn",
         got=loss_fn,
         expected=expected,
+    )
+
+
+def _not_snapshot(kind: str) -> RatoonError:
+    return RatoonError(
+        ErrorCode.UNSUPPORTED,
+        f"kind: got {shown(kind)}, expected snapshot: weights that change under a sampler are not "
+        "served",
+        field="kind",
+        got=shown(kind),
+        expected="snapshot",
     )
 
 

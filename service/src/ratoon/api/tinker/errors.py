@@ -25,10 +25,15 @@ _OTHERS = {
     "optim.": "adam_params.",
     "spec.lora.": "lora_config.",
     "spec.model_folder": "base_model",
+    "spec.preset": "base_model",
     "spec.from_checkpoint": "path",
     "checkpoint_id": "path",
     "ttl_s": "ttl_seconds",
     "key.seq": "seq_id",
+    "sampling.num_samples": "num_samples",
+    "sampling.topk_prompt_logprobs": "topk_prompt_logprobs",
+    "sampling.stop_token_ids": "sampling_params.stop",
+    "sampling.": "sampling_params.",
 }
 # Statuses that the SDK is to read as in docs/api.md; any other refusal is 400.
 _KEPT = frozenset({401, 403, 404, 405, 408, 413, 429, 500, 503})

@@ -7,6 +7,8 @@ after any restart; a name of another key is refused with the text for one that i
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 import secrets
 from dataclasses import dataclass
@@ -21,10 +23,16 @@ _SESSION_FORM = "[0-9a-f]{12}-[0-9a-f]{16}"
 _SESSION = re.compile(_SESSION_FORM)
 _MODEL = re.compile(f"({_SESSION_FORM}):train:(0|[1-9][0-9]{{0,5}})")
 _POLICY = re.compile(f"tinker-({_SESSION_FORM})-(0|[1-9][0-9]{{0,5}})")
+_SAMPLER = re.compile(f"({_SESSION_FORM}(?::train:[0-9]+)?):sample:([a-zA-Z0-9._=-]{{1,400}})")
+# Kind of a path of weights to sample from.
+SAMPLER_WEIGHTS = "sampler_weights"
+# Begins the names of versions that a script samples from without having named them.
+UNNAMED = "unnamed-"
 _TEXTS = {
     ErrorCode.POLICY_NOT_FOUND: "there is no such session or model for this key",
     ErrorCode.OPERATION_NOT_FOUND: "there is no such future for this key",
     ErrorCode.CHECKPOINT_NOT_FOUND: "there are no such weights for this key",
+    ErrorCode.WEIGHTS_NOT_FOUND: "there are no such weights for this key",
 }
 
 
@@ -43,9 +51,29 @@ class Model:
     def policy_id(self) -> str:
         return f"tinker-{self.session}-{self.number}"
 
-    def path(self, name: str) -> str:
+    def path(self, name: str, kind: str = "weights") -> str:
         """Return the path of the weights that are saved under `name`."""
-        return f"{_SCHEME}{self.model_id}/weights/{name}"
+        return f"{_SCHEME}{self.model_id}/{kind}/{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """What a sampling session samples from: a model's version by its `name`, or a base model.
+
+    Its id says all of it, so that no session is kept anywhere.
+    """
+
+    session: str
+    model: Model | None = None
+    name: str = ""
+    base_model: str = ""
+
+    @property
+    def sampler_id(self) -> str:
+        if self.model is not None:
+            return f"{self.model.model_id}:sample:{self.name}"
+        text = base64.urlsafe_b64encode(self.base_model.encode()).decode()
+        return f"{self.session}:sample:{text}"
 
 
 def not_found(code: ErrorCode) -> RatoonError:
@@ -91,15 +119,32 @@ def is_owned(policy_id: str, owner: str) -> bool:
     return match is not None and match[1].startswith(owner)
 
 
-def weights_of(path: str, owner: str) -> tuple[Model, str]:
+def sampler_of(sampler_id: str, owner: str) -> Sampler:
+    """Read a sampling session's id. Raises POLICY_NOT_FOUND unless it can be the owner's."""
+    match = _SAMPLER.fullmatch(sampler_id)
+    if match is None:
+        raise not_found(ErrorCode.POLICY_NOT_FOUND)
+    if ":" in match[1]:
+        model = model_of(match[1], owner)
+        return Sampler(session=model.session, model=model, name=match[2])
+    session = checked_session(match[1], owner)
+    try:
+        base = base64.b64decode(match[2], altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError) as err:
+        raise not_found(ErrorCode.POLICY_NOT_FOUND) from err
+    return Sampler(session=session, base_model=base)
+
+
+def weights_of(path: str, owner: str, kind: str = "weights") -> tuple[Model, str]:
     """Read a path of saved weights: the model, and the name under which it saved them.
 
-    Raises INVALID_ARGUMENT for what is no such path, CHECKPOINT_NOT_FOUND for another key's.
+    `kind`: `weights`, or `sampler_weights`. Raises INVALID_ARGUMENT for what is no such path,
+    CHECKPOINT_NOT_FOUND for another key's.
     """
-    model_id, slash, name = path.removeprefix(_SCHEME).partition("/weights/")
+    model_id, slash, name = path.removeprefix(_SCHEME).partition(f"/{kind}/")
     has_form = path.startswith(_SCHEME) and slash and CHECKPOINT_ID.fullmatch(name)
     if not has_form or _MODEL.fullmatch(model_id) is None:
-        raise invalid("path", shown(path), f"{_SCHEME}MODEL/weights/NAME")
+        raise invalid("path", shown(path), f"{_SCHEME}MODEL/{kind}/NAME")
     try:
         return model_of(model_id, owner), name
     except RatoonError as err:

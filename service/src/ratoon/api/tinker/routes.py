@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 from pydantic import ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -20,6 +20,7 @@ from ratoon.api.counts import MalformedError, MessageCounter, check_json
 from ratoon.api.gate import Gate
 from ratoon.api.http.access import authorized_of
 from ratoon.api.http.errors import validation_error
+from ratoon.api.http.routes import while_connected
 from ratoon.api.service import PolicyService
 from ratoon.api.tinker import bodies
 from ratoon.api.tinker.answers import error_answer
@@ -86,6 +87,15 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
 
         return handle
 
+    async def retrieve_future(request: Request) -> _Answer:
+        body = await _parsed(request, bodies.RetrieveFuture)
+        calls.note_unknown("retrieve_future", body.unknown_fields())
+        call = calls.retrieve_future(authorized_of(request), body)
+        try:
+            return await while_connected(request, call)
+        except ClientDisconnect:
+            return None  # Nobody reads it.
+
     posts = (
         with_body("create_session", bodies.CreateSession, calls.create_session),
         with_body("create_model", bodies.CreateModel, calls.create_model),
@@ -94,7 +104,16 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
         with_body("save_weights", bodies.SaveWeights, calls.save_weights),
         with_body("load_weights", bodies.LoadWeights, calls.load_weights),
         with_body("weights_info", bodies.OfPath, calls.runs.weights_info),
-        with_body("retrieve_future", bodies.RetrieveFuture, calls.retrieve_future),
+        with_body(
+            "save_weights_for_sampler",
+            bodies.SaveWeightsForSampler,
+            calls.save_weights_for_sampler,
+        ),
+        with_body(
+            "create_sampling_session", bodies.CreateSamplingSession, calls.samples.create_session
+        ),
+        with_body("asample", bodies.Asample, calls.samples.asample),
+        ("retrieve_future", retrieve_future),
         ("forward_backward", forward_backward),
         ("telemetry", telemetry),
     )
@@ -106,6 +125,7 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
         _route("/session_heartbeat", "POST", "heartbeat", heartbeat),
         _route(session, "GET", "session", with_place(calls.runs.session)),
         _route(f"{session}/finish", "POST", "finish_session", with_place(calls.finish_session)),
+        _route("/samplers/{sampler_id}", "GET", "sampler", with_place(calls.samples.sampler)),
         _route("/get_server_capabilities", "GET", "capabilities", capabilities),
         _route("/healthz", "GET", "health", health),
         _route("/training_runs", "GET", "training_runs", with_page(calls.runs.training_runs)),

@@ -16,7 +16,10 @@ from ratoon.api.service import PolicyService
 from ratoon.api.tinker import bodies
 from ratoon.api.tinker.names import (
     NOBODY,
+    SAMPLER_WEIGHTS,
+    UNNAMED,
     Model,
+    Sampler,
     checked_session,
     is_owned,
     model_of,
@@ -28,6 +31,7 @@ from ratoon.errors import ErrorCode
 from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2
 
 Json = dict[str, object]
+_Saved = operation_pb2.CheckpointInfo | operation_pb2.NamedVersion
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -46,7 +50,7 @@ class Runs:
                 "model_name": name,
                 "max_context_length": facts.get("max_position_embeddings"),
                 "trainable": True,
-                "sampleable": False,
+                "sampleable": True,
             }
             for name, facts in found.items()
         ]
@@ -61,8 +65,16 @@ class Runs:
 
     async def session(self, authorized: AuthorizedCall, session_id: str) -> Json:
         found = await self.of_session(authorized, session_id)
-        models = [model_of_policy(policy.spec.policy_id, "").model_id for policy in found]
-        return {"training_run_ids": models, "sampler_ids": []}
+        models = [model_of_policy(policy.spec.policy_id, "") for policy in found]
+        samplers = [
+            Sampler(session=session_id, model=model, name=named.name).sampler_id
+            for model in models
+            for named in await self._named(model)
+        ]
+        return {
+            "training_run_ids": [model.model_id for model in models],
+            "sampler_ids": samplers,
+        }
 
     async def get_info(self, authorized: AuthorizedCall, body: bodies.OfModel) -> Json:
         model = model_of(body.model_id, owner_of(authorized))
@@ -110,18 +122,18 @@ class Runs:
 
     async def run_checkpoints(self, authorized: AuthorizedCall, model_id: str) -> Json:
         model = model_of(model_id, owner_of(authorized))
-        saved = await self._saved(model)
-        return {"checkpoints": [_checkpoint_json(model, each) for each in saved]}
+        saved = await self._all_saved(model)
+        return {"checkpoints": [_saved_json(model, each) for each in saved]}
 
     async def checkpoints(self, authorized: AuthorizedCall, offset: int, limit: int) -> Json:
         """List the saved weights of all the key's models, newest first."""
         owner = owner_of(authorized)
-        found: list[tuple[Model, operation_pb2.CheckpointInfo]] = []
+        found: list[tuple[Model, _Saved]] = []
         for policy in await self._policies(lambda name: is_owned(name, owner)):
             model = model_of_policy(policy.spec.policy_id, owner)
-            found.extend((model, each) for each in await self._saved(model))
+            found.extend((model, each) for each in await self._all_saved(model))
         found.sort(key=lambda pair: pair[1].created_at.ToNanoseconds(), reverse=True)
-        page = [_checkpoint_json(*pair) for pair in found[offset : offset + limit]]
+        page = [_saved_json(*pair) for pair in found[offset : offset + limit]]
         return {"checkpoints": page, "cursor": _cursor(offset, limit, len(found))}
 
     async def policy(self, policy_id: str) -> policy_pb2.Policy:
@@ -146,6 +158,18 @@ class Runs:
         named = [each for each in found if each.checkpoint_id]
         return sorted(named, key=lambda each: each.created_at.ToNanoseconds(), reverse=True)
 
+    async def _named(self, model: Model) -> list[operation_pb2.NamedVersion]:
+        """Return the versions of a model that are kept to be sampled from."""
+        request = service_pb2.ListVersionsRequest(policy_id=model.policy_id)
+        versions = (await self._service.list_versions(request)).versions
+        return [named for version in versions for named in version.names]
+
+    async def _all_saved(self, model: Model) -> list[_Saved]:
+        """Return what a caller has saved under a name, newest first."""
+        named = [each for each in await self._named(model) if not each.name.startswith(UNNAMED)]
+        found: list[_Saved] = [*await self._saved(model), *named]
+        return sorted(found, key=lambda each: each.created_at.ToNanoseconds(), reverse=True)
+
     async def _run_json(self, policy: policy_pb2.Policy) -> Json:
         model = model_of_policy(policy.spec.policy_id, "")
         saved = await self._saved(model)
@@ -160,7 +184,7 @@ class Runs:
             "lora_rank": policy.spec.lora.rank or None,
             "corrupted": policy.state == policy_pb2.POLICY_STATE_FAILED,
             "last_request_time": last.ToJsonString(),
-            "last_checkpoint": _checkpoint_json(model, saved[0]) if saved else None,
+            "last_checkpoint": _saved_json(model, saved[0]) if saved else None,
         }
 
 
@@ -187,12 +211,15 @@ def _facts(folder: Path) -> Json:
     return cast("Json", found) if isinstance(found, dict) else {}
 
 
-def _checkpoint_json(model: Model, info: operation_pb2.CheckpointInfo) -> Json:
+def _saved_json(model: Model, info: _Saved) -> Json:
+    is_version = isinstance(info, operation_pb2.NamedVersion)
+    name = info.name if is_version else info.checkpoint_id
+    kind = SAMPLER_WEIGHTS if is_version else "weights"
     return {
-        "checkpoint_id": f"weights/{info.checkpoint_id}",
-        "checkpoint_type": "training",
+        "checkpoint_id": f"{kind}/{name}",
+        "checkpoint_type": "sampler" if is_version else "training",
         "time": info.created_at.ToJsonString(),
-        "tinker_path": model.path(info.checkpoint_id),
+        "tinker_path": model.path(name, kind),
         "size_bytes": info.size_bytes,
         "public": False,
         "expires_at": info.expires_at.ToJsonString() if info.HasField("expires_at") else None,
