@@ -2,8 +2,9 @@
 
 It takes forests of single-node trees, one sequence after the other; layers with a window go to
 FlashAttention-2. In: operands of our op. Out: its results, without a log-sum-exp, which cuDNN does
-not give. The graph of a forward waits for its backward; these come in reverse order, as layers keep
-the op's results.
+not give. The graph of a forward waits for its backward, with copies of its operands: compiled layers
+use an operand's memory again after the op's last read. Backwards come in reverse order, as layers
+keep the op's results.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CudnnAttention:
         offsets, _ = varlen.sequence_bounds(operands.plan[0])
         given = (operands.q_QNH, operands.k_SKH, operands.v_SKH)
         with recording(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-            q, k, v = (x.detach().requires_grad_() for x in given)
+            q, k, v = (x.detach().clone().requires_grad_() for x in given)
             out_TNH = attend_each((q, k, v), offsets.tolist(), operands.scale)
         self._graphs.append((out_TNH, (q, k, v)))
         unknown_NT = torch.zeros(q.shape[1::-1], dtype=torch.float32, device=q.device)

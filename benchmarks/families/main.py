@@ -1,7 +1,7 @@
 """Benchmarks the families of models: their operators, whole layers, and their precision.
 
 Measures sections into a result file, a case at a time, or prints a file's figures. A file is
-written only if the GPU tests are green for these sources; runs of the same commit, sources, machine
+written only if the GPU tests are green for these sources; runs of the same sources, machine
 and seed are merged, so that sections can be measured in several calls.
 
     python -m benchmarks.families.main --out benchmarks/results/h200/families.json --only delta
@@ -37,7 +37,7 @@ from benchmarks.step.workload import PEAK_FLOPS
 from harness.gpu_results import describe_gpu, write_result
 from ratoon.cluster.placement import GPU_ENVIRONMENT
 
-SAME_ON_MERGE = ("commit", "source_sha256", "gpu", "versions", "seed")
+SAME_ON_MERGE = ("source_sha256", "gpu", "versions", "seed")
 # Seconds that a case may take, so that one cannot use up the others' budget.
 CASE_S = 150.0
 RATES = ("fwd_tflops", "bwd_tflops")
@@ -77,6 +77,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds, set-up included")
     parser.add_argument("--layers", type=int, help="of each model; by default what fits")
     parser.add_argument("--without", type=names, default=(), help="libraries: fla,flash-qla")
+    parser.add_argument("--no-levels", action="store_true", help="layers: no library by levels")
     parser.add_argument("--new", action="store_true", help="forget what --out's file holds")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
@@ -141,7 +142,11 @@ def _measurements(
     options: dict[str, dict[str, Any]] = {
         "attention": {},
         "delta": {"libraries": libraries},
-        "layers": {"num_layers": args.layers, "library": libraries[0] if libraries else FLA},
+        "layers": {
+            "num_layers": args.layers,
+            "library": libraries[0] if libraries else FLA,
+            "has_levels": not args.no_levels,
+        },
         "precision": {"num_layers": args.layers},
     }
     for name, section in SECTIONS.items():
@@ -167,6 +172,7 @@ def new(run: Run) -> dict[str, Any]:
         "runs": [
             {
                 "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "commit": describe_gpu(run.seed)["commit"],
                 "gemm": measure_gemm(run.device, clock),
                 "cases": {section: [] for section in SECTIONS},
                 "seconds": 0.0,

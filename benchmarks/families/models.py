@@ -86,24 +86,29 @@ def size_of(run: Run, case: Case, num_layers: int) -> FamilySize:
 
 
 def measure_layers(
-    run: Run, wanted: list[str], num_layers: int | None = None, library: str = FLA
+    run: Run,
+    wanted: list[str],
+    num_layers: int | None = None,
+    library: str = FLA,
+    *,
+    has_levels: bool = True,
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Yields each case with its rows: ours, level by level where there is a recurrence, and
-    replicated. Ways take turns."""
+    """Yields each case with its rows: ours, with `has_levels` level by level where there is a
+    recurrence, and replicated. Ways take turns."""
     for name in wanted:
         if run.is_out_of_time:
             return
         case = CASES[name]
         size = size_of(run, case, num_layers or case.layers)
         try:
-            yield name, _compare(run, case, size, library)
+            order = ways_of(run, case, size, library, has_levels=has_levels)
+            yield name, _compare(run, order, size)
         except Exception as error:  # noqa: BLE001  the next family may be served
             yield name, [{"how": "ours", "model": size.name, **refusal(error)}]
         release(run.device)
 
 
-def _compare(run: Run, case: Case, size: FamilySize, library: str) -> list[Row]:
-    order = ways_of(run, case, size, library)
+def _compare(run: Run, order: list[Way], size: FamilySize) -> list[Row]:
     batch = batch_of(run.scale.paper, size, run.seed)
     if run.device.type == "cuda":
         varlen.install()
@@ -145,7 +150,7 @@ def _kept_by_libraries(way: Way, size: FamilySize, num_tokens: int) -> int:
     return 2 * num_tokens * elements
 
 
-def ways_of(run: Run, case: Case, size: FamilySize, library: str) -> list[Way]:
+def ways_of(run: Run, case: Case, size: FamilySize, library: str, *, has_levels: bool) -> list[Way]:
     """Ours first, replicated last."""
     is_gpu = run.device.type == "cuda"
     backend = backend_of_layers(size.config, "", run.device, run.scale.dtype, deterministic=False)
@@ -153,7 +158,7 @@ def ways_of(run: Run, case: Case, size: FamilySize, library: str) -> list[Way]:
     recurrence = library if is_gpu and has_delta else ""
     attention = (FA2 if case.has_sinks else CUDNN) if is_gpu else backend
     ours = Way(backend=backend, is_packed=True)
-    by_level = [replace(ours, recurrence=recurrence)] if recurrence else []
+    by_level = [replace(ours, recurrence=recurrence)] if recurrence and has_levels else []
     return [ours, *by_level, Way(backend=attention, is_packed=False, recurrence=recurrence)]
 
 

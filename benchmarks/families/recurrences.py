@@ -158,8 +158,9 @@ def recording() -> Iterator[None]:
 class Switch:
     """Stands in the registry for a backend of ours, and runs a library while one is chosen.
 
-    The library's graph of a forward waits for its backward. These come in reverse order, as layers
-    keep the op's results.
+    The library's graph of a forward waits for its backward, with copies of its operands: compiled
+    layers use an operand's memory again after the op's last read. Backwards come in reverse order,
+    as layers keep the op's results.
     """
 
     def __init__(self, ours: registry.GatedDeltaBackend) -> None:
@@ -184,7 +185,7 @@ class Switch:
         if self._chosen is None:
             return self._ours.forward(own)
         with recording():
-            rows = tuple(x.detach().requires_grad_() for x in _rows(own))
+            rows = tuple(x.detach().clone().requires_grad_() for x in _rows(own))
             out_TNV = by_level(self._chosen, rows, table, own.scale)
         self._graphs.append((out_TNV, rows))
         return out_TNV.detach(), out_TNV.new_empty(0)
