@@ -2,9 +2,9 @@
 
 It takes forests of single-node trees, one sequence after the other; layers with a window go to
 FlashAttention-2. In: operands of our op. Out: its results, without a log-sum-exp, which cuDNN does
-not give. The graph of a forward waits for its backward, with copies of its operands: compiled layers
-use an operand's memory again after the op's last read. Backwards come in reverse order, as layers
-keep the op's results.
+not give. The graph of a forward waits for its backward, with copies of its operands: compiled
+layers use an operand's memory again after the op's last read. Backwards come in reverse order, as
+layers keep the op's results.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from http.client import HTTPException
 from types import MappingProxyType
 from typing import Any
@@ -51,6 +52,16 @@ _NO_ANSWER = frozenset({404, 408, 500, 502, 503, 504})
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
+@cache
+def _no_tls() -> ssl.SSLContext:
+    """Stands where httpx wants a context for http:// too, which it would make for each client.
+
+    One of the process also serves after a fork: a new one may wait in a child for a lock of the
+    library that another thread held as the process was forked.
+    """
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
 class HttpTransport:
     """Connections for calls, and some for files; no proxy or credentials of the environment.
 
@@ -66,7 +77,7 @@ class HttpTransport:
         self._client = httpx.AsyncClient(
             base_url=base_url,
             trust_env=False,
-            verify=True if context is None else context,
+            verify=_no_tls() if context is None else context,
             headers=headers,
             limits=httpx.Limits(max_keepalive_connections=_MAX_IN_FLIGHT),
         )
