@@ -19,7 +19,9 @@ from tests.api.wires import refused_by
 
 AdamW, Guard = policy_pb2.AdamWConfig, policy_pb2.NumericsGuard
 Lora, Parallel = policy_pb2.LoraTuning, policy_pb2.ParallelLayout
-Source = policy_pb2.CheckpointSource
+Source, Schedule = policy_pb2.CheckpointSource, policy_pb2.LearningRateSchedule
+CONSTANT = {"kind": "SCHEDULE_KIND_CONSTANT", "learning_rate": 0.0}
+LINEAR = {"kind": "SCHEDULE_KIND_LINEAR", "learning_rate": 1e-3}
 
 
 def _limited(name: str, value: float) -> policy_pb2.NumericsGuard:
@@ -83,6 +85,21 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
     *(
         ("optimizer.weight_decay", {"optimizer": AdamW(weight_decay=value)})
         for value in (-1.0, -0.1, 1e31, 1e300)
+    ),
+    *(
+        (f"optimizer.schedule.{field}", {"optimizer": AdamW(schedule=Schedule(**changes))})
+        for field, changes in (
+            ("kind", {"learning_rate": 1e-3}),
+            ("learning_rate", {"kind": "SCHEDULE_KIND_CONSTANT"}),
+            ("learning_rate", {**CONSTANT, "learning_rate": -1.0}),
+            ("learning_rate", {**CONSTANT, "learning_rate": 2e4}),
+            ("warmup_steps", {**CONSTANT, "warmup_steps": -1}),
+            ("total_steps", {**CONSTANT, "total_steps": 9}),
+            ("final_share", {**CONSTANT, "final_share": 0.5}),
+            ("total_steps", LINEAR),
+            ("total_steps", {**LINEAR, "warmup_steps": 9, "total_steps": 9}),
+            ("final_share", {**LINEAR, "total_steps": 9, "final_share": 2.0}),
+        )
     ),
     ("lora.rank", {"lora": Lora(rank=-1, alpha=1.0)}),
     ("lora.alpha", {"lora": Lora(rank=4, alpha=-1.0)}),

@@ -340,6 +340,10 @@ class FakeTrainer:
         self.gradients = []
 
     @property
+    def num_steps(self) -> int:
+        return len(self.weights)
+
+    @property
     def is_window_empty(self) -> bool:
         return not self.gradients
 

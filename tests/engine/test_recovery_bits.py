@@ -32,12 +32,15 @@ from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
+    AdamWConfig,
     ImportMode,
+    LearningRateSchedule,
     LossConfig,
     LossKind,
     OperationState,
     OptimStepConfig,
     Recovery,
+    ScheduleKind,
     StalenessAction,
     StalenessConfig,
     StepResult,
@@ -48,6 +51,7 @@ from tests.engine.harness import (
     Machine,
     forward_backward,
     import_weights,
+    load,
     optim_step,
     policy_spec,
     save,
@@ -138,10 +142,13 @@ class Drive:
     """A machine, its batches made of their seqs."""
 
     def __init__(
-        self, folder: Path, make_worker: Callable[[Faults], LocalWorker] = TrainingWorker
+        self,
+        folder: Path,
+        make_worker: Callable[[Faults], LocalWorker] = TrainingWorker,
+        **of_policy: object,
     ) -> None:
         self.folder, self.seq = folder, 0
-        spec = policy_spec(recovery=Recovery.REPLAY, micro_batch_tokens=256)
+        spec = policy_spec(recovery=Recovery.REPLAY, micro_batch_tokens=256, **of_policy)
         self.machine = Machine(
             folder, spec, LimitsConfig(), make_worker=make_worker, checkpoints=KEEP_ONE
         )
@@ -256,6 +263,54 @@ def test_what_a_step_says_of_optimizer_and_versions_is_replayed(tmp_path: Path) 
     other = asyncio.run(steps_that_say_more(tmp_path / "other", is_killed=False, beta1=0.9))
     assert killed == whole
     assert len({*whole.journaled, *other.journaled}) == 6
+
+
+SCHEDULE = LearningRateSchedule(ScheduleKind.LINEAR, 2**-11, warmup_steps=1, total_steps=5)
+
+
+async def scheduled(
+    folder: Path, rates: Sequence[float | None], *, is_killed: bool
+) -> tuple[list[float], Bits]:
+    """A step, a checkpoint, a step, one of stale rollouts alone, another, and from the checkpoint
+    one more. `rates`: what each says; None: nothing, and the policy has SCHEDULE.
+    """
+    fresh = StalenessConfig(max_versions=0, action=StalenessAction.DROP)
+    optimizer = AdamWConfig(schedule=SCHEDULE if None in rates else None)
+    drive, told = Drive(folder, optimizer=optimizer), list[float]()
+    machine = await drive.machine.start()
+    for index, rate in enumerate(rates):
+        if index == 1:
+            await drive.run(save("one"))
+        if index == len(rates) - 1:
+            await drive.run(load("one"))
+            if is_killed:
+                await drive.kill()
+        loss = LossConfig(kind=LossKind.GRPO, staleness=fresh if index == 2 else None)
+        optim = OptimStepConfig(learning_rate=rate, step_on_zero_gradient=True)
+        step = update(0, optim=optim, loss=loss)
+        stepped = await drive.run(step, versions=((0, 0),) if index == 2 else ())
+        assert isinstance(stepped.result, StepResult)
+        assert stepped.result.report.skipped == (index == 2)
+        told.append(stepped.result.report.learning_rate)
+    bits = await drive.bits()
+    await machine.controller.close(1.0)
+    return told, bits
+
+
+def test_a_schedule_counts_the_optimizers_steps(tmp_path: Path) -> None:
+    """As a caller that says these rates itself, also when it is run again."""
+    rates = [2**-12, 2**-11, 0.75 * 2**-11, 0.75 * 2**-11, 2**-11]
+    found: list[tuple[list[float], Bits]] = []
+    for name, said, is_killed in (
+        ("said", rates, False),
+        ("whole", [None] * 5, False),
+        ("killed", [None] * 5, True),
+    ):
+        (tmp_path / name).mkdir()
+        found.append(asyncio.run(scheduled(tmp_path / name, said, is_killed=is_killed)))
+    assert found[0][0] == rates
+    assert found[1] == found[0]
+    assert found[2] == found[0]
 
 
 async def by_rates(folder: Path, rates: Sequence[DeviceRates]) -> Bits:

@@ -26,7 +26,7 @@ from ratoon.train.loss.spec import (
     NoDivisor,
     Normalisation,
 )
-from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.optim.resolve import check_schedule, resolve_optim
 from ratoon_proto.types import (
     AdamWConfig,
     AdvantageKind,
@@ -36,6 +36,7 @@ from ratoon_proto.types import (
     DivideBy,
     KlConfig,
     KlKind,
+    LearningRateSchedule,
     LossKind,
     OldLogprobs,
     OldLogprobsKind,
@@ -43,6 +44,7 @@ from ratoon_proto.types import (
     OverlongFilter,
     OverlongPenalty,
     ReferenceKind,
+    ScheduleKind,
     StalenessAction,
     StalenessConfig,
     TokenWeight,
@@ -336,6 +338,34 @@ _CONSTANT = replace(_TOKENS, default_divide_by=DivideBy.CONSTANT)
 _MIXED = replace(_TOKENS, default_divide_by=None)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (("constant", 8.0), {0: 8.0, 10**6: 8.0}),
+        (("constant", 8.0, 3), {0: 2.0, 1: 4.0, 2: 6.0, 3: 8.0, 9: 8.0}),
+        (("linear", 8.0, 1, 5), {0: 4.0, 1: 8.0, 2: 6.0, 4: 2.0, 5: 0.0, 99: 0.0}),
+        (("linear", 8.0, 0, 2, 0.25), {0: 8.0, 1: 5.0, 2: 2.0, 99: 2.0}),
+        # Cosines of 0, 60, 90, 120 and 180 degrees.
+        (("cosine", 8.0, 1, 7), {0: 4.0, 1: 8.0, 3: 6.0, 4: 4.0, 5: 2.0, 7: 0.0, 99: 0.0}),
+        (("cosine", 8.0, 0, 2, 0.5), {0: 8.0, 1: 6.0, 2: 4.0, 99: 4.0}),
+    ],
+)
+def test_a_schedule_says_the_rate_where_the_step_does_not(
+    schedule: tuple[Any, ...], rates: dict[int, float]
+) -> None:
+    kind, rate, *others = schedule
+    names = ("warmup_steps", "total_steps", "final_share")
+    numbers = dict(zip(names, others, strict=False))
+    own = LearningRateSchedule(ScheduleKind(kind), rate, **numbers)
+    check_schedule("schedule", own)
+    policy = replace(_ADAMW, schedule=own)
+    for num_steps, expected in rates.items():
+        step = resolve_optim(OptimStepConfig(), _TOKENS, policy, num_steps)
+        assert step.learning_rate == pytest.approx(expected, rel=1e-15, abs=1e-15)
+        step = resolve_optim(OptimStepConfig(learning_rate=0.5), _TOKENS, policy, num_steps)
+        assert step.learning_rate == 0.5
+
+
 def test_step_takes_the_policys_and_the_losss_defaults() -> None:
     step = resolve_optim(OptimStepConfig(learning_rate=1e-3), _TOKENS, _ADAMW)
     assert step.learning_rate == 1e-3
@@ -405,6 +435,7 @@ def test_step_divides_as_it_is_told(
         ),
         ({"divide_constant": 0.0}, _CONSTANT, "optim.divide_constant"),
         ({"divide_constant": math.inf}, _CONSTANT, "optim.divide_constant"),
+        ({"learning_rate": None}, _TOKENS, "optim.learning_rate"),
         ({"learning_rate": -1e-3}, _TOKENS, "optim.learning_rate"),
         ({"learning_rate": math.nan}, _TOKENS, "optim.learning_rate"),
         ({"learning_rate": 1e38}, _TOKENS, "optim.learning_rate"),

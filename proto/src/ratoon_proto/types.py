@@ -122,6 +122,18 @@ class Decay(bases.WireEnum):
 DecayName = Literal["all", "matrices"]
 
 
+class ScheduleKind(bases.WireEnum):
+    """How a learning rate falls after its warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    """Half a cosine (Loshchilov and Hutter, 2017)."""
+
+
+ScheduleKindName = Literal["constant", "linear", "cosine"]
+
+
 class KeepRollouts(bases.WireEnum):
     """Which rollouts of each ForwardBackward and Update are kept on disk, for ListRollouts and
     GetRollout.
@@ -532,6 +544,40 @@ class LoraTuning:
         bases.as_declared(self, target_modules=tuple)
 
 
+@dataclass(frozen=True, slots=True)
+class LearningRateSchedule:
+    """Learning rates of a policy's steps, where a step does not say its own. With t steps taken so
+    far, as the optimizer and its checkpoints count them, the next one's is learning_rate multiplied
+    by (t + 1) / (warmup_steps + 1) while t < warmup_steps. Then it falls to final_share of itself,
+    as x = (t - warmup_steps) / (total_steps - warmup_steps) goes from 0 to 1, and stays there.
+    """
+
+    kind: ScheduleKind
+    learning_rate: float
+    """The highest one. Required, also where it is 0."""
+    _: KW_ONLY
+    warmup_steps: int = 0
+    total_steps: int = 0
+    """Warm-up included. More than warmup_steps; absent for CONSTANT."""
+    final_share: float = 0.0
+    """In [0, 1]; 0 for CONSTANT."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            kind: ScheduleKind | ScheduleKindName,
+            learning_rate: float,
+            *,
+            warmup_steps: int = 0,
+            total_steps: int = 0,
+            final_share: float = 0.0,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, kind=ScheduleKind)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWConfig:
     """AdamW (Loshchilov and Hutter, 2019). Numbers have the bounds of OptimStepConfig."""
@@ -543,6 +589,8 @@ class AdamWConfig:
     weight_decay: float = 0.01
     decay: Decay = Decay.ALL
     """Also of a weight decay that a step brings."""
+    schedule: LearningRateSchedule | None = None
+    """Default: none, each step says its learning rate."""
 
     if TYPE_CHECKING:
 
@@ -554,6 +602,7 @@ class AdamWConfig:
             eps: float = 1e-08,
             weight_decay: float = 0.01,
             decay: Decay | DecayName = Decay.ALL,
+            schedule: LearningRateSchedule | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -1021,16 +1070,15 @@ class LossConfig:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStepConfig:
-    """One optimizer step. Schedules are the caller's: each step says its own learning rate. Numbers
-    have bounds: learning_rate 0 to 10,000, betas from 0 to below 1, and all others 1e-30 to 1e30
-    unless they are 0 and may be. learning_rate times weight_decay is at most 1.
+    """One optimizer step. Numbers have bounds: learning_rate 0 to 10,000, betas from 0 to below 1,
+    and all others 1e-30 to 1e30 unless they are 0 and may be. learning_rate times weight_decay is
+    at most 1.
     """
 
-    learning_rate: float
-    """Required, also where it is 0."""
-    _: KW_ONLY
+    learning_rate: float | None = None
+    """Default: that of the policy's optimizer.schedule. Required where it has none, also as 0."""
     weight_decay: float | None = None
     """Default: the policy's."""
     max_grad_norm: float | None = None
@@ -1060,8 +1108,8 @@ class OptimStepConfig:
 
         def __init__(
             self,
-            learning_rate: float,
             *,
+            learning_rate: float | None = None,
             weight_decay: float | None = None,
             max_grad_norm: float | None = None,
             divide_by: DivideBy | DivideByName | None = None,

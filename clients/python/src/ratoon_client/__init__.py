@@ -40,6 +40,7 @@ from ratoon_client.values import (
     Parallel,
     PolicyOptions,
     Publish,
+    Schedule,
     Staleness,
 )
 from ratoon_client.weights.pull import PulledWeights
@@ -141,6 +142,7 @@ __all__ = [
     "SampleResult",
     "SampledSequence",
     "SamplingParams",
+    "Schedule",
     "Segment",
     "ServerInfo",
     "SglangAdapter",

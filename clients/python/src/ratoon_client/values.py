@@ -21,6 +21,7 @@ from ratoon_proto.types import (
     KeepRollouts,
     KeepRolloutsName,
     KlConfig,
+    LearningRateSchedule,
     LoraTuning,
     LossConfig,
     ModelDtype,
@@ -55,6 +56,7 @@ Loss = LossConfig
 Optim = OptimStepConfig
 Parallel = ParallelLayout
 Publish = PublishConfig
+Schedule = LearningRateSchedule
 Staleness = StalenessConfig
 
 

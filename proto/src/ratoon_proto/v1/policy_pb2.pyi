@@ -207,6 +207,28 @@ DECAY_MATRICES: Decay.ValueType  # 2
 """All but norms and biases, which transformers' trainers tell by their names."""
 Global___Decay: _TypeAlias = Decay  # noqa: Y015
 
+class _ScheduleKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ScheduleKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScheduleKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SCHEDULE_KIND_UNSPECIFIED: _ScheduleKind.ValueType  # 0
+    SCHEDULE_KIND_CONSTANT: _ScheduleKind.ValueType  # 1
+    SCHEDULE_KIND_LINEAR: _ScheduleKind.ValueType  # 2
+    SCHEDULE_KIND_COSINE: _ScheduleKind.ValueType  # 3
+    """Half a cosine (Loshchilov and Hutter, 2017)."""
+
+class ScheduleKind(_ScheduleKind, metaclass=_ScheduleKindEnumTypeWrapper):
+    """How a learning rate falls after its warm-up."""
+
+SCHEDULE_KIND_UNSPECIFIED: ScheduleKind.ValueType  # 0
+SCHEDULE_KIND_CONSTANT: ScheduleKind.ValueType  # 1
+SCHEDULE_KIND_LINEAR: ScheduleKind.ValueType  # 2
+SCHEDULE_KIND_COSINE: ScheduleKind.ValueType  # 3
+"""Half a cosine (Loshchilov and Hutter, 2017)."""
+Global___ScheduleKind: _TypeAlias = ScheduleKind  # noqa: Y015
+
 class _KeepRollouts:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -316,6 +338,48 @@ class LoraTuning(_message.Message):
 Global___LoraTuning: _TypeAlias = LoraTuning  # noqa: Y015
 
 @_typing.final
+class LearningRateSchedule(_message.Message):
+    """Learning rates of a policy's steps, where a step does not say its own. With t steps taken so far, as
+    the optimizer and its checkpoints count them, the next one's is learning_rate multiplied by
+    (t + 1) / (warmup_steps + 1) while t < warmup_steps. Then it falls to final_share of itself, as
+    x = (t - warmup_steps) / (total_steps - warmup_steps) goes from 0 to 1, and stays there.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    WARMUP_STEPS_FIELD_NUMBER: _builtins.int
+    TOTAL_STEPS_FIELD_NUMBER: _builtins.int
+    FINAL_SHARE_FIELD_NUMBER: _builtins.int
+    kind: Global___ScheduleKind.ValueType
+    learning_rate: _builtins.float
+    """The highest one. Required, also where it is 0."""
+    warmup_steps: _builtins.int
+    total_steps: _builtins.int
+    """Warm-up included. More than warmup_steps; absent for CONSTANT."""
+    final_share: _builtins.float
+    """In [0, 1]; 0 for CONSTANT."""
+    def __init__(
+        self,
+        *,
+        kind: Global___ScheduleKind.ValueType = ...,
+        learning_rate: _builtins.float | None = ...,
+        warmup_steps: _builtins.int = ...,
+        total_steps: _builtins.int = ...,
+        final_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "learning_rate", b"learning_rate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "final_share", b"final_share", "kind", b"kind", "learning_rate", b"learning_rate", "total_steps", b"total_steps", "warmup_steps", b"warmup_steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
+
+Global___LearningRateSchedule: _TypeAlias = LearningRateSchedule  # noqa: Y015
+
+@_typing.final
 class AdamWConfig(_message.Message):
     """AdamW (Loshchilov and Hutter, 2019). Numbers have the bounds of OptimStepConfig."""
 
@@ -326,6 +390,7 @@ class AdamWConfig(_message.Message):
     EPS_FIELD_NUMBER: _builtins.int
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
     DECAY_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
     beta1: _builtins.float
     """Defaults 0.9, 0.95 (beta1, beta2), 1e-8, 0.01."""
     beta2: _builtins.float
@@ -333,6 +398,10 @@ class AdamWConfig(_message.Message):
     weight_decay: _builtins.float
     decay: Global___Decay.ValueType
     """Also of a weight decay that a step brings."""
+    @_builtins.property
+    def schedule(self) -> Global___LearningRateSchedule:
+        """Default: none, each step says its learning rate."""
+
     def __init__(
         self,
         *,
@@ -341,10 +410,11 @@ class AdamWConfig(_message.Message):
         eps: _builtins.float | None = ...,
         weight_decay: _builtins.float | None = ...,
         decay: Global___Decay.ValueType = ...,
+        schedule: Global___LearningRateSchedule | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "schedule", b"schedule", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "decay", b"decay", "eps", b"eps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "decay", b"decay", "eps", b"eps", "schedule", b"schedule", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015

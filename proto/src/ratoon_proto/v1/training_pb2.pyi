@@ -715,7 +715,7 @@ Global___LossConfig: _TypeAlias = LossConfig  # noqa: Y015
 
 @_typing.final
 class OptimStepConfig(_message.Message):
-    """One optimizer step. Schedules are the caller's: each step says its own learning rate.
+    """One optimizer step.
 
     Numbers have bounds: learning_rate 0 to 10,000, betas from 0 to below 1, and all others 1e-30 to
     1e30 unless they are 0 and may be. learning_rate times weight_decay is at most 1.
@@ -735,7 +735,7 @@ class OptimStepConfig(_message.Message):
     CHANGED_SHARE_FIELD_NUMBER: _builtins.int
     STEP_ON_ZERO_GRADIENT_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
-    """Required, also where it is 0."""
+    """Default: that of the policy's optimizer.schedule. Required where it has none, also as 0."""
     weight_decay: _builtins.float
     """Default: the policy's."""
     max_grad_norm: _builtins.float

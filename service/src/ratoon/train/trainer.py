@@ -398,6 +398,11 @@ class Trainer:
         sums = [reduce(operator.add, each) for each in zip(*ranks, strict=True)]
         self._named.write(path, names, dict(zip(parameters, sums, strict=True)))
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that the optimizer has taken, those before a checkpoint that it began from too."""
+        return self.ranks.own.optimizer.state().num_steps
+
     def snapshot(self) -> Snapshot:
         """Copy weights and moments to the host; any thread may write the copy. No gradients."""
         digest, number = self.state_digest(), next(self._snapshot_numbers)
@@ -405,7 +410,7 @@ class Trainer:
         self._snapshots[number] = snapshot = Snapshot(
             write_files=lambda folder: self.ranks.all(Rank.write_states, number, str(folder)),
             kind=self.spec.kept_states,
-            num_steps=self.ranks.own.optimizer.state().num_steps,
+            num_steps=self.num_steps,
             model=self.spec.model,
             version=self.version,
             digest=digest,

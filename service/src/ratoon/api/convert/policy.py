@@ -29,7 +29,7 @@ from ratoon.engine.types import Policy, PolicySpec
 from ratoon.errors import invalid, shown
 from ratoon.model.spec import PRESET_NAMES, FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.train.loss.kinds import require
-from ratoon.train.optim.resolve import check_adamw
+from ratoon.train.optim.resolve import check_adamw, check_schedule
 from ratoon_proto import types
 from ratoon_proto.types import (
     AdamWConfig,
@@ -141,6 +141,8 @@ def _tuning(lora: LoraTuning | None) -> FullTuning | LoraTuning:
 
 def _optimizer(config: AdamWConfig) -> AdamWConfig:
     check_adamw("spec.optimizer", config)
+    if config.schedule is not None:
+        check_schedule("spec.optimizer.schedule", config.schedule)
     return config
 
 

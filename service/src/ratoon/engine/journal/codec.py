@@ -47,6 +47,7 @@ TAGS: dict[str, type] = {
     "tuning.full": proto.FullTuning,
     "tuning.lora": proto.LoraTuning,
     "adamw": proto.AdamWConfig,
+    "schedule": proto.LearningRateSchedule,
     "checkpoint_source": proto.CheckpointSource,
     "numerics_guard": proto.NumericsGuard,
     **{f"command.{command.kind}": command for command in COMMANDS},

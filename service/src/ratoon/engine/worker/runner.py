@@ -166,7 +166,7 @@ class TaskRunner:
                 return self._forward(planned, command, on_progress, is_cancelled)
             case OptimStepCommand(optim=optim) as command:
                 if command.allow_empty and trainer.is_window_empty:
-                    step = resolve_empty(optim, self._spec.optimizer)
+                    step = resolve_empty(optim, self._spec.optimizer, trainer.num_steps)
                 else:
                     step = self._step(optim, trainer.normalisation)
                 step = replace(step, allow_empty=command.allow_empty)
@@ -322,7 +322,7 @@ class TaskRunner:
         return StepResult(version=self.version, report=report)
 
     def _step(self, request: OptimStepConfig, normalisation: Normalisation) -> OptimStep:
-        return resolve_optim(request, normalisation, self._spec.optimizer)
+        return resolve_optim(request, normalisation, self._spec.optimizer, self.trainer.num_steps)
 
 
 def write_checkpoint(snapshot: Snapshot, folder: Path, as_of: AsOf) -> int:

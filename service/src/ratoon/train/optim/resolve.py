@@ -8,13 +8,22 @@ from dataclasses import replace
 from ratoon.errors import invalid
 from ratoon.train.loss.kinds import require
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor, Normalisation, OptimStep
-from ratoon_proto.types import AdamWConfig, DivideBy, OptimStepConfig, TokenWeight
+from ratoon_proto.types import (
+    AdamWConfig,
+    DivideBy,
+    LearningRateSchedule,
+    OptimStepConfig,
+    ScheduleKind,
+    TokenWeight,
+)
 
 DEFAULT_MAX_GRAD_NORM = 1.0
 # Far beyond every recipe; within them no float32 of a step overflows by these numbers alone.
 _MAX_LEARNING_RATE = 1e4
+_MAX_STEPS = 2**53
 _SMALLEST = 1e-30
 _LARGEST = 1e30
+_RATES = f"a number from 0 to {_MAX_LEARNING_RATE:g}"
 _RANGE = f"a number from {_SMALLEST:g} to {_LARGEST:g}"
 
 
@@ -25,8 +34,12 @@ def check_optim(request: OptimStepConfig, policy: AdamWConfig) -> None:
     Raises `RatoonError` INVALID_ARGUMENT naming the field.
     """
     rate, constant = request.learning_rate, request.divide_constant
-    most = f"a number from 0 to {_MAX_LEARNING_RATE:g}"
-    require("optim.learning_rate", rate, 0 <= rate <= _MAX_LEARNING_RATE, most)
+    if rate is not None:
+        require("optim.learning_rate", rate, 0 <= rate <= _MAX_LEARNING_RATE, _RATES)
+    elif policy.schedule is None:
+        raise invalid("optim.learning_rate", "none", f"{_RATES}: the policy has no schedule")
+    else:
+        rate = policy.schedule.learning_rate
     check_adamw("optim", request)
     if request.max_grad_norm:
         _require_in_range("optim.max_grad_norm", request.max_grad_norm, "0 (no clipping), or ")
@@ -62,21 +75,55 @@ def check_adamw(path: str, config: AdamWConfig | OptimStepConfig) -> None:
         require(f"{path}.weight_decay", decay, 0 <= decay <= _LARGEST, most)
 
 
+def check_schedule(path: str, schedule: LearningRateSchedule) -> None:
+    """Check a policy's schedule. Raises `RatoonError` INVALID_ARGUMENT naming the field below
+    `path`."""
+    rate, warmup, total = schedule.learning_rate, schedule.warmup_steps, schedule.total_steps
+    require(f"{path}.learning_rate", rate, 0 <= rate <= _MAX_LEARNING_RATE, _RATES)
+    require(f"{path}.warmup_steps", warmup, 0 <= warmup <= _MAX_STEPS, f"0 to {_MAX_STEPS}")
+    share = schedule.final_share
+    require(f"{path}.final_share", share, 0 <= share <= 1, "a number from 0 to 1")
+    if schedule.kind is ScheduleKind.CONSTANT:
+        for name, value in (("total_steps", total), ("final_share", share)):
+            require(f"{path}.{name}", value, not value, "absent: kind is constant")
+        return
+    expected = f"more than warmup_steps, {warmup}, to {_MAX_STEPS}"
+    require(f"{path}.total_steps", total, warmup < total <= _MAX_STEPS, expected)
+
+
+def scheduled_rate(schedule: LearningRateSchedule, num_steps: int) -> float:
+    """Learning rate of the step after `num_steps`, by the rule of `LearningRateSchedule`."""
+    warmup, share = schedule.warmup_steps, schedule.final_share
+    if num_steps < warmup:
+        return schedule.learning_rate * (num_steps + 1) / (warmup + 1)
+    if schedule.kind is ScheduleKind.CONSTANT:
+        return schedule.learning_rate
+    done = min(1.0, (num_steps - warmup) / (schedule.total_steps - warmup))
+    is_cosine = schedule.kind is ScheduleKind.COSINE
+    left = (1.0 + math.cos(math.pi * done)) / 2.0 if is_cosine else 1.0 - done
+    return schedule.learning_rate * (share + (1.0 - share) * left)
+
+
 def _require_in_range(field: str, value: float, otherwise: str = "") -> None:
     require(field, value, _SMALLEST <= value <= _LARGEST, otherwise + _RANGE)
 
 
 def resolve_optim(
-    request: OptimStepConfig, normalisation: Normalisation, policy: AdamWConfig
+    request: OptimStepConfig, normalisation: Normalisation, policy: AdamWConfig, num_steps: int = 0
 ) -> OptimStep:
-    """Fill in the policy's weight decay and the window's divisor.
+    """Fill in the policy's weight decay, what its schedule says after `num_steps` steps, and the
+    window's divisor.
 
     Raises `RatoonError` INVALID_ARGUMENT naming the field.
     """
     check_optim(request, policy)
     divide_by = _resolve_divide_by(request, normalisation)
+    rate = request.learning_rate
+    if rate is None:
+        assert policy.schedule is not None, "it is checked"
+        rate = scheduled_rate(policy.schedule, num_steps)
     return OptimStep(
-        learning_rate=request.learning_rate,
+        learning_rate=rate,
         weight_decay=policy.weight_decay if request.weight_decay is None else request.weight_decay,
         max_grad_norm=_resolve_max_grad_norm(request, divide_by),
         divisor=_resolve_divisor(request, divide_by),
@@ -89,12 +136,12 @@ def resolve_optim(
     )
 
 
-def resolve_empty(request: OptimStepConfig, policy: AdamWConfig) -> OptimStep:
+def resolve_empty(request: OptimStepConfig, policy: AdamWConfig, num_steps: int = 0) -> OptimStep:
     """The step of a window without gradients, which nothing divides. Raises as `resolve_optim`."""
     check_optim(request, policy)
     undivided = replace(request, divide_by=DivideBy.NONE, divide_constant=None)
     nothing = Normalisation(token_weight=TokenWeight.PER_TOKEN, default_divide_by=DivideBy.NONE)
-    return resolve_optim(undivided, nothing, policy)
+    return resolve_optim(undivided, nothing, policy, num_steps)
 
 
 def _resolve_max_grad_norm(request: OptimStepConfig, divide_by: DivideBy) -> float:
