@@ -20,8 +20,8 @@ from tests.api.wires import refused_by
 AdamW, Guard = policy_pb2.AdamWConfig, policy_pb2.NumericsGuard
 Lora, Parallel = policy_pb2.LoraTuning, policy_pb2.ParallelLayout
 Source, Schedule = policy_pb2.CheckpointSource, policy_pb2.LearningRateSchedule
-CONSTANT = {"kind": "SCHEDULE_KIND_CONSTANT", "learning_rate": 0.0}
-LINEAR = {"kind": "SCHEDULE_KIND_LINEAR", "learning_rate": 1e-3}
+CONSTANT: dict[str, Any] = {"kind": "SCHEDULE_KIND_CONSTANT", "learning_rate": 0.0}
+LINEAR: dict[str, Any] = {"kind": "SCHEDULE_KIND_LINEAR", "learning_rate": 1e-3}
 
 
 def _limited(name: str, value: float) -> policy_pb2.NumericsGuard:

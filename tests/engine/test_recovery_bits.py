@@ -145,10 +145,10 @@ class Drive:
         self,
         folder: Path,
         make_worker: Callable[[Faults], LocalWorker] = TrainingWorker,
-        **of_policy: object,
+        optimizer: AdamWConfig = AdamWConfig(),  # noqa: B008  it is frozen
     ) -> None:
         self.folder, self.seq = folder, 0
-        spec = policy_spec(recovery=Recovery.REPLAY, micro_batch_tokens=256, **of_policy)
+        spec = policy_spec(recovery=Recovery.REPLAY, micro_batch_tokens=256, optimizer=optimizer)
         self.machine = Machine(
             folder, spec, LimitsConfig(), make_worker=make_worker, checkpoints=KEEP_ONE
         )
@@ -291,7 +291,9 @@ async def scheduled(
         stepped = await drive.run(step, versions=((0, 0),) if index == 2 else ())
         assert isinstance(stepped.result, StepResult)
         assert stepped.result.report.skipped == (index == 2)
-        told.append(stepped.result.report.learning_rate)
+        rate = stepped.result.report.learning_rate
+        assert rate is not None
+        told.append(rate)
     bits = await drive.bits()
     await machine.controller.close(1.0)
     return told, bits

@@ -51,15 +51,17 @@ async def refusal(sampler: RaySampler) -> ErrorCode | None:
 async def test_a_process_is_started_lost_and_started_anew(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
+    # Other tests' services leave theirs in the cluster's own namespace, until it is idle.
+    namespace = f"{ray_cluster.namespace}-sampler"
     config = RatoonConfig(
         data_root=tmp_path,
-        ray=RayConfig(namespace=ray_cluster.namespace),
+        ray=RayConfig(namespace=namespace),
         sampler=SamplerConfig(idle_s=5.0, max_waiting=1, num_threads=1),
     )
     edges = [RaySampler(SamplerSettings.from_config(config)) for _ in range(2)]
 
     def process() -> Any:
-        return find_actor(SAMPLER_NAME, ray_cluster.namespace)
+        return find_actor(SAMPLER_NAME, namespace)
 
     assert process() is None
     first = await sampled(edges[0])
