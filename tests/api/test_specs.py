@@ -89,8 +89,8 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
     *(
         (f"optimizer.schedule.{field}", {"optimizer": AdamW(schedule=Schedule(**changes))})
         for field, changes in (
-            ("kind", {"learning_rate": 1e-3}),
-            ("learning_rate", {"kind": "SCHEDULE_KIND_CONSTANT"}),
+            ("kind", {**CONSTANT, "kind": None}),
+            ("learning_rate", {**CONSTANT, "learning_rate": None}),
             ("learning_rate", {**CONSTANT, "learning_rate": -1.0}),
             ("learning_rate", {**CONSTANT, "learning_rate": 2e4}),
             ("warmup_steps", {**CONSTANT, "warmup_steps": -1}),
