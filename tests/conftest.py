@@ -1,6 +1,7 @@
 """Fixtures of the whole suite: one Ray cluster a session, and the recorded rollouts.
 
-Imports neither ray nor the service at the top: tests/kernels runs where neither is installed.
+Imports neither ray nor the service at the top: tests/kernels runs where neither is installed. Nor
+torch: the process that shares out the tests needs none.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from tests.recorded import DATA, RecordedGroup, read_groups
-from tests.torch_settings import TorchSettings
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
 
     from tests.running_service import Service
+    from tests.torch_settings import TorchSettings
     from tests.work_units import WorkUnits
 
 
@@ -69,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _take_one_gpu(worker: str) -> None:
     """Workers of pytest-xdist, `gw0` and so on, take the GPUs in turn; before CUDA is there."""
+    import torch
+
     num_gpus = torch.cuda.device_count()
     if num_gpus > 1:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
@@ -115,6 +117,8 @@ class RayCluster:
 @pytest.fixture(scope="session", autouse=True)
 def first_torch_settings() -> TorchSettings:
     """As this process starts with them."""
+    from tests.torch_settings import TorchSettings
+
     return TorchSettings.of_this_process()
 
 
@@ -183,6 +187,8 @@ def _recorded(name: str) -> tuple[RecordedGroup, ...]:
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Every uninitialised allocation is NaN, also those inside torch's own operators."""
+    import torch
+
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
