@@ -134,25 +134,23 @@ def ray_cluster() -> Iterator[RayCluster]:
     """One small local cluster for all tests that need Ray; it is never stopped in between."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
+    from ray._private.authentication.authentication_token_setup import (
+        enable_token_auth_by_default,
+        ensure_token_if_auth_enabled,
+    )
 
+    from ratoon.cluster.ray_private import LocalRay
+
+    # Its token is this user's, as of what `ray.init` would start.
+    enable_token_auth_by_default()
+    ensure_token_if_auth_enabled()
     # Short: Ray puts sockets below it, and the path of a socket has at most 107 bytes.
     temp_dir = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
-    ray.init(
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        _temp_dir=temp_dir,
-        namespace="ratoon",
-        log_to_driver=False,
-        # As `LocalRay` has it: Ray's defaults would starve beside other tests and report all calls.
-        _system_config={
-            "worker_niceness": 0,
-            "task_events_report_interval_ms": 0,
-            "enable_metrics_collection": False,
-        },
-    )
-    yield RayCluster(namespace="ratoon", address=ray.get_runtime_context().gcs_address)
+    local = LocalRay(num_cpus=2, object_store_bytes=100 * 2**20, temp_folder=temp_dir)
+    ray.init(address=local.address, namespace="ratoon", log_to_driver=False)
+    yield RayCluster(namespace="ratoon", address=local.address)
     ray.shutdown()
+    local.end(is_orderly=True)
     shutil.rmtree(temp_dir, ignore_errors=True)
 
 
