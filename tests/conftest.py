@@ -1,6 +1,7 @@
 """Fixtures of the whole suite: one Ray cluster a session, and the recorded rollouts.
 
-Imports neither ray nor the service at the top: tests/kernels runs where neither is installed.
+Imports neither ray nor the service at the top: tests/kernels runs where neither is installed. Nor
+torch: the process that shares out the tests needs none.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from tests.recorded import DATA, RecordedGroup, read_groups
-from tests.torch_settings import TorchSettings
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
 
     from tests.running_service import Service
+    from tests.torch_settings import TorchSettings
     from tests.work_units import WorkUnits
 
 
@@ -69,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _take_one_gpu(worker: str) -> None:
     """Workers of pytest-xdist, `gw0` and so on, take the GPUs in turn; before CUDA is there."""
+    import torch
+
     num_gpus = torch.cuda.device_count()
     if num_gpus > 1:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
@@ -115,6 +117,8 @@ class RayCluster:
 @pytest.fixture(scope="session", autouse=True)
 def first_torch_settings() -> TorchSettings:
     """As this process starts with them."""
+    from tests.torch_settings import TorchSettings
+
     return TorchSettings.of_this_process()
 
 
@@ -130,25 +134,23 @@ def ray_cluster() -> Iterator[RayCluster]:
     """One small local cluster for all tests that need Ray; it is never stopped in between."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
+    from ray._private.authentication.authentication_token_setup import (
+        enable_token_auth_by_default,
+        ensure_token_if_auth_enabled,
+    )
 
+    from ratoon.cluster.ray_private import LocalRay
+
+    # Its token is this user's, as of what `ray.init` would start.
+    enable_token_auth_by_default()
+    ensure_token_if_auth_enabled()
     # Short: Ray puts sockets below it, and the path of a socket has at most 107 bytes.
     temp_dir = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
-    ray.init(
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        _temp_dir=temp_dir,
-        namespace="ratoon",
-        log_to_driver=False,
-        # As `LocalRay` has it: Ray's defaults would starve beside other tests and report all calls.
-        _system_config={
-            "worker_niceness": 0,
-            "task_events_report_interval_ms": 0,
-            "enable_metrics_collection": False,
-        },
-    )
-    yield RayCluster(namespace="ratoon", address=ray.get_runtime_context().gcs_address)
+    local = LocalRay(num_cpus=2, object_store_bytes=100 * 2**20, temp_folder=temp_dir)
+    ray.init(address=local.address, namespace="ratoon", log_to_driver=False)
+    yield RayCluster(namespace="ratoon", address=local.address)
     ray.shutdown()
+    local.end(is_orderly=True)
     shutil.rmtree(temp_dir, ignore_errors=True)
 
 
@@ -183,6 +185,8 @@ def _recorded(name: str) -> tuple[RecordedGroup, ...]:
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Every uninitialised allocation is NaN, also those inside torch's own operators."""
+    import torch
+
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()

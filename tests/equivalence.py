@@ -72,8 +72,12 @@ def near_policy(
 
     Three different ones, sampler, old and reference, each off by a normal of scale `noise`.
     """
-    own = hf.all_logprobs(model, paths_of(batch))
-    logprobs = np.concatenate([logprob.numpy() for logprob, _ in own])
+    paths = paths_of(batch)
+    if batch.routed_experts is None:
+        own = hf.padded_logprobs(model, paths)
+    else:
+        own = [logprob for logprob, _ in hf.all_logprobs(model, paths)]
+    logprobs = np.concatenate([logprob.numpy() for logprob in own])
 
     def recorded() -> NDArray[np.float32]:
         moved = logprobs + noise * rng.normal(size=len(logprobs))

@@ -37,6 +37,26 @@ def test_all_that_share_it_are_of_one_worker(
     assert {unit_of(nodeid) for nodeid in sharing} == {unit}
 
 
+@pytest.mark.parametrize(
+    ("unit", "fixture", "function"),
+    [("forked ranks", "rank_pair", "ranked"), ("recorded life", "recording", "record_life")],
+)
+def test_all_that_make_it_are_of_one_worker(
+    request: pytest.FixtureRequest, unit: str, fixture: str, function: str
+) -> None:
+    """By a fixture or a function. Tests of GPUs go to the worker that has one."""
+    making = {
+        unit_of(item.nodeid)
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        if not any(item.get_closest_marker(name) for name in ("gpu", "multigpu"))
+        if fixture in item.fixturenames or hasattr(item.module, function)
+    }
+    if not making:
+        pytest.skip("collected without them")
+    assert making == {unit}
+
+
 def test_the_longest_units_begin_first(request: pytest.FixtureRequest) -> None:
     """A unit's tests stay together and in order."""
     items = list(request.session.items)

@@ -1,10 +1,12 @@
 """How tests are shared out between the workers of `make test` and `make test-more`.
 
 Tests that share the session's service are one unit, so that there is one service, and so are the
-tests that share a Ray cluster without it: there are at most two clusters. The rest goes by file to
-whichever worker is free. The units that took longest begin first: `durations.json` has the seconds
-of every test file, and `make test ARGS=--write-durations` (and `make test-more` likewise) writes
-them anew. Within a file tests keep their order.
+tests that share a Ray cluster without it: there are at most two clusters. So are those whose ranks
+are forked, as the server that forks them imports all of a rank's modules, and the tests that take a
+recorded life apart. The rest goes by file to whichever worker is free. The units that took longest
+begin first: `durations.json` has the seconds of every test file, and
+`make test ARGS=--write-durations` (and `make test-more` likewise) writes them anew. Within a file
+tests keep their order.
 """
 
 from __future__ import annotations
@@ -33,6 +35,14 @@ SHARED_CLUSTER = (
         )
     ),
 )
+FORKED_RANKS = tuple(
+    f"tests/train/test_{name}.py"
+    for name in (
+        *("load_balance", "only_backward", "ranks", "ranks_dropped", "ranks_lost", "route_replay"),
+        *("router_reports", "sequence_ranks"),
+    )
+)
+RECORDED_LIFE = tuple(f"tests/durability/test_{name}.py" for name in ("power_cut", "torn_files"))
 # A file counts as mistaken where its share of a run is this many times the recorded one, and more
 # than so much of the run.
 _FACTOR, _LEAST_SHARE = 4.0, 0.03
@@ -56,11 +66,13 @@ def unit_of(nodeid: str) -> str:
         return "shared service"
     if nodeid.startswith(SHARED_CLUSTER):
         return "shared cluster"
-    return _file_of(nodeid)
+    if nodeid.startswith(FORKED_RANKS):
+        return "forked ranks"
+    return "recorded life" if nodeid.startswith(RECORDED_LIFE) else _file_of(nodeid)
 
 
 class WorkUnits(LoadScopeScheduling):
-    """Work units are files, but for those of the shared service and of the shared cluster."""
+    """Work units are files, but for those that share what takes long to start or to record."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid)

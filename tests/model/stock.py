@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.oracle.hf import DoublePrecision
+from tests.oracle.hf import double_names, in_double
 from tests.oracle.merged_lora import has_experts, merge
 
 
@@ -54,11 +54,12 @@ def sequence_outputs(model: nn.Module, sequence: list[int]) -> tuple[Tensor, Ten
 
 def in_float64(model: nn.Module) -> nn.Module:
     """The model, which then computes in float64 throughout."""
+    in_double(model)
     forward = model.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with DoublePrecision():
+        with double_names():
             return forward(*args, **kwargs)
 
     cast(Any, model).forward = run
-    return model.double()
+    return model

@@ -10,12 +10,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
@@ -323,3 +324,21 @@ def test_mutation_turns_the_comparison_red(models_root: Path, mutation: DeviceEd
     assert_close(_errors(_run(model, batch, packed), expected), FLOAT64_TOLERANCE)
     errors = _errors(_run(model, batch, packed, mutation), expected)
     assert max(errors.values()) > 1e-3
+
+
+class _BoundEarly(nn.Module):
+    """Has float32 from when its function was made, which no later change of names reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 8.0))
+
+    def forward(
+        self, input_ids: Tensor, use_cache: bool, dtype: torch.dtype = torch.float32
+    ) -> SimpleNamespace:
+        return SimpleNamespace(logits=(1 / self.weight).to(dtype).double())
+
+
+def test_an_oracle_that_would_round_to_float32_is_refused() -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        hf.in_double(_BoundEarly())

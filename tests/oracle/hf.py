@@ -9,11 +9,13 @@ rounding would differ between one long backward and many short ones.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path as FilePath
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -21,6 +23,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.oracle.merged_lora import has_experts, merge
 from tests.oracle.paths import Path
+
+# Scores of attention of one padded forward, for each head: 32 MiB for four of them.
+_PADDED_PAIRS = 2**20
 
 
 def load(folder: FilePath, *, dtype: torch.dtype, attention: str = "eager") -> nn.Module:
@@ -32,21 +37,18 @@ def load(folder: FilePath, *, dtype: torch.dtype, attention: str = "eager") -> n
     )
     # No rollout is padded: every token that is there is one, also where it is the padding's.
     model.get_input_embeddings().padding_idx = None
-    return model.to(dtype)
+    return in_double(model) if dtype is torch.float64 else model.to(dtype)
 
 
-def load_lora(
-    folder: FilePath, adapter: FilePath, *, dtype: torch.dtype, attention: str = "eager"
-) -> nn.Module:
-    """The folder's model with a trainable adapter, by peft but of experts; the base is frozen."""
+def with_adapter(base: nn.Module, adapter: FilePath) -> nn.Module:
+    """`base`, which is frozen, with a trainable adapter: by peft but of experts."""
     from peft import PeftModel
 
-    base = cast(Any, load(folder, dtype=dtype, attention=attention))
     if has_experts(adapter):
         # peft trains more: it has gate and up as one map, whose factors are twice as wide.
         return merge(base, adapter)
     return PeftModel.from_pretrained(
-        base, str(adapter), is_trainable=True, autocast_adapter_dtype=False
+        cast(Any, base), str(adapter), is_trainable=True, autocast_adapter_dtype=False
     )
 
 
@@ -56,18 +58,22 @@ def logprobs(model: nn.Module, path: Path) -> tuple[Tensor, Tensor]:
     Response token t is predicted by the token before it: the last prompt token for t = 0. With an
     empty prompt nothing predicts t = 0: log-prob and entropy are 0 there.
     """
-    num_prompt, num_response = len(path.prompt), len(path.response)
-    if num_response == 0:
+    if len(path.response) == 0:
         empty = torch.zeros(0, dtype=torch.float64)
         return empty, empty
-    ids = torch.as_tensor(path.tokens, dtype=torch.int64)[None]
+    ids = torch.as_tensor(path.tokens, dtype=torch.int64)
     with precision_of(model), _forced(model, path):
-        logits = model(input_ids=ids, use_cache=False).logits[0]
+        logits_TV = model(input_ids=ids[None], use_cache=False).logits[0]
+    return _of_response(logits_TV, ids, path)
+
+
+def _of_response(logits_TV: Tensor, ids: Tensor, path: Path) -> tuple[Tensor, Tensor]:
+    num_prompt = len(path.prompt)
     first = max(num_prompt - 1, 0)
-    rows = logits[first : num_prompt + num_response - 1].to(torch.float64) / path.temperature
+    rows = logits_TV[first : len(ids) - 1].to(torch.float64) / path.temperature
     log_softmax = torch.log_softmax(rows, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    logprob = log_softmax.gather(1, ids[0, first + 1 :, None])[:, 0]
+    logprob = log_softmax.gather(1, ids[first + 1 :, None])[:, 0]
     if num_prompt == 0:
         zero = logprob.new_zeros(1)
         return torch.cat([zero, logprob]), torch.cat([zero, entropy])
@@ -151,10 +157,66 @@ def all_logprobs(model: nn.Module, paths: list[Path]) -> list[tuple[Tensor, Tens
         return [logprobs(model, path) for path in paths]
 
 
+def padded_logprobs(model: nn.Module, paths: list[Path]) -> list[Tensor]:
+    """Log-probs as of `all_logprobs` but for their last bits: many paths in one padded forward.
+
+    Only for data that is to be near to the policy, never to compare with.
+    """
+    found: list[Tensor] = []
+    remaining = [path for path in paths if len(path.response)]
+    while remaining:
+        part = [remaining.pop(0)]
+        longest = len(part[0].tokens)
+        while remaining:
+            longest = max(longest, len(remaining[0].tokens))
+            if (len(part) + 1) * longest**2 > _PADDED_PAIRS:
+                break
+            part.append(remaining.pop(0))
+        rows = [torch.as_tensor(path.tokens, dtype=torch.int64) for path in part]
+        # Causal attention lets no token see the padding behind it.
+        ids_BT = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        with torch.no_grad(), precision_of(model):
+            logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+        found.extend(
+            _of_response(logits_TV, ids, path)[0]
+            for logits_TV, ids, path in zip(logits_BTV, rows, part, strict=True)
+        )
+    return found
+
+
 def precision_of(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside, a float64 model is float64 throughout."""
     is_double = next(model.parameters()).dtype is torch.float64
-    return DoublePrecision() if is_double else nullcontext()
+    return double_names() if is_double else nullcontext()
+
+
+def in_double(model: nn.Module) -> Any:
+    """The model in float64, for forwards within `double_names`, which it has been tried with.
+
+    `DoublePrecision` sees each of a forward's calls and takes as long as the model, so it only says
+    what is right. What a first forward imports is there then, and has float32 by its right name.
+    """
+    model.double()
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        with DoublePrecision():
+            expected = model(input_ids=ids, use_cache=False).logits
+        num_modules = len(sys.modules)
+        with double_names():
+            got = model(input_ids=ids, use_cache=False).logits
+    assert len(sys.modules) == num_modules, "a module was imported that takes float64 for float32"
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+    return model
+
+
+@contextmanager
+def double_names() -> Iterator[None]:
+    """Inside, torch's names of float32, where they are looked up, are float64's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(Tensor, "float", Tensor.double)
+        yield
 
 
 class DoublePrecision(TorchFunctionMode):

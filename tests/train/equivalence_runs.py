@@ -6,6 +6,7 @@ Invariant: the oracle gets its defaults from its own table, not from the code un
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,13 +127,12 @@ def make_pair(
     )
     is_double = dtype is ModelDtype.FLOAT64
     torch_dtype = torch.float64 if is_double else torch.float32
-    initial = hf.load(folder, dtype=torch_dtype, attention=attention)
+    model = hf.load(folder, dtype=torch_dtype, attention=attention)
+    initial = copy.deepcopy(model)
     if is_lora:
         scratch.mkdir()
         export_weights(trainer.model, scratch)
-        model = hf.load_lora(folder, scratch, dtype=torch_dtype, attention=attention)
-    else:
-        model = hf.load(folder, dtype=torch_dtype, attention=attention)
+        model = hf.with_adapter(model, scratch)
     oracle = OracleTrainer(
         model,
         betas=(ADAMW.beta1, ADAMW.beta2),
