@@ -165,6 +165,24 @@ def test_new_steps_come_by_themselves_unless_nobody_looks(open_page: OpenPage) -
         expect(slider).to_have_attribute("aria-valuemax", "30")
 
 
+def test_a_page_where_nothing_happens_asks_for_little(open_page: OpenPage) -> None:
+    """Two minutes by the page's clock: no steps, lists each 20 s, the policy less and less often."""
+    policy = "/v1/policies/{policy}"
+    with made_service(RUN) as service:
+        page = open_page(service.url + "#/no/such/view")
+        page.clock.install()
+        page.goto(service.url + VIEWS["policy"])
+        _settled(page)
+        page.clock.pause_at(page.evaluate("Date.now() + 1000"))
+        for _ in range(120):
+            page.clock.run_for(1000)
+            page.wait_for_timeout(20)
+        asked = service.asked
+    assert asked[f"{policy}/steps"] == 2
+    assert 2 <= asked[f"{policy}/weights"] == asked[f"{policy}/checkpoints"] <= 7
+    assert 4 <= asked[policy] <= 18
+
+
 def test_what_goes_wrong_is_said(open_page: OpenPage) -> None:
     """A service that is down is asked again; a policy that is deleted is asked for no more."""
     with made_service(RUN) as service:
@@ -204,7 +222,7 @@ def test_a_page_left_open_keeps_no_more(made: MadeService, open_page: OpenPage) 
             };
             const series = stepSeries("p", () => ["loss"]);
             for (now = 1; now <= 21600; now += 1) {
-              await series.read(undefined, "epoch");
+              await series.read(undefined, { created_at: "epoch", next_seq: now + 1 });
               const { seq, marks, figures } = series.all;
               most = Math.max(most, seq.length, marks.length, figures.get("loss").mean.length);
             }
