@@ -179,8 +179,8 @@ def _timed() -> Generator[list[float], None, None]:
 
 
 def measure_page(root: Path, blocks: int, reads: int, seed: int) -> dict[str, Any]:
-    """Median ms of an update for its caller, in blocks with the page's requests and without; and the
-    CPU seconds of a read."""
+    """Median ms of an update for its caller, in blocks with the page's requests and without; and
+    the CPU seconds of a read."""
     with ExitStack() as stack:
         service = stack.enter_context(Service(root, crash_points=False, worker={"device": "cpu"}))
         page = stack.enter_context(httpx.Client(base_url=f"{service.http}/v1", trust_env=False))

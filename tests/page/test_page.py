@@ -166,7 +166,7 @@ def test_new_steps_come_by_themselves_unless_nobody_looks(open_page: OpenPage) -
 
 
 def test_a_page_where_nothing_happens_asks_for_little(open_page: OpenPage) -> None:
-    """Two minutes by the page's clock: no steps, lists each 20 s, the policy less and less often."""
+    """Two minutes by its clock: no steps, lists each 20 s, the policy less and less often."""
     policy = "/v1/policies/{policy}"
     with made_service(RUN) as service:
         page = open_page(service.url + "#/no/such/view")

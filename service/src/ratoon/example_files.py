@@ -30,7 +30,7 @@ EXAMPLES = {
         then="python first.py",
     ),
     "grpo": Example(
-        about="GRPO on your model, prompts and reward; a small task to try it on; a reward for GSM8K",
+        about="GRPO on your model, prompts and reward; a task to try it on, a reward for GSM8K",
         root="examples",
         patterns=("grpo.py", "case/*", "gsm8k/*"),
         then=(
