@@ -291,6 +291,16 @@ def test_labels_of_an_axis_are_whole_and_differ(open_page: OpenPage, width: int)
     assert len([text for text in texts if text.startswith("1.000")]) > 1
     assert "1\u202f000\u202f000\u202f000" in texts
     assert min(left for left, _ in labels) >= 0
+    counts = page.evaluate(
+        """async () => {
+            const { ticks } = await import("/page/chart.js");
+            return Array.from({ length: 2000 }, (_, i) => {
+              const low = Math.sin(i) * 10 ** (i % 7 - 3);
+              return ticks(low, low + (0.3 + i % 11) * 10 ** (i % 9 - 4), 2 + i % 5).length;
+            });
+        }"""
+    )
+    assert 2 <= min(counts) < max(counts) <= 8
 
 
 def test_a_forest_of_ten_thousand_nodes_is_smooth(browser: Browser, open_page: OpenPage) -> None:
