@@ -31,9 +31,11 @@ from benchmarks.step.cpu import trainer_spec
 from benchmarks.step.workload import Group, make_batch
 from harness.environment import describe
 from harness.service import Service
+from ratoon.api.http.page import page_files
 from ratoon.engine.journal import fenced
 from ratoon.engine.journal.fenced import FencedStore
 from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.journal.steps import FIGURES
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
 from ratoon.train import report, trainer
@@ -61,9 +63,11 @@ FINDERS = (
     (rank, "sampled_weights"),
     (rank, "step_size"),
 )
-# The page reads what is new after so many seconds, and the lists below its curves each fifth time.
-PAGE_PERIOD_S = 4.0
-READS_PER_LISTS = 5
+# The page reads what is new after so many seconds, and the lists below its curves each sixth time.
+PAGE_PERIOD_S = 5.0
+READS_PER_LISTS = 6
+# Figures whose curves it shows.
+SHOWN = [one for one in FIGURES if f'"{one}"' in page_files()["figures.js"].decode()]
 LISTS = ("/weights", "/checkpoints")
 # What its CPU time is measured of.
 READS = 100
@@ -221,7 +225,8 @@ def _read_page(client: httpx.Client, after_seq: int, *, with_lists: bool) -> int
     """Ask for what a read of the policy's page asks for; returns the newest step's seq."""
     policy = f"/policies/{POLICY}"
     client.get(policy).raise_for_status()
-    steps = client.get(f"{policy}/steps", params={"after_seq": after_seq}).raise_for_status()
+    asked = {"after_seq": after_seq, "figures": SHOWN}
+    steps = client.get(f"{policy}/steps", params=asked).raise_for_status()
     if with_lists:
         for path in LISTS:
             client.get(f"{policy}{path}").raise_for_status()

@@ -9,7 +9,7 @@ import { rolloutView } from "./rollout.js";
 import { runsView } from "./runs.js";
 import { stepView } from "./step.js";
 
-const PERIOD_MS = 4000;
+const PERIOD_MS = 5000;
 const QUIET_MS = 20_000;
 const MOST_MS = 60_000;
 // "*" takes any part of the address.

@@ -12,7 +12,7 @@ const FIRST = "reward_mean";
 const SHOWN = [FIRST, ...GROUPS.flatMap(([, figures]) => figures)];
 const NUM_WARNINGS = 12;
 // How often the lists below the curves are read.
-const LISTS_MS = 20_000;
+const LISTS_MS = 30_000;
 const RANGES = [["All steps", null], ["Last 1000", 1000], ["Last 200", 200]];
 
 export function policyView([id]) {
