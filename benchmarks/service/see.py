@@ -2,7 +2,8 @@
 
 Timed are what the trainer finds out for reports and warnings, inside updates of preset `small`;
 what a step's row adds to the end of its operation in the journal, in turns with ends without one;
-and an update of preset `tiny` for its caller while the page is open, in turns with none open.
+the CPU time that an open page costs the processes of the service; and an update of preset `tiny`
+for its caller while the page is open, in turns with none open.
 
     python -m benchmarks.service.see --out benchmarks/results/cpu/see.json
     python -m benchmarks.service.see --report FILE --markdown docs/performance.md
@@ -30,9 +31,11 @@ from benchmarks.step.cpu import trainer_spec
 from benchmarks.step.workload import Group, make_batch
 from harness.environment import describe
 from harness.service import Service
+from ratoon.api.http.page import page_files
 from ratoon.engine.journal import fenced
 from ratoon.engine.journal.fenced import FencedStore
 from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.journal.steps import FIGURES
 from ratoon.engine.journal.store import SqlStore
 from ratoon.engine.journal.tables import open_database
 from ratoon.train import report, trainer
@@ -60,19 +63,28 @@ FINDERS = (
     (rank, "sampled_weights"),
     (rank, "step_size"),
 )
-# The page reads what it shows anew after so many seconds.
-PAGE_PERIOD_S = 4.0
+# The page reads what is new after so many seconds, and the lists below its curves each sixth time.
+PAGE_PERIOD_S = 5.0
+READS_PER_LISTS = 6
+# Figures whose curves it shows.
+SHOWN = [one for one in FIGURES if f'"{one}"' in page_files()["figures.js"].decode()]
+LISTS = ("/weights", "/checkpoints")
+# What its CPU time is measured of.
+READS = 100
+STEPS_PER_READ = 10
 WARM_UPDATES = 3
 TARGETS = {
     "figures_share": 0.01,
     "history_ms": 1.0,
     "bytes_per_step": 1000,
+    "page_cpu_share": 0.01,
     "page_share": 0.01,
 }
 WHAT = {
     "figures_share": "figures, warnings and probes of an update, share of its time",
     "history_ms": "a step's row at the end of its operation, ms",
     "bytes_per_step": "the row's bytes in the database",
+    "page_cpu_share": "CPU time of the service for an open page, share of one core",
     "page_share": "an update while the page is open, longer by the share",
 }
 
@@ -82,8 +94,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
     parser.add_argument("--updates", type=int, default=20, help="of preset small")
     parser.add_argument(
-        "--blocks", type=int, default=20, help="of updates with the page and without"
+        "--blocks", type=int, default=8, help="of updates with the page and without"
     )
+    parser.add_argument("--reads", type=int, default=READS, help="of the page, for its CPU time")
     parser.add_argument(
         "--ends", type=int, default=2000, help="of operations, with rows and without"
     )
@@ -91,23 +104,24 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     run_figures(
         args,
-        lambda: measure(args.updates, args.blocks, args.ends, args.seed),
+        lambda: measure(args.updates, args.blocks, args.reads, args.ends, args.seed),
         _cells,
         write_markdown,
     )
 
 
-def measure(updates: int, blocks: int, ends: int, seed: int) -> dict[str, Any]:
+def measure(updates: int, blocks: int, reads: int, ends: int, seed: int) -> dict[str, Any]:
     """Every figure of `WHAT`, and what it was made of."""
     environment = describe(seed)
     figures = measure_figures(updates, seed)
     with tempfile.TemporaryDirectory(prefix="rt-") as folder:
-        page = measure_page(Path(folder), blocks, seed)
+        page = measure_page(Path(folder), blocks, reads, seed)
         history = measure_history(Path(folder) / "data" / "ratoon.sqlite", ends)
     return {
         "figures_share": statistics.median(figures["share"]),
         "history_ms": history["with_ms"] - history["without_ms"],
         "bytes_per_step": history["bytes_per_step"],
+        "page_cpu_share": page["cpu_s_per_read"] / PAGE_PERIOD_S,
         "page_share": page["with_ms"] / page["without_ms"] - 1,
         **environment,
         "figures": figures,
@@ -168,10 +182,12 @@ def _timed() -> Generator[list[float], None, None]:
         yield spent
 
 
-def measure_page(root: Path, blocks: int, seed: int) -> dict[str, Any]:
-    """Median ms of an update for its caller, in blocks with the page's requests and without."""
+def measure_page(root: Path, blocks: int, reads: int, seed: int) -> dict[str, Any]:
+    """Median ms of an update for its caller, in blocks with the page's requests and without; and
+    the CPU seconds of a read."""
     with ExitStack() as stack:
         service = stack.enter_context(Service(root, crash_points=False, worker={"device": "cpu"}))
+        page = stack.enter_context(httpx.Client(base_url=f"{service.http}/v1", trust_env=False))
         with RatoonClient(service.grpc, timeout_s=PATIENCE_S) as client:
             client.create_policy(POLICY, preset="tiny", seed=seed).result(PATIENCE_S)
             session = client.policy(POLICY)
@@ -191,11 +207,13 @@ def measure_page(root: Path, blocks: int, seed: int) -> dict[str, Any]:
             taken: dict[bool, list[float]] = {False: [], True: []}
             for block in range(2 * blocks):
                 is_open = bool(block % 2)
-                with _open_page(service.http) if is_open else ExitStack():
-                    end = time.monotonic() + 2 * PAGE_PERIOD_S
+                with _open_page(page) if is_open else ExitStack():
+                    end = time.monotonic() + READS_PER_LISTS * PAGE_PERIOD_S
                     while time.monotonic() < end:
                         taken[is_open].append(update())
+        cpu_s = _cpu_s_per_read(service, page, reads)
     return {
+        "cpu_s_per_read": cpu_s,
         "with_ms": statistics.median(taken[True]),
         "without_ms": statistics.median(taken[False]),
         "raw_with_ms": taken[True],
@@ -203,22 +221,49 @@ def measure_page(root: Path, blocks: int, seed: int) -> dict[str, Any]:
     }
 
 
+def _read_page(client: httpx.Client, after_seq: int, *, with_lists: bool) -> int:
+    """Ask for what a read of the policy's page asks for; returns the newest step's seq."""
+    policy = f"/policies/{POLICY}"
+    client.get(policy).raise_for_status()
+    asked = {"after_seq": after_seq, "figures": SHOWN}
+    steps = client.get(f"{policy}/steps", params=asked).raise_for_status()
+    if with_lists:
+        for path in LISTS:
+            client.get(f"{policy}{path}").raise_for_status()
+        newest = {"policy_id": POLICY, "page_size": 8}
+        client.get("/operations", params=newest).raise_for_status()
+    return max([after_seq, *steps.json()["seq"]])
+
+
+def _cpu_s_per_read(service: Service, client: httpx.Client, reads: int) -> float:
+    """CPU seconds of all processes for a read that finds `STEPS_PER_READ` steps, without those that
+    an idle service takes anyway."""
+    newest = _read_page(client, 0, with_lists=True)
+    start, before = time.monotonic(), _cpu_s(service)
+    for number in range(reads):
+        with_lists = number % READS_PER_LISTS == 0
+        _read_page(client, max(newest - STEPS_PER_READ, 0), with_lists=with_lists)
+    taken_s, between = time.monotonic() - start, _cpu_s(service)
+    time.sleep(taken_s)
+    return (2 * between - before - _cpu_s(service)) / reads
+
+
+def _cpu_s(service: Service) -> float:
+    times = [process.cpu_times() for process in service.processes()]
+    return sum(each.user + each.system for each in times)
+
+
 @contextmanager
-def _open_page(url: str) -> Generator[None, None, None]:
-    """Ask for what an open page of the policy asks for, as often. Raises what a request raised."""
+def _open_page(client: httpx.Client) -> Generator[None, None, None]:
+    """Read the page as often as one that is open does. Raises what a request raised."""
     is_over = threading.Event()
-    policy = f"{url}/v1/policies/{POLICY}"
 
     def read() -> None:
-        after = 0
-        with httpx.Client(trust_env=False) as client:
-            while not is_over.is_set():
-                asked = {"after_seq": after}
-                steps = client.get(f"{policy}/steps", params=asked).raise_for_status().json()
-                after = max([after, *steps["seq"]])
-                for name in ("", "/weights", "/checkpoints"):
-                    client.get(f"{policy}{name}").raise_for_status()
-                is_over.wait(PAGE_PERIOD_S)
+        newest, number = 0, 0
+        while not is_over.is_set():
+            newest = _read_page(client, newest, with_lists=number % READS_PER_LISTS == 0)
+            number += 1
+            is_over.wait(PAGE_PERIOD_S)
 
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)

@@ -158,11 +158,29 @@ def test_new_steps_come_by_themselves_unless_nobody_looks(open_page: OpenPage) -
         page.evaluate("hide(true)")
         expect(page.get_by_text("Paused")).to_be_visible()
         asked = service.asked.total()
-        page.wait_for_timeout(5000)
+        page.wait_for_timeout(6000)
         assert service.asked.total() == asked
         service.runs["growing"] = MadeRun(policy_id="growing", num_steps=30, points=run.points)
         page.evaluate("hide(false)")
         expect(slider).to_have_attribute("aria-valuemax", "30")
+
+
+def test_a_page_where_nothing_happens_asks_for_little(open_page: OpenPage) -> None:
+    """Two minutes by its clock: no steps, lists each 30 s, the policy less and less often."""
+    policy = "/v1/policies/{policy}"
+    with made_service(RUN) as service:
+        page = open_page(service.url + "#/no/such/view")
+        page.clock.install()
+        page.goto(service.url + VIEWS["policy"])
+        _settled(page)
+        page.clock.pause_at(page.evaluate("Date.now() + 1000"))
+        for _ in range(120):
+            page.clock.run_for(1000)
+            page.wait_for_timeout(20)
+        asked = service.asked
+    assert asked[f"{policy}/steps"] == 2
+    assert 2 <= asked[f"{policy}/weights"] == asked[f"{policy}/checkpoints"] <= 5
+    assert 4 <= asked[policy] <= 16
 
 
 def test_what_goes_wrong_is_said(open_page: OpenPage) -> None:
@@ -178,7 +196,7 @@ def test_what_goes_wrong_is_said(open_page: OpenPage) -> None:
         del service.runs["sums-grpo"]
         expect(alert).to_have_text("policy_id: no policy sums-grpo.")
         asked = service.asked.total()
-        page.wait_for_timeout(5000)
+        page.wait_for_timeout(6000)
         assert service.asked.total() == asked
         page.goto(service.url + "#/no/such/view")
         expect(page.get_by_text("There is no such view.")).to_be_visible()
@@ -204,7 +222,7 @@ def test_a_page_left_open_keeps_no_more(made: MadeService, open_page: OpenPage) 
             };
             const series = stepSeries("p", () => ["loss"]);
             for (now = 1; now <= 21600; now += 1) {
-              await series.read(undefined, "epoch");
+              await series.read(undefined, { created_at: "epoch", next_seq: now + 1 });
               const { seq, marks, figures } = series.all;
               most = Math.max(most, seq.length, marks.length, figures.get("loss").mean.length);
             }
@@ -273,6 +291,16 @@ def test_labels_of_an_axis_are_whole_and_differ(open_page: OpenPage, width: int)
     assert len([text for text in texts if text.startswith("1.000")]) > 1
     assert "1\u202f000\u202f000\u202f000" in texts
     assert min(left for left, _ in labels) >= 0
+    counts = page.evaluate(
+        """async () => {
+            const { ticks } = await import("/page/chart.js");
+            return Array.from({ length: 2000 }, (_, i) => {
+              const low = Math.sin(i) * 10 ** (i % 7 - 3);
+              return ticks(low, low + (0.3 + i % 11) * 10 ** (i % 9 - 4), 2 + i % 5).length;
+            });
+        }"""
+    )
+    assert 2 <= min(counts) < max(counts) <= 8
 
 
 def test_a_forest_of_ten_thousand_nodes_is_smooth(browser: Browser, open_page: OpenPage) -> None:

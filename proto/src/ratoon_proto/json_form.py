@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ratoon_proto.fields import enum_name, fields_of, is_flat, is_map
-from ratoon_proto.fill import fill_known
+from ratoon_proto.fill import FLOATS, fill_known
 
 _PLAIN = (FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_STRING)
 MessageT = TypeVar("MessageT", bound=Message)
@@ -66,7 +66,9 @@ def _json_of(message: Message, field: FieldDescriptor, nested: Any) -> Any:
     value = getattr(message, field.name)
     if is_map(field):
         return dict(cast("Mapping[str, str]", value))
-    if field.is_repeated and field.type in _PLAIN:
+    if field.is_repeated and (
+        field.type in _PLAIN or (field.type in FLOATS and all(map(math.isfinite, value)))
+    ):
         return list(value)
     if field.is_repeated:
         return [_value(field, item, nested) for item in value]

@@ -30,9 +30,9 @@ EXAMPLES = {
         then="python first.py",
     ),
     "grpo": Example(
-        about="GRPO on your model, prompts and reward, and a small task to try it on",
+        about="GRPO on your model, prompts and reward; a task to try it on, a reward for GSM8K",
         root="examples",
-        patterns=("grpo.py", "case/*"),
+        patterns=("grpo.py", "case/*", "gsm8k/*"),
         then=(
             "python grpo.py tiny case/prompts.jsonl case/reward.py --policy case --dtype float32 "
             "--prompts 2 --responses 32 --max-tokens 4 --learning-rate 2e-3 --updates 40"

@@ -210,8 +210,11 @@ class Engine:
         curves = Curves(figures, max_points)
         created_at = (await self.policy(policy_id)).created_at
         after_seq, before_seq = seqs
-        while rows := await self._journal.steps(policy_id, after_seq, before_seq, _STEPS_READ):
+        while True:
+            rows = await self._journal.steps(policy_id, after_seq, before_seq, _STEPS_READ)
             await asyncio.to_thread(curves.add, rows)
+            if len(rows) < _STEPS_READ:
+                break
             after_seq = rows[-1].seq
         if (await self._lifecycle.policy(policy_id)).created_at != created_at:
             raise policy_not_found(policy_id)

@@ -64,7 +64,10 @@ function extent(series) {
 export function ticks(low, high, most) {
   const rough = (high - low) / most;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((times) => times * power).find((one) => one >= rough) ?? power * 10;
+  const steps = [10, 5, 2, 1].map((times) => times * power);
+  // No more than `most`, unless that would be fewer than two: one number is no scale.
+  const hasTwo = (one) => Math.floor(high / one) > Math.ceil(low / one);
+  const step = steps[Math.max(steps.findLastIndex((one) => one >= rough), steps.findIndex(hasTwo))];
   const found = [];
   for (let i = Math.ceil(low / step); i * step <= high && found.length < 20; i += 1) found.push(i * step);
   return found;

@@ -37,17 +37,18 @@ function nodes(children) {
     .map((child) => (child instanceof Node ? child : visible(child)));
 }
 
-// Fills `element` anew where `state` is not what it was filled from; who has the focus keeps it, by
-// its `data-key`.
+// Fills `element` anew where `state` is not what it was filled from, and says whether that was so; who
+// has the focus keeps it, by its `data-key`.
 const filledFrom = new WeakMap();
 
 export function fill(element, state, build) {
   const signature = JSON.stringify(state);
-  if (filledFrom.get(element) === signature) return;
+  if (filledFrom.get(element) === signature) return false;
   filledFrom.set(element, signature);
   const focused = element.contains(document.activeElement) && document.activeElement.dataset.key;
   element.replaceChildren(...nodes([build(state)]));
   if (focused) element.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+  return true;
 }
 
 export function say(text) {

@@ -9,7 +9,8 @@ import { rolloutView } from "./rollout.js";
 import { runsView } from "./runs.js";
 import { stepView } from "./step.js";
 
-const PERIOD_MS = 4000;
+const PERIOD_MS = 5000;
+const QUIET_MS = 20_000;
 const MOST_MS = 60_000;
 // "*" takes any part of the address.
 const ROUTES = [
@@ -47,7 +48,7 @@ function nowhere() {
   return {
     title: "Nothing here",
     element: h("p", { class: "empty" }, "There is no such view. ", h("a", { href: "#/" }, "All policies")),
-    refresh: async () => false,
+    refresh: async () => "over",
   };
 }
 
@@ -60,7 +61,7 @@ function open() {
   const view = make(values, query, leave.signal);
   const error = h("p", { class: "error", role: "alert", hidden: true });
   const isFirst = current === null;
-  current = { view, leave, error, timer: 0, failures: 0 };
+  current = { view, leave, error, timer: 0, failures: 0, newest: 0 };
   document.title = `${view.title} · Ratoon`;
   main.replaceChildren(error, view.element);
   main.setAttribute("aria-busy", "true");
@@ -76,14 +77,18 @@ function open() {
   refresh();
 }
 
-// Reads the view anew, again after a while where it says so, and never while the page is hidden.
+// Reads the view anew, which says what came of it: "new", "same" or "over", after which it is read no
+// more. Otherwise it is read again after a quarter of the time since anything was new, within bounds,
+// and never while the page is hidden.
 async function refresh() {
   const mine = current;
   clearTimeout(mine.timer);
   let goesOn = true;
   try {
-    goesOn = (await mine.view.refresh(mine.leave.signal)) !== false;
+    const came = await mine.view.refresh(mine.leave.signal);
     if (mine !== current) return;
+    goesOn = came !== "over";
+    if (came === "new") mine.newest = performance.now();
     mine.failures = 0;
     mine.error.hidden = true;
     told(goesOn ? "live" : "");
@@ -103,7 +108,8 @@ async function refresh() {
   main.setAttribute("aria-busy", "false");
   forget.hidden = !hasKey();
   if (goesOn && !document.hidden) {
-    mine.timer = setTimeout(refresh, Math.min(PERIOD_MS * 2 ** mine.failures, MOST_MS));
+    const quiet = Math.min((performance.now() - mine.newest) / 4, QUIET_MS);
+    mine.timer = setTimeout(refresh, Math.min(Math.max(PERIOD_MS, quiet) * 2 ** mine.failures, MOST_MS));
   }
 }
 

@@ -42,7 +42,7 @@ export function operationsView(_, query) {
     next = answer.next_page_token;
     older.disabled = !next;
     newer.disabled = pages.length < 2;
-    fill(list, answer.operations, (rows) => operationsTable(rows, {}));
+    return fill(list, answer.operations, (rows) => operationsTable(rows, {}));
   }
 
   return {
@@ -57,8 +57,7 @@ export function operationsView(_, query) {
       h("p", { class: "pages" }, newer, older)),
     async refresh(signal) {
       leaving = signal;
-      await read(signal);
-      return true;
+      return (await read(signal)) ? "new" : "same";
     },
   };
 }

@@ -11,6 +11,8 @@ import { curve, hasValues, stepSeries } from "./series.js";
 const FIRST = "reward_mean";
 const SHOWN = [FIRST, ...GROUPS.flatMap(([, figures]) => figures)];
 const NUM_WARNINGS = 12;
+// How often the lists below the curves are read.
+const LISTS_MS = 30_000;
 const RANGES = [["All steps", null], ["Last 1000", 1000], ["Last 200", 200]];
 
 export function policyView([id]) {
@@ -70,22 +72,39 @@ export function policyView([id]) {
     read(leaving).catch(() => {});
   });
 
-  let epoch = null;
+  let now = null; // the policy
+  let listedAt = -LISTS_MS;
   async function read(signal) {
     if (!available) {
       const answer = await steps(id, { max_points: 1 }, signal);
       const names = answer.series.filter((one) => one.mean.some((value) => value !== null)).map((one) => one.figure);
       empty.hidden = answer.num_steps > 0;
       hero.element.hidden = ranges.hidden = answer.num_steps === 0;
-      if (!answer.num_steps) return;
+      if (!answer.num_steps) return false;
       available = names;
       rest = names.filter((name) => !SHOWN.includes(name));
       more.hidden = !rest.length;
     }
     const mine = series;
-    if (!(await mine.read(signal, epoch)) && isDrawn) return;
-    if (mine === series) draw();
-    isDrawn = true;
+    const hasSteps = await mine.read(signal, now);
+    if (mine === series && (hasSteps || !isDrawn)) {
+      draw();
+      isDrawn = true;
+    }
+    return hasSteps;
+  }
+
+  async function readLists(signal) {
+    const [ofWeights, ofCheckpoints, ofOperations] = await Promise.all([
+      orNone(versions(id, signal)),
+      orNone(checkpoints(id, signal)),
+      orNone(operations({ policy_id: id, page_size: 8 }, signal)),
+    ]);
+    fill(weights, ofWeights, versionTable);
+    fill(receivers, [ofWeights, now.published_version], receiverTable);
+    fill(saved, ofCheckpoints, checkpointTable);
+    fill(recent, ofOperations, ({ answer, why }) => (answer ? operationsTable(answer.operations, { isOfOne: true }) : refused(why)));
+    listedAt = performance.now();
   }
 
   function draw() {
@@ -141,21 +160,12 @@ export function policyView([id]) {
         panel("Latest operations", recent, h("p", null, h("a", { href: `#/operations?policy=${encodeURIComponent(id)}` }, "All operations of this policy"))))),
     async refresh(signal) {
       leaving = signal;
-      const now = await policy(id, signal);
-      epoch = now.created_at;
+      now = await policy(id, signal);
       fill(state, now.state, (name) => chip(name, name === "failed" ? "bad" : name === "ready" ? "good" : ""));
-      fill(facts, now, factsOf);
-      const [, ofWeights, ofCheckpoints, ofOperations] = await Promise.all([
-        read(signal),
-        orNone(versions(id, signal)),
-        orNone(checkpoints(id, signal)),
-        orNone(operations({ policy_id: id, page_size: 8 }, signal)),
-      ]);
-      fill(weights, ofWeights, versionTable);
-      fill(receivers, [ofWeights, now.published_version], receiverTable);
-      fill(saved, ofCheckpoints, checkpointTable);
-      fill(recent, ofOperations, ({ answer, why }) => (answer ? operationsTable(answer.operations, { isOfOne: true }) : refused(why)));
-      return true;
+      const isNew = fill(facts, now, factsOf);
+      const isDue = performance.now() - listedAt >= LISTS_MS;
+      const [hasSteps] = await Promise.all([read(signal), isDue && readLists(signal)]);
+      return isNew || hasSteps ? "new" : "same";
     },
   };
 }

@@ -193,7 +193,7 @@ export function rolloutView([id, seq, group, index], query) {
         // Only the tokens are scrolled: the page stays at its heading.
         if (node) text.scrollTop = node.offsetTop - text.offsetTop - text.clientHeight / 2;
       }
-      return false;
+      return "over";
     },
   };
 }

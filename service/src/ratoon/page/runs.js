@@ -48,8 +48,8 @@ export function runsView() {
   }
 
   async function draw(signal) {
-    const created = new Map(found.map((one) => [one.spec.policy_id, one.created_at]));
-    const reads = [...chosen].map(([id, one]) => one.series.read(signal, created.get(id)));
+    const policy = new Map(found.map((one) => [one.spec.policy_id, one]));
+    const reads = [...chosen].map(([id, one]) => one.series.read(signal, policy.get(id)));
     await Promise.all(reads);
     for (const [figure, one] of charts) {
       const series = [...chosen].map(([id, { color, series: read }]) => curve(read.all, figure, short(id, 24), color));
@@ -60,7 +60,7 @@ export function runsView() {
     fill(legend, [...chosen].map(([id, one]) => [id, one.color]), (rows) =>
       rows.map(([id, color]) => h("li", null, h("i", { class: `key ${color}` }), h("a", { href: policyLink(id) }, short(id, 32)))),
     );
-    show();
+    return show();
   }
 
   function show() {
@@ -81,7 +81,7 @@ export function runsView() {
         color: chosen.get(one.spec.policy_id)?.color ?? null,
       };
     });
-    fill(list, rows, () =>
+    return fill(list, rows, () =>
       table(
         "Policies",
         [
@@ -131,9 +131,8 @@ export function runsView() {
       if (isFirst) for (const one of found.slice(0, NUM_FIRST)) choose(one.spec.policy_id, true);
       isFirst = false;
       compared.hidden = !found.length;
-      show();
-      await draw(signal);
-      return true;
+      const isNew = show();
+      return (await draw(signal)) || isNew ? "new" : "same";
     },
   };
 }

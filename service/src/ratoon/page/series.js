@@ -7,15 +7,17 @@ export const MOST = 1000;
 const MOST_MARKS = 2000;
 
 /**
- * read(signal) resolves to whether anything changed. Afterwards `seq`, `version`, `finishedAt` and
+ * read(signal, policy) resolves to whether anything changed. Afterwards `seq`, `version`, `finishedAt` and
  * `figures` (name -> {mean, low, high}; low and high null where no point stands for several steps)
  * are columns, oldest first; `marks` has the newest MOST_MARKS; `numSteps` counts the steps that they
  * stand for.
  * `figures()` names what to read: [] for all.
  */
 export function stepSeries(policyId, figures, { most = MOST, last = null } = {}) {
-  const all = { seq: [], version: [], finishedAt: [], figures: new Map(), marks: [], numSteps: 0, epoch: null };
+  const all = { seq: [], version: [], finishedAt: [], figures: new Map(), marks: [], numSteps: 0 };
   let isWhole = false;
+  let epoch = null;
+  let seen = null; // the policy at the last read
 
   async function whole(signal) {
     // Which seqs the last steps have is told by the whole run, binned.
@@ -58,15 +60,20 @@ export function stepSeries(policyId, figures, { most = MOST, last = null } = {})
 
   return {
     all,
-    // `epoch`: when the policy was made; another one of the same name begins anew.
-    async read(signal, epoch) {
-      if (!isWhole || epoch !== all.epoch || all.seq.length > 2 * most) {
+    // `policy`: as the service has it now. Another one of the same name begins anew; one that is what
+    // it was, and has nothing accepted that may become a step, has no new steps.
+    async read(signal, policy) {
+      const now = JSON.stringify(policy);
+      const after = all.seq.at(-1) ?? 0;
+      if (!isWhole || policy.created_at !== epoch || all.seq.length > 2 * most) {
         await whole(signal);
-        all.epoch = epoch;
+        epoch = policy.created_at;
+        seen = now;
         return true;
       }
-      const after = all.seq.at(-1) ?? 0;
+      if (now === seen && after + 1 >= policy.next_seq) return false;
       const answer = await steps(policyId, { after_seq: after, max_points: most, figures: figures() }, signal);
+      seen = now;
       if (!answer.seq.length && !answer.marks.length) return false;
       const known = new Set(all.marks.map((mark) => mark.seq));
       answer.marks = answer.marks.filter((mark) => !known.has(mark.seq));

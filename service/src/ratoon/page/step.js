@@ -152,7 +152,7 @@ export function stepView([id, seq], _, left) {
       if (!forest.hidden && signature !== drawn) picture.set(given);
       drawn = signature;
       // A step that has ended stays as it is.
-      return !operation?.finished_at;
+      return operation?.finished_at ? "over" : "new";
     },
   };
 }
