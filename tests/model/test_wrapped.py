@@ -216,7 +216,17 @@ def test_a_version_comes_back_and_no_other_tower(folder: Path, tmp_path: Path) -
     # A caller that merges the decoder alone gives no more than that.
     shutil.copytree(version, tmp_path / "alone")
     aside_of(tmp_path / "alone").unlink()
+    (tmp_path / "alone" / INDEX).unlink()
     assert read_weights(model, folder_of(tmp_path / "alone"), "").values.keys() == trained.keys()
+
+    # As folders of the other form name the decoder and the tower.
+    renamed = shutil.copytree(version, tmp_path / "renamed")
+    for path in renamed.glob("*.safetensors"):
+        found = {_in_other_form(name): value for name, value in load_file(path).items()}
+        save_file(found, path, {"format": "pt"})
+    (renamed / INDEX).unlink()
+    again = read_weights(model, folder_of(renamed), "").values
+    assert all(torch.equal(value, trained[name]) for name, value in again.items())
 
     other = shutil.copytree(version, tmp_path / "other")
     tensors = load_file(aside_of(other))
@@ -227,6 +237,12 @@ def test_a_version_comes_back_and_no_other_tower(folder: Path, tmp_path: Path) -
     save_file(tensors | {"visual.unknown": torch.ones(1)}, aside_of(other), {"format": "pt"})
     error = error_of(lambda: read_weights(model, folder_of(other), ""))
     assert error.field == "model_folder['visual.unknown']"
+
+
+def _in_other_form(name: str) -> str:
+    name = name.replace("model.language_model.", "language_model.model.", 1)
+    head = name.startswith("lm_head.")
+    return f"language_model.{name}" if head else name.removeprefix("model.")
 
 
 def folder_of(path: Path) -> Any:
