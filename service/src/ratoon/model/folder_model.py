@@ -8,6 +8,7 @@ so it opens nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +29,7 @@ from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.families import family_of
 from ratoon.model.families.family import Family, Tensors
 from ratoon.model.families.wrapped import Names
-from ratoon.model.folder import FIELD, ModelFolder
+from ratoon.model.folder import FIELD, TEMPLATES, ModelFolder, file_field
 from ratoon.model.mxfp4 import Unpacked, unpack
 from ratoon.model.safetensors_files import (
     Stored,
@@ -59,13 +60,20 @@ _PUBLISHED_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "special_tokens_map.json",
+    "tekken.json",
+    "tiktoken.model",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "video_preprocessor_config.json",
     "vocab.json",
+    "vocab.txt",
 )
 _MAX_PUBLISHED_BYTES = 2**26
+# Of all published files together.
+_MAX_TOTAL_BYTES = 2**27
+_TEMPLATE = re.compile(r"[a-zA-Z0-9._-]{1,128}\.jinja")
+_MAX_TEMPLATES = 64
 # Name of the head's tensor, prefix of all the decoder's tensors, and suffix of those that
 # transformers computes itself.
 HEAD, PREFIX, COMPUTED = "lm_head.weight", "model.", "rotary_emb.inv_freq"
@@ -74,12 +82,28 @@ _PREDICTORS = "mtp."
 
 
 def published_files(folder: ModelFolder) -> dict[str, bytes]:
-    """Current contents of the tokenizer's files and the sampler's settings, by name.
+    """Current contents of the tokenizer's and the processors' files and the sampler's settings, by
+    name; those of named chat templates are in a folder of theirs.
 
-    Raises INVALID_ARGUMENT for a file that is not regular, or has more than 64 MiB.
+    Raises INVALID_ARGUMENT for a file that is not regular or has more than 64 MiB, for more than
+    128 MiB together, and for more than 64 templates or one whose name is not plain.
     """
     names = [name for name in _PUBLISHED_FILES if folder.has(name)]
-    return {name: folder.read(name, _MAX_PUBLISHED_BYTES) for name in names}
+    files = {name: folder.read(name, _MAX_PUBLISHED_BYTES) for name in names}
+    if folder.has(TEMPLATES):
+        within = folder.below(TEMPLATES)
+        templates = [name for name in within.names() if name.endswith(".jinja")]
+        if len(templates) > _MAX_TEMPLATES:
+            got = f"{len(templates)} templates"
+            raise invalid(file_field(TEMPLATES), got, f"at most {_MAX_TEMPLATES}")
+        for name in templates:
+            if not _TEMPLATE.fullmatch(name):
+                raise invalid(file_field(TEMPLATES), shown(name), "a plain name of a template")
+            files[f"{TEMPLATES}/{name}"] = within.read(name, _MAX_PUBLISHED_BYTES)
+    if (size := sum(map(len, files.values()))) > _MAX_TOTAL_BYTES:
+        got = f"{size} bytes beside the weights"
+        raise invalid(FIELD, got, f"at most {_MAX_TOTAL_BYTES}")
+    return files
 
 
 def load_folder(
