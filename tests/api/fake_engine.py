@@ -537,11 +537,12 @@ class FakeEngine(EngineClient):
     def _weight_files(self) -> list[WeightFile]:
         return [
             WeightFile(
-                name=path.name,
+                name=str(path.relative_to(self._folder)),
                 size_bytes=path.stat().st_size,
                 digest=xxhash.xxh3_128_hexdigest(path.read_bytes()),
             )
-            for path in sorted(self._folder.iterdir())
+            for path in sorted(self._folder.rglob("*"))
+            if path.is_file()
         ]
 
     async def fetch_chunk(self, policy_id: str, digest: str, offset: int, length: int) -> bytes:

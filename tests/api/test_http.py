@@ -76,7 +76,16 @@ async def test_a_range_is_answered_with_its_bytes(api: Api) -> None:
 
 async def test_a_small_file_comes_whole(api: Api) -> None:
     (api.weights / "config.json").write_bytes(b"{}")
+    (api.weights / "additional_chat_templates").mkdir()
+    (api.weights / "additional_chat_templates/rag.jinja").write_bytes(b"{{ x }}")
     await api.create_policy()
+    within = await _get(
+        api, URL.replace("model.safetensors", "additional_chat_templates/rag.jinja")
+    )
+    assert (within.status_code, within.content) == (200, b"{{ x }}")
+    for name in ("additional_chat_templates/%2e%2e/config.json", "others/rag.jinja", "a//b"):
+        refused = await _get(api, URL.replace("model.safetensors", name))
+        assert http_error(refused).detail.field == "name", name
     url = URL.replace("model.safetensors", "config.json")
     response = await _get(api, url)
     assert (response.status_code, response.content) == (200, b"{}")

@@ -44,7 +44,9 @@ _PATTERNS = [
     ("GetWeightManifest", "GET", re.compile(r"/v1/policies/(?P<policy_id>[^/]+)/weights/latest")),
     *((name, method, _pattern(path)) for name, (method, path) in (ROUTES | OTHER_ROUTES).items()),
 ]
-_FILE = _pattern("/v1/policies/{policy_id}/weights/{version}/files/{name}")
+_FILE = re.compile(
+    r"/v1/policies/(?P<policy_id>[^/]+)/weights/(?P<version>[^/]+)/files/(?P<name>.+)"
+)
 
 
 @contextmanager

@@ -50,6 +50,15 @@ def tree(root: Path) -> dict[str, bytes]:
     }
 
 
+def test_named_chat_templates_are_pulled_into_their_folder(rig: Rig):
+    files = {"model.safetensors": model_bytes(1), "additional_chat_templates/rag.jinja": b"{{ x }}"}
+    rig.service.publish(3, files)
+    for pulled in (rig.pull(), rig.pull()):
+        found = tree(pulled.folder)
+        del found[MANIFEST_NAME]
+        assert found == files
+
+
 def test_a_pulled_version_has_the_files_and_latest_names_it(rig: Rig):
     pulled = rig.pull()
     assert (pulled.version, pulled.folder) == (1, rig.root / "version-1")
@@ -317,7 +326,11 @@ def test_a_file_that_two_names_share_is_fetched_once(rig: Rig):
 
 @one_wire
 @pytest.mark.parametrize(
-    "name", ["../evil", "a/b", "..", ".", "", MANIFEST_NAME, "a\0b", "x" * 256]
+    "name",
+    [
+        *("../evil", "a/b", "..", ".", "", MANIFEST_NAME, "a\0b", "x" * 256),
+        *(f"additional_chat_templates/{name}" for name in ("", "..", "../evil", "a/b")),
+    ],
 )
 def test_a_name_that_leads_elsewhere_is_refused(rig: Rig, name: str):
     rig.service.publish(3, {"good.bin": b"1", name: b"2"})

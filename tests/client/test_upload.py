@@ -78,7 +78,9 @@ def test_a_model_folder_is_sent_in_pieces_from_where_a_sender_left_off(
 ):
     folder = tmp_path / "model"
     (folder / "nested").mkdir(parents=True)
+    (folder / "additional_chat_templates").mkdir()
     files = {"config.json": b"{}", "model.safetensors": bytes(range(250)), "twin.json": b"{}"}
+    files["additional_chat_templates/rag.jinja"] = b"{}"
     for name, data in files.items():
         (folder / name).write_bytes(data)
     (folder / ".hidden").write_bytes(b"no")

@@ -31,7 +31,7 @@ def sent(tmp_path: Path) -> SentModels:
 
 def test_pieces_become_the_policys_own_folder_once(sent: SentModels, tmp_path: Path) -> None:
     whole, empty = _file(b"0123456789"), _file(b"", "empty")
-    twin = WeightFile(name="twin.json", size_bytes=whole.size_bytes, digest=whole.digest)
+    twin = WeightFile(name="within/twin.json", size_bytes=whole.size_bytes, digest=whole.digest)
     files = (whole, empty, twin)
     assert sent.put("p", whole, 0, b"0123") == 4
     with raises(ErrorCode.UPLOAD_NOT_FOUND) as caught:
@@ -44,9 +44,10 @@ def test_pieces_become_the_policys_own_folder_once(sent: SentModels, tmp_path: P
     assert sent.put("p", empty, 0, b"") == 0
     sent.take("p", files)
     folder = policy_paths(tmp_path, "p").model
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(folder)): path.read_bytes() for path in paths} == {
         "a.json": b"0123456789",
-        "twin.json": b"0123456789",
+        "within/twin.json": b"0123456789",
         "empty": b"",
     }
     assert not (tmp_path / "sent" / "p").exists()

@@ -41,9 +41,9 @@ def export(model: PolicyModel, folder: Path) -> list[str]:
     """The names of the files, sorted."""
     folder.mkdir()
     digests = export_weights(model, folder)
-    names = sorted(path.name for path in folder.iterdir())
-    assert digests == {n: digest_file(folder / n) for n in names if n.endswith(".safetensors")}
-    return names
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    assert digests == {str(path.relative_to(folder)): digest_file(path) for path in paths}
+    return sorted(digests)
 
 
 def reload(folder: Path) -> nn.Module:
@@ -301,8 +301,12 @@ def test_folder_base_hands_its_tokenizer_and_generation_settings_on(tmp_path: Pa
         "tokenizer.json": b"{}",
         "tokenizer_config.json": b'{"a": 1}',
         "chat_template.jinja": b"{{ messages }}",
+        "additional_chat_templates/rag.jinja": b"{{ documents }}",
         "generation_config.json": generation,
+        **{name: name.encode() for name in ("tekken.json", "vocab.txt", "tiktoken.model")},
     }
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/notes.md").write_text("not for samplers")
     for name, data in files.items():
         (folder / name).write_bytes(data)
     (folder / "README.md").write_text("not for samplers")
@@ -310,6 +314,42 @@ def test_folder_base_hands_its_tokenizer_and_generation_settings_on(tmp_path: Pa
     assert names == sorted([*files, "config.json", "model.safetensors"])
     for name, data in files.items():
         assert (tmp_path / "out" / name).read_bytes() == data
+
+
+def test_a_version_has_the_tokenizer_and_the_processor_of_its_folder(tmp_path: Path) -> None:
+    """As transformers makes them of a folder: special tokens, templates by name, image settings."""
+    pytest.importorskip("PIL", reason="the processor's images need Pillow")
+    from tokenizers import Tokenizer, models
+    from transformers import AutoProcessor, AutoTokenizer, Gemma3Processor, PreTrainedTokenizerFast
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    folder = write_folder(tmp_path / "base", "gemma3_vl")
+    vocabulary = {f"<{i}>": i for i in range(8)} | {each: 8 + i for i, each in enumerate("abc ")}
+    media = {"boi_token": "<1>", "eoi_token": "<2>", "image_token": "<3>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<0>")),
+        eos_token="<7>",
+        extra_special_tokens=media,
+    )
+    whole = cast(Any, Gemma3Processor)(
+        image_processor=Gemma3ImageProcessorPil(size={"height": 16, "width": 16}),
+        tokenizer=tokenizer,
+        chat_template={"default": "{{ messages[0].content }}", "rag": "c{{ messages[0].content }}"},
+    )
+    whole.save_pretrained(folder)
+    out = tmp_path / "version"
+    assert "additional_chat_templates/rag.jinja" in export(load(folder), out)
+    shutil.rmtree(folder)
+    found = cast(Any, AutoProcessor).from_pretrained(out)
+    assert type(found) is type(whole)
+    assert found.chat_template == whole.chat_template
+    assert found.image_processor.to_dict() == whole.image_processor.to_dict()
+    read = cast(Any, AutoTokenizer).from_pretrained(out)
+    messages = [{"role": "user", "content": "a b<3>"}]
+    assert read("a b<3>").input_ids == tokenizer("a b<3>").input_ids == [8, 11, 9, 3]
+    for name in ("default", "rag"):
+        text = whole.apply_chat_template(messages, chat_template=whole.chat_template[name])
+        assert read.apply_chat_template(messages, chat_template=name, tokenize=False) == text
 
 
 def test_safetensors_say_their_format(tmp_path: Path) -> None:

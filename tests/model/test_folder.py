@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ratoon.errors import ErrorCode
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
+from ratoon.model.folder import ModelFolder
+from ratoon.model.folder_model import published_files
 from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
 from ratoon_proto.types import LoraTuning
@@ -219,6 +221,60 @@ def test_what_is_published_is_what_was_read_when_the_policy_was_made(
         assert published.read_text() == '{"a": 1}'
     else:
         assert not published.exists()
+
+
+def _make_templates(folder: Path) -> Path:
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "rag.jinja").write_text("{{ messages }}")
+    return templates
+
+
+def _many_templates(folder: Path) -> None:
+    templates = _make_templates(folder)
+    for number in range(64):
+        (templates / f"{number}.jinja").touch()
+
+
+def _large_files(folder: Path) -> None:
+    for name in ("tokenizer.json", "tekken.json", "vocab.txt"):
+        with (folder / name).open("wb") as file:
+            file.truncate(2**26 - 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda folder: (folder / "additional_chat_templates").touch(), "a folder"),
+        (lambda folder: (folder / "additional_chat_templates").symlink_to("/etc"), "models root"),
+        (lambda folder: (_make_templates(folder) / "x.jinja").symlink_to("/etc/passwd"), "root"),
+        (lambda folder: os.mkfifo(_make_templates(folder) / "x.jinja"), "a regular file"),
+        (lambda folder: (_make_templates(folder) / "x.jinja").mkdir(), "a regular file"),
+        (lambda folder: (_make_templates(folder) / "x y.jinja").touch(), "a plain name"),
+        (_many_templates, "at most 64"),
+        (_large_files, "at most 134217728"),
+    ],
+)
+def test_what_versions_have_beside_their_weights_is_of_the_folder_and_bounded(
+    tmp_path: Path, damage: Callable[[Path], object], expected: str
+) -> None:
+    own, _ = models(tmp_path)
+    damage(own)
+    for root in (None, tmp_path / "models"):
+        with pytest.raises(RatoonError) as refused:
+            published_files(ModelFolder.of(own, root))
+        assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+        assert refused.value.field.startswith("model_folder")
+        assert expected in refused.value.expected
+
+
+def test_templates_of_a_cache_are_links_below_the_models_root(tmp_path: Path) -> None:
+    own, _ = models(tmp_path)
+    template = _make_templates(own) / "rag.jinja"
+    template.rename(tmp_path / "models/blob")
+    template.symlink_to("../../blob")
+    files = published_files(ModelFolder.of(own, tmp_path / "models"))
+    assert files["additional_chat_templates/rag.jinja"] == b"{{ messages }}"
 
 
 def test_transformers_is_given_no_path_of_the_folder(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ratoon.errors import ErrorCode
 from ratoon.model.export import export_weights
+from ratoon.model.folder import ModelFolder
 from ratoon.model.spec import ModelDtype
+from ratoon.train.imported import read_weights
 from tests.model.builders import error_of, load
 from tests.tiny_models import write_folder
 
@@ -63,6 +65,9 @@ def test_experts_have_the_bits_of_transformers(tmp_path: Path) -> None:
     for name, value in unpacked.items():
         assert value.count_nonzero() > value.numel() // 2
         assert torch.equal(parameters[name], value), name
+    again = read_weights(model, ModelFolder.of(folder), "")
+    assert again.dtypes == ("BF16",)
+    assert all(torch.equal(value, parameters[name]) for name, value in again.values.items())
     (tmp_path / "version").mkdir()
     export_weights(model, tmp_path / "version")
     assert "quantization_config" not in (tmp_path / "version" / "config.json").read_text()

@@ -22,7 +22,7 @@ from ratoon.errors import ErrorCode
 from ratoon.model.export import export_weights, exported_like
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
-from ratoon.stream.versions import list_versions, prune_versions, publish_version
+from ratoon.stream.versions import file_path, list_versions, prune_versions, publish_version
 from ratoon.train.imported import read_weights
 from ratoon_proto.types import WeightKind
 from tests.model.builders import LORA_ATTENTION, error_of, hidden_of, load, randomize
@@ -154,15 +154,22 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def test_what_is_not_trained_is_on_the_disk_once(folder: Path, tmp_path: Path) -> None:
+    names = ("tokenizer.json", "additional_chat_templates/rag.jinja", "config.json")
+    (folder / names[1]).parent.mkdir()
+    for name in names[:2]:
+        (folder / name).write_text(name)
     model = load(folder, dtype=ModelDtype.FLOAT32)
     root = tmp_path / "versions"
-    first = aside_of(publish(model, root, 0))
+    first = publish(model, root, 0)
     # The folder is needed no more.
     shutil.rmtree(folder)
     for version in (1, 2, 3):
         randomize(model, seed=version)
-        there = aside_of(publish(model, root, version))
-        assert there.samefile(first)
+        there = publish(model, root, version)
+        for name in (aside_of(there).name, *names):
+            assert (there / name).samefile(first / name)
+            listed = file_path(root, version, name)
+            assert listed == there / name
         prune_versions(root, list_versions(root)[-2:])
         first = there
 
@@ -171,13 +178,15 @@ def test_what_is_not_trained_is_on_the_disk_once(folder: Path, tmp_path: Path) -
 def test_a_damaged_file_is_not_linked(folder: Path, tmp_path: Path, damage: str) -> None:
     model = load(folder, dtype=ModelDtype.FLOAT32)
     root = tmp_path / "versions"
-    first = aside_of(publish(model, root, 0))
-    good = first.read_bytes()
-    if damage == "gone":
-        first.unlink()
-    else:
-        first.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert aside_of(publish(model, root, 1)).read_bytes() == good
+    first = publish(model, root, 0)
+    before = {path.name: path.read_bytes() for path in (aside_of(first), first / "config.json")}
+    for name, good in before.items():
+        if damage == "gone":
+            (first / name).unlink()
+        else:
+            (first / name).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    second = publish(model, root, 1)
+    assert {name: (second / name).read_bytes() for name in before} == before
 
 
 @pytest.mark.parametrize("change", ["values", "short", "gone", "header"])
@@ -216,7 +225,17 @@ def test_a_version_comes_back_and_no_other_tower(folder: Path, tmp_path: Path) -
     # A caller that merges the decoder alone gives no more than that.
     shutil.copytree(version, tmp_path / "alone")
     aside_of(tmp_path / "alone").unlink()
+    (tmp_path / "alone" / INDEX).unlink()
     assert read_weights(model, folder_of(tmp_path / "alone"), "").values.keys() == trained.keys()
+
+    # As folders of the other form name the decoder and the tower.
+    renamed = shutil.copytree(version, tmp_path / "renamed")
+    for path in renamed.glob("*.safetensors"):
+        found = {_in_other_form(name): value for name, value in load_file(path).items()}
+        save_file(found, path, {"format": "pt"})
+    (renamed / INDEX).unlink()
+    again = read_weights(model, folder_of(renamed), "").values
+    assert all(torch.equal(value, trained[name]) for name, value in again.items())
 
     other = shutil.copytree(version, tmp_path / "other")
     tensors = load_file(aside_of(other))
@@ -227,6 +246,12 @@ def test_a_version_comes_back_and_no_other_tower(folder: Path, tmp_path: Path) -
     save_file(tensors | {"visual.unknown": torch.ones(1)}, aside_of(other), {"format": "pt"})
     error = error_of(lambda: read_weights(model, folder_of(other), ""))
     assert error.field == "model_folder['visual.unknown']"
+
+
+def _in_other_form(name: str) -> str:
+    name = name.replace("model.language_model.", "language_model.model.", 1)
+    head = name.startswith("lm_head.")
+    return f"language_model.{name}" if head else name.removeprefix("model.")
 
 
 def folder_of(path: Path) -> Any:

@@ -81,12 +81,15 @@ def test_what_was_deleted_is_gone(store: ObjectStore):
 
 def test_a_folder_comes_back_verified(store: ObjectStore, tmp_path: Path):
     source = folder(tmp_path / "scratch", weights=DATA, empty=b"")
+    (source / "within").mkdir()
+    (source / "within/file").write_bytes(DATA)
     store.put_folder("p/checkpoints/c-1", source)
     assert source.exists()
     assert store.folder_names("p/checkpoints") == ("c-1",)
     store.get_folder("p/checkpoints/c-1", tmp_path / "cache" / "c-1")
     copy = tmp_path / "cache" / "c-1"
-    assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
+    assert (copy / "within/file").read_bytes() == DATA
+    assert {path.name: path.read_bytes() for path in copy.iterdir() if path.is_file()} == {
         "weights": DATA,
         "empty": b"",
     }

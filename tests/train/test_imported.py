@@ -323,6 +323,12 @@ def _hostile_dtype(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
 
 
+def _endless_shape(folder: Path) -> None:
+    header = {NORM: {"dtype": "F32", "shape": [0, 2**62, 4], "data_offsets": [0, 0]}}
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text)
+
+
 def _set(name: str, tensor: Tensor) -> Callable[[Path], None]:
     return _edited(lambda tensors: tensors.update({name: tensor}))
 
@@ -332,7 +338,7 @@ def _link(target: str) -> Callable[[Path], None]:
 
 
 def _grow(folder: Path) -> None:
-    with (folder / "more.safetensors").open("wb") as file:
+    with (folder / WEIGHTS).open("ab") as file:
         file.truncate(2**30)
 
 
@@ -352,11 +358,11 @@ def _damages() -> Iterator[tuple[str, Callable[[Path], object], str]]:
     yield "nan", _spoil(NORM, torch.nan), NORM
     yield "infinite", _spoil("model.embed_tokens.weight", torch.inf), "model.embed_tokens.weight"
     yield "missing", _edited(lambda tensors: tensors.pop(NORM)), NORM
-    yield "surplus", _set("lm_head.weight", torch.zeros(64, 16)), "lm_head.weight"
+    yield "surplus", _set("model.norm.bias", torch.zeros(16)), "model.norm.bias"
+    yield "a head", _set("lm_head.weight", torch.zeros(63, 16)), "lm_head.weight"
+    yield "a shape that none has", _endless_shape, NORM
     yield "shape", _set(NORM, torch.ones(17)), NORM
     yield "transposed", _set(NORM, torch.ones(1, 16)), NORM
-    yield "dtype", _set(NORM, torch.ones(16, dtype=torch.float16)), NORM
-    yield "integers", _set(NORM, torch.ones(16, dtype=torch.int32)), NORM
     yield "hostile dtype", _hostile_dtype, WEIGHTS
     yield "hostile name", _set("\x1b[31m" + "x" * 10_000, torch.ones(1)), "x1b"
     yield (
@@ -385,6 +391,101 @@ def test_a_folder_with_a_fault_is_named_and_changes_nothing(
         assert len(refused.value.message) < 500
         assert str(folder.parent) not in refused.value.message
         assert (trainer.state_digest(), trainer.version) == (before, 0)
+
+
+def _all_as(dtype: torch.dtype) -> Callable[[Path], None]:
+    return _edited(lambda tensors: tensors.update({n: v.to(dtype) for n, v in tensors.items()}))
+
+
+def _short(tensors: dict[str, Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+
+def _shard(folder: Path) -> None:
+    """Shards with an index, beside another export of the same weights that no reader takes."""
+    tensors = load_file(folder / WEIGHTS)
+    parts = {f"model-{n}.safetensors": list(tensors)[n::2] for n in (0, 1)}
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, folder / file)
+    (folder / WEIGHTS).unlink()
+    weight_map = {name: file for file, names in parts.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _all_as(torch.float16),
+        _all_as(torch.float64),
+        _edited(lambda tensors: tensors.update({_HEAD: tensors[_EMBEDDING].clone()})),
+        _edited(_short),
+        _shard,
+    ],
+    ids=["float16", "float64", "a tied head", "short names and frequencies", "an index"],
+)
+def test_what_a_policy_is_made_of_is_imported_as_that(
+    base: FolderBase, tmp_path: Path, edit: Callable[[Path], None]
+) -> None:
+    folder = write_folder(tmp_path / "other", "qwen3", seed=1)
+    edit(folder)
+    trainer = trainer_of(base)
+    take(trainer, folder)
+    assert_equal(weights_of(trainer), weights_of(trainer_of(FolderBase(folder=str(folder)))))
+
+
+def _two_names(folder: Path) -> None:
+    _set("norm.weight", torch.ones(16))(folder)
+
+
+def _pickled(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+def _index_elsewhere(folder: Path) -> None:
+    _shard(folder)
+    text = json.dumps({"weight_map": {NORM: "../other.safetensors"}})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (_set(_HEAD, torch.ones(64, 16)), ErrorCode.UNSUPPORTED),
+        (_set(NORM, torch.ones(16, dtype=torch.int32)), ErrorCode.UNSUPPORTED),
+        (_set(NORM, torch.ones(16).to(torch.float8_e4m3fn)), ErrorCode.UNSUPPORTED),
+        (_pickled, ErrorCode.UNSUPPORTED),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), ErrorCode.UNSUPPORTED),
+        (_index_elsewhere, ErrorCode.INVALID_ARGUMENT),
+        (_two_names, ErrorCode.INVALID_ARGUMENT),
+        (_spoil(NORM, torch.nan), ErrorCode.INVALID_ARGUMENT),
+        (_edited(lambda tensors: tensors.pop(NORM)), ErrorCode.INVALID_ARGUMENT),
+        (_set(NORM, torch.ones(17)), ErrorCode.INVALID_ARGUMENT),
+        (_cut, ErrorCode.INVALID_ARGUMENT),
+    ],
+)
+def test_what_no_policy_is_made_of_is_refused_by_the_same_words(
+    exported: tuple[Trainer, Path],
+    tmp_path: Path,
+    damage: Callable[[Path], object],
+    code: ErrorCode,
+) -> None:
+    folder = write_folder(tmp_path / "other", "qwen3", seed=1)
+    damage(folder)
+    errors = list[RatoonError]()
+    for reader in (partial(take, exported[0]), lambda at: trainer_of(FolderBase(folder=str(at)))):
+        with pytest.raises(RatoonError) as refused:
+            reader(folder)
+        errors.append(refused.value)
+    assert errors[0].code is code
+    # The library of the format says where it was, too.
+    imported, created = (error.message.replace(" header:", ":") for error in errors)
+    assert imported == created
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
@@ -451,10 +552,13 @@ def test_an_adapter_that_means_something_else_is_refused(
 def test_a_full_model_for_an_adapter_and_back_is_refused(base: FolderBase, tmp_path: Path) -> None:
     full, adapted = trainer_of(base), trainer_of(base, tuning=LORA)
     folders = export(full, tmp_path / "full"), export(adapted, tmp_path / "adapter")
-    for trainer, folder in ((adapted, folders[0]), (full, folders[1])):
+    for trainer, folder, code in (
+        (adapted, folders[0], ErrorCode.INVALID_ARGUMENT),
+        (full, folders[1], ErrorCode.UNSUPPORTED),
+    ):
         with pytest.raises(RatoonError) as refused:
             take(trainer, folder)
-        assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+        assert refused.value.code is code
 
 
 def _step(trainer: Trainer, _folder: Path) -> None:

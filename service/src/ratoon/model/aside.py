@@ -95,21 +95,13 @@ class Aside:
             num_elements=sum(math.prod(shape) for _, shape, _ in described.values()),
         )
 
-    def publish(self, path: Path) -> str:
-        """Put the file at `path`, in the folder of a version; returns its digest.
+    def publish(self, folder: Path, name: str) -> str:
+        """Put the file at its name in the folder of a version; returns its digest.
 
-        It is linked to that of an earlier version, which lies beside the folder, and else copied.
-        Raises INVALID_ARGUMENT where none has it and the policy's folder was changed.
+        Raises INVALID_ARGUMENT where no earlier version has it and the policy's folder was changed.
         """
-        path.unlink(missing_ok=True)
-        for earlier in sorted(path.parent.parent.glob(f"[0-9]*/{path.name}"), reverse=True):
-            with contextlib.suppress(FileNotFoundError):
-                with earlier.open("rb") as file:
-                    digest = hashlib.file_digest(file, cast("Any", xxhash.xxh3_128))
-                if digest.hexdigest() == self.digest:
-                    _link(earlier, path)
-                    return self.digest
-        self._write(path)
+        if not link_earlier(folder, name, self.digest):
+            self._write(folder / name)
         return self.digest
 
     def _write(self, path: Path) -> None:
@@ -137,6 +129,24 @@ class Base:
     names: Names = Names()  # noqa: RUF009 - it is frozen
     aside: Aside | None = None
     media_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def link_earlier(folder: Path, name: str, digest: str) -> bool:
+    """Whether a file of this digest could be linked, or else copied, from an earlier version.
+
+    Versions lie beside `folder`. Nothing is there under the name before; a folder for it is.
+    """
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    for earlier in sorted(folder.parent.glob(f"[0-9]*/{name}"), reverse=True):
+        with contextlib.suppress(FileNotFoundError):
+            with earlier.open("rb") as file:
+                found = hashlib.file_digest(file, cast("Any", xxhash.xxh3_128))
+            if found.hexdigest() == digest:
+                _link(earlier, path)
+                return True
+    return False
 
 
 def _blocks(folder: ModelFolder, piece: _Piece) -> Iterator[bytes]:

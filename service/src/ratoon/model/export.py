@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.aside import link_earlier
 from ratoon.model.config_words import write_both_words, write_wrapper
 from ratoon.model.families import family_of
 from ratoon.model.folder_model import quiet_transformers
@@ -41,6 +42,7 @@ from ratoon.model.safetensors_files import (
 )
 from ratoon.model.spec import PresetBase
 from ratoon.model.support import CONFIG_NAME, wrapper_of
+from ratoon.stream.files import digest_bytes
 
 _ADAPTER_NAME = "adapter_model.safetensors"
 
@@ -116,16 +118,18 @@ class WeightsCopy:
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files of the last copied values over the existing ones; rank 0 also
-        writes the other files. Returns the digests of the weight files by name."""
+        writes the other files, or links those of an earlier version. Returns digests by name."""
         digests = write_files(folder, self._content, self._wait, self._model.sizes.num_on_host)
         if self._rank:
             return digests
         for name, content in self._rest.items():
-            (folder / name).write_bytes(content)
+            digests[name] = digest_bytes(content)
+            if not link_earlier(folder, name, digests[name]):
+                (folder / name).write_bytes(content)
         aside = self._model.base.aside
         if aside is not None:
             *_, last = self._files
-            digests[last] = aside.publish(folder / last)
+            digests[last] = aside.publish(folder, last)
         return digests
 
     def _wait(self, file: str) -> None:
@@ -188,7 +192,7 @@ class WeightsCopy:
 def export_weights(model: PolicyModel, folder: Path) -> dict[str, str]:
     """Write the current weights to `folder`, overwriting its weight files, if any.
 
-    Returns the digests of the weight files by name.
+    Returns the digests of the files by name.
     """
     copy = WeightsCopy(model)
     copy.take()
@@ -235,8 +239,10 @@ def _rest_of(model: PolicyModel, files: Mapping[str, Sequence[str]]) -> dict[str
                 aside = model.base.aside
                 others = (aside.num_elements, aside.num_bytes) if aside else (0, 0)
                 write_index(folder, files, exported_like(model), others)
-            _export_tokenizer(model, folder)
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
+            if isinstance(model.spec.base, PresetBase):
+                write_tokenizer(folder)
+        taken_over = {name: each for name, each in model.base.files.items() if name != CONFIG_NAME}
+        return taken_over | {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def _check_host(num_bytes: int) -> None:
@@ -374,12 +380,3 @@ def _imported(model: PolicyModel, name: str, like: Tensor, tensors: Mapping[str,
 
 def _on_meta(model: PolicyModel) -> dict[str, Tensor]:
     return {name: p.detach().to("meta") for name, p in model.named_trainable().items()}
-
-
-def _export_tokenizer(model: PolicyModel, folder: Path) -> None:
-    if isinstance(model.spec.base, PresetBase):
-        write_tokenizer(folder)
-        return
-    for name, content in model.base.files.items():
-        if name != CONFIG_NAME:
-            (folder / name).write_bytes(content)

@@ -20,6 +20,8 @@ from typing import cast
 from ratoon.errors import RatoonError, invalid, shown
 
 FIELD = "model_folder"
+# The folder of a tokenizer's named chat templates, the only one within a model's that is read.
+TEMPLATES = "additional_chat_templates"
 # Devices and FIFOs are not opened: a file's kind is checked before it is opened, and again after.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_JSON_LEVELS = 16
@@ -73,6 +75,17 @@ class ModelFolder:
     def has(self, name: str) -> bool:
         """Whether the folder has an entry of this name, of any kind."""
         return os.path.lexists(self.path / name)
+
+    def below(self, name: str) -> ModelFolder:
+        """A folder within it. Raises INVALID_ARGUMENT for anything else of that name, and for a
+        link to something outside the root."""
+        try:
+            place = self._place(name)
+        except OSError as err:
+            raise _unreadable(name, err) from err
+        if not place.is_dir():
+            raise invalid(file_field(name), "no folder", "a folder")
+        return ModelFolder(path=place, root=self.root)
 
     @contextmanager
     def open(self, name: str) -> Iterator[FileIO]:

@@ -8,7 +8,8 @@ so it opens nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -26,9 +27,9 @@ from ratoon.model.attention import ATTENTION_NAME
 from ratoon.model.config_fields import unsupported
 from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.families import family_of
-from ratoon.model.families.family import Family
+from ratoon.model.families.family import Family, Tensors
 from ratoon.model.families.wrapped import Names
-from ratoon.model.folder import FIELD, ModelFolder
+from ratoon.model.folder import FIELD, TEMPLATES, ModelFolder, file_field
 from ratoon.model.mxfp4 import Unpacked, unpack
 from ratoon.model.safetensors_files import (
     Stored,
@@ -37,7 +38,7 @@ from ratoon.model.safetensors_files import (
     check_names_and_shapes,
     on_meta,
     open_tensors,
-    tensor_field,
+    twice,
 )
 from ratoon.model.support import (
     CONFIG_NAME,
@@ -59,27 +60,50 @@ _PUBLISHED_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "special_tokens_map.json",
+    "tekken.json",
+    "tiktoken.model",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "video_preprocessor_config.json",
     "vocab.json",
+    "vocab.txt",
 )
 _MAX_PUBLISHED_BYTES = 2**26
+# Of all published files together.
+_MAX_TOTAL_BYTES = 2**27
+_TEMPLATE = re.compile(r"[a-zA-Z0-9._-]{1,128}\.jinja")
+_MAX_TEMPLATES = 64
 # Name of the head's tensor, prefix of all the decoder's tensors, and suffix of those that
 # transformers computes itself.
-_HEAD, _PREFIX, _COMPUTED = "lm_head.weight", "model.", "rotary_emb.inv_freq"
+HEAD, PREFIX, COMPUTED = "lm_head.weight", "model.", "rotary_emb.inv_freq"
 # Prefix of layers that predict further tokens, which no training here changes.
 _PREDICTORS = "mtp."
 
 
 def published_files(folder: ModelFolder) -> dict[str, bytes]:
-    """Current contents of the tokenizer's files and the sampler's settings, by name.
+    """Current contents of the tokenizer's and the processors' files and the sampler's settings, by
+    name; those of named chat templates are in a folder of theirs.
 
-    Raises INVALID_ARGUMENT for a file that is not regular, or has more than 64 MiB.
+    Raises INVALID_ARGUMENT for a file that is not regular or has more than 64 MiB, for more than
+    128 MiB together, and for more than 64 templates or one whose name is not plain.
     """
     names = [name for name in _PUBLISHED_FILES if folder.has(name)]
-    return {name: folder.read(name, _MAX_PUBLISHED_BYTES) for name in names}
+    files = {name: folder.read(name, _MAX_PUBLISHED_BYTES) for name in names}
+    if folder.has(TEMPLATES):
+        within = folder.below(TEMPLATES)
+        templates = [name for name in within.names() if name.endswith(".jinja")]
+        if len(templates) > _MAX_TEMPLATES:
+            got = f"{len(templates)} templates"
+            raise invalid(file_field(TEMPLATES), got, f"at most {_MAX_TEMPLATES}")
+        for name in templates:
+            if not _TEMPLATE.fullmatch(name):
+                raise invalid(file_field(TEMPLATES), shown(name), "a plain name of a template")
+            files[f"{TEMPLATES}/{name}"] = within.read(name, _MAX_PUBLISHED_BYTES)
+    if (size := sum(map(len, files.values()))) > _MAX_TOTAL_BYTES:
+        got = f"{size} bytes beside the weights"
+        raise invalid(FIELD, got, f"at most {_MAX_TOTAL_BYTES}")
+    return files
 
 
 def load_folder(
@@ -103,7 +127,7 @@ def load_folder(
         names = Names.of_wrapped(stored)
     own = _own_tensors(stored, names, said, config)
     if wrapper:
-        _decide_tie(config, said, has_head=_HEAD in own)
+        _decide_tie(config, said, has_head=HEAD in own)
     kept = _judge_tensors(own, names, config)
     module = _loaded(config, own, dtype)
     add_undeclared(module.config, said)
@@ -112,7 +136,7 @@ def load_folder(
         return module, base
     trained = own.keys() - kept
     aside = {name for name in stored if names.own(name) not in trained}
-    aside = {name for name in aside if not name.endswith(_COMPUTED)}
+    aside = {name for name in aside if not name.endswith(COMPUTED)}
     files = {**published_files(folder), CONFIG_NAME: json.dumps(said).encode()}
     return module, replace(base, files=files, aside=Aside.read(folder, aside))
 
@@ -138,13 +162,13 @@ def _own_tensors(
     layers = cast("int", config.num_hidden_layers)
     # Layers that predict further tokens follow the decoder's own, or are beside it.
     stop = layers + (predictors if isinstance(predictors, int) else 0)
-    others = (_PREDICTORS, *(f"{_PREFIX}layers.{index}." for index in range(layers, stop)))
+    others = (_PREDICTORS, *(f"{PREFIX}layers.{index}." for index in range(layers, stop)))
     own = {names.own(name): each for name, each in stored.items()}
     return {
         name: each
         for name, each in own.items()
         # Older folders have a tensor of frequencies in each layer, which transformers computes.
-        if name is not None and not name.startswith(others) and not name.endswith(_COMPUTED)
+        if name is not None and not name.startswith(others) and not name.endswith(COMPUTED)
     }
 
 
@@ -205,28 +229,45 @@ def _judge_tensors(stored: dict[str, Stored], names: Names, config: PreTrainedCo
         with torch.device("meta"), quiet_transformers():
             model = _model_class(config)(config)
         like = cast("dict[str, Tensor]", model.state_dict())
-        shapes = {name: on_meta(each) for name, each in stored.items()}
     except Exception as err:
         raise invalid(FIELD, f"no model that can be made ({shown(str(err))})", "one") from err
-    if config.tie_word_embeddings and _HEAD not in stored:
-        like.pop(_HEAD)
+    if config.tie_word_embeddings and HEAD not in stored:
+        like.pop(HEAD)
+    shapes = [(name, on_meta(names.there(name), each)) for name, each in stored.items()]
     exported = family_of(config).exported
-    expected, found = exported(like), dict[str, Tensor]()
-    for name, shape in shapes.items():
-        for part, like_part in exported({name: shape}).items():
-            # transformers takes the names of a decoder without its head, too.
-            own = f"{_PREFIX}{part}"
-            own = own if part not in expected and own in expected else part
-            own = names.there(own)
-            if own in found:
-                raise invalid(tensor_field(own), "there twice", "each tensor once")
-            found[own] = like_part
-    check_names_and_shapes(found, {names.there(name): like for name, like in expected.items()})
+    matched(shapes, exported(like), names, exported)
     for name, each in stored.items():
         check_finite(names.there(name), each[...])
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     kept = like.keys() - trained
-    return {name for name in stored if name in kept or f"{_PREFIX}{name}" in kept}
+    return {name for name in stored if name in kept or f"{PREFIX}{name}" in kept}
+
+
+def matched(
+    tensors: Iterable[tuple[str, Tensor]],
+    expected: Tensors,
+    names: Names,
+    exported: Callable[[Tensors], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Tensors by the names of `expected`, in its shapes; those that are fused, in parts.
+
+    Raises INVALID_ARGUMENT naming, as the folder has it, a tensor that is there twice, missing, not
+    the model's, or of another shape.
+    """
+    found = dict[str, Tensor]()
+    for name, tensor in tensors:
+        for part, value in exported({name: tensor}).items():
+            # transformers takes the names of a decoder without its head, too.
+            own = f"{PREFIX}{part}"
+            own = own if part not in expected and own in expected else part
+            if own in found:
+                raise twice(names.there(own))
+            found[own] = value
+    check_names_and_shapes(
+        {names.there(name): value for name, value in found.items()},
+        {names.there(name): like for name, like in expected.items()},
+    )
+    return found
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
@@ -246,11 +287,16 @@ def _check_tie(module: PreTrainedModel) -> None:
     """Refuses a tied configuration with a separate head: it would be two models under one name."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = cast("Any", head).weight is cast("Any", embedding).weight
-    if bool(module.config.tie_word_embeddings) != is_tied:
+    check_tie(module.config, is_tied=is_tied)
+
+
+def check_tie(config: PreTrainedConfig, *, is_tied: bool) -> None:
+    """Raises UNSUPPORTED where `is_tied`, what the weights are, is not what `config` says."""
+    if bool(config.tie_word_embeddings) != is_tied:
         raise unsupported(
             "config.tie_word_embeddings",
-            module.config.tie_word_embeddings,
-            "what the weights are" if is_tied else "false where lm_head.weight differs",
+            config.tie_word_embeddings,
+            "what the weights are" if is_tied else f"false where {HEAD} differs",
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import invalid
-from ratoon.model.safetensors_files import Stored, tensor_field
+from ratoon.model.safetensors_files import Stored, tensor_field, twice
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -81,6 +81,6 @@ def unpack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
             got = f"{scales.get_dtype()} {tuple(scales.get_shape())}"
             raise invalid(tensor_field(own + SCALES), got, f"U8 {tuple(shape)}")
         if own in found:
-            raise invalid(tensor_field(own), "there twice", "each tensor once")
+            raise twice(own)
         found[own] = Unpacked(blocks=blocks, scales=scales)
     return found

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from io import FileIO
 from itertools import islice
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, cast
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 from torch import Tensor
 
-from ratoon.errors import invalid, shown
+from ratoon.errors import RatoonError, invalid, shown
 from ratoon.model.config_fields import unsupported
 from ratoon.model.folder import FIELD, ModelFolder, file_field
 
@@ -52,12 +53,34 @@ _MAX_FILES = 1024
 _SUFFIX = ".safetensors"
 _PICKLES = (".bin", ".pt", ".pth")
 _ADAPTER_CONFIG = "adapter_config.json"
-_READ_DTYPES = {"F64", "F32", "F16", "BF16"}
+_READ_DTYPES = {word: dtype for dtype, word in _DTYPES.items()} | {"F16": torch.float16}
 # Bound below which bfloat16 and float32 hold a value, however it is rounded.
 _MAX_WEIGHT = 2.0**127
 # Parameters [E, F, D] that hold all experts of a layer, with the projections that follow one
 # another in the features F.
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InMemory:
+    """A tensor in `data`, the bytes of it that a file had: as safetensors has tensors."""
+
+    dtype: str
+    shape: list[int]
+    data: bytearray
+
+    def get_shape(self) -> list[int]:
+        """Its dimensions, as the file states them."""
+        return self.shape
+
+    def get_dtype(self) -> str:
+        """Word of safetensors for its elements."""
+        return self.dtype
+
+    def __getitem__(self, _all: EllipsisType) -> Tensor:
+        """All values; the tensor must be of floats or bytes."""
+        dtype = _READ_DTYPES.get(self.dtype, torch.uint8)
+        return torch.frombuffer(self.data, dtype=dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,19 +268,23 @@ def are_finite(weights: Tensor) -> bool:
     return bool((low > -_MAX_WEIGHT) & (high < _MAX_WEIGHT))
 
 
-def weight_files(folder: ModelFolder) -> list[str]:
-    """Names of the files with a model's weights: one, or those that an index names.
+def weight_files(folder: ModelFolder, *, has_adapter: bool = False) -> list[str]:
+    """Names of the files with a model's weights: one, those that an index names, or, without an
+    index and for an adapter, all of the format.
 
     Raises UNSUPPORTED for pickles, and for an adapter beside a model; INVALID_ARGUMENT for an index
     that names anything but safetensors files in the folder itself.
     """
     names = folder.names()
-    if _ADAPTER_CONFIG in names:
-        raise unsupported(FIELD, _ADAPTER_CONFIG, "a model without an adapter beside it")
-    if WEIGHTS_NAME in names:
-        return [WEIGHTS_NAME]
-    if INDEX_NAME in names:
-        return _indexed(folder)
+    if not has_adapter:
+        if _ADAPTER_CONFIG in names:
+            raise unsupported(FIELD, _ADAPTER_CONFIG, "a model without an adapter beside it")
+        if WEIGHTS_NAME in names:
+            return [WEIGHTS_NAME]
+        if INDEX_NAME in names:
+            return _indexed(folder)
+    if found := [name for name in names if name.endswith(_SUFFIX)]:
+        return found
     if pickles := [name for name in names if name.endswith(_PICKLES)]:
         raise unsupported(FIELD, shown(", ".join(pickles))[1:-1], "safetensors: no pickle is read")
     raise invalid(FIELD, "no weights", f"{WEIGHTS_NAME}, or {INDEX_NAME} and the files it names")
@@ -309,13 +336,37 @@ def open_tensors(folder: ModelFolder) -> dict[str, Stored]:
                 # checked.
                 opened = cast("Any", safe_open(f"/dev/fd/{file.fileno()}", framework="pt"))
             except (SafetensorError, OSError, ValueError) as err:
-                got = f"no safetensors file that can be read ({shown(str(err))})"
-                raise invalid(file_field(name), got, "one") from err
-        for key in opened.offset_keys():
-            if key in tensors:
-                raise invalid(tensor_field(key), "there twice", "each tensor once")
-            tensors[key] = opened.get_slice(key)
+                raise not_safetensors(name, err) from err
+        add_tensors(tensors, {key: opened.get_slice(key) for key in opened.offset_keys()})
     return tensors
+
+
+def parse_tensors(file: str, data: bytes) -> dict[str, Stored]:
+    """All tensors of a file's bytes, by name. Raises INVALID_ARGUMENT for other bytes than those
+    of the format."""
+    try:
+        return {name: InMemory(**described) for name, described in deserialize(data)}
+    except (SafetensorError, ValueError) as err:
+        raise not_safetensors(file, err) from err
+
+
+def add_tensors(tensors: dict[str, Stored], more: Mapping[str, Stored]) -> None:
+    """Add those of another file. Raises INVALID_ARGUMENT for a duplicate."""
+    for name, tensor in more.items():
+        if name in tensors:
+            raise twice(name)
+        tensors[name] = tensor
+
+
+def twice(name: str) -> RatoonError:
+    """What a tensor that a folder has under two names, or in two files, is refused with."""
+    return invalid(tensor_field(name), "there twice", "each tensor once")
+
+
+def not_safetensors(file: str, err: Exception) -> RatoonError:
+    """What a file that is none of the format, or is damaged, is refused with."""
+    got = f"no safetensors file that can be read ({shown(str(err))})"
+    return invalid(file_field(file), got, "one")
 
 
 def check_floats(tensors: Mapping[str, Stored]) -> None:
@@ -347,9 +398,14 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise invalid(tensor_field(name), "a value that is not finite", "below 2**127 in magnitude")
 
 
-def on_meta(stored: Stored) -> Tensor:
-    """A tensor of the same shape without values."""
-    return torch.empty(stored.get_shape(), device="meta")
+def on_meta(name: str, stored: Stored) -> Tensor:
+    """A tensor of the same shape without values. Raises INVALID_ARGUMENT, naming it, for a shape
+    that none has."""
+    try:
+        return torch.empty(stored.get_shape(), device="meta")
+    except (RuntimeError, TypeError) as err:
+        got = f"shape {shown(str(stored.get_shape()))}"
+        raise invalid(tensor_field(name), got, "one that a tensor may have") from err
 
 
 def tensor_field(name: str) -> str:

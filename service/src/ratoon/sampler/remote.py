@@ -307,15 +307,18 @@ def _sequence(choice: Mapping[str, Any]) -> SampledSequence:
     return SampledSequence(tokens=tokens, logprobs=logprobs, stop_reason=reason)
 
 
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def _copy(folder: Path, place: Path) -> None:
     """The files of a version at `place`, which stay when the version goes."""
     making = place.with_name(f".{place.name}.{os.getpid()}")
     shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
-    for file in folder.iterdir():
-        try:
-            os.link(file, making / file.name)
-        except OSError:
-            shutil.copyfile(file, making / file.name)
+    making.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(folder, making, copy_function=_linked)
     shutil.rmtree(place, ignore_errors=True)
     making.rename(place)

@@ -107,7 +107,7 @@ class ObjectStore:
         return tuple(sorted(name for name in self._names(key) if "/" not in name))
 
     def put_folder(self, key: str, source: Path) -> None:
-        """Copy the flat folder `source`.
+        """Copy the folder `source`, with files in folders within it.
 
         Raises FileExistsError if the key has other files; if it has the same, nothing is copied.
         """
@@ -131,6 +131,7 @@ class ObjectStore:
         with made_folder(target) as folder:
             for file in files:
                 remote, local = f"{path}/{file.name}", folder / file.name
+                local.parent.mkdir(parents=True, exist_ok=True)
                 self._call(
                     lambda remote=remote, local=local: self._store.get_file(remote, str(local))
                 )
@@ -243,13 +244,16 @@ def _check_file(key: str, path: Path, file: WeightFile) -> None:
 
 
 def _describe_folder(folder: Path) -> tuple[WeightFile, ...]:
-    """Returns the files of a flat folder, by name."""
-    paths = sorted(path for path in folder.iterdir() if path.name != FOLDER_MANIFEST)
+    """Returns the files of a folder, by name."""
+    paths = sorted(path for path in folder.rglob("*") if path.name != FOLDER_MANIFEST)
+    paths = [path for path in paths if not path.is_dir()]
     assert paths, "a folder without files"
-    assert all(path.is_file() and not path.is_symlink() for path in paths), "a folder is flat"
+    assert all(path.is_file() and not path.is_symlink() for path in paths), "only files"
     return tuple(
         WeightFile(
-            name=_checked_key(path.name), size_bytes=path.stat().st_size, digest=digest_file(path)
+            name=_checked_key(str(path.relative_to(folder))),
+            size_bytes=path.stat().st_size,
+            digest=digest_file(path),
         )
         for path in paths
     )
@@ -273,7 +277,7 @@ def decode_manifest(key: str, data: bytes) -> tuple[WeightFile, ...]:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise _damaged(what, shown(str(err)), "a manifest") from err
     for file in files:
-        if not _COMPONENT.fullmatch(file.name):
+        if not all(map(_COMPONENT.fullmatch, file.name.split("/"))):
             raise _damaged(what, shown(file.name), "plain names")
     return files
 

@@ -70,7 +70,7 @@ def publish_version(
     deltas: bool = False,
     made_by: MadeBy = MadeBy(),  # noqa: B008 - it is frozen
 ) -> WeightManifest:
-    """Make `version` visible with the files that `write` puts in the (flat) folder it is given.
+    """Make `version` visible with the files that `write` puts in the folder it is given.
 
     `write` may find files there to overwrite. It returns the digests, by name, of files that it
     computed while writing; the others are read for theirs. If the version exists, its manifest is
@@ -131,7 +131,7 @@ def _with_delta(root: Path, folder: Path, manifest: WeightManifest) -> WeightMan
         return manifest
     deltas: tuple[WeightDelta, ...] = ()
     if path.exists():
-        deltas = (WeightDelta(parent_version=parent.version, file=_describe(path)),)
+        deltas = (WeightDelta(parent_version=parent.version, file=_describe(path, path.name)),)
     return replace(manifest, deltas=deltas, changed_share=share)
 
 
@@ -406,18 +406,19 @@ def _same_version(
 
 
 def _describe_files(folder: Path, known: Mapping[str, str]) -> tuple[WeightFile, ...]:
-    paths = sorted(folder.iterdir())
-    unseen = known.keys() - {path.name for path in paths}
+    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+    paths = {name: path for name, path in paths.items() if not path.is_dir()}
+    unseen = known.keys() - paths.keys()
     if unseen:
         raise FileNotFoundError(
             errno.ENOENT, "another rank wrote where this one cannot see", *unseen
         )
     assert paths, "a version without files"
-    assert all(path.is_file() and not path.is_symlink() for path in paths), "a version is flat"
-    assert all(path.name != MANIFEST_NAME for path in paths), "manifest.json is ours"
-    return tuple(_describe(path, known.get(path.name)) for path in paths)
+    assert all(path.is_file() and not path.is_symlink() for path in paths.values()), "only files"
+    assert MANIFEST_NAME not in paths, "manifest.json is ours"
+    return tuple(_describe(path, name, known.get(name)) for name, path in paths.items())
 
 
-def _describe(path: Path, digest: str | None = None) -> WeightFile:
+def _describe(path: Path, name: str, digest: str | None = None) -> WeightFile:
     size_bytes = path.stat().st_size
-    return WeightFile(name=path.name, size_bytes=size_bytes, digest=digest or digest_file(path))
+    return WeightFile(name=name, size_bytes=size_bytes, digest=digest or digest_file(path))

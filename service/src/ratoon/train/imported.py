@@ -1,46 +1,56 @@
 """A folder's weights for a trainer's model: read whole and checked whole, before any is applied.
 
-All safetensors files of the folder are read, whatever an index says, and each byte once: what is
-checked and digested is what is applied, even if the folder changes meanwhile.
+A folder is taken if a policy could be made of it, by the same rules, and so is one without an
+index. Each byte is read once: what is checked and digested is what is applied, even if the folder
+changes meanwhile.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
-from ratoon.errors import invalid, shown
-from ratoon.model.aside import Base
+from ratoon.errors import invalid
+from ratoon.model.aside import Aside
 from ratoon.model.export import importable_like, imported_values
 from ratoon.model.families import family_of
-from ratoon.model.families.family import Family
 from ratoon.model.families.wrapped import Names
-from ratoon.model.folder import FIELD, ModelFolder, file_field
+from ratoon.model.folder import FIELD, ModelFolder
+from ratoon.model.folder_model import COMPUTED, HEAD, PREFIX, check_tie, matched
+from ratoon.model.mxfp4 import unpack
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import (
+    Stored,
+    add_tensors,
     check_finite,
-    check_names_and_shapes,
+    check_floats,
+    not_safetensors,
+    on_meta,
+    parse_tensors,
+    read_header,
     tensor_field,
+    twice,
+    weight_files,
 )
+from ratoon.model.spec import ModelDtype
 from ratoon.stream.files import digest_bytes, digest_stream
 
-_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_EMBEDDING = "model.embed_tokens.weight"
 # Bound of all files' headers together.
 _MAX_HEADER_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedWeights:
-    """`values`: by the names of `named_trainable()`, bfloat16 or float32, finite, on the CPU.
+    """`values`: by the names of `named_trainable()`, finite, on the CPU, bfloat16 or float32, and
+    float64 for a model of that dtype.
 
-    `digest`: of the files' names and bytes, 32 hexadecimal digits. Tensors are counted as an export
-    has them, their `dtypes` are those of the files.
+    `digest`: of the names and bytes of the files that were read, 32 hexadecimal digits. Tensors are
+    counted as an export has them, their `dtypes` are those of the files.
     """
 
     values: dict[str, Tensor]
@@ -53,13 +63,15 @@ class ImportedWeights:
 def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> ImportedWeights:
     """Read `folder` for `model`; `digest`: of the files that it must have, "": any.
 
-    Takes as much of the host's memory as all files and the largest of them. Raises INVALID_ARGUMENT
-    naming the file or tensor: names and shapes must be those of the model's export, where experts
-    may be fused, values bfloat16 or float32, and finite.
+    Takes as much of the host's memory as all files and the largest of them. Raises what
+    `weight_files` raises, and INVALID_ARGUMENT or UNSUPPORTED naming the file or tensor: names and
+    shapes must be those of the model's export, where experts may be fused and the decoder's names
+    short, values floats and finite, and a head beside the embeddings that it is tied to their like.
     """
-    expected, base = importable_like(model), model.base
-    most = 4 * sum(tensor.numel() for tensor in expected.values()) + _MAX_HEADER_BYTES
-    files = _files(folder, most + (base.aside.num_bytes if base.aside else 0))
+    expected, aside, is_adapter = _expected(model), model.base.aside, model.adapter is not None
+    most = 8 * sum(like.numel() for like in expected.values()) + _MAX_HEADER_BYTES
+    names = weight_files(folder, has_adapter=is_adapter)
+    files = _sizes(folder, names, most + (aside.num_bytes if aside else 0))
     if digest:
         # First, for a folder that was changed may not even load.
         _check_digest(_digest({name: _digest_of(folder, name) for name in files}), digest)
@@ -67,37 +79,43 @@ def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> Import
         from ratoon.model.lora import check_adapter_config
 
         check_adapter_config(model.adapter, folder)
-    tensors: dict[str, Tensor] = {}
+    stored: dict[str, Stored] = {}
     digests: dict[str, str] = {}
     for name, size in files.items():
         data = folder.read(name, size)
         digests[name] = digest_bytes(data)
-        _add(tensors, name, data, family_of(model.config), base)
+        add_tensors(stored, parse_tensors(name, data))
     if digest:
         _check_digest(_digest(digests), digest)
-    _check(tensors, expected, base.names)
+    _check_others(folder, files, stored)
+    trained = _trained(stored, aside)
+    tensors = _checked(model, trained, expected)
     return ImportedWeights(
         values=imported_values(model, tensors),
         digest=_digest(digests),
         num_tensors=len(tensors),
         size_bytes=sum(files.values()),
-        dtypes=tuple(sorted({_DTYPES[tensor.dtype] for tensor in tensors.values()})),
+        dtypes=tuple(sorted({tensor.get_dtype() for tensor in trained.values()})),
     )
 
 
-def _files(folder: ModelFolder, most: int) -> dict[str, int]:
-    """Its safetensors files by name, with their sizes: at most `most` bytes, the model's in
-    float32."""
-    files: dict[str, int] = {}
-    for name in folder.names():
-        if name.endswith(".safetensors"):
-            with folder.open(name) as file:
-                files[name] = os.fstat(file.fileno()).st_size
-    if not files:
-        raise invalid(FIELD, "no weights", "*.safetensors files")
-    if (size := sum(files.values())) > most:
-        raise invalid(FIELD, f"{size} bytes of weights", f"at most {most}: the model's as float32")
-    return files
+def _expected(model: PolicyModel) -> dict[str, Tensor]:
+    """What a folder may have, on the meta device: a head, too, that is tied to the embeddings."""
+    expected = importable_like(model)
+    if model.adapter is None and model.config.tie_word_embeddings:
+        expected[HEAD] = expected[_EMBEDDING]
+    return expected
+
+
+def _sizes(folder: ModelFolder, names: Collection[str], most: int) -> dict[str, int]:
+    """Sizes of the files by name: at most `most` bytes, the model's in float64."""
+    sizes: dict[str, int] = {}
+    for name in names:
+        with folder.open(name) as file:
+            sizes[name] = os.fstat(file.fileno()).st_size
+    if (size := sum(sizes.values())) > most:
+        raise invalid(FIELD, f"{size} bytes of weights", f"at most {most}: the model's as float64")
+    return sizes
 
 
 def _digest_of(folder: ModelFolder, name: str) -> str:
@@ -105,34 +123,67 @@ def _digest_of(folder: ModelFolder, name: str) -> str:
         return digest_stream(file)
 
 
-def _add(tensors: dict[str, Tensor], file: str, data: bytes, family: Family, base: Base) -> None:
-    """Add the tensors of a file's bytes, less those that stay as the policy's folder has them."""
-    try:
-        found = load(data)
-    except (SafetensorError, KeyError, ValueError) as err:
-        got = f"no safetensors file that can be read ({shown(str(err))})"
-        raise invalid(file_field(file), got, "one") from err
-    aside = base.aside.digests if base.aside else {}
-    for name, tensor in found.items():
-        if name in aside:
-            if digest_bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()) != aside[name]:
-                expected = "the bytes of the policy's own folder: it is not trained"
-                raise invalid(tensor_field(name), "another tensor", expected)
+def _check_others(folder: ModelFolder, read: Collection[str], stored: Collection[str]) -> None:
+    """Raises INVALID_ARGUMENT where a file that was not read has one of the tensors, too: one of
+    the two is of an earlier export."""
+    for file in weight_files(folder, has_adapter=True):
+        if file in read:
             continue
-        parts = family.exported({base.names.own(name) or name: tensor})
-        if twice := parts.keys() & tensors.keys():
-            raise invalid(tensor_field(min(twice)), "there twice", "each tensor once")
-        tensors.update(parts)
+        with folder.open(file) as opened:
+            try:
+                names = read_header(opened)[0].keys()
+            except ValueError as err:
+                raise not_safetensors(file, err) from err
+        if both := names & set(stored):
+            raise twice(min(both))
 
 
-def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: Names) -> None:
-    """Raises INVALID_ARGUMENT naming the first tensor that is not the model's, or not finite."""
-    tensors = {names.there(name): tensor for name, tensor in tensors.items()}
-    check_names_and_shapes(tensors, {names.there(name): like for name, like in expected.items()})
+def _trained(stored: Mapping[str, Stored], aside: Aside | None) -> dict[str, Stored]:
+    """All tensors but those that stay as the policy's folder has them, by the folder's names."""
+    digests = aside.digests if aside else {}
+    # Folders of two forms have the tower's tensors with and without a prefix.
+    kept = {name.removeprefix(PREFIX): digest for name, digest in digests.items()}
+    trained: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        known = kept.get(name.removeprefix(PREFIX))
+        if known is None and not name.endswith(COMPUTED):
+            trained[name] = tensor
+        elif known is not None and digest_bytes(tensor.data) != known:
+            expected = "the bytes of the policy's own folder: it is not trained"
+            raise invalid(tensor_field(name), "another tensor", expected)
+    return unpack(trained)
+
+
+def _checked(
+    model: PolicyModel, stored: Mapping[str, Stored], expected: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Values by the names of `importable_like`. Raises as `read_weights` does."""
+    check_floats(stored)
+    names = model.base.names
+    if names.form is not None:
+        names = Names.of_wrapped(stored)
+    shapes = [on_meta(name, tensor) for name, tensor in stored.items()]
+    own = [names.own(name) or name for name in stored]
+    if model.config.tie_word_embeddings and HEAD not in own:
+        expected.pop(HEAD, None)
+    exported = family_of(model.config).exported
+    matched(zip(own, shapes, strict=True), expected, names, exported)
+    is_wide = model.spec.dtype is ModelDtype.FLOAT64
+    values = (_read(tensor, is_wide=is_wide) for tensor in stored.values())
+    tensors = matched(zip(own, values, strict=True), expected, names, exported)
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
-            raise invalid(tensor_field(name), tensor.dtype, "bfloat16 or float32")
-        check_finite(name, tensor)
+        check_finite(names.there(name), tensor)
+    if model.config.tie_word_embeddings and HEAD in tensors:
+        is_tied = torch.equal(tensors.pop(HEAD), tensors[_EMBEDDING])
+        check_tie(model.config, is_tied=is_tied)
+    return tensors
+
+
+def _read(stored: Stored, *, is_wide: bool) -> Tensor:
+    """All values; what an optimizer does not read becomes float32."""
+    tensor = stored[...]
+    is_kept = tensor.dtype in (torch.bfloat16, torch.float32) or is_wide
+    return tensor if is_kept else tensor.float()
 
 
 def _check_digest(got: str, expected: str) -> None:

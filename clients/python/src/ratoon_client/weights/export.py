@@ -30,8 +30,11 @@ _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _README = "README.md"
 # Files of a base that make tokens of text.
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
-_TEMPLATE = "chat_template*"
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("tekken.json", "tiktoken.model"),
+)
+_TEMPLATES = ("chat_template*", "additional_chat_templates/*.jinja")
 # By safetensors' names; numpy has no bfloat16, whose bits are the upper half of a float32's.
 _DTYPES: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 Bits = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
@@ -78,7 +81,7 @@ def _write(pulled: PulledWeights, out: Path, base: str | Path | None, merge: boo
         raise InvalidArgumentError("base", "None", expected)
     out.mkdir()
     if merge:
-        _copy(Path(str(base)), out, ("*",))
+        _copy(Path(str(base)), out, ("*", *_TEMPLATES))
         merge_adapter(pulled.folder, out)
     else:
         for file in pulled.manifest.files:
@@ -92,6 +95,7 @@ def _write(pulled: PulledWeights, out: Path, base: str | Path | None, merge: boo
 
 def _take(source: Path, target: Path) -> None:
     """Move a file of the pull, or copy it where it is the service's or another version's too."""
+    target.parent.mkdir(exist_ok=True)
     if source.stat().st_nlink == 1:
         source.rename(target)
     else:
@@ -103,14 +107,16 @@ def _copy(base: Path, out: Path, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         for path in sorted(base.glob(pattern)):
             if path.is_file() and path.name != _README and not path.name.startswith("."):
-                shutil.copyfile(path, out / path.name)
+                target = out / path.relative_to(base)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
 
 
 def _name_base(out: Path, base: str) -> None:
     """Let the adapter's config name the base, and bring the tokenizer of one that is here."""
     here = Path(base)
     if here.is_dir():
-        _copy(here, out, (*_TOKENIZER, _TEMPLATE))
+        _copy(here, out, (*_TOKENIZER, *_TEMPLATES))
         base = str(here.resolve())
     config = _json(out / _ADAPTER_CONFIG)
     config["base_model_name_or_path"] = base

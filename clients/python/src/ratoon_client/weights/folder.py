@@ -7,7 +7,8 @@
     .receiver.json       what a receiver committed last; .receiver.lock while there is one
 
 `version-N` is either whole and verified or not there; it gets its name by one rename. A manifest is
-written only with names of one path component, and digests that may be file names.
+written only with names of one path component, or of two for chat templates, and digests that may be
+file names.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from ratoon_proto.types import WeightFile, WeightManifest
 
 # Ours, beside a version's files.
 MANIFEST_NAME = ".ratoon-manifest.json"
+# The folder is that of a tokenizer's named chat templates.
+_FILE_NAME = re.compile(r"(additional_chat_templates/)?(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
 _NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,255}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"version-(\d{1,19})")
@@ -56,7 +59,7 @@ def check_manifest(manifest: WeightManifest, *, policy_id: str, version: int | N
         raise IntegrityError(f"{policy_id}: version {manifest.version} names no files")
     names: set[str] = set()
     for file in (*manifest.files, *(delta.file for delta in manifest.deltas)):
-        if not is_plain_name(file.name) or file.name == MANIFEST_NAME:
+        if not _FILE_NAME.fullmatch(file.name) or file.name == MANIFEST_NAME:
             raise IntegrityError(f"{policy_id}: {file.name!r:.80} is no name of a weight file")
         if file.name in names:
             raise IntegrityError(f"{policy_id}: the manifest names {file.name} twice")
@@ -126,6 +129,7 @@ class VersionsFolder:
         for file in manifest.files:
             source = placed.get(file.digest, sources[file.digest])
             target = staged / file.name
+            target.parent.mkdir(exist_ok=True)
             if source.parent == self._root / ".partial":
                 source.replace(target)
             else:
@@ -133,7 +137,8 @@ class VersionsFolder:
             placed[file.digest] = target
         listed = asdict(manifest) | {"created_at": manifest.created_at.isoformat()}
         _write_json(staged / MANIFEST_NAME, listed)
-        _fsync_folder(staged)
+        for folder in {(staged / file.name).parent for file in manifest.files} | {staged}:
+            _fsync_folder(folder)
         self._put(staged, self.version_folder(manifest.version))
         return self.version_folder(manifest.version)
 

@@ -17,6 +17,7 @@ from ratoon_client.errors import InvalidArgumentError, RatoonApiError
 from ratoon_proto.v1 import operation_pb2, policy_pb2, weights_pb2
 
 _READ_BYTES = 2**20
+_TEMPLATES = "additional_chat_templates/*.jinja"
 # A file may expire between two calls, if the sender sleeps for that long.
 _MAX_ROUNDS = 3
 
@@ -24,7 +25,8 @@ _MAX_ROUNDS = 3
 async def create_from(
     caller: Caller, spec: policy_pb2.PolicySpec, folder: Path
 ) -> operation_pb2.Operation:
-    """Create a policy of a folder's files, subfolders and hidden files aside.
+    """Create a policy of a folder's files and chat templates, other subfolders and hidden files
+    aside.
 
     Raises InvalidArgumentError for a folder that cannot be read, and RatoonApiError.
     """
@@ -72,10 +74,11 @@ async def _send(
 
 def _described(folder: Path) -> list[weights_pb2.WeightFile]:
     files: list[weights_pb2.WeightFile] = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]):
         if path.is_file() and not path.name.startswith("."):
             digest, size_bytes = _digested(path)
-            file = weights_pb2.WeightFile(name=path.name, size_bytes=size_bytes, digest=digest)
+            name = str(path.relative_to(folder))
+            file = weights_pb2.WeightFile(name=name, size_bytes=size_bytes, digest=digest)
             files.append(file)
     return files
 

@@ -40,7 +40,7 @@ _PIECE_BYTES = 256 * 1024
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Length = Annotated[int, Query(ge=1, lt=2**63)]
 _NOT_FOUND = (ErrorCode.POLICY_NOT_FOUND, ErrorCode.WEIGHTS_NOT_FOUND)
-_WEIGHT_FILE = "/v1/policies/{policy_id}/weights/{version}/files/{name}"
+_WEIGHT_FILE = "/v1/policies/{policy_id}/weights/{version}/files/{name:path}"
 _NOT_MODIFIED = {"description": "If-None-Match names the file's digest."}
 _BYTES = {"content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")

@@ -131,6 +131,7 @@ class SentModels:
             if not target.is_dir():
                 with made_folder(target) as folder:
                     for file in files:
+                        (folder / file.name).parent.mkdir(exist_ok=True)
                         # Two names may have the same bytes.
                         os.link(sent / file.digest, folder / file.name)
             remove_folder(sent)
