@@ -14,7 +14,6 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import Stage, UpdatePlan
-from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
 from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import WindowState
@@ -33,8 +32,10 @@ from tests import builders
 from tests.train.optimizer_runs import changed_bits
 from tests.train.trainer_runs import (
     FROZEN,
+    SHORT,
     assert_close,
     assert_equal,
+    bad_groups,
     forward_backward,
     gradients_of,
     make_batch,
@@ -231,57 +232,18 @@ def test_an_update_of_which_nothing_remains_is_a_skipped_step(
     assert_equal(weights_of(trainer), before)
 
 
-_VALIDATED = builders.limits(vocab_size=64, max_sequence_tokens=12)
-
-
-def _bad_groups() -> tuple[list[RawGroup], list[RawGroup]]:
-    """A request with a rollout for each reason, and the same without them.
-
-    Group 0 loses one of four, group 1 one of two and so both, group 2 all of one, group 3 four of
-    seven, group 4 none.
-    """
-    rng = np.random.default_rng(5)
-
-    def one(**changes: Any) -> RawRollout:
-        length = int(changes.pop("length", rng.integers(2, 6)))
-        raw = builders.rollout(rng.integers(0, 64, length), policy_version=9, **changes)
-        return builders.dressed(raw, rng, outcome="reward", with_logprobs=True)
-
-    def nan(raw: RawRollout) -> RawRollout:
-        return replace(raw, sampler_logprobs=raw.sampler_logprobs * np.float32("nan"))
-
-    good = [[one() for _ in range(num)] for num in (3, 1, 0, 3, 3)]
-    stale = replace(one(), policy_version=3)
-    bad = [
-        [(1, nan(one()))],
-        [(0, replace(one(), reward=float("inf")))],
-        [(0, one(length=40))],
-        [(0, stale), (2, replace(one(), reward=float("nan"))), (5, stale), (6, nan(one()))],
-        [],
-    ]
-    sent, left = [], []
-    for g, (rollouts, worse) in enumerate(zip(good, bad, strict=True)):
-        every = list(rollouts)
-        for place, raw in worse:
-            every.insert(place, raw)
-        sent.append(builders.group([1, 2 + g], every, f"group-{g}"))
-        if g not in (1, 2):
-            left.append(builders.group([1, 2 + g], rollouts, f"group-{g}"))
-    return sent, left
-
-
 @pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.REINFORCE, LossKind.GSPO])
 def test_a_call_that_drops_bad_rollouts_is_that_of_the_others(
     base: FolderBase, kind: LossKind
 ) -> None:
     """Gradients, losses and figures to 1e-12, and those dropped by place and reason."""
-    sent, left = _bad_groups()
+    sent, left = bad_groups()
     staleness = StalenessConfig(max_versions=2, action=StalenessAction.REFUSE)
     reports, gradients = [], []
     for groups, drops_bad in ((sent, True), (left, False)):
         trainer = make_trainer(base)
         trainer.version = 10
-        batch = validate_groups(groups, _VALIDATED, drops_bad=drops_bad)
+        batch = validate_groups(groups, SHORT, drops_bad=drops_bad)
         loss = make_loss(batch, kind, staleness=staleness, kl=FROZEN, report_groups=True)
         if drops_bad:
             with pytest.raises(RatoonError) as caught:
@@ -333,7 +295,7 @@ def test_a_call_of_which_bad_rollouts_leave_nothing_is_a_skipped_step(
     """As where filters drop all: no step, version and weights as before."""
     trainer = make_trainer(base)
     rollouts = [builders.rollout([3, n], reward=float("nan")) for n in range(3)]
-    batch = validate_groups([builders.group([1], rollouts)], _VALIDATED, drops_bad=True)
+    batch = validate_groups([builders.group([1], rollouts)], SHORT, drops_bad=True)
     loss = make_loss(batch, kind, kl=FROZEN, report_groups=True)
     before = weights_of(trainer)
     prepared = trainer.prepare(trainer.without_bad(batch, loss), loss, logprobs_of=LogprobsOf.ALL)

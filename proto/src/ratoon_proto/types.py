@@ -459,7 +459,8 @@ class LogprobsOf(bases.WireEnum):
     """
     ALL = "all"
     """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it.
-    NaN only at a first token without a prompt, which nothing predicts.
+    NaN only at a first token without a prompt, which nothing predicts, and where on_bad_rollout has
+    dropped.
     """
 
 

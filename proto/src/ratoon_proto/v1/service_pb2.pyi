@@ -38,7 +38,7 @@ class _LogprobsOfEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsOf
     """
     LOGPROBS_OF_ALL: _LogprobsOf.ValueType  # 2
     """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it. NaN only
-    at a first token without a prompt, which nothing predicts.
+    at a first token without a prompt, which nothing predicts, and where on_bad_rollout has dropped.
     """
 
 class LogprobsOf(_LogprobsOf, metaclass=_LogprobsOfEnumTypeWrapper):
@@ -51,7 +51,7 @@ the others.
 """
 LOGPROBS_OF_ALL: LogprobsOf.ValueType  # 2
 """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it. NaN only
-at a first token without a prompt, which nothing predicts.
+at a first token without a prompt, which nothing predicts, and where on_bad_rollout has dropped.
 """
 Global___LogprobsOf: _TypeAlias = LogprobsOf  # noqa: Y015
 
