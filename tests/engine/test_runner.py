@@ -173,7 +173,8 @@ def test_what_a_call_drops_keeps_its_place_in_what_is_answered(tmp_path: Path) -
     drops the same, and computes the same bits as the call without what was dropped."""
     trainer = make_trainer(FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3"))))
     trainer.version = 10
-    runner = TaskRunner(replace(trainer.spec, keep_rollouts=KeepRollouts.ALL), trainer)
+    spec = replace(trainer.spec, keep_rollouts=KeepRollouts.ALL, keep_rollouts_bytes=1 << 20)
+    runner = TaskRunner(spec, trainer)
     paths = policy_paths(tmp_path, "p")
     make_policy_folders(paths)
     sent, left = bad_groups()
