@@ -20,8 +20,18 @@ from ratoon.engine.commands import (
     Submission,
     UpdateCommand,
 )
+from ratoon.rollout.bad import bad_rollouts
+from ratoon.rollout.serial import batch_from_bytes
 from ratoon_proto.codec import decode_tensor, encode_array
-from ratoon_proto.types import ImportMode, LogprobsOf, LossConfig, OptimStepConfig
+from ratoon_proto.types import (
+    BadRollout,
+    BadRolloutAction,
+    BadRolloutReason,
+    ImportMode,
+    LogprobsOf,
+    LossConfig,
+    OptimStepConfig,
+)
 from ratoon_proto.v1 import operation_pb2, policy_pb2, rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -83,6 +93,34 @@ async def test_a_forward_backward_answers_what_it_is_asked_for(api: Api, wire_na
     request.with_entropy = True
     refused = await refused_by(wire, "ForwardBackward", request)
     assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", "with_entropy")
+
+
+@pytest.mark.parametrize("call", ["Update", "ForwardBackward"])
+async def test_a_bad_rollout_costs_the_call_or_itself(api: Api, wire_name: str, call: str) -> None:
+    """Refused by name unless the call says that it is dropped; the same call again is the same."""
+    await api.create_policy()
+    wire = api.wire(wire_name)
+    request = requests.update() if call == "Update" else requests.forward_backward()
+    request.batch.groups[1].rollouts[0].sampler_logprobs.CopyFrom(
+        requests.floats([float("nan"), -1.0])
+    )
+    for action in (training_pb2.BAD_ROLLOUT_ACTION_UNSPECIFIED, 1):
+        request.on_bad_rollout = action
+        refused = await refused_by(wire, call, request)
+        assert refused.detail.field == "groups[1].rollouts[0].sampler_logprobs[0]"
+    assert api.engine.log == []
+    request.on_bad_rollout = training_pb2.BAD_ROLLOUT_ACTION_DROP
+    operation, again = [await wire.call(call, request) for _ in range(2)]
+    assert (operation.seq, operation.operation_id) == (1, again.operation_id)
+    submission, *_ = api.engine.log
+    assert isinstance(submission.command, UpdateCommand | ForwardBackwardCommand)
+    assert submission.command.on_bad_rollout is BadRolloutAction.DROP
+    batch = batch_from_bytes(submission.body)
+    assert batch.group_ids == ("group-0", "group-1")
+    assert batch.num_sequences == 3
+    assert bad_rollouts(batch) == (
+        BadRollout(group=1, rollout=0, reason=BadRolloutReason.LOGPROB, token=0),
+    )
 
 
 async def test_a_refused_call_takes_its_seq_where_it_asks_to(api: Api, wire_name: str) -> None:

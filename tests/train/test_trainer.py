@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,23 @@ from ratoon.train.clock import DeviceClock
 from ratoon.train.gradient_window import WindowState
 from ratoon_proto.types import (
     DivideBy,
+    LogprobsOf,
     LossKind,
     OverlongFilter,
     SkipReason,
     StalenessAction,
     StalenessConfig,
+    StepReport,
     TokenWeight,
 )
 from tests import builders
 from tests.train.optimizer_runs import changed_bits
 from tests.train.trainer_runs import (
     FROZEN,
+    SHORT,
     assert_close,
     assert_equal,
+    bad_groups,
     forward_backward,
     gradients_of,
     make_batch,
@@ -224,6 +228,82 @@ def test_an_update_of_which_nothing_remains_is_a_skipped_step(
     assert (report.trained_tokens, report.num_groups, report.loss) == (0, 0, None)
     assert report.dropped_truncated == 3
     assert any(each.kind == "all_dropped" for each in report.warnings)
+    assert trainer.version == 0
+    assert_equal(weights_of(trainer), before)
+
+
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.REINFORCE, LossKind.GSPO])
+def test_a_call_that_drops_bad_rollouts_is_that_of_the_others(
+    base: FolderBase, kind: LossKind
+) -> None:
+    """Gradients, losses and figures to 1e-12, and those dropped by place and reason."""
+    sent, left = bad_groups()
+    staleness = StalenessConfig(max_versions=2, action=StalenessAction.REFUSE)
+    reports, gradients = [], []
+    for groups, drops_bad in ((sent, True), (left, False)):
+        trainer = make_trainer(base)
+        trainer.version = 10
+        batch = validate_groups(groups, SHORT, drops_bad=drops_bad)
+        loss = make_loss(batch, kind, staleness=staleness, kl=FROZEN, report_groups=True)
+        if drops_bad:
+            with pytest.raises(RatoonError) as caught:
+                trainer.prepare(batch, loss)
+            assert caught.value.code == ErrorCode.STALE_ROLLOUTS
+            assert caught.value.field == "groups[3].rollouts[0].policy_version"
+            batch = trainer.without_bad(batch, loss)
+        prepared = trainer.prepare(batch, loss)
+        reports.append(trainer.forward_backward(prepared))
+        gradients.append(gradients_of(trainer))
+    report, expected = reports
+    for name, tensor in gradients[0].items():
+        assert float(tensor.norm()) > 0, name
+        assert float((tensor - gradients[1][name]).norm()) <= 1e-12 * float(tensor.norm()), name
+    dropped = [(each.group, each.rollout, each.reason.value) for each in report.bad_rollouts]
+    assert dropped == [
+        (0, 1, "logprob"),
+        (1, 0, "reward"),
+        (1, 1, "alone"),
+        (2, 0, "length"),
+        (3, 0, "stale"),
+        (3, 2, "reward"),
+        (3, 5, "stale"),
+        (3, 6, "logprob"),
+    ]
+    (warning,) = (each for each in report.warnings if each.kind == "bad_rollouts")
+    assert warning.message == (
+        "8 of 17 rollouts cannot be trained and were dropped: 1 for alone, 1 for length, "
+        "2 for logprob, 2 for reward, 2 for stale"
+    )
+    assert [(who.group, who.rollout) for who in warning.offenders] == [each[:2] for each in dropped]
+    assert report.dropped_bad == 8
+    for field in fields(StepReport):
+        mine, theirs = getattr(report, field.name), getattr(expected, field.name)
+        if isinstance(mine, float):
+            if not field.name.endswith("per_second"):
+                assert mine == pytest.approx(theirs, rel=1e-12, abs=1e-12), field.name
+        elif field.name not in {"warnings", "bad_rollouts", "dropped_bad", "seconds"} | _MEMORY:
+            assert mine == theirs, field.name
+
+
+_MEMORY = {"peak_memory_bytes", "planned_memory_bytes"}
+
+
+@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.DAPO, LossKind.CISPO])
+def test_a_call_of_which_bad_rollouts_leave_nothing_is_a_skipped_step(
+    base: FolderBase, kind: LossKind
+) -> None:
+    """As where filters drop all: no step, version and weights as before."""
+    trainer = make_trainer(base)
+    rollouts = [builders.rollout([3, n], reward=float("nan")) for n in range(3)]
+    batch = validate_groups([builders.group([1], rollouts)], SHORT, drops_bad=True)
+    loss = make_loss(batch, kind, kl=FROZEN, report_groups=True)
+    before = weights_of(trainer)
+    prepared = trainer.prepare(trainer.without_bad(batch, loss), loss, logprobs_of=LogprobsOf.ALL)
+    report = trainer.update(prepared, make_step(trainer, loss))
+    assert report.skip_reason is SkipReason.NO_TOKENS
+    assert (report.trained_tokens, report.num_groups, report.loss) == (0, 0, None)
+    assert (report.dropped_bad, report.reward_mean, report.groups) == (3, None, ())
+    assert [each.kind for each in report.warnings[:2]] == ["bad_rollouts", "all_dropped"]
     assert trainer.version == 0
     assert_equal(weights_of(trainer), before)
 

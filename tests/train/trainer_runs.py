@@ -7,6 +7,7 @@ give the same trainer and the same batch.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Loss, OptimStep
 from ratoon.train.optim.resolve import resolve_optim
@@ -43,6 +45,8 @@ ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
 FROM_FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="op-1")
 FROZEN = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
 
+SHORT = builders.limits(vocab_size=64, max_sequence_tokens=12)
+
 
 def make_trainer(
     base: FolderBase | PresetBase,
@@ -68,6 +72,42 @@ def make_trainer(
 def make_batch(seed: int, **knobs: Any) -> RolloutBatch:
     fields: dict[str, Any] = {"num_groups": 4, "outcome": "advantages"}
     return builders.random_batch(np.random.default_rng(seed), **(fields | knobs))
+
+
+def bad_groups() -> tuple[list[RawGroup], list[RawGroup]]:
+    """A request with a rollout for each reason, and the same without them.
+
+    Group 0 loses one of four, group 1 one of two and so both, group 2 all of one, group 3 four of
+    seven, group 4 none.
+    """
+    rng = np.random.default_rng(5)
+
+    def one(**changes: Any) -> RawRollout:
+        length = int(changes.pop("length", rng.integers(2, 6)))
+        raw = builders.rollout(rng.integers(0, 64, length), policy_version=9, **changes)
+        return builders.dressed(raw, rng, outcome="reward", with_logprobs=True)
+
+    def nan(raw: RawRollout) -> RawRollout:
+        return replace(raw, sampler_logprobs=raw.sampler_logprobs * np.float32("nan"))
+
+    good = [[one() for _ in range(num)] for num in (3, 1, 0, 3, 3)]
+    stale = replace(one(), policy_version=3)
+    bad = [
+        [(1, nan(one()))],
+        [(0, replace(one(), reward=float("inf")))],
+        [(0, one(length=40))],
+        [(0, stale), (2, replace(one(), reward=float("nan"))), (5, stale), (6, nan(one()))],
+        [],
+    ]
+    sent, left = [], []
+    for g, (rollouts, worse) in enumerate(zip(good, bad, strict=True)):
+        every = list(rollouts)
+        for place, raw in worse:
+            every.insert(place, raw)
+        sent.append(builders.group([1, 2 + g], every, f"group-{g}"))
+        if g not in (1, 2):
+            left.append(builders.group([1, 2 + g], rollouts, f"group-{g}"))
+    return sent, left
 
 
 def make_loss(batch: RolloutBatch, kind: LossKind = LossKind.GRPO, **changes: Any) -> Loss:

@@ -345,6 +345,39 @@ class StalenessAction(bases.WireEnum):
 StalenessActionName = Literal["refuse", "drop"]
 
 
+class BadRolloutAction(bases.WireEnum):
+    """What becomes of a call's rollouts that cannot be trained."""
+
+    REFUSE = "refuse"
+    """The call is refused for the first of them. The default."""
+    DROP = "drop"
+    """The call is that of the other rollouts: baselines, counters and figures are theirs alone.
+    Advantages that were given stay as they are.
+    """
+
+
+BadRolloutActionName = Literal["refuse", "drop"]
+
+
+class BadRolloutReason(bases.WireEnum):
+    """What is wrong with a rollout that was dropped: the first of these in the order of checks."""
+
+    LENGTH = "length"
+    """More tokens than the model takes."""
+    TOKEN = "token"
+    """A token of the prompt or of the response that is not of the vocabulary, or stands for an
+    image.
+    """
+    REWARD = "reward"
+    """A reward, advantage or token weight that is missing or no finite float32."""
+    LOGPROB = "logprob"
+    """A log-prob of a trained token that is missing, not finite or above 0."""
+    STALE = "stale"
+    """More than loss.staleness.max_versions old, where its action is REFUSE."""
+    ALONE = "alone"
+    """What was dropped has left it alone in its group, and advantages are made over groups."""
+
+
 class SkipReason(bases.SkipReasonMethods, bases.WireEnum):
     """Why an optimizer step was skipped. All but NO_TOKENS and ZERO_GRADIENT count for
     max_skipped_in_row.
@@ -438,7 +471,8 @@ class LogprobsOf(bases.WireEnum):
     """
     ALL = "all"
     """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it.
-    NaN only at a first token without a prompt, which nothing predicts.
+    NaN only at a first token without a prompt, which nothing predicts, and where on_bad_rollout has
+    dropped.
     """
 
 
@@ -1228,6 +1262,18 @@ class Offender:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BadRollout:
+    """A rollout that was dropped, by index in request order."""
+
+    group: int = 0
+    rollout: int = 0
+    """Index within the group."""
+    reason: BadRolloutReason
+    token: int | None = None
+    """Index among its response tokens; absent: the whole rollout, or its prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepWarning(bases.StepWarningMethods):
     """What is wrong or unusual about a batch or a step."""
 
@@ -1433,6 +1479,10 @@ class StepReport(bases.StepReportMethods):
     """Learning rate of the step that was asked for, taken or skipped; absent before an optimizer
     step.
     """
+    dropped_bad: int = 0
+    """Rollouts that on_bad_rollout dropped; no other figure counts them."""
+    bad_rollouts: tuple[BadRollout, ...] = ()
+    """All of them in request order; not of an OptimStep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,7 +207,7 @@ DROPPED_SEQUENCES = _counter(
     "ratoon_dropped_sequences_total",
     "Rollouts left out of the loss.",
     POLICY_LABEL,
-    reason=("stale", "truncated", "zero_variance"),
+    reason=("stale", "truncated", "zero_variance", "length", "token", "reward", "logprob", "alone"),
 )
 CLAMPED_TERMS = _counter(
     "ratoon_clamped_terms_total",

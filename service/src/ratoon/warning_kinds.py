@@ -12,6 +12,7 @@ class WarningKind(StrEnum):
     """What a warning is about."""
 
     # The batch.
+    BAD_ROLLOUTS = "bad_rollouts"
     TRUNCATED_SAMPLING = "truncated_sampling"
     RAW_LOGPROBS = "raw_logprobs"
     UNUSED_LOGPROBS = "unused_logprobs"

@@ -21,6 +21,8 @@ from ratoon_client.values import (
 )
 from ratoon_client.wire import loss_message, optim_message, request_message
 from ratoon_proto.types import (
+    BadRolloutAction,
+    BadRolloutActionName,
     ImportMode,
     ImportModeName,
     ImportResult,
@@ -76,6 +78,7 @@ class AsyncPolicySession:
         *,
         loss: Loss,
         optim: Optim,
+        on_bad_rollout: BadRolloutAction | BadRolloutActionName = "refuse",
         expected_version: int | None = None,
         seq: int | None = None,
         request_id: str | None = None,
@@ -86,6 +89,8 @@ class AsyncPolicySession:
             groups: The batch; large ones are uploaded in parts.
             loss: What is minimised.
             optim: The optimizer step.
+            on_bad_rollout: Whether rollouts that cannot be trained, with a NaN or a token that the
+                model has not, `refuse` the call, or are dropped, named in the report.
             expected_version: The operation fails with VERSION_MISMATCH at another version.
             seq: The operation's place, under client sequencing. Default: the session's next.
             request_id: The operation's key, under server sequencing. Default: a new one.
@@ -100,6 +105,7 @@ class AsyncPolicySession:
             groups,
             loss=loss_message(loss),
             optim=optim_message(optim),
+            on_bad_rollout=on_bad_rollout,
             expected_version=expected_version,
         )
 
@@ -110,6 +116,7 @@ class AsyncPolicySession:
         loss: Loss,
         with_logprobs: LogprobsOf | LogprobsOfName | None = None,
         with_entropy: bool = False,
+        on_bad_rollout: BadRolloutAction | BadRolloutActionName = "refuse",
         expected_version: int | None = None,
         seq: int | None = None,
         request_id: str | None = None,
@@ -122,6 +129,7 @@ class AsyncPolicySession:
             with_logprobs: Which response tokens' log-probs to return: those that are `trained`,
                 or `all`. Default: none.
             with_entropy: Whether to return their entropies too.
+            on_bad_rollout: As for `update`.
             expected_version: As for `update`.
             seq: As for `update`.
             request_id: As for `update`.
@@ -137,6 +145,7 @@ class AsyncPolicySession:
             loss=loss_message(loss),
             with_logprobs=with_logprobs,
             with_entropy=with_entropy,
+            on_bad_rollout=on_bad_rollout,
             expected_version=expected_version,
         )
 

@@ -38,7 +38,7 @@ class _LogprobsOfEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsOf
     """
     LOGPROBS_OF_ALL: _LogprobsOf.ValueType  # 2
     """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it. NaN only
-    at a first token without a prompt, which nothing predicts.
+    at a first token without a prompt, which nothing predicts, and where on_bad_rollout has dropped.
     """
 
 class LogprobsOf(_LogprobsOf, metaclass=_LogprobsOfEnumTypeWrapper):
@@ -51,7 +51,7 @@ the others.
 """
 LOGPROBS_OF_ALL: LogprobsOf.ValueType  # 2
 """Every one: masked ones, and rollouts that are dropped or have no gradient, are run for it. NaN only
-at a first token without a prompt, which nothing predicts.
+at a first token without a prompt, which nothing predicts, and where on_bad_rollout has dropped.
 """
 Global___LogprobsOf: _TypeAlias = LogprobsOf  # noqa: Y015
 
@@ -238,9 +238,12 @@ class UpdateRequest(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     OPTIM_FIELD_NUMBER: _builtins.int
     EXPECTED_VERSION_FIELD_NUMBER: _builtins.int
+    ON_BAD_ROLLOUT_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     expected_version: _builtins.int
     """Refused where the policy is at another version when the operation's turn comes."""
+    on_bad_rollout: _training_pb2.BadRolloutAction.ValueType
+    """What becomes of rollouts that cannot be trained."""
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -261,10 +264,11 @@ class UpdateRequest(_message.Message):
         loss: _training_pb2.LossConfig | None = ...,
         optim: _training_pb2.OptimStepConfig | None = ...,
         expected_version: _builtins.int | None = ...,
+        on_bad_rollout: _training_pb2.BadRolloutAction.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "loss", b"loss", "optim", b"optim", "source", b"source", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "loss", b"loss", "optim", b"optim", "policy_id", b"policy_id", "source", b"source", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "loss", b"loss", "on_bad_rollout", b"on_bad_rollout", "optim", b"optim", "policy_id", b"policy_id", "source", b"source", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_version: _TypeAlias = _typing.Literal["expected_version"]  # noqa: Y015
     _WhichOneofArgType__expected_version: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version"]  # noqa: Y015
@@ -291,12 +295,15 @@ class ForwardBackwardRequest(_message.Message):
     EXPECTED_VERSION_FIELD_NUMBER: _builtins.int
     WITH_LOGPROBS_FIELD_NUMBER: _builtins.int
     WITH_ENTROPY_FIELD_NUMBER: _builtins.int
+    ON_BAD_ROLLOUT_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     expected_version: _builtins.int
     with_logprobs: Global___LogprobsOf.ValueType
     """Which response tokens' log-probs to return, of the weights that the gradient is of. Default: none."""
     with_entropy: _builtins.bool
     """Whether to return their entropies too."""
+    on_bad_rollout: _training_pb2.BadRolloutAction.ValueType
+    """What becomes of rollouts that cannot be trained."""
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -316,10 +323,11 @@ class ForwardBackwardRequest(_message.Message):
         expected_version: _builtins.int | None = ...,
         with_logprobs: Global___LogprobsOf.ValueType = ...,
         with_entropy: _builtins.bool = ...,
+        on_bad_rollout: _training_pb2.BadRolloutAction.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "loss", b"loss", "source", b"source", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "loss", b"loss", "policy_id", b"policy_id", "source", b"source", "upload", b"upload", "with_entropy", b"with_entropy", "with_logprobs", b"with_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "loss", b"loss", "on_bad_rollout", b"on_bad_rollout", "policy_id", b"policy_id", "source", b"source", "upload", b"upload", "with_entropy", b"with_entropy", "with_logprobs", b"with_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_version: _TypeAlias = _typing.Literal["expected_version"]  # noqa: Y015
     _WhichOneofArgType__expected_version: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version"]  # noqa: Y015

@@ -322,6 +322,70 @@ STALENESS_ACTION_REFUSE: StalenessAction.ValueType  # 1
 STALENESS_ACTION_DROP: StalenessAction.ValueType  # 2
 Global___StalenessAction: _TypeAlias = StalenessAction  # noqa: Y015
 
+class _BadRolloutAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BadRolloutActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BadRolloutAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BAD_ROLLOUT_ACTION_UNSPECIFIED: _BadRolloutAction.ValueType  # 0
+    BAD_ROLLOUT_ACTION_REFUSE: _BadRolloutAction.ValueType  # 1
+    """The call is refused for the first of them. The default."""
+    BAD_ROLLOUT_ACTION_DROP: _BadRolloutAction.ValueType  # 2
+    """The call is that of the other rollouts: baselines, counters and figures are theirs alone. Advantages
+    that were given stay as they are.
+    """
+
+class BadRolloutAction(_BadRolloutAction, metaclass=_BadRolloutActionEnumTypeWrapper):
+    """What becomes of a call's rollouts that cannot be trained."""
+
+BAD_ROLLOUT_ACTION_UNSPECIFIED: BadRolloutAction.ValueType  # 0
+BAD_ROLLOUT_ACTION_REFUSE: BadRolloutAction.ValueType  # 1
+"""The call is refused for the first of them. The default."""
+BAD_ROLLOUT_ACTION_DROP: BadRolloutAction.ValueType  # 2
+"""The call is that of the other rollouts: baselines, counters and figures are theirs alone. Advantages
+that were given stay as they are.
+"""
+Global___BadRolloutAction: _TypeAlias = BadRolloutAction  # noqa: Y015
+
+class _BadRolloutReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BadRolloutReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BadRolloutReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BAD_ROLLOUT_REASON_UNSPECIFIED: _BadRolloutReason.ValueType  # 0
+    BAD_ROLLOUT_REASON_LENGTH: _BadRolloutReason.ValueType  # 1
+    """More tokens than the model takes."""
+    BAD_ROLLOUT_REASON_TOKEN: _BadRolloutReason.ValueType  # 2
+    """A token of the prompt or of the response that is not of the vocabulary, or stands for an image."""
+    BAD_ROLLOUT_REASON_REWARD: _BadRolloutReason.ValueType  # 3
+    """A reward, advantage or token weight that is missing or no finite float32."""
+    BAD_ROLLOUT_REASON_LOGPROB: _BadRolloutReason.ValueType  # 4
+    """A log-prob of a trained token that is missing, not finite or above 0."""
+    BAD_ROLLOUT_REASON_STALE: _BadRolloutReason.ValueType  # 5
+    """More than loss.staleness.max_versions old, where its action is REFUSE."""
+    BAD_ROLLOUT_REASON_ALONE: _BadRolloutReason.ValueType  # 6
+    """What was dropped has left it alone in its group, and advantages are made over groups."""
+
+class BadRolloutReason(_BadRolloutReason, metaclass=_BadRolloutReasonEnumTypeWrapper):
+    """What is wrong with a rollout that was dropped: the first of these in the order of checks."""
+
+BAD_ROLLOUT_REASON_UNSPECIFIED: BadRolloutReason.ValueType  # 0
+BAD_ROLLOUT_REASON_LENGTH: BadRolloutReason.ValueType  # 1
+"""More tokens than the model takes."""
+BAD_ROLLOUT_REASON_TOKEN: BadRolloutReason.ValueType  # 2
+"""A token of the prompt or of the response that is not of the vocabulary, or stands for an image."""
+BAD_ROLLOUT_REASON_REWARD: BadRolloutReason.ValueType  # 3
+"""A reward, advantage or token weight that is missing or no finite float32."""
+BAD_ROLLOUT_REASON_LOGPROB: BadRolloutReason.ValueType  # 4
+"""A log-prob of a trained token that is missing, not finite or above 0."""
+BAD_ROLLOUT_REASON_STALE: BadRolloutReason.ValueType  # 5
+"""More than loss.staleness.max_versions old, where its action is REFUSE."""
+BAD_ROLLOUT_REASON_ALONE: BadRolloutReason.ValueType  # 6
+"""What was dropped has left it alone in its group, and advantages are made over groups."""
+Global___BadRolloutReason: _TypeAlias = BadRolloutReason  # noqa: Y015
+
 class _SkipReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1077,6 +1141,40 @@ class Offender(_message.Message):
 Global___Offender: _TypeAlias = Offender  # noqa: Y015
 
 @_typing.final
+class BadRollout(_message.Message):
+    """A rollout that was dropped, by index in request order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    rollout: _builtins.int
+    """Index within the group."""
+    reason: Global___BadRolloutReason.ValueType
+    token: _builtins.int
+    """Index among its response tokens; absent: the whole rollout, or its prompt."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        rollout: _builtins.int = ...,
+        reason: Global___BadRolloutReason.ValueType = ...,
+        token: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_token", b"_token", "token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token", b"_token", "group", b"group", "reason", b"reason", "rollout", b"rollout", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__token: _TypeAlias = _typing.Literal["token"]  # noqa: Y015
+    _WhichOneofArgType__token: _TypeAlias = _typing.Literal["_token", b"_token"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token) -> _WhichOneofReturnType__token | None: ...
+
+Global___BadRollout: _TypeAlias = BadRollout  # noqa: Y015
+
+@_typing.final
 class StepWarning(_message.Message):
     """What is wrong or unusual about a batch or a step."""
 
@@ -1197,6 +1295,8 @@ class StepReport(_message.Message):
     STEP_KL_TOKENS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    DROPPED_BAD_FIELD_NUMBER: _builtins.int
+    BAD_ROLLOUTS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Mean loss; absent from a Forward's report, and where no token counts; 0 where rollouts count but were not run."""
     policy_gradient_loss: _builtins.float
@@ -1357,6 +1457,8 @@ class StepReport(_message.Message):
     """Tokens that step_kl is the mean of."""
     learning_rate: _builtins.float
     """Learning rate of the step that was asked for, taken or skipped; absent before an optimizer step."""
+    dropped_bad: _builtins.int
+    """Rollouts that on_bad_rollout dropped; no other figure counts them."""
     @_builtins.property
     def seconds(self) -> Global___PhaseSeconds: ...
     @_builtins.property
@@ -1384,6 +1486,10 @@ class StepReport(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupReport]:
         """The groups in request order, where LossConfig.report_groups asks for them; not of an OptimStep."""
+
+    @_builtins.property
+    def bad_rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___BadRollout]:
+        """All of them in request order; not of an OptimStep."""
 
     def __init__(
         self,
@@ -1468,10 +1574,12 @@ class StepReport(_message.Message):
         step_kl_tokens: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupReport] | None = ...,
         learning_rate: _builtins.float | None = ...,
+        dropped_bad: _builtins.int = ...,
+        bad_rollouts: _abc.Iterable[Global___BadRollout] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "old_kl", b"old_kl", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "update_norm", b"update_norm", "weight_norm", b"weight_norm", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "response_length_p50", b"response_length_p50", "response_length_p90", b"response_length_p90", "response_length_p99", b"response_length_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_conflicts", b"route_conflicts", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "routers", b"routers", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "step_kl_tokens", b"step_kl_tokens", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "update_norm", b"update_norm", "warnings", b"warnings", "weight_norm", b"weight_norm", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "bad_rollouts", b"bad_rollouts", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_bad", b"dropped_bad", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "response_length_p50", b"response_length_p50", "response_length_p90", b"response_length_p90", "response_length_p99", b"response_length_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_conflicts", b"route_conflicts", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "routers", b"routers", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "step_kl_tokens", b"step_kl_tokens", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "update_norm", b"update_norm", "warnings", b"warnings", "weight_norm", b"weight_norm", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage_mean: _TypeAlias = _typing.Literal["advantage_mean"]  # noqa: Y015
     _WhichOneofArgType__advantage_mean: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean"]  # noqa: Y015
@@ -1678,7 +1786,9 @@ Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 
 @_typing.final
 class ForwardOutput(_message.Message):
-    """Per-token results of a Forward or ForwardBackward, concatenated over all rollouts in request order."""
+    """Per-token results of a Forward or ForwardBackward, concatenated over all rollouts in request order,
+    those that on_bad_rollout dropped too.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

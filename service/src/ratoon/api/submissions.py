@@ -53,6 +53,7 @@ from ratoon.rollout.validate import BatchLimits, validate_groups
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import check_optim, resolve_optim
 from ratoon_proto.types import (
+    BadRolloutAction,
     ImportMode,
     LogprobsOf,
     LossConfig,
@@ -97,19 +98,26 @@ def with_batch(
 ) -> Submission:
     """Validate a request with its batch. Raises INVALID_ARGUMENT, UNSUPPORTED naming the field."""
     key = operation_key(request, policy)
-    batch = _batch(groups, policy, limits)
+    action = BadRolloutAction.REFUSE
+    if not isinstance(request, service_pb2.ForwardRequest):
+        action = read_enum(request, "on_bad_rollout", BadRolloutAction, "on_bad_rollout")
+    batch = _batch(groups, policy, limits, action)
     body = batch_to_bytes(batch)
     return Submission(
         policy_id=request.policy_id,
         key=key,
-        command=_batch_command(request, policy, batch, batch_digest(body)),
+        command=_batch_command(request, policy, batch, batch_digest(body), action),
         body=body,
         num_tokens=unshared_tokens(batch),
     )
 
 
 def _batch_command(
-    request: BatchRequest, policy: Policy, batch: RolloutBatch, digest: str
+    request: BatchRequest,
+    policy: Policy,
+    batch: RolloutBatch,
+    digest: str,
+    action: BadRolloutAction,
 ) -> Command:
     version = _expected_version(request)
     has_reference = policy.spec.reference is not ReferencePolicy.NONE
@@ -134,10 +142,17 @@ def _batch_command(
             body_digest=digest,
             with_logprobs=logprobs_of if request.with_logprobs else None,
             with_entropy=request.with_entropy,
+            on_bad_rollout=action,
         )
     optim = _optim(request)
     resolve_optim(optim, resolved.normalisation, policy.spec.optimizer)
-    return UpdateCommand(loss=loss, optim=optim, expected_version=version, body_digest=digest)
+    return UpdateCommand(
+        loss=loss,
+        optim=optim,
+        expected_version=version,
+        body_digest=digest,
+        on_bad_rollout=action,
+    )
 
 
 def without_batch(request: PlainRequest, policy: Policy) -> Submission:
@@ -255,7 +270,9 @@ def _include_seqs(seqs: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(seen))
 
 
-def _batch(groups: Groups, policy: Policy, limits: LimitsConfig) -> RolloutBatch:
+def _batch(
+    groups: Groups, policy: Policy, limits: LimitsConfig, action: BadRolloutAction
+) -> RolloutBatch:
     """Raises POLICY_NOT_READY before the model, which bounds a batch, is loaded."""
     info = policy.info
     if info is None:
@@ -280,7 +297,8 @@ def _batch(groups: Groups, policy: Policy, limits: LimitsConfig) -> RolloutBatch
         sliding_window=info.sliding_window,
         media_tokens=info.media_tokens,
     )
-    return validate_groups(raw_groups(groups, max_tokens=limits.max_tokens), bounds)
+    raw = raw_groups(groups, max_tokens=limits.max_tokens)
+    return validate_groups(raw, bounds, drops_bad=action is BadRolloutAction.DROP)
 
 
 def _loss(request: service_pb2.UpdateRequest | service_pb2.ForwardBackwardRequest) -> LossConfig:

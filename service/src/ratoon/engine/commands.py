@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon_proto.types import (
+    BadRolloutAction,
     ImportMode,
     LogprobsOf,
     LossConfig,
@@ -159,6 +160,7 @@ class UpdateCommand(BaseCommand):
     optim: OptimStepConfig
     expected_version: int | None
     body_digest: str
+    on_bad_rollout: BadRolloutAction = BadRolloutAction.REFUSE
 
     @property
     def forward_id(self) -> str:
@@ -176,6 +178,7 @@ class ForwardBackwardCommand(BaseCommand):
     # None: no log-probs are answered.
     with_logprobs: LogprobsOf | None = None
     with_entropy: bool = False
+    on_bad_rollout: BadRolloutAction = BadRolloutAction.REFUSE
 
     @property
     def forward_id(self) -> str:

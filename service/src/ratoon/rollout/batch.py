@@ -59,6 +59,14 @@ class RolloutBatch:
     routed_experts: NDArray[np.unsignedinteger] | None = None
     route_first: NDArray[np.int64] | None = None
     route_offsets: NDArray[np.int64] | None = None
+    # What was sent, where rollouts that cannot be trained were dropped. Ids of all groups; int64
+    # [G] and [S]: index of each group among them, and of each rollout in its group; int64 [B, 5],
+    # what was dropped, in request order: group, rollout, code of the reason, response token or -1,
+    # response tokens. None, all of them: nothing was dropped.
+    sent_ids: tuple[str, ...] | None = None
+    sent_group: NDArray[np.int64] | None = None
+    sent_rollout: NDArray[np.int64] | None = None
+    bad_rollouts: NDArray[np.int64] | None = None
 
     @property
     def num_groups(self) -> int:
@@ -95,6 +103,20 @@ def offsets_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def group_of_sequence(batch: RolloutBatch) -> NDArray[np.int64]:
     """Index of each sequence's group, int64 [S]."""
     return np.repeat(np.arange(batch.num_groups), np.diff(batch.group_offsets))
+
+
+def sent_places(batch: RolloutBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Index of each sequence's group, and of the sequence in it, as sent; int64 [S] each."""
+    group_S = group_of_sequence(batch)
+    if batch.sent_group is not None and batch.sent_rollout is not None:
+        return batch.sent_group[group_S], batch.sent_rollout
+    return group_S, np.arange(batch.num_sequences) - batch.group_offsets[group_S]
+
+
+def sent_field(batch: RolloutBatch, sequence: int) -> str:
+    """Path of a sequence in the request: `groups[3].rollouts[17]`."""
+    group_S, rollout_S = sent_places(batch)
+    return f"groups[{group_S[sequence]}].rollouts[{rollout_S[sequence]}]"
 
 
 def prompt_lengths(batch: RolloutBatch) -> NDArray[np.int64]:

@@ -1,8 +1,8 @@
 """Per-token columns, versions, outcomes and sampling settings of all rollouts of a request.
 
 A column is there for every rollout or for none; a rollout without response tokens may leave
-per-token columns out. Where weights changed while a rollout was sampled, spans name the version of
-each of its tokens.
+per-token columns out, and one without trained tokens log-probs. Where weights changed while a
+rollout was sampled, spans name the version of each of its tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ratoon.rollout.raw import (
     SamplerLogprobsKind,
     first_true,
 )
+from ratoon_proto.types import BadRolloutReason
 
 _LAST_VERSION = np.iinfo(np.int64).max
 # At a lower temperature vLLM takes the likeliest token; logits divided by one much lower overflow.
@@ -114,26 +115,56 @@ class SamplingSettings:
     top_k: NDArray[np.int32]
 
 
-def token_column(
-    rollouts: Sequence[RawRollout], name: str, fields: RequestFields
+def logprob_column(
+    rollouts: Sequence[RawRollout], name: str, mask_J: NDArray[np.bool_], fields: RequestFields
 ) -> NDArray[np.float32] | None:
-    """The per-token column `name`, float32 [J], or None where no rollout gives it."""
+    """The column of log-probs `name`, float32 [J]; NaN of tokens that are not trained is 0."""
+    column = token_column(rollouts, name, fields, mask_J)
+    if column is not None:
+        fields.judge_tokens(
+            mask_J & (column > _LOGPROB_EPSILON),
+            BadRolloutReason.LOGPROB,
+            lambda j: invalid(fields.token(j, name), column[j], "a log-probability <= 0"),
+        )
+    return column
+
+
+def token_column(
+    rollouts: Sequence[RawRollout],
+    name: str,
+    fields: RequestFields,
+    mask_J: NDArray[np.bool_] | None = None,
+) -> NDArray[np.float32] | None:
+    """The per-token column `name`, float32 [J], or None where no rollout gives it.
+
+    `mask_J`: bool [J], where a log-prob is needed: NaN elsewhere is 0. None: there are numbers
+    everywhere.
+    """
+    reason = BadRolloutReason.REWARD if mask_J is None else BadRolloutReason.LOGPROB
     values: list[NDArray[np.floating] | None] = [getattr(rollout, name) for rollout in rollouts]
+    length_S = np.diff(fields.response_offsets)
+    needs_S = length_S > 0 if mask_J is None else fields.count_tokens(mask_J) > 0
     parts: list[NDArray[np.floating]] = []
     for s, value in enumerate(values):
         if value is not None:
             _check_values_array(value, name, s, fields)
-            parts.append(value)
-    has_tokens_S = np.diff(fields.response_offsets) > 0
+        parts.append(np.zeros(length_S[s], np.float32) if value is None else value)
     is_given_S = np.array([value is not None for value in values])
-    if not (is_given_S & has_tokens_S).any():
+    if not (is_given_S & needs_S).any():
         return None
-    _check_even(name, is_given_S, has_tokens_S, fields)
+    _check_even(name, is_given_S, needs_S, reason, fields)
     with np.errstate(over="ignore"):  # what overflows is refused below
         column = np.concatenate(parts).astype(np.float32)
-    j = first_true(~np.isfinite(column))
-    if j is not None:
-        raise invalid(fields.token(j, name), np.concatenate(parts)[j], "a finite float32")
+    is_bad_J = ~np.isfinite(column)
+    if mask_J is not None and is_bad_J.any():
+        is_absent_J = np.isnan(column) & ~mask_J
+        column[is_absent_J] = 0.0
+        is_bad_J &= ~is_absent_J
+
+    def error_of(j: int) -> RatoonError:
+        return invalid(fields.token(j, name), np.concatenate(parts)[j], "a finite float32")
+
+    fields.judge_tokens(is_bad_J, reason, error_of)
     return column
 
 
@@ -151,16 +182,22 @@ def _check_even(
     name: str,
     is_given_S: NDArray[np.bool_],
     is_meant_S: NDArray[np.bool_],
+    reason: BadRolloutReason,
     fields: RequestFields,
 ) -> None:
-    """Raise unless all meant rollouts give `name`, or none; of both kinds the rarer is named."""
+    """All meant rollouts give `name`, or none; of both kinds the rarer is named.
+
+    Those without it are bad, unless they are most: it is no fault of theirs then.
+    """
     given_S, missing_S = is_given_S & is_meant_S, ~is_given_S & is_meant_S
     given, missing = first_true(given_S), first_true(missing_S)
     if given is None or missing is None:
         return
     if np.count_nonzero(given_S) < np.count_nonzero(missing_S):
         raise _uneven(name, given, "a value", "none", missing, fields)
-    raise _uneven(name, missing, "none", "a value", given, fields)
+    fields.judge_sequences(
+        missing_S, reason, lambda s: _uneven(name, s, "none", "a value", given, fields)
+    )
 
 
 def _uneven(
@@ -169,17 +206,6 @@ def _uneven(
     return invalid(
         f"{fields.sequence(s)}.{name}", got, f"{expected}, as in {fields.sequence(witness)}"
     )
-
-
-def check_logprobs(batch: RolloutBatch, fields: RequestFields) -> None:
-    """Raise `RatoonError` where a log-prob of a trained token is above 0."""
-    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs"):
-        column: NDArray[np.float32] | None = getattr(batch, name)
-        if column is None:
-            continue
-        j = first_true(batch.loss_mask & (column > _LOGPROB_EPSILON))
-        if j is not None:
-            raise invalid(fields.token(j, name), column[j], "a log-probability <= 0")
 
 
 def outcomes(
@@ -201,11 +227,14 @@ def outcomes(
         has_tokens = fields.response_offsets[other] < fields.response_offsets[other + 1]
         name = "advantages" if has_tokens else "reward"
         raise _uneven(name, other, names[other], names[first], first, fields)
-    _check_even("reward", has_reward, np.ones(len(rollouts), np.bool_), fields)
+    all_S = np.ones(len(rollouts), np.bool_)
+    _check_even("reward", has_reward, all_S, BadRolloutReason.REWARD, fields)
     rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
-    s = first_true(~(np.abs(rewards) <= MAX_FLOAT32))
-    if s is not None:
-        raise invalid(f"{fields.sequence(s)}.reward", rewards[s], "a finite float32")
+    fields.judge_sequences(
+        ~(np.abs(rewards) <= MAX_FLOAT32),
+        BadRolloutReason.REWARD,
+        lambda s: invalid(f"{fields.sequence(s)}.reward", rewards[s], "a finite float32"),
+    )
     return rewards, None
 
 

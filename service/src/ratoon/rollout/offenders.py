@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sent_places
 from ratoon_proto.types import Offender
 
 # Rollouts or tokens that one warning names at most.
@@ -29,15 +29,18 @@ def offenders(
     """
     named: list[Offender] = []
     worst: list[int] = sequences[:MAX_OFFENDERS].tolist()
+    if not worst:
+        return ()
+    group_S, rollout_S = sent_places(batch)
     for sequence in worst:
         group = int(np.searchsorted(batch.group_offsets, sequence, side="right")) - 1
         value = None if value_S is None else float(value_S[sequence])
         token = -1 if token_S is None else int(token_S[sequence])
         named.append(
             Offender(
-                group=group,
+                group=int(group_S[sequence]),
                 group_id=batch.group_ids[group],
-                rollout=sequence - int(batch.group_offsets[group]),
+                rollout=int(rollout_S[sequence]),
                 token=None if token < 0 else token,
                 value=None if value is None or np.isnan(value) else value,
             )

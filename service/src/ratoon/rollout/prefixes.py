@@ -194,7 +194,7 @@ def sort_sequences(batch: RolloutBatch) -> SortedPrefixes:
     order = events[places]
     lcp = np.empty(len(order), np.int64)
     first = np.flatnonzero(np.diff(batch.temperature[order], prepend=np.float32(np.nan)))
-    for start, stop in zip(first, [*first[1:], len(order)], strict=True):
+    for start, stop in pairwise([*first, len(order)]):
         lcp[start:stop] = shared_with_previous(event_lcp, places[start:stop])
     by_tokens = _ranked(order, lcp)
     if batch.routed_experts is None:

@@ -7,6 +7,7 @@ A wire has decoded them, and checked nothing but numpy's dtype kind. `validate` 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,7 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon_proto.types import BadRolloutReason
 
+# Why a rollout cannot be trained, and its response token that is at fault; -1: none alone is.
+Fault = tuple[BadRolloutReason, int]
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 # Characters of a group's id in what the service says of it.
 MAX_ID = 256
@@ -72,11 +76,17 @@ class RawGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFields:
-    """Names sequences s (0 .. S - 1) and response tokens j (0 .. J - 1) of a request."""
+    """Names sequences s (0 .. S - 1) and response tokens j (0 .. J - 1) of a request.
+
+    Every check of a rollout's own values ends here: the first fault refuses the request, or each
+    is noted of its sequence, which is dropped once all are known.
+    """
 
     # int64 [G + 1], int64 [S + 1].
     group_offsets: NDArray[np.int64]
     response_offsets: NDArray[np.int64]
+    # The first fault of each bad sequence; None: a fault refuses the request.
+    faults: dict[int, Fault] | None = None
 
     def sequence(self, s: int) -> str:
         return sequence_field(self.group_offsets, s)
@@ -85,6 +95,64 @@ class RequestFields:
         """Response token j in a per-token column: `groups[0].rollouts[1].old_logprobs[5]`."""
         s = bisect_right(self.response_offsets, j) - 1
         return f"{self.sequence(s)}.{column}[{j - int(self.response_offsets[s])}]"
+
+    def judge_sequences(
+        self,
+        is_bad_S: NDArray[np.bool_],
+        reason: BadRolloutReason,
+        error_of: Callable[[int], RatoonError],
+    ) -> None:
+        """Note the fault of these sequences, bool [S], or raise `error_of` the first."""
+        if (s := first_true(is_bad_S)) is not None:
+            self._judge(s, reason, error_of, ((s, -1) for s in np.flatnonzero(is_bad_S).tolist()))
+
+    def judge_tokens(
+        self,
+        is_bad_J: NDArray[np.bool_],
+        reason: BadRolloutReason,
+        error_of: Callable[[int], RatoonError],
+    ) -> None:
+        """Note the fault of the sequences of these tokens, bool [J], or raise `error_of` the
+        first."""
+        if (j := first_true(is_bad_J)) is not None:
+            bad_J = np.flatnonzero(is_bad_J)
+            bad_S = np.searchsorted(self.response_offsets, bad_J, side="right") - 1
+            token_S = bad_J - self.response_offsets[bad_S]
+            places = zip(bad_S.tolist(), token_S.tolist(), strict=True)
+            self._judge(j, reason, error_of, places)
+
+    def judge_prompts(
+        self,
+        is_bad_P: NDArray[np.bool_],
+        prompt_offsets: NDArray[np.int64],
+        reason: BadRolloutReason,
+        error_of: Callable[[int], RatoonError],
+    ) -> None:
+        """Note the fault of all sequences of these prompt tokens' groups, bool [sum of P], or raise
+        `error_of` the first."""
+        if (p := first_true(is_bad_P)) is not None:
+            bad_G = np.searchsorted(prompt_offsets, np.flatnonzero(is_bad_P), side="right") - 1
+            offsets = self.group_offsets
+            bad_S = (s for g in np.unique(bad_G) for s in range(offsets[g], offsets[g + 1]))
+            self._judge(p, reason, error_of, ((s, -1) for s in bad_S))
+
+    def _judge(
+        self,
+        first: int,
+        reason: BadRolloutReason,
+        error_of: Callable[[int], RatoonError],
+        places: Iterable[tuple[int, int]],
+    ) -> None:
+        if self.faults is None:
+            raise error_of(first)
+        for s, token in places:
+            self.faults.setdefault(s, (reason, token))
+
+    def count_tokens(self, mask_J: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Response tokens of each sequence where `mask_J`, bool [J], holds; int64 [S]."""
+        before = np.zeros(len(mask_J) + 1, np.int64)
+        np.cumsum(mask_J, out=before[1:])
+        return np.diff(before[self.response_offsets])
 
     def check_count(self, s: int, column: str, num_values: int) -> None:
         """Raise `RatoonError` unless sequence s has `num_values` response tokens."""

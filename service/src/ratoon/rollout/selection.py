@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.advantages import zero_variance_groups
-from ratoon.rollout.batch import RolloutBatch, group_of_sequence
+from ratoon.rollout.batch import RolloutBatch, group_of_sequence, sent_field
 from ratoon.rollout.forest import build_forest, response_tokens
 from ratoon.rollout.prefixes import SortedPrefixes
-from ratoon.rollout.raw import sequence_field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,7 @@ def select_sequences(
     """
     kept = np.ones(batch.num_sequences, np.bool_)
     if max_versions is not None:
-        kept = _fresh(batch, version, max_versions, refuse_stale=refuse_stale)
+        kept = fresh_sequences(batch, version, max_versions, refuse_stale=refuse_stale)
     dropped_stale = int(np.count_nonzero(~kept))
     dropped_truncated = 0
     if drop_truncated:
@@ -77,30 +76,33 @@ def select_sequences(
     )
 
 
-def _fresh(
+def fresh_sequences(
     batch: RolloutBatch, version: int, max_versions: int, *, refuse_stale: bool
 ) -> NDArray[np.bool_]:
-    """Sequences sampled at most `max_versions` before `version`, bool [S]."""
+    """Sequences sampled at most `max_versions` before `version`, bool [S].
+
+    Raises as `select_sequences`.
+    """
     is_unknown = batch.policy_version < 0
     if is_unknown.any():
-        field = f"{sequence_field(batch.group_offsets, int(is_unknown.argmax()))}.policy_version"
+        field = f"{sent_field(batch, int(is_unknown.argmax()))}.policy_version"
         raise invalid(field, "none", "the version it was sampled from, as staleness is bounded")
     age = version - batch.policy_version
     if (age < 0).any():
         first = int((age < 0).argmax())
-        field = f"{sequence_field(batch.group_offsets, first)}.policy_version"
+        field = f"{sent_field(batch, first)}.policy_version"
         got = int(batch.policy_version[first])
         raise invalid(field, got, f"at most {version}, the policy's, as staleness is bounded")
     if batch.token_version is not None and (batch.token_version > version).any():
         newest = int(batch.token_version.argmax())
         s = int(np.searchsorted(batch.response_offsets, newest, side="right")) - 1
-        field = f"{sequence_field(batch.group_offsets, s)}.version_spans"
+        field = f"{sent_field(batch, s)}.version_spans"
         got = f"version {batch.token_version[newest]}"
         raise invalid(field, got, f"at most {version}, the policy's, as staleness is bounded")
     is_stale = age > max_versions
     if refuse_stale and is_stale.any():
         first = int(is_stale.argmax())
-        field = f"{sequence_field(batch.group_offsets, first)}.policy_version"
+        field = f"{sent_field(batch, first)}.policy_version"
         got = f"version {batch.policy_version[first]}, {age[first]} behind {version}"
         expected = f"at most {max_versions} behind"
         count = int(np.count_nonzero(is_stale))

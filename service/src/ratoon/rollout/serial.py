@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 import numpy as np
@@ -31,7 +31,7 @@ _ALIGNMENT = 8
 _DIGEST_BYTES = 16
 
 # dtype and axis of each array, in the order in which they are written.
-_ARRAYS: Mapping[str, tuple[str, str]] = {
+ARRAYS: Mapping[str, tuple[str, str]] = {
     "group_offsets": ("<i8", "G+1"),
     "prompt_tokens": ("<i4", "prompt"),
     "prompt_offsets": ("<i8", "G+1"),
@@ -55,6 +55,10 @@ _ARRAYS: Mapping[str, tuple[str, str]] = {
     "routed_experts": ("|u1", "N"),
     "route_first": ("<i8", "S"),
     "route_offsets": ("<i8", "S+1"),
+    "sent_group": ("<i8", "G"),
+    "sent_rollout": ("<i8", "S"),
+    # Two axes.
+    "bad_rollouts": ("<i8", "B"),
 }
 _OPTIONAL = frozenset(
     {
@@ -68,10 +72,18 @@ _OPTIONAL = frozenset(
         "routed_experts",
         "route_first",
         "route_offsets",
+        "sent_group",
+        "sent_rollout",
+        "bad_rollouts",
     }
 )
 _DTYPES: Mapping[str, tuple[str, ...]] = {"routed_experts": ("|u1", "<u2")}
-_RANKS: Mapping[str, int] = {"routed_experts": 3}
+_RANKS: Mapping[str, int] = {"routed_experts": 3, "bad_rollouts": 2}
+# Columns that come together or not at all.
+_TOGETHER: Mapping[str, frozenset[str]] = {
+    "the routes": frozenset({"routed_experts", "route_first", "route_offsets"}),
+    "what was sent": frozenset({"sent_ids", "sent_group", "sent_rollout", "bad_rollouts"}),
+}
 # dtype and shape of an array.
 _Form = tuple[str, tuple[int, ...]]
 
@@ -80,11 +92,11 @@ def batch_to_bytes(batch: RolloutBatch) -> bytes:
     """The canonical bytes of `batch`."""
     arrays: dict[str, NDArray[Any]] = {
         name: np.ascontiguousarray(value, value.dtype if name in _DTYPES else dtype)
-        for name, (dtype, _) in _ARRAYS.items()
+        for name, (dtype, _) in ARRAYS.items()
         if (value := getattr(batch, name)) is not None
     }
     forms = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
-    header = _encode_header(batch.group_ids, forms)
+    header = _encode_header(batch.group_ids, forms, batch.sent_ids)
     parts: list[bytes | memoryview] = [_PREFIX.pack(_MAGIC, _VERSION, len(header)), header]
     size = _PREFIX.size + len(header)
     for array in arrays.values():
@@ -109,11 +121,12 @@ def batch_from_bytes(data: bytes) -> RolloutBatch:
         raise _malformed("another checksum", "that of the bytes")
     if _PREFIX.size + header_size > len(body):
         raise _malformed(f"a header of {header_size} bytes", "one within the body")
-    group_ids, forms = _decode_header(bytes(body[_PREFIX.size : _PREFIX.size + header_size]))
+    ids, forms = _decode_header(bytes(body[_PREFIX.size : _PREFIX.size + header_size]))
     arrays = _read_arrays(body, _PREFIX.size + header_size, forms)
-    _check_axes(len(group_ids), arrays)
+    _check_together(ids.keys() | arrays.keys())
+    _check_axes(len(ids["group_ids"]), arrays)
     absent = {name: None for name in _OPTIONAL if name not in arrays}
-    return RolloutBatch(group_ids=tuple(group_ids), **arrays, **cast("Any", absent))
+    return RolloutBatch(**ids, **arrays, **cast("Any", absent))
 
 
 def batch_digest(data: bytes) -> str:
@@ -131,40 +144,47 @@ def _malformed(got: str, expected: str) -> RatoonError:
     )
 
 
-def _encode_header(group_ids: Sequence[str], forms: Mapping[str, _Form]) -> bytes:
+def _encode_header(
+    group_ids: Sequence[str], forms: Mapping[str, _Form], sent_ids: Sequence[str] | None
+) -> bytes:
     arrays = [
         {"name": name, "dtype": dtype, "shape": list(shape)}
         for name, (dtype, shape) in forms.items()
     ]
-    header = {"arrays": arrays, "group_ids": list(group_ids)}
+    header: dict[str, object] = {"arrays": arrays, "group_ids": list(group_ids)}
+    if sent_ids is not None:
+        header["sent_ids"] = list(sent_ids)
     return json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _decode_header(header: bytes) -> tuple[list[str], dict[str, _Form]]:
-    """Group ids, and the form of each array in the order in which they are written."""
+def _decode_header(header: bytes) -> tuple[dict[str, tuple[str, ...]], dict[str, _Form]]:
+    """Ids by their fields, and the form of each array in the order in which they are written."""
     try:
         fields: Any = json.loads(header)
-        group_ids: list[str] = fields["group_ids"]
+        ids: dict[str, tuple[str, ...]] = {"group_ids": tuple(fields["group_ids"])}
+        if "sent_ids" in fields:
+            ids["sent_ids"] = tuple(fields["sent_ids"])
         forms: dict[str, _Form] = {
             array["name"]: (array["dtype"], tuple(array["shape"])) for array in fields["arrays"]
         }
-        is_canonical = _encode_header(group_ids, forms) == header
+        encoded = _encode_header(ids["group_ids"], forms, ids.get("sent_ids"))
+        is_canonical = encoded == header
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as err:
         raise _malformed("a header that cannot be read", "that of a batch") from err
-    is_known = list(forms) == [name for name in _ARRAYS if name in forms or name not in _OPTIONAL]
+    is_known = list(forms) == [name for name in ARRAYS if name in forms or name not in _OPTIONAL]
     if not (
         is_canonical
         and is_known
-        and all(type(group_id) is str for group_id in group_ids)
+        and all(type(group_id) is str for each in ids.values() for group_id in each)
         and all(_is_form(name, *form) for name, form in forms.items())
     ):
         raise _malformed("another header", "the canonical one of a batch")
-    return group_ids, forms
+    return ids, forms
 
 
 def _is_form(name: str, dtype: object, shape: tuple[object, ...]) -> bool:
     return (
-        dtype in _DTYPES.get(name, (_ARRAYS[name][0],))
+        dtype in _DTYPES.get(name, (ARRAYS[name][0],))
         and len(shape) == _RANKS.get(name, 1)
         and all(type(extent) is int and extent >= 0 for extent in shape)
     )
@@ -189,21 +209,26 @@ def _read_arrays(
     return arrays
 
 
+def _check_together(names: Set[str]) -> None:
+    for what, together in _TOGETHER.items():
+        if names & together not in (set[str](), together):
+            raise _malformed(f"part of {what}", "all of it or none")
+
+
 def _check_axes(num_groups: int, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Every array has the length of its axis, and offsets are offsets."""
     axes = {
+        "G": num_groups,
         "G+1": num_groups + 1,
         "prompt": len(arrays["prompt_tokens"]),
         "J": len(arrays["response_tokens"]),
         "S+1": len(arrays["response_offsets"]),
         "S": len(arrays["response_offsets"]) - 1,
         "N": len(arrays["routed_experts"]) if "routed_experts" in arrays else 0,
+        "B": len(arrays["bad_rollouts"]) if "bad_rollouts" in arrays else 0,
     }
-    route_arrays = {"routed_experts", "route_first", "route_offsets"}
-    if arrays.keys() & route_arrays not in (set[str](), route_arrays):
-        raise _malformed("part of the routes", "all of them or none")
     for name, array in arrays.items():
-        axis = _ARRAYS[name][1]
+        axis = ARRAYS[name][1]
         if len(array) != axes[axis]:
             raise _malformed(f"{name} of {len(array)} values", f"{axes[axis]}")
     for name, total, least in (

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.rollout.bad import without
 from ratoon.rollout.batch import RolloutBatch, offsets_of
-from ratoon.rollout.columns import check_logprobs, outcomes, sampling_settings, token_column
+from ratoon.rollout.columns import logprob_column, outcomes, sampling_settings, token_column
 from ratoon.rollout.raw import (
     RawGroup,
     RawRollout,
@@ -24,6 +25,7 @@ from ratoon.rollout.raw import (
     sequence_field,
 )
 from ratoon.rollout.routes import DENSE, RouteSizes, recorded_routes
+from ratoon_proto.types import BadRolloutReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,37 +79,40 @@ def join_tokens(arrays: Sequence[NDArray[np.integer]]) -> NDArray[np.integer]:
     )
 
 
-def token_fault(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
-    """Index of the first id outside of [0, vocab_size)."""
-    return first_true((tokens < 0) | (tokens >= vocab_size))
-
-
-def _check_ids(
-    tokens: NDArray[np.integer], limits: BatchLimits, path_of: Callable[[int], str]
+def _judge_ids(
+    tokens: NDArray[np.integer],
+    limits: BatchLimits,
+    path_of: Callable[[int], str],
+    judge: Callable[[NDArray[np.bool_], BadRolloutReason, Callable[[int], RatoonError]], None],
 ) -> None:
-    """Raises `RatoonError` for the first id that is not in the vocabulary, and for the first that
-    stands for an image or a video; `path_of` names a token's field by its index."""
-    index = token_fault(tokens, limits.vocab_size)
-    if index is not None:
-        raise invalid(path_of(index), tokens[index], f"a token id in [0, {limits.vocab_size})")
-    for name, token in limits.media_tokens.items():
-        index = first_true(tokens == token)
-        if index is not None:
-            expected = "a token of text: images and videos are not trained on"
-            raise invalid(path_of(index), f"{token}, the {name} of the model", expected)
+    """Have `judge` see ids that are not in the vocabulary, and ids that stand for an image or a
+    video; `path_of` names a token's field by its index."""
+    reason = BadRolloutReason.TOKEN
+
+    def unknown(index: int) -> RatoonError:
+        return invalid(path_of(index), tokens[index], f"a token id in [0, {limits.vocab_size})")
+
+    def media(index: int) -> RatoonError:
+        name = next(name for name, token in limits.media_tokens.items() if token == tokens[index])
+        expected = "a token of text: images and videos are not trained on"
+        return invalid(path_of(index), f"{tokens[index]}, the {name} of the model", expected)
+
+    judge((tokens < 0) | (tokens >= limits.vocab_size), reason, unknown)
+    for token in limits.media_tokens.values():
+        judge(tokens == token, reason, media)
 
 
 def response_ids(
     segments: Segments, fields: RequestFields, limits: BatchLimits
 ) -> NDArray[np.int32]:
-    """Response tokens, int32 [J]; raises `RatoonError` where an id is not one of text."""
+    """Response tokens, int32 [J]; an id that is not one of text is a fault."""
     tokens = join_tokens([segment.tokens for segment in segments.segments])
 
     def path_of(j: int) -> str:
         i = bisect_right(segments.offsets, j) - 1
         return f"{segments.field(i, fields.group_offsets)}[{j - int(segments.offsets[i])}]"
 
-    _check_ids(tokens, limits, path_of)
+    _judge_ids(tokens, limits, path_of, fields.judge_tokens)
     return tokens.astype(np.int32, copy=False)
 
 
@@ -161,8 +166,12 @@ class BatchLimits:
     media_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutBatch:
+def validate_groups(
+    groups: Sequence[RawGroup], limits: BatchLimits, *, drops_bad: bool = False
+) -> RolloutBatch:
     """Check everything about `groups` and put it in columns, in request order.
+
+    With `drops_bad` rollouts with a fault of their own (`BadRolloutReason`) are left out.
 
     Raises `RatoonError`: BODY_TOO_LARGE for more groups, sequences or tokens than `limits` has room
     for, INVALID_ARGUMENT for anything else.
@@ -174,7 +183,9 @@ def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutB
     prompt_offsets = offsets_of(np.array([len(group.prompt) for group in groups], np.int64))
     segments = list_segments(rollouts, group_offsets)
     fields = RequestFields(
-        group_offsets=group_offsets, response_offsets=segments.offsets[segments.first]
+        group_offsets=group_offsets,
+        response_offsets=segments.offsets[segments.first],
+        faults={} if drops_bad else None,
     )
     prompt_length_S = np.repeat(np.diff(prompt_offsets), group_sizes)
     _check_lengths(int(prompt_offsets[-1]), prompt_length_S, fields, limits)
@@ -189,14 +200,14 @@ def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutB
     batch = RolloutBatch(
         group_ids=tuple(group.group_id for group in groups),
         group_offsets=group_offsets,
-        prompt_tokens=_prompt_ids(groups, prompt_offsets, limits),
+        prompt_tokens=_prompt_ids(groups, prompt_offsets, fields, limits),
         prompt_offsets=prompt_offsets,
         response_tokens=response_tokens,
         response_offsets=fields.response_offsets,
         loss_mask=mask,
-        sampler_logprobs=token_column(rollouts, "sampler_logprobs", fields),
-        old_logprobs=token_column(rollouts, "old_logprobs", fields),
-        reference_logprobs=token_column(rollouts, "reference_logprobs", fields),
+        sampler_logprobs=logprob_column(rollouts, "sampler_logprobs", mask, fields),
+        old_logprobs=logprob_column(rollouts, "old_logprobs", mask, fields),
+        reference_logprobs=logprob_column(rollouts, "reference_logprobs", mask, fields),
         rewards=rewards,
         advantages=advantages,
         token_weights=token_column(rollouts, "token_weights", fields),
@@ -211,8 +222,7 @@ def validate_groups(groups: Sequence[RawGroup], limits: BatchLimits) -> RolloutB
         top_p=settings.top_p,
         top_k=settings.top_k,
     )
-    check_logprobs(batch, fields)
-    return batch
+    return without(batch, fields.faults or {})
 
 
 def _too_large(path: str, got: int, limit: int, what: str) -> RatoonError:
@@ -269,17 +279,22 @@ def _check_lengths(
     if num_tokens > limits.max_tokens:
         raise _too_large("groups", num_tokens, limits.max_tokens, "tokens")
     length_S = prompt_length_S + np.diff(fields.response_offsets)
-    s = first_true(length_S > limits.max_sequence_tokens)
-    if s is not None:
+
+    def error_of(s: int) -> RatoonError:
         expected = f"at most {limits.max_sequence_tokens}, which the model takes"
         if limits.sliding_window == limits.max_sequence_tokens:
             expected += ": its sliding window, beyond which readers of the folder differ"
         got = f"{length_S[s]} tokens, {prompt_length_S[s]} of them prompt"
-        raise invalid(fields.sequence(s), got, expected)
+        return invalid(fields.sequence(s), got, expected)
+
+    fields.judge_sequences(length_S > limits.max_sequence_tokens, BadRolloutReason.LENGTH, error_of)
 
 
 def _prompt_ids(
-    groups: Sequence[RawGroup], prompt_offsets: NDArray[np.int64], limits: BatchLimits
+    groups: Sequence[RawGroup],
+    prompt_offsets: NDArray[np.int64],
+    fields: RequestFields,
+    limits: BatchLimits,
 ) -> NDArray[np.int32]:
     """Prompt tokens of all groups, int32 [sum of P]."""
     tokens = join_tokens([group.prompt for group in groups])
@@ -288,7 +303,14 @@ def _prompt_ids(
         g = int(np.searchsorted(prompt_offsets, index, side="right")) - 1
         return f"groups[{g}].prompt[{index - prompt_offsets[g]}]"
 
-    _check_ids(tokens, limits, path_of)
+    def judge(
+        is_bad: NDArray[np.bool_],
+        reason: BadRolloutReason,
+        error_of: Callable[[int], RatoonError],
+    ) -> None:
+        fields.judge_prompts(is_bad, prompt_offsets, reason, error_of)
+
+    _judge_ids(tokens, limits, path_of, judge)
     return tokens.astype(np.int32, copy=False)
 
 

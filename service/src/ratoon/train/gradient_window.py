@@ -39,6 +39,7 @@ class BatchSums(Merged):
     dropped_stale: float = total()
     dropped_truncated: float = total()
     dropped_zero_variance: float = total()
+    dropped_bad: float = total()
     # Rollouts that count, but have no gradient and were not run.
     not_run: float = total()
     # Versions between sampling and now, over kept rollouts that say one that the policy has had.
@@ -74,6 +75,7 @@ class BatchSums(Merged):
             "dropped_stale": int(self.dropped_stale),
             "dropped_truncated": int(self.dropped_truncated),
             "dropped_zero_variance": int(self.dropped_zero_variance),
+            "dropped_bad": int(self.dropped_bad),
             "zero_advantage_sequences": int(self.not_run),
             "route_conflicts": int(self.route_conflicts),
         }
@@ -83,8 +85,9 @@ def of_batch(batch: RolloutBatch) -> BatchSums:
     sums = BatchSums(
         responses=Lengths(tuple(np.diff(batch.response_offsets).tolist())),
         truncated=int(np.count_nonzero(batch.truncated)),
+        dropped_bad=0 if batch.bad_rollouts is None else len(batch.bad_rollouts),
     )
-    if batch.rewards is None:
+    if batch.rewards is None or not batch.num_sequences:
         return sums
     is_flat_G = zero_variance_groups(batch.rewards, batch.group_offsets)
     return replace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -18,15 +19,18 @@ from ratoon.errors import invalid
 from ratoon.planner.plan import share_as_planned
 from ratoon.planner.planning import Planner
 from ratoon.rollout import advantages as group_advantages
+from ratoon.rollout.bad import bad_offenders, bad_rollouts, without
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.offenders import offenders
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, route_conflicts, sort_sequences
+from ratoon.rollout.raw import Fault
 from ratoon.rollout.selection import (
     Counters,
     Selection,
     counters,
     first_owner_mask,
+    fresh_sequences,
     group_keys,
     predicted_mask,
     select_sequences,
@@ -34,10 +38,11 @@ from ratoon.rollout.selection import (
     trained_mask,
 )
 from ratoon.train.loss.spec import Loss
-from ratoon.train.loss.warnings import batch_warnings
+from ratoon.train.loss.warnings import GROUP_BASELINES, batch_warnings
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
     AdvantageKind,
+    BadRolloutReason,
     LogprobsOf,
     OldLogprobsKind,
     OverlongFilter,
@@ -174,7 +179,9 @@ def prepare(
         sampled_S = select(batch, replace(loss, overlong=None), version).kept_S
         counted = replace(counted, sequences=int(np.count_nonzero(sampled_S)))
     comes_whole = loss.advantage not in (None, AdvantageKind.GIVEN)
-    warnings = batch_warnings(batch, loss, kept_S=selection.kept_S, version=version)
+    warnings = _bad_warnings(batch)
+    if batch.num_sequences:
+        warnings += batch_warnings(batch, loss, kept_S=selection.kept_S, version=version)
     run = run_sequences(plan)
     return Prepared(
         batch=batch,
@@ -233,6 +240,27 @@ def _keep_top_entropy(
     least = np.partition(counted, len(counted) - num_kept)[len(counted) - num_kept]
     is_kept_J = columns.trained_J & (entropy_J >= least)
     return replace(columns, advantage_J=np.where(is_kept_J, columns.advantage_J, 0.0))
+
+
+def without_bad(batch: RolloutBatch, loss: Loss, version: int) -> RolloutBatch:
+    """`batch` without rollouts that the loss refuses as stale, and then without those that are left
+    alone of their group by what was dropped, where advantages are made over groups.
+
+    Raises `RatoonError` INVALID_ARGUMENT as `select_sequences`.
+    """
+    faults: dict[int, Fault] = {}
+    staleness = loss.staleness
+    if staleness is not None and staleness.action is StalenessAction.REFUSE:
+        fresh_S = fresh_sequences(batch, version, staleness.max_versions, refuse_stale=False)
+        faults = dict.fromkeys(np.flatnonzero(~fresh_S).tolist(), (BadRolloutReason.STALE, -1))
+    batch = without(batch, faults)
+    if batch.bad_rollouts is None or loss.advantage not in GROUP_BASELINES:
+        return batch
+    assert batch.sent_group is not None
+    is_short_G = np.isin(batch.sent_group, batch.bad_rollouts[:, 0])
+    alone_G = is_short_G & (np.diff(batch.group_offsets) == 1)
+    alone = batch.group_offsets[:-1][alone_G].tolist()
+    return without(batch, dict.fromkeys(alone, (BadRolloutReason.ALONE, -1)))
 
 
 def select(batch: RolloutBatch, loss: Loss, version: int) -> Selection:
@@ -318,6 +346,17 @@ def _advantages(batch: RolloutBatch, loss: Loss) -> NDArray[np.float64]:
         )
     advantage_S = _ADVANTAGES[loss.advantage](rewards_S, batch.group_offsets)
     return np.repeat(advantage_S, lengths_S)
+
+
+def _bad_warnings(batch: RolloutBatch) -> tuple[StepWarning, ...]:
+    """How many rollouts were dropped for what is wrong with them, and the first of them."""
+    counts = Counter(bad.reason for bad in bad_rollouts(batch))
+    if not counts:
+        return ()
+    reasons = ", ".join(f"{count} for {reason}" for reason, count in sorted(counts.items()))
+    total = counts.total() + batch.num_sequences
+    text = f"{counts.total()} of {total} rollouts cannot be trained and were dropped: {reasons}"
+    return (warn(WarningKind.BAD_ROLLOUTS, text, bad_offenders(batch)),)
 
 
 def _warnings(

@@ -14,6 +14,7 @@ from ratoon.model.router import RouteSums
 from ratoon.planner.costs import measure
 from ratoon.planner.layer_kinds import Layer, window_of, window_of_layers
 from ratoon.rollout.advantages import zero_variance_groups
+from ratoon.rollout.bad import bad_rollouts
 from ratoon.rollout.batch import RolloutBatch, sequence_lengths
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.raw import MAX_ID
@@ -218,12 +219,13 @@ def forward_backward_report(
         _with_totals(report, totals, divisor),
         self_check=self_check.report,
         groups=_group_reports(prepared.batch) if prepared.loss.report_groups else (),
+        bad_rollouts=bad_rollouts(prepared.batch),
         warnings=(*prepared.warnings, *sums, *self_check.warnings),
     )
 
 
 def _group_reports(batch: RolloutBatch) -> tuple[GroupReport, ...]:
-    """Reports of all groups, as sent."""
+    """Reports of all groups as sent, but for bad rollouts."""
     starts, counts_G = batch.group_offsets[:-1], np.diff(batch.group_offsets)
     lengths_G = np.add.reduceat(np.diff(batch.response_offsets), starts) / counts_G
     reports = [

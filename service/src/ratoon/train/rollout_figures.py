@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratoon.rollout.batch import RolloutBatch, group_of_sequence
+from ratoon.rollout.batch import RolloutBatch, sent_places
 from ratoon.train.loss.compute import LossOutput
 from ratoon.train.loss.ratios import MAX_GAP
 from ratoon.train.prepare import Prepared
@@ -146,7 +146,7 @@ class RolloutFigures:
 def rollout_figures(prepared: Prepared, columns_4J: NDArray[np.float64]) -> RolloutFigures:
     """Figures of every rollout of a forward-backward; `columns_4J` as of `TokenFigures`."""
     batch, columns, offsets = prepared.batch, prepared.columns, prepared.batch.response_offsets
-    group_S = group_of_sequence(batch)
+    group_S, rollout_S = sent_places(batch)
     logprob_J, gradient_J, log_ratio_J, clipped_J = columns_4J
     gap_J = np.abs(sampler_gaps(batch, logprob_J))
     advantages = Segments(np.flatnonzero(columns.counted_J), offsets)
@@ -159,7 +159,7 @@ def rollout_figures(prepared: Prepared, columns_4J: NDArray[np.float64]) -> Roll
     nothing_S = np.full(batch.num_sequences, np.nan)
     return RolloutFigures(
         group_S=group_S,
-        rollout_S=np.arange(batch.num_sequences) - batch.group_offsets[group_S],
+        rollout_S=rollout_S,
         reward_S=nothing_S if batch.rewards is None else batch.rewards,
         advantage_S=(
             nothing_S if prepared.loss.advantage is None else advantages.mean(columns.advantage_J)

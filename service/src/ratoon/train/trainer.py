@@ -58,6 +58,7 @@ from ratoon.train.prepare import (
     check_forward_logprobs,
     prepare,
     prepare_forward,
+    without_bad,
 )
 from ratoon.train.ranks.group import HeldWeights, Peer, RankGroup
 from ratoon.train.ranks.layout import lend_activations, load
@@ -192,6 +193,10 @@ class Trainer:
             self._rates,
             is_beside=is_beside,
         )
+
+    def without_bad(self, batch: RolloutBatch, loss: Loss) -> RolloutBatch:
+        """`batch` without what the loss refuses at this version; `train.prepare.without_bad`."""
+        return without_bad(batch, loss, self.version)
 
     def prepare(
         self,

@@ -53,6 +53,8 @@ _MAX_SHARE_OF_WEIGHTS = 0.5
 
 def pass_warnings(found: FoundRollouts, sums: LossSums) -> tuple[StepWarning, ...]:
     """Warnings about what one forward-backward showed, beyond those of its batch."""
+    if not found.prepared.batch.num_sequences:
+        return ()
     logprobs = _logprob_warnings(found, sums)
     return (
         *logprobs,

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import ErrorCode, RatoonError, invalid
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.bad import as_sent
+from ratoon.rollout.batch import RolloutBatch, sent_field
 from ratoon.stream.files import (
     DamagedFileError,
     digest_bytes,
@@ -75,11 +76,10 @@ def _output(
     logprobs_J: NDArray[np.floating],
     entropy_J: NDArray[np.floating] | None,
 ) -> bytes:
-    output = ForwardOutput(
-        logprobs=encode_array(logprobs_J), offsets=encode_array(batch.response_offsets)
-    )
+    offsets, logprobs_J = as_sent(batch, logprobs_J)
+    output = ForwardOutput(logprobs=encode_array(logprobs_J), offsets=encode_array(offsets))
     if entropy_J is not None:
-        output.entropy.CopyFrom(encode_array(entropy_J))
+        output.entropy.CopyFrom(encode_array(as_sent(batch, entropy_J)[1]))
     return output.SerializeToString(deterministic=True)
 
 
@@ -160,10 +160,8 @@ def _read(keys_path: Path, batch: RolloutBatch) -> tuple[ForwardOutput, list[int
     for sequence, key in enumerate(_rollout_keys(batch, is_reference=False)):
         source = place.get(key)
         if source is None:
-            group = int(np.searchsorted(batch.group_offsets, sequence, side="right")) - 1
-            rollout = sequence - int(batch.group_offsets[group])
             raise _refused(
-                f"a Forward without groups[{group}].rollouts[{rollout}]",
+                f"a Forward without {sent_field(batch, sequence)}",
                 "a Forward of the policy with every rollout of this batch",
             )
         sources.append(source)

@@ -122,10 +122,10 @@ def _by_conspicuousness(
 
 def _summary(found: FoundRollouts, forest: Forest, s: int) -> KeptRollout:
     batch, figures = found.prepared.batch, found.figures
-    group = int(figures.group_S[s])
+    group = int(np.searchsorted(batch.group_offsets, s, side="right")) - 1
     version = int(batch.policy_version[s])
     return KeptRollout(
-        group=group,
+        group=int(figures.group_S[s]),
         group_id=batch.group_ids[group][:MAX_ID],
         rollout=int(figures.rollout_S[s]),
         prompt_tokens=int(batch.prompt_offsets[group + 1] - batch.prompt_offsets[group]),

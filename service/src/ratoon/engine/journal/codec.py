@@ -82,6 +82,7 @@ TAGS: dict[str, type] = {
     "warning": proto.StepWarning,
     "offender": proto.Offender,
     "group_report": proto.GroupReport,
+    "bad_rollout": proto.BadRollout,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _PLAIN = (bool, int, float, str)

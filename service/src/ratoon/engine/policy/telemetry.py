@@ -8,6 +8,7 @@ again from the journal.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -186,6 +187,8 @@ def _batch_counts(policy_id: str, report: StepReport) -> list[Change]:
         (metrics.CLAMPED_TERMS, "sampler_gap", report.clamped_sampler_gaps),
     )
     changes: list[Change] = [metric.sample(count, policy_id, of) for metric, of, count in counts]
+    bad = Counter(each.reason for each in report.bad_rollouts)
+    changes += [metrics.DROPPED_SEQUENCES.sample(n, policy_id, of) for of, n in bad.items()]
     changes.append(metrics.MICRO_BATCHES.sample(report.num_micro_batches, policy_id))
     if (check := report.self_check) is not None:
         outcome = "exceeded" if check.exceeds_limits else "within"

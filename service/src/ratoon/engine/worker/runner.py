@@ -54,13 +54,13 @@ from ratoon.train.saved_state import AsOf
 from ratoon.train.spec import TrainerSpec
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
+    BadRolloutAction,
     EmptyResult,
     ImportMode,
     ImportResult,
     KeepRollouts,
     LogprobsOf,
     LoraTuning,
-    LossConfig,
     OptimStepConfig,
     ResultFile,
     StepReport,
@@ -128,10 +128,10 @@ class TaskRunner:
             RatoonError: Every refusal that can be made without touching the trainer's state.
         """
         match task.command:
-            case UpdateCommand(loss=request):
-                return self._plan_loss(task, request)
-            case ForwardBackwardCommand(loss=request, with_logprobs=logprobs_of):
-                return self._plan_loss(task, request, logprobs_of)
+            case UpdateCommand() as command:
+                return self._plan_loss(task, command)
+            case ForwardBackwardCommand(with_logprobs=logprobs_of) as command:
+                return self._plan_loss(task, command, logprobs_of)
             case ForwardCommand():
                 forward = self.trainer.prepare_forward(_read_batch(task), task.choices.plan)
                 return PlannedTask(task=_with_plan(task, forward.plan), forward=forward)
@@ -223,10 +223,15 @@ class TaskRunner:
             self.run(self.plan(task), _no_progress, _never)
 
     def _plan_loss(
-        self, task: Task, request: LossConfig, logprobs_of: LogprobsOf | None = None
+        self,
+        task: Task,
+        command: UpdateCommand | ForwardBackwardCommand,
+        logprobs_of: LogprobsOf | None = None,
     ) -> PlannedTask:
-        batch = _read_batch(task)
+        batch, request = _read_batch(task), command.loss
         loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
+        if command.on_bad_rollout is BadRolloutAction.DROP:
+            batch = self.trainer.without_bad(batch, loss)
         old, entropy = _read_forward(task, batch, entropy_share=request.top_entropy_share)
         prepared = self.trainer.prepare(
             batch,

@@ -8,8 +8,8 @@ vocabulary unless the caller says that it knows.
 from __future__ import annotations
 
 from ratoon.errors import invalid
-from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.raw import first_true, sequence_field
+from ratoon.rollout.batch import RolloutBatch, sent_field
+from ratoon.rollout.raw import first_true
 from ratoon.train.loss.kinds import (
     LOSSES,
     LossDefinition,
@@ -161,7 +161,7 @@ def _resolve_staleness(request: LossConfig, batch: RolloutBatch) -> StalenessCon
     unsaid_S = batch.policy_version < 0
     if unsaid_S.any():
         raise invalid(
-            f"{sequence_field(batch.group_offsets, int(unsaid_S.argmax()))}.policy_version",
+            f"{sent_field(batch, int(unsaid_S.argmax()))}.policy_version",
             "none",
             "the version that sampled it: loss.staleness was asked for",
         )
@@ -288,7 +288,7 @@ def _require_sampler(field: str, got: object, request: LossConfig, batch: Rollou
     raw = first_true(batch.sampler_is_raw)
     if raw is not None:
         raise invalid(
-            f"{sequence_field(batch.group_offsets, raw)}.sampler_logprobs_kind",
+            f"{sent_field(batch, raw)}.sampler_logprobs_kind",
             "raw",
             f"processed: {field} puts sampler log-probs into a ratio",
         )
@@ -296,7 +296,7 @@ def _require_sampler(field: str, got: object, request: LossConfig, batch: Rollou
     if cut is not None and not request.allow_truncated_sampling:
         name = "top_p" if batch.top_p[cut] < 1 else "top_k"
         raise invalid(
-            f"{sequence_field(batch.group_offsets, cut)}.{name}",
+            f"{sent_field(batch, cut)}.{name}",
             getattr(batch, name)[cut],
             f"none: {field} puts log-probs that top-p or top-k renormalised into a ratio with the "
             "whole distribution; sample without, or set loss.allow_truncated_sampling",

@@ -29,7 +29,7 @@ _LEAST_ROLLOUTS = 8
 _LEAST_LIMIT = 32
 # Versions in the mean; asynchronous runs have 1 to 4.
 _MAX_STALENESS = 8.0
-_GROUP_BASELINES = (
+GROUP_BASELINES = (
     AdvantageKind.GROUP_MEAN_STD,
     AdvantageKind.GROUP_MEAN,
     AdvantageKind.GROUP_MEAN_BATCH_STD,
@@ -95,7 +95,7 @@ def _unused_warnings(batch: RolloutBatch, loss: Loss) -> list[StepWarning]:
 def _group_warnings(batch: RolloutBatch, loss: Loss) -> list[StepWarning]:
     """Groups without another rollout to compare with."""
     single = np.flatnonzero(np.diff(batch.group_offsets) == 1)
-    if loss.advantage not in _GROUP_BASELINES or not len(single):
+    if loss.advantage not in GROUP_BASELINES or not len(single):
         return []
     text = (
         f"{len(single)} of {batch.num_groups} groups have a single rollout: {loss.advantage} has "
@@ -113,11 +113,7 @@ def _reward_warnings(batch: RolloutBatch, loss: Loss) -> list[StepWarning]:
     found: list[StepWarning] = []
     has_several_G = np.diff(batch.group_offsets) > 1
     is_flat_G = zero_variance_groups(rewards_S, batch.group_offsets)
-    if (
-        loss.advantage in _GROUP_BASELINES
-        and has_several_G.any()
-        and is_flat_G[has_several_G].all()
-    ):
+    if loss.advantage in GROUP_BASELINES and has_several_G.any() and is_flat_G[has_several_G].all():
         text = (
             f"the rewards within each of {np.count_nonzero(has_several_G)} groups are all equal: "
             "there is nothing to compare, and nothing to learn"
