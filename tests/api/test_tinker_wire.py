@@ -464,11 +464,42 @@ async def test_nothing_of_another_key_can_be_told_from_nothing(tinker: Wire) -> 
     assert len(tinker.engine.log) == 2
 
 
+async def test_saved_weights_expire_when_their_caller_says(tinker: Wire) -> None:
+    caller, other = tinker.one, tinker.other
+    model_id = await caller.model()
+    for seq, call in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
+        begun = await caller.post(call, model_id=model_id, seq_id=seq, path="a")
+        await caller.result(begun)
+    run = f"/api/v1/training_runs/{model_id}/checkpoints"
+    for kind, of_version in (("weights", False), ("sampler_weights", True)):
+        for ttl_s in (3600, None):
+            body = {"ttl_seconds": ttl_s}
+            response = await caller.client.put(f"{run}/{kind}/a/ttl", json=body)
+            assert (response.status_code, response.content) == (204, b"")
+            assert tinker.engine.ttls.pop() == (ours(model_id), "a", ttl_s, of_version)
+        for path, body, status in (
+            (f"{kind}/a/ttl", {}, 400),
+            (f"{kind}/a/ttl", {"ttl_seconds": 0}, 400),
+            (f"{kind}/a/ttl", {"ttl_seconds": 10**12}, 400),
+            (f"{kind}/none/ttl", {"ttl_seconds": 60}, 404),
+            ("others/a/ttl", {"ttl_seconds": 60}, 400),
+            (f"{kind}/a/b/ttl", {"ttl_seconds": 60}, 400),
+        ):
+            response = await caller.client.put(f"{run}/{path}", json=body)
+            assert response.status_code == status, (path, response.text)
+        response = await other.client.put(f"{run}/{kind}/a/ttl", json={"ttl_seconds": 60})
+        assert response.status_code == 404
+    assert tinker.engine.ttls == []
+
+
 async def test_a_key_of_this_wire_opens_nothing_else(tinker: Wire) -> None:
     key = tinker.one.client.headers["X-API-Key"]
     assert key.startswith("tml-")
     for path in ("/v1/policies", "/v1/info", "/metrics"):
-        assert (await tinker.one.client.get(path)).status_code == 403
+        # The header is this wire's alone.
+        assert (await tinker.one.client.get(path)).status_code == 401
+        bearer = {"Authorization": f"Bearer {key}"}
+        assert (await tinker.bare.get(path, headers=bearer)).status_code == 403
     assert (await tinker.bare.post("/api/v1/create_session", json={})).status_code == 401
     assert (await tinker.bare.get("/api/v1/healthz")).status_code == 200
     for scope, status in ((Scope.TRAIN, 403), (Scope.ADMIN, 200)):
@@ -605,6 +636,35 @@ async def test_samples_come_from_a_version_that_stays(tinker: Wire) -> None:
     assert (await caller.client.delete(delete)).status_code == 204
 
 
+async def test_weights_that_move_are_sampled_as_they_are_then(tinker: Wire) -> None:
+    """A model's newest ones, and the target that `inflight` saves share."""
+    caller = tinker.one
+    model_id = await caller.model()
+    path = f"tinker://{model_id}"
+    session = {"session_id": model_id.partition(":")[0], "sampling_session_seq_id": 0}
+    made = await caller.post("create_sampling_session", **session, model_path=path)
+    newest = made["sampling_session_id"]
+    assert (await caller.get(f"samplers/{newest}"))["model_path"] == path
+    await tinker.other.get(f"samplers/{newest}", 404)
+    inflight: list[str] = []
+    for seq in (1, 3):
+        body = {"model_id": model_id, "seq_id": seq, "kind": "inflight"}
+        begun = await caller.post("save_weights_for_sampler", **body, sampling_session_seq_id=seq)
+        saved = await caller.result(begun)
+        assert saved["path"] is None
+        inflight.append(saved["sampling_session_id"])
+        command = tinker.engine.log[-1].command
+        assert isinstance(command, PublishVersionCommand)
+        assert (command.overwrite, command.ttl_s) == (True, 86_400.0)
+        await caller.result(await caller.step(model_id, seq + 1))
+        for sampler in (newest, inflight[0], inflight[-1]):
+            await caller.sampled(await caller.asample(sampler))
+    versions = [weights.version for weights, _, _ in sampler_of(tinker).asked]
+    # A step and a save of the fake engine count one each.
+    assert versions == [2, 1, 1, 4, 3, 3]
+    assert (await caller.get("checkpoints"))["checkpoints"] == []
+
+
 async def test_a_sample_is_asked_for_and_answered_as_the_wire_has_it(tinker: Wire) -> None:
     caller = tinker.one
     sampler = await caller.sampler(await caller.model())
@@ -689,13 +749,14 @@ async def test_weights_to_sample_from_that_are_refused_take_their_seq(tinker: Wi
     caller = tinker.one
     model_id = await caller.model()
     bad = [{"path": name} for name in ("a/b", "..", "a" * 65, "", "unnamed-1", "x" * 10_000)]
-    for seq, body in enumerate([*bad, {"kind": "inflight"}], start=1):
+    kinds = [{"kind": "other"}, {"kind": "inflight", "path": "s"}]
+    for seq, body in enumerate([*bad, *kinds], start=1):
         call = {"model_id": model_id, "seq_id": seq} | body
         refusal = await caller.post("save_weights_for_sampler", 400, **call)
         assert next(iter(body)) in refusal["detail"]
-    assert "metrics" in await caller.result(await caller.step(model_id, len(bad) + 2))
+    assert "metrics" in await caller.result(await caller.step(model_id, len(bad) + 3))
     body = {"session_id": model_id.partition(":")[0]}
-    for path in (f"tinker://{model_id}/weights/s", f"tinker://{model_id}", "s"):
+    for path in (f"tinker://{model_id}/weights/s", f"tinker://{model_id}/", "s"):
         refusal = await caller.post("create_sampling_session", 400, **body, model_path=path)
         assert "sampler_weights/NAME" in refusal["detail"]
     unknown = f"tinker://{model_id}/sampler_weights/s"

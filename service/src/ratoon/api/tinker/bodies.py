@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Seq = Annotated[int, Field(ge=1, lt=2**31)]
 Number = Annotated[int, Field(ge=0, lt=10**6)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
+# At most 100 years.
+TtlSeconds = Annotated[int, Field(gt=0, le=100 * 366 * 86_400)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -90,10 +92,14 @@ class OptimStep(OfModel):
     adam_params: AdamParams
 
 
+class Ttl(Body):
+    ttl_seconds: TtlSeconds | None
+
+
 class SaveWeights(OfModel):
     seq_id: Seq
     path: str | None = None
-    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, object] | None = None
 
@@ -103,7 +109,7 @@ class SaveWeightsForSampler(OfModel):
     path: str | None = None
     sampling_session_seq_id: Annotated[int, Field(ge=0)] | None = None
     kind: str = "snapshot"
-    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, object] | None = None
 
 

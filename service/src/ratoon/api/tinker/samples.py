@@ -22,14 +22,12 @@ from ratoon.api.tinker.answers import error_answer, try_again
 from ratoon.api.tinker.datums import future_id
 from ratoon.api.tinker.errors import shown_error
 from ratoon.api.tinker.names import (
-    SAMPLER_WEIGHTS,
-    UNNAMED,
     Sampler,
     checked_session,
     is_owned,
     not_found,
+    sampler_at,
     sampler_of,
-    weights_of,
 )
 from ratoon.api.tinker.runs import Json, base_of, owner_of
 from ratoon.config import TinkerConfig
@@ -78,10 +76,8 @@ class Samples:
 
     async def sampler(self, authorized: AuthorizedCall, sampler_id: str) -> Json:
         sampler = sampler_of(sampler_id, owner_of(authorized))
-        base_model, path = await self._base_model(sampler), None
-        if sampler.model is not None and not sampler.name.startswith(UNNAMED):
-            path = sampler.model.path(sampler.name, SAMPLER_WEIGHTS)
-        return {"sampler_id": sampler_id, "base_model": base_model, "model_path": path}
+        base_model = await self._base_model(sampler)
+        return {"sampler_id": sampler_id, "base_model": base_model, "model_path": sampler.path}
 
     async def asample(self, authorized: AuthorizedCall, body: bodies.Asample) -> Json:
         owner = owner_of(authorized)
@@ -196,8 +192,7 @@ class Samples:
     def _named(self, source: bodies.SamplingSource, session: str, owner: str) -> Sampler:
         """Return what a body names. Raises INVALID_ARGUMENT, CHECKPOINT_NOT_FOUND."""
         if source.model_path is not None:
-            model, name = weights_of(source.model_path, owner, SAMPLER_WEIGHTS)
-            return Sampler(session=model.session, model=model, name=name)
+            return sampler_at(source.model_path, owner)
         if source.base_model is None:
             raise invalid("model_path", "neither", "model_path or base_model")
         return Sampler(session=session, base_model=source.base_model)
@@ -213,11 +208,12 @@ class Samples:
             assert base is not None, "it is of no model"
             await self._service.base_of(base)
             return sampler.base_model
-        await self._service.get_weight_manifest(
-            service_pb2.GetWeightManifestRequest(
-                policy_id=sampler.model.policy_id, name=sampler.name
+        if sampler.name:
+            await self._service.get_weight_manifest(
+                service_pb2.GetWeightManifestRequest(
+                    policy_id=sampler.model.policy_id, name=sampler.name
+                )
             )
-        )
         request = service_pb2.GetPolicyRequest(policy_id=sampler.model.policy_id)
         base_model = base_of((await self._service.get_policy(request)).spec)
         if named not in (None, base_model):
