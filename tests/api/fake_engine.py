@@ -637,6 +637,7 @@ class FakeSampler:
             prompt_logprobs=(float("nan"), *[-0.25] * (len(prompt) - 1)),
             topk_prompt_tokens=(),
             topk_prompt_logprobs=(),
+            target_logprobs=tuple(-float(token) for token in sampling.target_tokens),
         )
 
     async def facts(self, model: ModelSpec) -> BaseFacts:

@@ -146,6 +146,20 @@ def asked(sampler: str, *, tokens: tuple[int, ...] = (5, 6, 7), **changes: Any) 
     } | changes
 
 
+def targets(
+    data: list[int],
+    *,
+    shape: list[int] | None = None,
+    dtype: str = "int64",
+    crow: list[int] | None = None,
+    col: list[int] | None = None,
+) -> dict[str, Any]:
+    """Ids to score, as the SDK sends them; a column beside a prompt of 3 tokens."""
+    sparse = {"sparse_crow_indices": crow, "sparse_col_indices": [0] if col is None else col}
+    whole = {"data": data, "dtype": dtype, "shape": [2, 1] if shape is None else shape}
+    return whole if crow is None else whole | sparse
+
+
 class OwnEngine(FakeEngine):
     """A fake engine whose operations have ids as the real one's, and create a policy once."""
 
@@ -692,6 +706,31 @@ async def test_a_sample_is_asked_for_and_answered_as_the_wire_has_it(tinker: Wir
     assert equal[0]["request_id"] != equal[1]["request_id"]
 
 
+async def test_tokens_that_might_stand_in_the_prompt_are_scored(tinker: Wire) -> None:
+    """The answer has the ids' own shape and layout; the fake's log-prob of a token is minus it."""
+    caller = tinker.one
+    sampler = await caller.sampler(await caller.model())
+    dense = targets([8, -1, 9, 10], shape=[2, 2])
+    answer = await caller.sampled(await caller.asample(sampler, target_prompt_logprobs=dense))
+    found = answer.target_prompt_logprobs
+    assert (found.dtype, [*found.shape]) == (wire.DTYPE_FLOAT32, [2, 2])
+    assert np.frombuffer(found.dense, "<f4").tolist() == [-8, 0, -9, -10]
+    given = sampler_of(tinker).asked[-1][2]
+    assert (given.target_places, given.target_tokens) == ((1, 2, 2), (8, 9, 10))
+    sparse = targets([8, -1, 9], shape=[2, 5], crow=[0, 1, 3], col=[4, 0, 2])
+    answer = await caller.sampled(await caller.asample(sampler, target_prompt_logprobs=sparse))
+    found = answer.target_prompt_logprobs.sparse_csr
+    assert np.frombuffer(found.values, "<f4").tolist() == [-8, 0, -9]
+    assert np.frombuffer(found.crow_indices, "<i8").tolist() == [0, 1, 3]
+    assert np.frombuffer(found.col_indices, "<i8").tolist() == [4, 0, 2]
+    given = sampler_of(tinker).asked[-1][2]
+    assert (given.target_places, given.target_tokens) == ((1, 2), (8, 9))
+    begun = await caller.asample(sampler, target_prompt_logprobs=dense)
+    name, note = split_future(begun["request_id"])
+    note.targets.dense = note.targets.dense[:8]
+    await caller.post("retrieve_future", 404, request_id=future_id(name, note))
+
+
 async def test_a_base_model_is_sampled_without_a_policy(tinker: Wire) -> None:
     caller = tinker.one
     session = (await caller.post("create_session"))["session_id"]
@@ -733,6 +772,17 @@ async def test_a_base_model_is_sampled_without_a_policy(tinker: Wire) -> None:
         ({"topk_prompt_logprobs": 257}, "topk_prompt_logprobs"),
         ({"topk_sample_logprobs": 1}, "topk_sample_logprobs"),
         ({"target_prompt_logprobs": {}}, "target_prompt_logprobs"),
+        ({"target_prompt_logprobs": targets([3], shape=[1])}, "target_prompt_logprobs.shape"),
+        ({"target_prompt_logprobs": targets([3] * 3, shape=[3, 1])}, "target_prompt_logprobs"),
+        ({"target_prompt_logprobs": targets([3])}, "target_prompt_logprobs.data: got 1 ids"),
+        ({"target_prompt_logprobs": targets([-1, -1])}, "target_prompt_logprobs: got no id"),
+        ({"target_prompt_logprobs": targets([3, 300])}, "target_prompt_logprobs[1]"),
+        ({"target_prompt_logprobs": targets([3, -2])}, "target_prompt_logprobs.data"),
+        ({"target_prompt_logprobs": targets([3, 4], dtype="float32")}, "dtype"),
+        ({"target_prompt_logprobs": targets([3], crow=[0, 1])}, "sparse_crow_indices"),
+        ({"target_prompt_logprobs": targets([3], crow=[0, 2, 1])}, "sparse_crow_indices"),
+        ({"target_prompt_logprobs": targets([3], crow=[0, 0, 1], col=[1])}, "sparse_col_indices"),
+        ({"target_prompt_logprobs": targets([3], crow=[0, 0, 1], col=[])}, "sparse_col_indices"),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
         ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
     ],

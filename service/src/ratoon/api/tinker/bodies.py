@@ -144,6 +144,16 @@ class SamplingParams(Body):
     top_p: _Finite = 1.0
 
 
+class TensorData(Body):
+    """Integers, dense or as CSR: then `data` has the listed ones."""
+
+    data: list[Annotated[int, Field(ge=-1, lt=2**31)]]
+    dtype: Literal["int64"]
+    shape: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    sparse_crow_indices: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    sparse_col_indices: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+
+
 class Asample(SamplingSource):
     num_samples: Annotated[int, Field(ge=1, le=2**20)] = 1
     prompt: Prompt
@@ -153,7 +163,7 @@ class Asample(SamplingSource):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: object = None
+    target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     # For a loss that is refused by its name.
