@@ -17,9 +17,10 @@ import zstandard
 from ratoon.api.gate import Gate, build_gate
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
-from ratoon.api.tinker import calls, samples
+from ratoon.api.tinker import bodies, calls, samples
 from ratoon.api.tinker.datums import future_id, split_future
 from ratoon.api.tinker.routes import tinker_routes
+from ratoon.auth.access import Presented
 from ratoon.auth.keys import Scope
 from ratoon.config import AuthConfig, RatoonConfig, TinkerConfig
 from ratoon.engine.commands import (
@@ -58,6 +59,7 @@ from tests.api.conftest import LIMITS
 from tests.api.fake_engine import INFO, FakeEngine, FakeSampler, service_of
 from tests.api.guarded import make_key
 from tests.api.tinker_requests import datum, forward_backward
+from tests.until import until
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "grad_clip_norm": 0.0}
@@ -857,6 +859,52 @@ async def test_a_sample_is_held_shared_and_ended_with_its_last_reader(
     # Another process, or this one after a restart, begins it anew.
     sampler.hold = False
     assert len((await caller.sampled(begun)).sequences) == 1
+
+
+async def test_samples_that_half_of_their_callers_leave_are_answered_to_the_others(
+    tinker: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,000 at once; all are under way when every other one is left."""
+    wanted, sampler, go_on = 2000, sampler_of(tinker), asyncio.Event()
+    monkeypatch.setattr(samples, "GRACE_S", 0.0)
+    sample, ended = sampler.sample, {"answered": 0, "cancelled": 0}
+
+    async def slow(*given: Any) -> SampleResult:
+        answer = await sample(*given)
+        try:
+            await go_on.wait()
+        except asyncio.CancelledError:
+            ended["cancelled"] += 1
+            raise
+        ended["answered"] += 1
+        return answer
+
+    monkeypatch.setattr(sampler, "sample", slow)
+    presented = Presented(
+        authorization=f"Bearer {tinker.one.client.headers['X-API-Key']}", peer="test"
+    )
+    authorized = tinker.gate.enter("tinker_retrieve_future", presented)
+    wire_calls = calls.TinkerCalls(tinker.service, tinker.gate, RatoonConfig(limits=LIMITS))
+    body = bodies.Asample(**asked(await tinker.one.sampler(await tinker.one.model())))
+    begun = [await wire_calls.samples.asample(authorized, body) for _ in range(wanted)]
+    futures = [
+        asyncio.create_task(
+            wire_calls.retrieve_future(
+                authorized, bodies.RetrieveFuture(request_id=str(each["request_id"]))
+            )
+        )
+        for each in begun
+    ]
+    await until(lambda: len(sampler.asked) == wanted)
+    for future in futures[::2]:
+        future.cancel()
+    await until(lambda: ended["cancelled"] == wanted // 2)
+    go_on.set()
+    found = await asyncio.gather(*futures, return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) for each in found[::2])
+    assert all(isinstance(each, bytes) for each in found[1::2])
+    assert ended == {"answered": wanted // 2, "cancelled": wanted // 2}
+    assert wire_calls.samples._running == {}
 
 
 async def test_room_is_waited_for_and_a_lost_engine_is_an_error_of_the_server(
