@@ -90,6 +90,7 @@ class Rig:
     def __init__(self, root: Path) -> None:
         self.models = root / "models"
         self.folder = write_folder(self.models / BASE, BASE)
+        (root / "data").mkdir()
         self.house = House(root / "data")
         self.cluster = self.house.cluster = TrainingCluster()
         self.house.engine = self.house.new()
@@ -148,7 +149,8 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 def logprobs_of(model: torch.nn.Module, tokens: list[int], targets: list[int]) -> Tensor:
     """Log-probs of the targets, one unpadded forward of transformers."""
-    logits_TV = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    with hf.precision_of(model):
+        logits_TV = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     return logits_TV.log_softmax(-1).gather(1, torch.tensor(targets)[:, None])[:, 0]
 
 
@@ -209,14 +211,15 @@ async def test_flat_datums_share_their_prompts_in_any_order(rig: Rig) -> None:
     texts = [[*prompt, *rng.integers(1, 60, 11).tolist()] for prompt in prompts for _ in range(8)]
     oracle = hf.load(rig.folder, dtype=torch.float32, attention="sdpa")
     with torch.no_grad():
-        expected = [logprobs_of(oracle, text, [*text[1:], 7]).numpy() for text in texts]
+        expected = [logprobs_of(oracle, text[:-1], text[1:]).numpy() for text in texts]
     order = rng.permutation(len(texts)).tolist()
     losses: list[float] = []
     for seq, at in ((1, range(len(texts))), (3, order)):
         data = [
             datum(
-                texts[i],
-                advantages=[0.0] * 89 + [float(i % 3 - 1.5)] * 12,
+                texts[i][:-1],
+                texts[i][1:],
+                advantages=[0.0] * 89 + [i % 3 - 1.5] * 11,
                 logprobs=[0.0] * 89 + expected[i][89:].tolist(),
             )
             for i in at
