@@ -180,11 +180,11 @@ async def test_gradients_of_each_loss_are_those_of_autograd(rig: Rig, tmp_path: 
     for loss_fn, formula in LOSSES.items():
         is_supervised = loss_fn == "cross_entropy"
         for chosen in (*([one] for one in data), data):
-            columns = [
+            columns: list[dict[str, list[float]]] = [
                 {"weights": a} if is_supervised else {"advantages": a, "logprobs": q}
                 for _, _, q, a in chosen
             ]
-            sent = [datum(t, **c) for (t, *_), c in zip(chosen, columns, strict=True)]
+            sent = [datum(t, None, **c) for (t, *_), c in zip(chosen, columns, strict=True)]
             message = forward_backward(*sent, loss_fn=loss_fn, model_id=model_id, seq_id=seq)
             found, metrics = await rig.passed(message)
             mine = rig.gradients(model_id)
@@ -238,6 +238,7 @@ async def test_flat_datums_share_their_prompts_in_any_order(rig: Rig) -> None:
 
 async def test_a_step_whose_answer_is_lost_is_taken_once(rig: Rig) -> None:
     model_id = await rig.caller.model()
+    begun = dict[str, Any]()
     for seq in range(1, 101):
         body = {"model_id": model_id, "seq_id": seq, "adam_params": ADAM}
         rig.transport.cuts = True

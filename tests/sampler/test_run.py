@@ -104,12 +104,12 @@ def check_against_forward(
             second,
             prompt,
             prompt_logprobs=True,
-            # Out of order, and two of a place.
-            target_places=tuple(range(1, len(prompt)))[::-1] * 2,
-            target_tokens=tuple(range(2 * (len(prompt) - 1))),
+            # Out of order, and two of a place; none of the first.
+            target_places=tuple(range(1, len(prompt)))[::-1] * 2 * times,
+            target_tokens=tuple(range(2 * (len(prompt) - 1) * times)),
             **params,
         )
-        for prompt in PROMPTS
+        for times, prompt in enumerate(PROMPTS)
     ]
     for job, sequences in zip(jobs, sampled(model, *jobs), strict=True):
         start = len(job.prompt) - 1

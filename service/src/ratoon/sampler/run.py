@@ -125,8 +125,8 @@ def _read_prompt(model: SampledModel, job: Job, hidden_TD: Tensor) -> None:
         return
     nan = float("nan")
     # Each target's row of hidden states: the one before its place.
-    row_I = torch.tensor(places, device=model.device) - 1
-    target_I = torch.tensor(targets, device=model.device)
+    row_I = torch.tensor(places, dtype=torch.long, device=model.device) - 1
+    target_I = torch.tensor(targets, dtype=torch.long, device=model.device)
     logprob_I = torch.zeros(len(targets), device=model.device)
     own, top_tokens, top_logprobs = [nan], [0] * k, [nan] * k
     for start in range(0, len(job.prompt) - 1, _PLACES):
