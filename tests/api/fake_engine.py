@@ -131,6 +131,8 @@ class FakeEngine(EngineClient):
         self.operations: dict[str, Operation] = {}
         self.known_policies: dict[str, Policy] = {}
         self.files: dict[str, bytes] = {}
+        # What was asked of `set_ttl`.
+        self.ttls: list[tuple[str, str, float | None, bool]] = []
         self.sent: dict[tuple[str, str], bytearray] = {}
         # Whole, by seq.
         self.kept: dict[int, list[KeptRollout]] = {}
@@ -472,10 +474,18 @@ class FakeEngine(EngineClient):
 
     async def delete_version(self, policy_id: str, name: str) -> NamedVersion:
         await self.policy(policy_id)
-        for operation in self.operations.values():
+        # A name that is taken over is that of the newest.
+        for operation in reversed(self.operations.values()):
             if isinstance(operation.result, NamedVersion) and operation.result.name == name:
                 return operation.result
         raise version_not_found(name)
+
+    async def set_ttl(
+        self, policy_id: str, name: str, ttl_s: float | None, *, of_version: bool
+    ) -> None:
+        delete = self.delete_version if of_version else self.delete_checkpoint
+        await delete(policy_id, name)
+        self.ttls.append((policy_id, name, ttl_s, of_version))
 
     async def weight_manifest(
         self,
@@ -628,6 +638,7 @@ class FakeSampler:
             prompt_logprobs=(float("nan"), *[-0.25] * (len(prompt) - 1)),
             topk_prompt_tokens=(),
             topk_prompt_logprobs=(),
+            target_logprobs=tuple(-float(token) for token in sampling.target_tokens),
         )
 
     async def facts(self, model: ModelSpec) -> BaseFacts:

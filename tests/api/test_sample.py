@@ -93,6 +93,10 @@ async def test_the_base_has_no_version(api: Api, wire_name: str) -> None:
         (asked(stop=["x" * 1025]), "sampling.stop[0]"),
         (asked(stop=["x"] * 65), "sampling.stop"),
         (asked(topk_prompt_logprobs=257), "sampling.topk_prompt_logprobs"),
+        (asked(target_places=[1], target_tokens=[]), "sampling.target_places"),
+        (asked(target_places=[1, 0], target_tokens=[5, 5]), "sampling.target_places[1]"),
+        (asked(target_places=[3], target_tokens=[5]), "sampling.target_places[0]"),
+        (asked(target_places=[1], target_tokens=[256]), "sampling.target_tokens[0]"),
     ],
 )
 async def test_what_is_wrong_is_named(

@@ -17,9 +17,10 @@ import zstandard
 from ratoon.api.gate import Gate, build_gate
 from ratoon.api.http.app import create_app
 from ratoon.api.service import PolicyService
-from ratoon.api.tinker import calls, samples
+from ratoon.api.tinker import bodies, calls, samples
 from ratoon.api.tinker.datums import future_id, split_future
 from ratoon.api.tinker.routes import tinker_routes
+from ratoon.auth.access import Presented
 from ratoon.auth.keys import Scope
 from ratoon.config import AuthConfig, RatoonConfig, TinkerConfig
 from ratoon.engine.commands import (
@@ -58,6 +59,7 @@ from tests.api.conftest import LIMITS
 from tests.api.fake_engine import INFO, FakeEngine, FakeSampler, service_of
 from tests.api.guarded import make_key
 from tests.api.tinker_requests import datum, forward_backward
+from tests.until import until
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "grad_clip_norm": 0.0}
@@ -144,6 +146,20 @@ def asked(sampler: str, *, tokens: tuple[int, ...] = (5, 6, 7), **changes: Any) 
         "record_stability_info": False,
         "type": "sample",
     } | changes
+
+
+def targets(
+    data: list[int],
+    *,
+    shape: list[int] | None = None,
+    dtype: str = "int64",
+    crow: list[int] | None = None,
+    col: list[int] | None = None,
+) -> dict[str, Any]:
+    """Ids to score, as the SDK sends them; a column beside a prompt of 3 tokens."""
+    sparse = {"sparse_crow_indices": crow, "sparse_col_indices": [0] if col is None else col}
+    whole = {"data": data, "dtype": dtype, "shape": [2, 1] if shape is None else shape}
+    return whole if crow is None else whole | sparse
 
 
 class OwnEngine(FakeEngine):
@@ -464,11 +480,42 @@ async def test_nothing_of_another_key_can_be_told_from_nothing(tinker: Wire) -> 
     assert len(tinker.engine.log) == 2
 
 
+async def test_saved_weights_expire_when_their_caller_says(tinker: Wire) -> None:
+    caller, other = tinker.one, tinker.other
+    model_id = await caller.model()
+    for seq, call in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
+        begun = await caller.post(call, model_id=model_id, seq_id=seq, path="a")
+        await caller.result(begun)
+    run = f"/api/v1/training_runs/{model_id}/checkpoints"
+    for kind, of_version in (("weights", False), ("sampler_weights", True)):
+        for ttl_s in (3600, None):
+            body = {"ttl_seconds": ttl_s}
+            response = await caller.client.put(f"{run}/{kind}/a/ttl", json=body)
+            assert (response.status_code, response.content) == (204, b"")
+            assert tinker.engine.ttls.pop() == (ours(model_id), "a", ttl_s, of_version)
+        for path, body, status in (
+            (f"{kind}/a/ttl", {}, 400),
+            (f"{kind}/a/ttl", {"ttl_seconds": 0}, 400),
+            (f"{kind}/a/ttl", {"ttl_seconds": 10**12}, 400),
+            (f"{kind}/none/ttl", {"ttl_seconds": 60}, 404),
+            ("others/a/ttl", {"ttl_seconds": 60}, 400),
+            (f"{kind}/a/b/ttl", {"ttl_seconds": 60}, 400),
+        ):
+            response = await caller.client.put(f"{run}/{path}", json=body)
+            assert response.status_code == status, (path, response.text)
+        response = await other.client.put(f"{run}/{kind}/a/ttl", json={"ttl_seconds": 60})
+        assert response.status_code == 404
+    assert tinker.engine.ttls == []
+
+
 async def test_a_key_of_this_wire_opens_nothing_else(tinker: Wire) -> None:
     key = tinker.one.client.headers["X-API-Key"]
     assert key.startswith("tml-")
     for path in ("/v1/policies", "/v1/info", "/metrics"):
-        assert (await tinker.one.client.get(path)).status_code == 403
+        # The header is this wire's alone.
+        assert (await tinker.one.client.get(path)).status_code == 401
+        bearer = {"Authorization": f"Bearer {key}"}
+        assert (await tinker.bare.get(path, headers=bearer)).status_code == 403
     assert (await tinker.bare.post("/api/v1/create_session", json={})).status_code == 401
     assert (await tinker.bare.get("/api/v1/healthz")).status_code == 200
     for scope, status in ((Scope.TRAIN, 403), (Scope.ADMIN, 200)):
@@ -605,6 +652,35 @@ async def test_samples_come_from_a_version_that_stays(tinker: Wire) -> None:
     assert (await caller.client.delete(delete)).status_code == 204
 
 
+async def test_weights_that_move_are_sampled_as_they_are_then(tinker: Wire) -> None:
+    """A model's newest ones, and the target that `inflight` saves share."""
+    caller = tinker.one
+    model_id = await caller.model()
+    path = f"tinker://{model_id}"
+    session = {"session_id": model_id.partition(":")[0], "sampling_session_seq_id": 0}
+    made = await caller.post("create_sampling_session", **session, model_path=path)
+    newest = made["sampling_session_id"]
+    assert (await caller.get(f"samplers/{newest}"))["model_path"] == path
+    await tinker.other.get(f"samplers/{newest}", 404)
+    inflight: list[str] = []
+    for seq in (1, 3):
+        body = {"model_id": model_id, "seq_id": seq, "kind": "inflight"}
+        begun = await caller.post("save_weights_for_sampler", **body, sampling_session_seq_id=seq)
+        saved = await caller.result(begun)
+        assert saved["path"] is None
+        inflight.append(saved["sampling_session_id"])
+        command = tinker.engine.log[-1].command
+        assert isinstance(command, PublishVersionCommand)
+        assert (command.overwrite, command.ttl_s) == (True, 86_400.0)
+        await caller.result(await caller.step(model_id, seq + 1))
+        for sampler in (newest, inflight[0], inflight[-1]):
+            await caller.sampled(await caller.asample(sampler))
+    versions = [weights.version for weights, _, _ in sampler_of(tinker).asked]
+    # A step and a save of the fake engine count one each.
+    assert versions == [2, 1, 1, 4, 3, 3]
+    assert (await caller.get("checkpoints"))["checkpoints"] == []
+
+
 async def test_a_sample_is_asked_for_and_answered_as_the_wire_has_it(tinker: Wire) -> None:
     caller = tinker.one
     sampler = await caller.sampler(await caller.model())
@@ -630,6 +706,31 @@ async def test_a_sample_is_asked_for_and_answered_as_the_wire_has_it(tinker: Wir
     assert sampler_of(tinker).asked[-1][2].ignore_eos
     equal = [await caller.asample(sampler) for _ in range(2)]
     assert equal[0]["request_id"] != equal[1]["request_id"]
+
+
+async def test_tokens_that_might_stand_in_the_prompt_are_scored(tinker: Wire) -> None:
+    """The answer has the ids' own shape and layout; the fake's log-prob of a token is minus it."""
+    caller = tinker.one
+    sampler = await caller.sampler(await caller.model())
+    dense = targets([8, -1, 9, 10], shape=[2, 2])
+    answer = await caller.sampled(await caller.asample(sampler, target_prompt_logprobs=dense))
+    found = answer.target_prompt_logprobs
+    assert (found.dtype, [*found.shape]) == (wire.DTYPE_FLOAT32, [2, 2])
+    assert np.frombuffer(found.dense, "<f4").tolist() == [-8, 0, -9, -10]
+    given = sampler_of(tinker).asked[-1][2]
+    assert (given.target_places, given.target_tokens) == ((1, 2, 2), (8, 9, 10))
+    sparse = targets([8, -1, 9], shape=[2, 5], crow=[0, 1, 3], col=[4, 0, 2])
+    answer = await caller.sampled(await caller.asample(sampler, target_prompt_logprobs=sparse))
+    found = answer.target_prompt_logprobs.sparse_csr
+    assert np.frombuffer(found.values, "<f4").tolist() == [-8, 0, -9]
+    assert np.frombuffer(found.crow_indices, "<i8").tolist() == [0, 1, 3]
+    assert np.frombuffer(found.col_indices, "<i8").tolist() == [4, 0, 2]
+    given = sampler_of(tinker).asked[-1][2]
+    assert (given.target_places, given.target_tokens) == ((1, 2), (8, 9))
+    begun = await caller.asample(sampler, target_prompt_logprobs=dense)
+    name, note = split_future(begun["request_id"])
+    note.targets.dense = note.targets.dense[:8]
+    await caller.post("retrieve_future", 404, request_id=future_id(name, note))
 
 
 async def test_a_base_model_is_sampled_without_a_policy(tinker: Wire) -> None:
@@ -673,6 +774,17 @@ async def test_a_base_model_is_sampled_without_a_policy(tinker: Wire) -> None:
         ({"topk_prompt_logprobs": 257}, "topk_prompt_logprobs"),
         ({"topk_sample_logprobs": 1}, "topk_sample_logprobs"),
         ({"target_prompt_logprobs": {}}, "target_prompt_logprobs"),
+        ({"target_prompt_logprobs": targets([3], shape=[1])}, "target_prompt_logprobs.shape"),
+        ({"target_prompt_logprobs": targets([3] * 3, shape=[3, 1])}, "target_prompt_logprobs"),
+        ({"target_prompt_logprobs": targets([3])}, "target_prompt_logprobs.data: got 1 ids"),
+        ({"target_prompt_logprobs": targets([-1, -1])}, "target_prompt_logprobs: got no id"),
+        ({"target_prompt_logprobs": targets([3, 300])}, "target_prompt_logprobs[1]"),
+        ({"target_prompt_logprobs": targets([3, -2])}, "target_prompt_logprobs.data"),
+        ({"target_prompt_logprobs": targets([3, 4], dtype="float32")}, "dtype"),
+        ({"target_prompt_logprobs": targets([3], crow=[0, 1])}, "sparse_crow_indices"),
+        ({"target_prompt_logprobs": targets([3], crow=[0, 2, 1])}, "sparse_crow_indices"),
+        ({"target_prompt_logprobs": targets([3], crow=[0, 0, 1], col=[1])}, "sparse_col_indices"),
+        ({"target_prompt_logprobs": targets([3], crow=[0, 0, 1], col=[])}, "sparse_col_indices"),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
         ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
     ],
@@ -689,13 +801,14 @@ async def test_weights_to_sample_from_that_are_refused_take_their_seq(tinker: Wi
     caller = tinker.one
     model_id = await caller.model()
     bad = [{"path": name} for name in ("a/b", "..", "a" * 65, "", "unnamed-1", "x" * 10_000)]
-    for seq, body in enumerate([*bad, {"kind": "inflight"}], start=1):
+    kinds = [{"kind": "other"}, {"kind": "inflight", "path": "s"}]
+    for seq, body in enumerate([*bad, *kinds], start=1):
         call = {"model_id": model_id, "seq_id": seq} | body
         refusal = await caller.post("save_weights_for_sampler", 400, **call)
         assert next(iter(body)) in refusal["detail"]
-    assert "metrics" in await caller.result(await caller.step(model_id, len(bad) + 2))
+    assert "metrics" in await caller.result(await caller.step(model_id, len(bad) + 3))
     body = {"session_id": model_id.partition(":")[0]}
-    for path in (f"tinker://{model_id}/weights/s", f"tinker://{model_id}", "s"):
+    for path in (f"tinker://{model_id}/weights/s", f"tinker://{model_id}/", "s"):
         refusal = await caller.post("create_sampling_session", 400, **body, model_path=path)
         assert "sampler_weights/NAME" in refusal["detail"]
     unknown = f"tinker://{model_id}/sampler_weights/s"
@@ -746,6 +859,52 @@ async def test_a_sample_is_held_shared_and_ended_with_its_last_reader(
     # Another process, or this one after a restart, begins it anew.
     sampler.hold = False
     assert len((await caller.sampled(begun)).sequences) == 1
+
+
+async def test_samples_that_half_of_their_callers_leave_are_answered_to_the_others(
+    tinker: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,000 at once; all are under way when every other one is left."""
+    wanted, sampler, go_on = 2000, sampler_of(tinker), asyncio.Event()
+    monkeypatch.setattr(samples, "GRACE_S", 0.0)
+    sample, ended = sampler.sample, {"answered": 0, "cancelled": 0}
+
+    async def slow(*given: Any) -> SampleResult:
+        answer = await sample(*given)
+        try:
+            await go_on.wait()
+        except asyncio.CancelledError:
+            ended["cancelled"] += 1
+            raise
+        ended["answered"] += 1
+        return answer
+
+    monkeypatch.setattr(sampler, "sample", slow)
+    presented = Presented(
+        authorization=f"Bearer {tinker.one.client.headers['X-API-Key']}", peer="test"
+    )
+    authorized = tinker.gate.enter("tinker_retrieve_future", presented)
+    wire_calls = calls.TinkerCalls(tinker.service, tinker.gate, RatoonConfig(limits=LIMITS))
+    body = bodies.Asample(**asked(await tinker.one.sampler(await tinker.one.model())))
+    begun = [await wire_calls.samples.asample(authorized, body) for _ in range(wanted)]
+    futures = [
+        asyncio.create_task(
+            wire_calls.retrieve_future(
+                authorized, bodies.RetrieveFuture(request_id=str(each["request_id"]))
+            )
+        )
+        for each in begun
+    ]
+    await until(lambda: len(sampler.asked) == wanted)
+    for future in futures[::2]:
+        future.cancel()
+    await until(lambda: ended["cancelled"] == wanted // 2)
+    go_on.set()
+    found = await asyncio.gather(*futures, return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) for each in found[::2])
+    assert all(isinstance(each, bytes) for each in found[1::2])
+    assert ended == {"answered": wanted // 2, "cancelled": wanted // 2}
+    assert wire_calls.samples._running == {}
 
 
 async def test_room_is_waited_for_and_a_lost_engine_is_an_error_of_the_server(

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import psutil
 import pytest
 from ray import serve
@@ -20,6 +21,7 @@ from ray import serve
 from ratoon import app
 from ratoon.ray_serve import APP_NAME
 from ratoon_client import OperationHandle, RatoonApiError, RatoonClient, StepResult
+from ratoon_proto.tinker import tinker_pb2
 from ratoon_proto.v1 import service_pb2
 from ratoon_proto.v1.service_pb2_grpc import PolicyServiceStub
 from tests.api import requests
@@ -125,6 +127,46 @@ async def test_the_gateway_drains_on_sigterm_and_comes_back(
     # On its own HTTP port again too, which Serve has kept from nobody.
     await wires.http.call("Update", requests.update(seq=seq, policy_id=policy))
     await finished(wires.serve_http, late)
+
+
+@pytest.mark.more
+async def test_a_sample_whose_process_is_killed_is_begun_anew(service: Service) -> None:
+    """Its future is answered as if nothing had been, and so is the next sample."""
+    url, headers = str(service.addresses.http), {"X-API-Key": "tml-none-is-asked-for"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0) as client:
+
+        async def post(call: str, **body: object) -> httpx.Response:
+            response = await client.post(f"/api/v1/{call}", json=body)
+            assert response.status_code == 200, response.text
+            return response
+
+        session = (await post("create_session")).json()["session_id"]
+        made = await post("create_sampling_session", session_id=session, base_model="tiny")
+
+        async def sampled(max_tokens: int) -> int:
+            begun = await post(
+                "asample",
+                sampling_session_id=made.json()["sampling_session_id"],
+                prompt={"chunks": [{"tokens": [5, 6, 7]}]},
+                sampling_params={"max_tokens": max_tokens, "stop": []},
+            )
+            request_id = begun.json()["request_id"]
+            while True:
+                answer = await post("retrieve_future", request_id=request_id)
+                if "json" not in answer.headers["content-type"]:
+                    (sequence,) = tinker_pb2.SampleResponse.FromString(answer.content).sequences
+                    return len(sequence.tokens) // 4
+                assert answer.json()["type"] == "try_again", answer.text
+
+        assert await sampled(2) == 2
+        (process,) = _ours("ray::SamplerActor")
+        long = asyncio.create_task(sampled(3000))
+        await asyncio.sleep(0.5)
+        assert not long.done()
+        os.kill(process.pid, signal.SIGKILL)
+        assert await long == 3000
+        assert await sampled(2) == 2
+        assert process.pid not in {each.pid for each in _ours("ray::SamplerActor")}
 
 
 @pytest.mark.more

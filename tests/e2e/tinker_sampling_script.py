@@ -16,8 +16,8 @@ import tinker  # pyright: ignore[reportMissingImports]  # in an environment of i
 from tinker import types  # pyright: ignore[reportMissingImports]
 
 STEPS, GROUP, LENGTH, BOUND = 20, 8, 6, 16
-# Samples at once; half of them are cancelled.
-BURST = 2000
+# Samples at once; half of them are cancelled. (Two thousand: tests/api/test_tinker_wire.py.)
+BURST = 200
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, number] for number in range(4)]
 ADAM = types.AdamParams(learning_rate=2e-2)
 

@@ -234,6 +234,10 @@ async def test_a_checkpoint_expires(make_machine: MakeMachine) -> None:
     await machine.controller.sweep()
     await collected(machine)
     assert named(machine) == ["brief", "long"]
+    await machine.controller.set_ttl("long", None, of_version=False)
+    await machine.controller.set_ttl("brief", 0.1, of_version=False)
+    with raises(ErrorCode.CHECKPOINT_NOT_FOUND):
+        await machine.controller.set_ttl("", 0.1, of_version=False)
     await asyncio.sleep(0.2)
     await machine.controller.sweep()
     await collected(machine)

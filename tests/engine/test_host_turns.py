@@ -48,6 +48,13 @@ async def test_a_tenant_gets_a_share_of_time_and_not_of_calls() -> None:
     await long
 
 
+async def test_tenants_that_are_gone_are_let_go() -> None:
+    process = Process()
+    for number in range(100):
+        await asyncio.gather(process.compute(f"gone-{number}", 1.0), process.compute("stays", 1.0))
+    assert {*process.turns._used} <= {"stays", "gone-98", "gone-99"}
+
+
 async def test_one_that_was_away_has_saved_up_nothing() -> None:
     process = Process()
     await process.busy("old", 1.0, 50)

@@ -159,6 +159,17 @@ async def test_a_name_expires(quiet: Machine) -> None:
         await quiet.updates(seq)
     await quiet.landed()
     assert on_disk(quiet) == (1, 2, 4, 5)
+    # A lifetime may be changed until it is over, and outlives its controller.
+    for ttl_s in (0.1, None):
+        await quiet.controller.set_ttl("long", ttl_s, of_version=True)
+    await quiet.controller.set_ttl("brief", 3600.0, of_version=True)
+    await asyncio.sleep(0.2)
+    await quiet.controller.sweep()
+    assert await read(quiet, "brief") == (1, [1.0])
+    with raises(ErrorCode.WEIGHTS_NOT_FOUND):
+        await quiet.controller.set_ttl("none", 60.0, of_version=True)
+    await quiet.controller.set_ttl("brief", 0.1, of_version=True)
+    await quiet.restart_controller()
     position = quiet.journal.store.history("p").policy.position
     await asyncio.sleep(0.2)
     await quiet.controller.sweep()

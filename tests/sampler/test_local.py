@@ -11,26 +11,16 @@ from typing import Any
 import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec, PresetBase
+from ratoon.model.spec import FolderBase
 from ratoon.sampler import local
 from ratoon.sampler.local import LocalSampler
 from ratoon.sampler.model import SampledModel
-from ratoon.sampler.port import Weights
 from ratoon.sampler.run import run_wave
 from ratoon.sampler.waves import Share
-from ratoon_proto.types import FullTuning, SamplingParams
+from ratoon_proto.types import SamplingParams
+from tests.sampler.conftest import WEIGHTS
 from tests.until import until
 
-WEIGHTS = Weights(
-    policy_id="p",
-    base="tiny",
-    model=ModelSpec(
-        base=PresetBase(name="tiny"), tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=0
-    ),
-    version=None,
-    folder=None,
-    digest="",
-)
 PROMPT = (5, 6, 7)
 
 

@@ -14,23 +14,12 @@ from ratoon.cluster.sampler_process import RaySampler, SamplerSettings
 from ratoon.config import RatoonConfig, RayConfig, SamplerConfig
 from ratoon.engine.settings import SAMPLER_NAME
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
-from ratoon.sampler.port import Weights
-from ratoon_proto.types import FullTuning, SampleResult, SamplingParams
+from ratoon_proto.types import SampleResult, SamplingParams
 from tests.conftest import RayCluster
+from tests.sampler.conftest import WEIGHTS
 from tests.until import until
 
 pytestmark = pytest.mark.more
-WEIGHTS = Weights(
-    policy_id="p",
-    base="tiny",
-    model=ModelSpec(
-        base=PresetBase(name="tiny"), tuning=FullTuning(), dtype=ModelDtype.FLOAT32, seed=0
-    ),
-    version=None,
-    folder=None,
-    digest="",
-)
 LONG = SamplingParams(max_tokens=20_000, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
 

@@ -336,3 +336,6 @@ async def test_a_full_version_is_the_one_that_its_receiver_serves(
     assert engine.bodies[-1]["model"] == "m"
     async with sampler_of(engine, tmp_path) as (sampler, _):
         assert await code_of(sampler.sample(full, PROMPT, params())) is ErrorCode.UNSUPPORTED
+        scored = sampler.sample(full, PROMPT, params(target_places=(1,), target_tokens=(1,)))
+        with pytest.raises(RatoonError, match="target_tokens"):
+            await scored

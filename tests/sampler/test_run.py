@@ -99,7 +99,18 @@ def check_against_forward(
             exact.named_trainable()[name].copy_(parameter)
     sampled(model, job_of(first, PROMPTS[0]))
     params = {"num_samples": 2, "temperature": 0.7, "topk_prompt_logprobs": 2}
-    jobs = [job_of(second, prompt, prompt_logprobs=True, **params) for prompt in PROMPTS]
+    jobs = [
+        job_of(
+            second,
+            prompt,
+            prompt_logprobs=True,
+            # Out of order, and two of a place; none of the first.
+            target_places=tuple(range(1, len(prompt)))[::-1] * 2 * times,
+            target_tokens=tuple(range(2 * (len(prompt) - 1) * times)),
+            **params,
+        )
+        for times, prompt in enumerate(PROMPTS)
+    ]
     for job, sequences in zip(jobs, sampled(model, *jobs), strict=True):
         start = len(job.prompt) - 1
         assert np.isnan(job.prompt_logprobs[0])
@@ -119,6 +130,10 @@ def check_against_forward(
             best = np.sort(plain[:start], axis=1)[:, :-3:-1]
             top = np.reshape(job.topk_logprobs[2:], best.shape)
             assert np.abs(best - top).max(initial=0.0) <= bound
+            places = np.array(job.sampling.target_places, np.int64)
+            scored = plain[places - 1, np.array(job.sampling.target_tokens, np.int64)]
+            assert len(job.target_logprobs) == len(places)
+            assert np.abs(scored - job.target_logprobs).max(initial=0.0) <= bound
             ids = np.reshape(np.array(job.topk_tokens[2:], np.int64), best.shape)
             chosen = np.take_along_axis(plain[:start], ids, 1)
             assert np.abs(chosen - top).max(initial=0.0) <= bound

@@ -1753,6 +1753,11 @@ class SamplingParams:
     """Whether to return the log-probs of the prompt's tokens."""
     topk_prompt_logprobs: int = 0
     """Return the most likely tokens at each place of the prompt, so many of them; 0: none."""
+    target_places: tuple[int, ...] = ()
+    """Return the log-prob of a token at a place of the prompt, for each pair of these two lists:
+    places count from 0, at which nothing is predicted, so each is at least 1.
+    """
+    target_tokens: tuple[int, ...] = ()
 
     if TYPE_CHECKING:
 
@@ -1770,10 +1775,18 @@ class SamplingParams:
             ignore_eos: bool = False,
             prompt_logprobs: bool = False,
             topk_prompt_logprobs: int = 0,
+            target_places: Sequence[int] = (),
+            target_tokens: Sequence[int] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        bases.as_declared(self, stop_token_ids=tuple, stop=tuple)
+        bases.as_declared(
+            self,
+            stop_token_ids=tuple,
+            stop=tuple,
+            target_places=tuple,
+            target_tokens=tuple,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1805,6 +1818,8 @@ class SampleResult:
     at temperature 1. The first row is of zeros and NaN. Empty unless asked for.
     """
     topk_prompt_logprobs: tuple[float, ...]
+    target_logprobs: tuple[float, ...]
+    """One value a pair of `target_places` and `target_tokens`, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

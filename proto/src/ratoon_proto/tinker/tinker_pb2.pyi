@@ -526,22 +526,28 @@ class SampleResponse(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     prompt_logprobs: _builtins.bytes
     """float32 bytes; NaN for the first token, which nothing predicts."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledSequence]: ...
     @_builtins.property
     def topk_prompt_logprobs(self) -> Global___TopkLogprobs: ...
+    @_builtins.property
+    def target_prompt_logprobs(self) -> Global___Tensor:
+        """float32, of the shape and layout of the ids that were asked for."""
+
     def __init__(
         self,
         *,
         sequences: _abc.Iterable[Global___SampledSequence] | None = ...,
         prompt_logprobs: _builtins.bytes = ...,
         topk_prompt_logprobs: Global___TopkLogprobs | None = ...,
+        target_prompt_logprobs: Global___Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target_prompt_logprobs", b"target_prompt_logprobs", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "target_prompt_logprobs", b"target_prompt_logprobs", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -560,6 +566,7 @@ class FutureNote(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
     is_mean: _builtins.bool
     """The report's loss is a mean over trained tokens, where the wire has sums."""
     not_next: _builtins.bytes
@@ -571,6 +578,10 @@ class FutureNote(_message.Message):
     that it is of, if it is of none that was trained.
     """
     base_model: _builtins.str
+    @_builtins.property
+    def targets(self) -> Global___Tensor:
+        """The sample's `target_prompt_logprobs`: int64 ids, -1 where nothing is asked for."""
+
     def __init__(
         self,
         *,
@@ -579,10 +590,11 @@ class FutureNote(_message.Message):
         weights: _builtins.bytes = ...,
         sample: _builtins.bytes = ...,
         base_model: _builtins.str = ...,
+        targets: Global___Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "is_mean", b"is_mean", "not_next", b"not_next", "sample", b"sample", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "is_mean", b"is_mean", "not_next", b"not_next", "sample", b"sample", "targets", b"targets", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

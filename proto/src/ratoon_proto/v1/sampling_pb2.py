@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ratoon_proto.v1 import options_pb2 as ratoon__proto_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eratoon_proto/v1/sampling.proto\x12\tratoon.v1\x1a\x1dratoon_proto/v1/options.proto\"\xc6\x02\n\x0eSamplingParams\x12\x1a\n\x0bnum_samples\x18\x01 \x01(\x05\x42\x05\x9a\xb5\x18\x01\x31\x12\x17\n\nmax_tokens\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x1f\n\x0btemperature\x18\x03 \x01(\x01\x42\x05\x9a\xb5\x18\x01\x31H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x19\n\x05top_p\x18\x05 \x01(\x01\x42\x05\x9a\xb5\x18\x01\x31H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\n \x01(\x08\x12\x1c\n\x14topk_prompt_logprobs\x18\x0b \x01(\x05\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"_\n\x0fSampledSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12*\n\x0bstop_reason\x18\x03 \x01(\x0e\x32\x15.ratoon.v1.StopReason\"\xb2\x01\n\x0cSampleResult\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.ratoon.v1.SampledSequence\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x03 \x03(\x02\x12\x1a\n\x12topk_prompt_tokens\x18\x04 \x03(\x05\x12\x1c\n\x14topk_prompt_logprobs\x18\x05 \x03(\x02\x42\n\n\x08_version*W\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10STOP_REASON_STOP\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eratoon_proto/v1/sampling.proto\x12\tratoon.v1\x1a\x1dratoon_proto/v1/options.proto\"\xf4\x02\n\x0eSamplingParams\x12\x1a\n\x0bnum_samples\x18\x01 \x01(\x05\x42\x05\x9a\xb5\x18\x01\x31\x12\x17\n\nmax_tokens\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x1f\n\x0btemperature\x18\x03 \x01(\x01\x42\x05\x9a\xb5\x18\x01\x31H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x19\n\x05top_p\x18\x05 \x01(\x01\x42\x05\x9a\xb5\x18\x01\x31H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\n \x01(\x08\x12\x1c\n\x14topk_prompt_logprobs\x18\x0b \x01(\x05\x12\x15\n\rtarget_places\x18\x0c \x03(\x05\x12\x15\n\rtarget_tokens\x18\r \x03(\x05\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"_\n\x0fSampledSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12*\n\x0bstop_reason\x18\x03 \x01(\x0e\x32\x15.ratoon.v1.StopReason\"\xcb\x01\n\x0cSampleResult\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.ratoon.v1.SampledSequence\x12\x14\n\x07version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x03 \x03(\x02\x12\x1a\n\x12topk_prompt_tokens\x18\x04 \x03(\x05\x12\x1c\n\x14topk_prompt_logprobs\x18\x05 \x03(\x02\x12\x17\n\x0ftarget_logprobs\x18\x06 \x03(\x02\x42\n\n\x08_version*W\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10STOP_REASON_STOP\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,12 +38,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._serialized_options = b'\232\265\030\0011'
   _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._loaded_options = None
   _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._serialized_options = b'\232\265\030\0011'
-  _globals['_STOPREASON']._serialized_start=683
-  _globals['_STOPREASON']._serialized_end=770
+  _globals['_STOPREASON']._serialized_start=754
+  _globals['_STOPREASON']._serialized_end=841
   _globals['_SAMPLINGPARAMS']._serialized_start=77
-  _globals['_SAMPLINGPARAMS']._serialized_end=403
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=405
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=500
-  _globals['_SAMPLERESULT']._serialized_start=503
-  _globals['_SAMPLERESULT']._serialized_end=681
+  _globals['_SAMPLINGPARAMS']._serialized_end=449
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=451
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=546
+  _globals['_SAMPLERESULT']._serialized_start=549
+  _globals['_SAMPLERESULT']._serialized_end=752
 # @@protoc_insertion_point(module_scope)

@@ -58,6 +58,8 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TARGET_PLACES_FIELD_NUMBER: _builtins.int
+    TARGET_TOKENS_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     max_tokens: _builtins.int
     """Length limit of each sequence, without the prompt. Default: what the model's longest sequence has
@@ -85,6 +87,14 @@ class SamplingParams(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """A sequence ends with the token that completes any of these texts; needs the tokenizer of the model."""
 
+    @_builtins.property
+    def target_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Return the log-prob of a token at a place of the prompt, for each pair of these two lists: places
+        count from 0, at which nothing is predicted, so each is at least 1.
+        """
+
+    @_builtins.property
+    def target_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -99,10 +109,12 @@ class SamplingParams(_message.Message):
         ignore_eos: _builtins.bool = ...,
         prompt_logprobs: _builtins.bool = ...,
         topk_prompt_logprobs: _builtins.int = ...,
+        target_places: _abc.Iterable[_builtins.int] | None = ...,
+        target_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "target_places", b"target_places", "target_tokens", b"target_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -169,6 +181,7 @@ class SampleResult(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOPK_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TARGET_LOGPROBS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Absent: the base."""
     @_builtins.property
@@ -187,6 +200,10 @@ class SampleResult(_message.Message):
 
     @_builtins.property
     def topk_prompt_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def target_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One value a pair of `target_places` and `target_tokens`, at temperature 1."""
+
     def __init__(
         self,
         *,
@@ -195,10 +212,11 @@ class SampleResult(_message.Message):
         prompt_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         topk_prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
         topk_prompt_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        target_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_prompt_tokens", b"topk_prompt_tokens", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "target_logprobs", b"target_logprobs", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_prompt_tokens", b"topk_prompt_tokens", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

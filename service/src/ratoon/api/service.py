@@ -321,6 +321,13 @@ class PolicyService:
         call = self._engine.call(Engine.delete_version, policy_id, name)
         return write(operation_pb2.NamedVersion(), await self._finish(call))
 
+    async def set_ttl(
+        self, policy_id: str, name: str, ttl_s: float | None, *, of_version: bool
+    ) -> None:
+        """Have a checkpoint, or a version's name, expire in `ttl_s` seconds; None: never."""
+        call = self._engine.call(Engine.set_ttl, policy_id, name, ttl_s, of_version=of_version)
+        await self._finish(call)
+
     async def get_weight_manifest(
         self, request: service_pb2.GetWeightManifestRequest
     ) -> weights_pb2.WeightManifest:

@@ -27,6 +27,7 @@ _TINKER_CHANGES = (
     "tinker_load_weights",
     "tinker_save_weights_for_sampler",
     "tinker_delete_checkpoint",
+    "tinker_set_ttl",
 )
 _TINKER_READS = (
     "tinker_client_config",

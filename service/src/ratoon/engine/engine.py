@@ -275,6 +275,13 @@ class Engine:
         """Take a version's name away. Raises what `Controller.delete_version` raises."""
         return await (await self._controller(policy_id)).delete_version(name)
 
+    async def set_ttl(
+        self, policy_id: str, name: str, ttl_s: float | None, *, of_version: bool
+    ) -> None:
+        """Have what a caller has named expire later. Raises what `Controller.set_ttl` raises."""
+        controller = await self._controller(policy_id)
+        await controller.set_ttl(name, ttl_s, of_version=of_version)
+
     async def weight_manifest(
         self,
         policy_id: str,

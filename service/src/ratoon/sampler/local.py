@@ -69,6 +69,7 @@ class LocalSampler:
             prompt_logprobs=job.prompt_logprobs,
             topk_prompt_tokens=job.topk_tokens,
             topk_prompt_logprobs=job.topk_logprobs,
+            target_logprobs=job.target_logprobs,
         )
 
     async def close(self) -> None:

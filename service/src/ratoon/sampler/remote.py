@@ -80,6 +80,8 @@ class EngineSampler:
         self, weights: Weights, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> SampleResult:
         """See `port.Sampler`. Raises INVALID_ARGUMENT too, with what the engine says to refuse."""
+        if sampling.target_tokens:
+            raise _no_targets()
         check_waiting(self._num_waiting, self._max_waiting, "engine")
         self._num_waiting += 1
         try:
@@ -294,6 +296,18 @@ def result_of(
         prompt_logprobs=tuple(own) if sampling.prompt_logprobs else (),
         topk_prompt_tokens=tuple(top_tokens),
         topk_prompt_logprobs=tuple(top_logprobs),
+        target_logprobs=(),
+    )
+
+
+def _no_targets() -> RatoonError:
+    expected = "none: the engine knows log-probs of the prompt's own and the most likely tokens"
+    return RatoonError(
+        ErrorCode.UNSUPPORTED,
+        f"sampling.target_tokens: got some, expected {expected}",
+        field="sampling.target_tokens",
+        got="some",
+        expected=expected,
     )
 
 

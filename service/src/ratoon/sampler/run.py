@@ -1,6 +1,6 @@
 """Runs one wave: each prompt once, then all of its sequences token by token until each has ended.
 
-N prompts, R rows, T tokens of a row, D features, V vocabulary.
+N prompts, R rows, T tokens of a row, D features, V vocabulary, I targets.
 """
 
 from __future__ import annotations
@@ -117,19 +117,28 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Ten
 
 
 def _read_prompt(model: SampledModel, job: Job, hidden_TD: Tensor) -> None:
-    """The log-probs of the prompt's tokens and the most likely ones, where they are asked for."""
+    """The log-probs of the prompt's tokens, of the most likely ones and of targets, where they are
+    asked for."""
     k, is_asked = job.sampling.topk_prompt_logprobs, job.sampling.prompt_logprobs
-    if not (k or is_asked):
+    places, targets = job.sampling.target_places, job.sampling.target_tokens
+    if not (k or is_asked or targets):
         return
     nan = float("nan")
+    # Each target's row of hidden states: the one before its place.
+    row_I = torch.tensor(places, dtype=torch.long, device=model.device) - 1
+    target_I = torch.tensor(targets, dtype=torch.long, device=model.device)
+    logprob_I = torch.zeros(len(targets), device=model.device)
     own, top_tokens, top_logprobs = [nan], [0] * k, [nan] * k
     for start in range(0, len(job.prompt) - 1, _PLACES):
         stop = min(start + _PLACES, len(job.prompt) - 1)
         logprobs_TV = model.logits(hidden_TD[start:stop]).log_softmax(-1)
         next_T1 = torch.tensor(job.prompt[start + 1 : stop + 1], device=model.device)[:, None]
         own += logprobs_TV.gather(1, next_T1)[:, 0].tolist()
+        here_I = (start <= row_I) & (row_I < stop)
+        logprob_I[here_I] = logprobs_TV[row_I[here_I] - start, target_I[here_I]]
         values_Tk, tokens_Tk = logprobs_TV.topk(k, dim=-1)
         top_tokens += tokens_Tk.flatten().tolist()
         top_logprobs += values_Tk.flatten().tolist()
     job.prompt_logprobs = tuple(own) if is_asked else ()
     job.topk_tokens, job.topk_logprobs = tuple(top_tokens), tuple(top_logprobs)
+    job.target_logprobs = tuple(logprob_I.tolist())

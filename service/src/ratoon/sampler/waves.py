@@ -32,6 +32,7 @@ class Job:
     prompt_logprobs: tuple[float, ...] = ()
     topk_tokens: tuple[int, ...] = ()
     topk_logprobs: tuple[float, ...] = ()
+    target_logprobs: tuple[float, ...] = ()
 
     @property
     def max_tokens(self) -> int:

@@ -39,6 +39,7 @@ def sampling_params(
     if not 0 <= params.topk_prompt_logprobs <= vocab_size:
         got = params.topk_prompt_logprobs
         raise invalid("sampling.topk_prompt_logprobs", got, f"from 0 to {vocab_size}")
+    _check_targets(params, len(request.prompt), vocab_size)
     _check_tokens("sampling.stop_token_ids", params.stop_token_ids, vocab_size)
     if len(params.stop) > MAX_STOPS:
         raise invalid("sampling.stop", f"{len(params.stop)} texts", f"at most {MAX_STOPS}")
@@ -55,6 +56,7 @@ def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo | BaseF
         expected = f"fewer than {info.max_sequence_tokens}, which the model takes"
         raise invalid("prompt", f"{num_prompt} tokens", expected)
     of_prompt = num_prompt * (params.topk_prompt_logprobs + params.prompt_logprobs)
+    of_prompt += len(params.target_tokens)
     most = (MAX_VALUES - of_prompt) // params.num_samples
     if most < 1:
         expected = f"fewer samples, or values of the prompt: {MAX_VALUES} in all"
@@ -66,6 +68,18 @@ def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo | BaseF
         field, expected = "sampling.max_tokens", f"1 to {min(left, most)} with this prompt"
         raise invalid(field, asked, f"{expected} and so many samples")
     return asked
+
+
+def _check_targets(params: SamplingParams, num_prompt: int, vocab_size: int) -> None:
+    places, tokens = params.target_places, params.target_tokens
+    if len(places) != len(tokens):
+        expected = f"{len(tokens)}, one for each of target_tokens"
+        raise invalid("sampling.target_places", f"{len(places)} places", expected)
+    _check_tokens("sampling.target_tokens", tokens, vocab_size)
+    for index, place in enumerate(places):
+        if not 1 <= place < num_prompt:
+            expected = f"from 1 to {num_prompt - 1}, a place of the prompt"
+            raise invalid(f"sampling.target_places[{index}]", place, expected)
 
 
 def _check_tokens(field: str, tokens: Sequence[int], vocab_size: int) -> None:

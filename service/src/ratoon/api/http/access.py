@@ -47,6 +47,8 @@ _CALLS: Mapping[str, str] = MappingProxyType(
         "redoc_html": "api_document",
     }
 )
+# Begins the paths of the Tinker wire.
+TINKER_PREFIX = "/api/v1"
 _AUTHORIZED = "ratoon_authorized"
 # Labels of requests that match no route, and of those whose caller left before there was an answer.
 UNKNOWN = "unknown"
@@ -168,7 +170,8 @@ class _Answer:
 def presented_of(scope: Scope) -> Presented:
     """Return the credentials that came with a request; the Tinker wire has a header of its own."""
     client, headers = scope.get("client"), Headers(scope=scope)
-    key = headers.get("x-api-key", "")
+    is_tinker = getattr(scope.get("route"), "path", "").startswith(f"{TINKER_PREFIX}/")
+    key = headers.get("x-api-key", "") if is_tinker else ""
     return Presented(
         authorization=headers.get("authorization", f"Bearer {key}" if key else ""),
         peer=str(client[0]) if client else "",

@@ -14,13 +14,7 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from ratoon.api.tinker.names import (
-    SAMPLER_WEIGHTS,
-    UNNAMED,
-    Model,
-    Sampler,
-    model_of_policy,
-)
+from ratoon.api.tinker.names import UNNAMED, Model, Sampler, model_of_policy
 from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
 from ratoon_proto.codec import decode_tensor
 from ratoon_proto.tinker import tinker_pb2
@@ -96,7 +90,7 @@ def _published(name: str, model: Model) -> _Json:
     is_unnamed = name.startswith(UNNAMED)
     sampler = Sampler(session=model.session, model=model, name=name)
     return {
-        "path": None if is_unnamed else model.path(name, SAMPLER_WEIGHTS),
+        "path": sampler.path,
         "sampling_session_id": sampler.sampler_id if is_unnamed else None,
         "type": "save_weights_for_sampler",
     }

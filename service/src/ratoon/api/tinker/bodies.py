@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Seq = Annotated[int, Field(ge=1, lt=2**31)]
 Number = Annotated[int, Field(ge=0, lt=10**6)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
+# At most 100 years.
+TtlSeconds = Annotated[int, Field(gt=0, le=100 * 366 * 86_400)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -90,10 +92,14 @@ class OptimStep(OfModel):
     adam_params: AdamParams
 
 
+class Ttl(Body):
+    ttl_seconds: TtlSeconds | None
+
+
 class SaveWeights(OfModel):
     seq_id: Seq
     path: str | None = None
-    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, object] | None = None
 
@@ -103,7 +109,7 @@ class SaveWeightsForSampler(OfModel):
     path: str | None = None
     sampling_session_seq_id: Annotated[int, Field(ge=0)] | None = None
     kind: str = "snapshot"
-    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, object] | None = None
 
 
@@ -138,6 +144,16 @@ class SamplingParams(Body):
     top_p: _Finite = 1.0
 
 
+class TensorData(Body):
+    """Integers, dense or as CSR: then `data` has the listed ones."""
+
+    data: list[Annotated[int, Field(ge=-1, lt=2**31)]]
+    dtype: Literal["int64"]
+    shape: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    sparse_crow_indices: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    sparse_col_indices: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+
+
 class Asample(SamplingSource):
     num_samples: Annotated[int, Field(ge=1, le=2**20)] = 1
     prompt: Prompt
@@ -147,7 +163,7 @@ class Asample(SamplingSource):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: object = None
+    target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     # For a loss that is refused by its name.

@@ -24,6 +24,7 @@ from ratoon.api.tinker.datums import batch_of, future_id, split_future
 from ratoon.api.tinker.errors import renamed
 from ratoon.api.tinker.losses import loss_of
 from ratoon.api.tinker.names import (
+    INFLIGHT,
     SAMPLER_WEIGHTS,
     UNNAMED,
     Model,
@@ -237,14 +238,20 @@ class TinkerCalls:
     async def save_weights_for_sampler(
         self, authorized: AuthorizedCall, body: bodies.SaveWeightsForSampler
     ) -> Json:
-        """Publish a version: under a name, or for a sampling session of its own."""
+        """Publish a version: under a name, or for a sampling session of its own.
+
+        `inflight`: all such sessions of the model sample from the newest version that was so
+        saved, which takes over the name of the one before.
+        """
+        is_inflight = body.kind == "inflight"
         is_unnamed = body.path is None and body.sampling_session_seq_id is not None
-        prefix = UNNAMED if is_unnamed else "seq-"
-        ttl_s = body.ttl_seconds
+        name, ttl_s = body.path, body.ttl_seconds
+        if name is None:
+            name = f"{UNNAMED if is_unnamed else 'seq-'}{body.seq_id}"
         if ttl_s is None and is_unnamed:
             ttl_s = self._config.unnamed_ttl_s
         request = service_pb2.PublishVersionRequest(
-            name=f"{prefix}{body.seq_id}" if body.path is None else body.path, ttl_s=ttl_s
+            name=INFLIGHT if is_inflight else name, ttl_s=ttl_s, overwrite=is_inflight
         )
         model = model_of(body.model_id, owner_of(authorized))
 
@@ -253,8 +260,10 @@ class TinkerCalls:
             if name is not None and (not VERSION_NAME.fullmatch(name) or name.startswith(UNNAMED)):
                 expected = f"[a-zA-Z0-9._-]{{1,64}}, and not to begin with {UNNAMED}"
                 raise invalid("path", shown(name), expected)
-            if body.kind != "snapshot":
-                raise _not_snapshot(body.kind)
+            if body.kind not in ("snapshot", "inflight"):
+                raise _no_kind(body.kind)
+            if is_inflight and not is_unnamed:
+                raise invalid("kind", "inflight", "snapshot, where a path is given")
             return await self._service.publish_version(request)
 
         return await self._future(authorized, model, body.seq_id, request, run)
@@ -283,17 +292,28 @@ class TinkerCalls:
     async def delete_checkpoint(
         self, authorized: AuthorizedCall, model_id: str, checkpoint_id: str
     ) -> None:
-        owner = owner_of(authorized)
-        model = model_of(model_id, owner)
-        path = f"tinker://{model.model_id}/{checkpoint_id}"
-        if checkpoint_id.startswith(f"{SAMPLER_WEIGHTS}/"):
-            _, name = weights_of(path, owner, SAMPLER_WEIGHTS)
+        model, name, of_version = _saved(authorized, model_id, checkpoint_id)
+        if of_version:
             version = service_pb2.DeleteVersionRequest(policy_id=model.policy_id, name=name)
             await self._gate.run(authorized, self._service.delete_version, version)
             return
-        _, name = weights_of(path, owner)
         request = service_pb2.DeleteCheckpointRequest(policy_id=model.policy_id, checkpoint_id=name)
         await self._gate.run(authorized, self._service.delete_checkpoint, request)
+
+    async def set_ttl(
+        self, authorized: AuthorizedCall, body: bodies.Ttl, model_id: str, checkpoint_id: str
+    ) -> None:
+        """Have saved weights expire in `ttl_seconds`, from now; None: never."""
+        model, name, of_version = _saved(authorized, model_id, checkpoint_id)
+
+        async def run(request: service_pb2.GetPolicyRequest) -> service_pb2.GetPolicyRequest:
+            await self._service.set_ttl(
+                model.policy_id, name, body.ttl_seconds, of_version=of_version
+            )
+            return request
+
+        request = service_pb2.GetPolicyRequest(policy_id=model.policy_id)
+        await self._gate.run(authorized, run, request)
 
     # Futures.
 
@@ -466,6 +486,18 @@ def _targets(lora: bodies.Lora) -> tuple[str, ...]:
     return ATTENTION if lora.train_attn else MLP
 
 
+def _saved(
+    authorized: AuthorizedCall, model_id: str, checkpoint_id: str
+) -> tuple[Model, str, bool]:
+    """Return the model and name of `KIND/NAME`, and whether they are weights to sample from."""
+    owner = owner_of(authorized)
+    model = model_of(model_id, owner)
+    of_version = checkpoint_id.startswith(f"{SAMPLER_WEIGHTS}/")
+    path = f"tinker://{model.model_id}/{checkpoint_id}"
+    _, name = weights_of(path, owner, SAMPLER_WEIGHTS if of_version else "weights")
+    return model, name, of_version
+
+
 def _not_forward(loss_fn: str) -> RatoonError:
     expected = "cross_entropy: the log-probs are the same"
     return RatoonError(
@@ -477,14 +509,14 @@ def _not_forward(loss_fn: str) -> RatoonError:
     )
 
 
-def _not_snapshot(kind: str) -> RatoonError:
+def _no_kind(kind: str) -> RatoonError:
+    expected = "snapshot or inflight"
     return RatoonError(
         ErrorCode.UNSUPPORTED,
-        f"kind: got {shown(kind)}, expected snapshot: weights that change under a sampler are not "
-        "served",
+        f"kind: {shown(kind)} is not served, {expected} are",
         field="kind",
         got=shown(kind),
-        expected="snapshot",
+        expected=expected,
     )
 
 

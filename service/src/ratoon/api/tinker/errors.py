@@ -33,6 +33,7 @@ _OTHERS = {
     "sampling.num_samples": "num_samples",
     "sampling.topk_prompt_logprobs": "topk_prompt_logprobs",
     "sampling.stop_token_ids": "sampling_params.stop",
+    "sampling.target_tokens": "target_prompt_logprobs",
     "sampling.": "sampling_params.",
 }
 # Statuses that the SDK is to read as in docs/api.md; any other refusal is 400.

@@ -28,6 +28,10 @@ _SAMPLER = re.compile(f"({_SESSION_FORM}(?::train:[0-9]+)?):sample:([a-zA-Z0-9._
 SAMPLER_WEIGHTS = "sampler_weights"
 # Begins the names of versions that a script samples from without having named them.
 UNNAMED = "unnamed-"
+# The name that a model's `inflight` saves take over, one from the other.
+INFLIGHT = f"{UNNAMED}inflight"
+# Stands for a model's newest weights in a sampling session's id; no version has this name.
+_NEWEST = "="
 _TEXTS = {
     ErrorCode.POLICY_NOT_FOUND: "there is no such session or model for this key",
     ErrorCode.OPERATION_NOT_FOUND: "there is no such future for this key",
@@ -51,16 +55,22 @@ class Model:
     def policy_id(self) -> str:
         return f"tinker-{self.session}-{self.number}"
 
+    @property
+    def newest(self) -> str:
+        """The path of the weights that the model has whenever they are asked for."""
+        return f"{_SCHEME}{self.model_id}"
+
     def path(self, name: str, kind: str = "weights") -> str:
         """Return the path of the weights that are saved under `name`."""
-        return f"{_SCHEME}{self.model_id}/{kind}/{name}"
+        return f"{self.newest}/{kind}/{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """What a sampling session samples from: a model's version by its `name`, or a base model.
 
-    Its id says all of it, so that no session is kept anywhere.
+    `name` "" with a model: the weights that the model has when it is sampled. The id says all of
+    it, so that no session is kept anywhere.
     """
 
     session: str
@@ -69,9 +79,16 @@ class Sampler:
     base_model: str = ""
 
     @property
+    def path(self) -> str | None:
+        """Path of what is sampled; None: it has none."""
+        if self.model is None or self.name.startswith(UNNAMED):
+            return None
+        return self.model.path(self.name, SAMPLER_WEIGHTS) if self.name else self.model.newest
+
+    @property
     def sampler_id(self) -> str:
         if self.model is not None:
-            return f"{self.model.model_id}:sample:{self.name}"
+            return f"{self.model.model_id}:sample:{self.name or _NEWEST}"
         text = base64.urlsafe_b64encode(self.base_model.encode()).decode()
         return f"{self.session}:sample:{text}"
 
@@ -126,13 +143,27 @@ def sampler_of(sampler_id: str, owner: str) -> Sampler:
         raise not_found(ErrorCode.POLICY_NOT_FOUND)
     if ":" in match[1]:
         model = model_of(match[1], owner)
-        return Sampler(session=model.session, model=model, name=match[2])
+        name = "" if match[2] == _NEWEST else match[2]
+        return Sampler(session=model.session, model=model, name=name)
     session = checked_session(match[1], owner)
     try:
         base = base64.b64decode(match[2], altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError) as err:
         raise not_found(ErrorCode.POLICY_NOT_FOUND) from err
     return Sampler(session=session, base_model=base)
+
+
+def sampler_at(path: str, owner: str) -> Sampler:
+    """Read a path to sample from: of a version, or of a model. Raises as `weights_of`."""
+    model_id = path.removeprefix(_SCHEME)
+    if path.startswith(_SCHEME) and _MODEL.fullmatch(model_id):
+        try:
+            model = model_of(model_id, owner)
+        except RatoonError as err:
+            raise not_found(ErrorCode.CHECKPOINT_NOT_FOUND) from err
+        return Sampler(session=model.session, model=model)
+    model, name = weights_of(path, owner, SAMPLER_WEIGHTS)
+    return Sampler(session=model.session, model=model, name=name)
 
 
 def weights_of(path: str, owner: str, kind: str = "weights") -> tuple[Model, str]:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from ratoon.api.counts import MalformedError, MessageCounter, check_json
 from ratoon.api.gate import Gate
-from ratoon.api.http.access import authorized_of
+from ratoon.api.http.access import TINKER_PREFIX, authorized_of
 from ratoon.api.http.errors import validation_error
 from ratoon.api.http.routes import while_connected
 from ratoon.api.service import PolicyService
@@ -31,7 +31,6 @@ from ratoon.config import RatoonConfig
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon_proto.tinker.tinker_pb2 import ForwardBackwardRequest
 
-PREFIX = "/api/v1"
 _PROTOBUF = "application/x-protobuf"
 _MAX_PAGE = 100
 _Body = TypeVar("_Body", bound=bodies.Body)
@@ -70,7 +69,7 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
         async def handle(request: Request) -> _Answer:
             body = await _parsed(request, kind)
             calls.note_unknown(name, body.unknown_fields())
-            return await call(authorized_of(request), body)
+            return await call(authorized_of(request), body, **request.path_params)
 
         return name, handle
 
@@ -118,7 +117,9 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
         ("telemetry", telemetry),
     )
     heartbeat = with_body("session_heartbeat", bodies.OfSession, calls.runs.heartbeat)[1]
+    set_ttl = with_body("set_ttl", bodies.Ttl, calls.set_ttl)[1]
     session, run = "/sessions/{session_id}", "/training_runs/{model_id}"
+    saved = f"{run}/checkpoints/{{checkpoint_id:path}}"
     return [
         *(_route(f"/{name}", "POST", name, handler) for name, handler in posts),
         _route("/client/config", "POST", "client_config", client_config),
@@ -134,12 +135,8 @@ def tinker_routes(service: PolicyService, gate: Gate, config: RatoonConfig) -> l
         _route(
             f"{run}/checkpoints", "GET", "run_checkpoints", with_place(calls.runs.run_checkpoints)
         ),
-        _route(
-            f"{run}/checkpoints/{{checkpoint_id:path}}",
-            "DELETE",
-            "delete_checkpoint",
-            with_place(calls.delete_checkpoint),
-        ),
+        _route(saved, "DELETE", "delete_checkpoint", with_place(calls.delete_checkpoint)),
+        _route(f"{saved}/ttl", "PUT", "set_ttl", set_ttl),
     ]
 
 
@@ -155,7 +152,7 @@ def _route(path: str, method: str, name: str, handle: _Handler) -> Route:
             return Response(answer, media_type=_PROTOBUF)
         return JSONResponse(answer)
 
-    return Route(f"{PREFIX}{path}", endpoint, methods=[method], name=f"tinker_{name}")
+    return Route(f"{TINKER_PREFIX}{path}", endpoint, methods=[method], name=f"tinker_{name}")
 
 
 def _refused(error: RatoonError) -> JSONResponse:

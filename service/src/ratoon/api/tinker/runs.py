@@ -27,7 +27,7 @@ from ratoon.api.tinker.names import (
     not_found,
     weights_of,
 )
-from ratoon.errors import ErrorCode
+from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.v1 import operation_pb2, policy_pb2, service_pb2
 
 Json = dict[str, object]
@@ -159,9 +159,15 @@ class Runs:
         return sorted(named, key=lambda each: each.created_at.ToNanoseconds(), reverse=True)
 
     async def _named(self, model: Model) -> list[operation_pb2.NamedVersion]:
-        """Return the versions of a model that are kept to be sampled from."""
+        """Return the versions of a model that are kept to be sampled from: none of one that has
+        ended, or is not ready."""
         request = service_pb2.ListVersionsRequest(policy_id=model.policy_id)
-        versions = (await self._service.list_versions(request)).versions
+        try:
+            versions = (await self._service.list_versions(request)).versions
+        except RatoonError as error:
+            if error.code not in (ErrorCode.POLICY_FAILED, ErrorCode.POLICY_NOT_READY):
+                raise
+            return []
         return [named for version in versions for named in version.names]
 
     async def _all_saved(self, model: Model) -> list[_Saved]:

@@ -12,7 +12,6 @@ import re
 import secrets
 from dataclasses import dataclass
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from ratoon.api.gate import AuthorizedCall, Gate
@@ -22,16 +21,15 @@ from ratoon.api.tinker.answers import error_answer, try_again
 from ratoon.api.tinker.datums import future_id
 from ratoon.api.tinker.errors import shown_error
 from ratoon.api.tinker.names import (
-    SAMPLER_WEIGHTS,
-    UNNAMED,
     Sampler,
     checked_session,
     is_owned,
     not_found,
+    sampler_at,
     sampler_of,
-    weights_of,
 )
 from ratoon.api.tinker.runs import Json, base_of, owner_of
+from ratoon.api.tinker.sample_messages import sample_answer, sample_request
 from ratoon.config import TinkerConfig
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.model.spec import PRESET_NAMES
@@ -42,11 +40,7 @@ from ratoon_proto.v1 import policy_pb2, sampling_pb2, service_pb2
 GRACE_S = 3.0
 # Seconds for which an engine that is away is waited for, and between two questions.
 AWAY_S, _AGAIN_S = 20.0, 0.5
-# Most tokens of a prompt: the future's id has them.
-MAX_PROMPT = 2**17
 _FUTURE = re.compile(r"sample\.([0-9a-f]{12})\.[0-9a-f]{16}")
-# A log-prob where there is none, as the SDK's own service has it.
-_NO_LOGPROB = -99999.0
 
 
 @dataclass(slots=True, eq=False)
@@ -78,10 +72,8 @@ class Samples:
 
     async def sampler(self, authorized: AuthorizedCall, sampler_id: str) -> Json:
         sampler = sampler_of(sampler_id, owner_of(authorized))
-        base_model, path = await self._base_model(sampler), None
-        if sampler.model is not None and not sampler.name.startswith(UNNAMED):
-            path = sampler.model.path(sampler.name, SAMPLER_WEIGHTS)
-        return {"sampler_id": sampler_id, "base_model": base_model, "model_path": path}
+        base_model = await self._base_model(sampler)
+        return {"sampler_id": sampler_id, "base_model": base_model, "model_path": sampler.path}
 
     async def asample(self, authorized: AuthorizedCall, body: bodies.Asample) -> Json:
         owner = owner_of(authorized)
@@ -89,7 +81,7 @@ class Samples:
             sampler = sampler_of(body.sampling_session_id, owner)
         else:
             sampler = self._named(body, "", owner)
-        request = _request(body, sampler)
+        request, targets = await asyncio.to_thread(sample_request, body, sampler)
         base = self._base(sampler.base_model)
 
         async def check(request: service_pb2.SampleRequest) -> service_pb2.SampleRequest:
@@ -99,7 +91,7 @@ class Samples:
         # What its future would be refused with is refused now.
         await self._gate.run(authorized, check, request)
         note = tinker_pb2.FutureNote(
-            sample=request.SerializeToString(), base_model=sampler.base_model
+            sample=request.SerializeToString(), base_model=sampler.base_model, targets=targets
         )
         name = secrets.token_hex(8)
         request_id = await asyncio.to_thread(future_id, f"sample.{owner}.{name}", note)
@@ -132,7 +124,7 @@ class Samples:
         result = await self._gate.run(authorized, held, request)
         if ended:
             return ended
-        return await asyncio.to_thread(sample_answer, result, request)
+        return await asyncio.to_thread(sample_answer, result, request, note)
 
     async def _held(
         self,
@@ -196,8 +188,7 @@ class Samples:
     def _named(self, source: bodies.SamplingSource, session: str, owner: str) -> Sampler:
         """Return what a body names. Raises INVALID_ARGUMENT, CHECKPOINT_NOT_FOUND."""
         if source.model_path is not None:
-            model, name = weights_of(source.model_path, owner, SAMPLER_WEIGHTS)
-            return Sampler(session=model.session, model=model, name=name)
+            return sampler_at(source.model_path, owner)
         if source.base_model is None:
             raise invalid("model_path", "neither", "model_path or base_model")
         return Sampler(session=session, base_model=source.base_model)
@@ -213,11 +204,12 @@ class Samples:
             assert base is not None, "it is of no model"
             await self._service.base_of(base)
             return sampler.base_model
-        await self._service.get_weight_manifest(
-            service_pb2.GetWeightManifestRequest(
-                policy_id=sampler.model.policy_id, name=sampler.name
+        if sampler.name:
+            await self._service.get_weight_manifest(
+                service_pb2.GetWeightManifestRequest(
+                    policy_id=sampler.model.policy_id, name=sampler.name
+                )
             )
-        )
         request = service_pb2.GetPolicyRequest(policy_id=sampler.model.policy_id)
         base_model = base_of((await self._service.get_policy(request)).spec)
         if named not in (None, base_model):
@@ -254,74 +246,3 @@ def _owned(name: str, note: tinker_pb2.FutureNote, owner: str) -> service_pb2.Sa
     if bool(note.base_model) == bool(request.policy_id):
         raise not_found(ErrorCode.OPERATION_NOT_FOUND)
     return request
-
-
-def _request(body: bodies.Asample, sampler: Sampler) -> service_pb2.SampleRequest:
-    """Raises UNSUPPORTED for what would be answered without what it asks for."""
-    for field, asked in (
-        ("topk_sample_logprobs", body.topk_sample_logprobs > 0),
-        ("target_prompt_logprobs", body.target_prompt_logprobs is not None),
-        ("prompt_alt_tokens_k", body.prompt_alt_tokens_k > 0),
-        ("prompt_logprobs_last_n", body.prompt_logprobs_last_n is not None),
-    ):
-        if asked:
-            raise _unsupported(field, "a request for it", "none")
-    tokens = list[int]()
-    for index, chunk in enumerate(body.prompt.chunks):
-        if chunk.type != "encoded_text":
-            raise _unsupported(f"prompt.chunks[{index}].type", shown(chunk.type), "encoded_text")
-        tokens += chunk.tokens
-    if len(tokens) > MAX_PROMPT:
-        raise invalid("prompt", f"{len(tokens)} tokens", f"at most {MAX_PROMPT}")
-    asked, texts, ids = body.sampling_params, list[str](), list[int]()
-    for stop in [asked.stop] if isinstance(asked.stop, str) else asked.stop or ():
-        (texts if isinstance(stop, str) else ids).append(stop)  # pyright: ignore[reportArgumentType]
-    return service_pb2.SampleRequest(
-        policy_id="" if sampler.model is None else sampler.model.policy_id,
-        name=sampler.name,
-        prompt=tokens,
-        sampling=sampling_pb2.SamplingParams(
-            num_samples=body.num_samples,
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
-            top_k=max(asked.top_k, 0),
-            top_p=asked.top_p,
-            seed=asked.seed,
-            stop=texts,
-            stop_token_ids=ids,
-            # An empty list asks for no end at all, not even the model's own.
-            ignore_eos=asked.stop == [],
-            prompt_logprobs=bool(body.prompt_logprobs),
-            topk_prompt_logprobs=body.topk_prompt_logprobs,
-        ),
-    )
-
-
-def sample_answer(result: sampling_pb2.SampleResult, request: service_pb2.SampleRequest) -> bytes:
-    """Answer a sample: a serialized `SampleResponse`. Pure."""
-    answer = tinker_pb2.SampleResponse()
-    for sequence in result.sequences:
-        is_stop = sequence.stop_reason == sampling_pb2.STOP_REASON_STOP
-        answer.sequences.add(
-            stop_reason=tinker_pb2.STOP_REASON_STOP if is_stop else tinker_pb2.STOP_REASON_LENGTH,
-            tokens=np.array(sequence.tokens, "<i4").tobytes(),
-            logprobs=np.array(sequence.logprobs, "<f4").tobytes(),
-        )
-    answer.prompt_logprobs = np.array(result.prompt_logprobs, "<f4").tobytes()
-    if k := request.sampling.topk_prompt_logprobs:
-        logprobs = np.array(result.topk_prompt_logprobs, "<f4")
-        answer.topk_prompt_logprobs.k = k
-        answer.topk_prompt_logprobs.length = len(request.prompt)
-        answer.topk_prompt_logprobs.token_ids = np.array(result.topk_prompt_tokens, "<i4").tobytes()
-        answer.topk_prompt_logprobs.logprobs = np.nan_to_num(logprobs, nan=_NO_LOGPROB).tobytes()
-    return answer.SerializeToString(deterministic=True)
-
-
-def _unsupported(field: str, got: str, expected: str) -> RatoonError:
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        f"{field}: got {got}, expected {expected}: it is not served",
-        field=field,
-        got=got,
-        expected=expected,
-    )

@@ -324,6 +324,26 @@ class FencedStore:
                 update_row(connection, POLICIES, policy, {"position": position})
             return found, position
 
+    def set_expiry(
+        self, token: int, policy_id: str, name: str, expires_at: float | None, *, of_version: bool
+    ) -> tuple[CheckpointInfo | NamedVersion | None, int]:
+        """Have a checkpoint, or a version's name, expire at another time; None: never. Returns
+        what it is then, and otherwise as `release`."""
+        table = NAMED_VERSIONS if of_version else CHECKPOINTS
+        with self._engine.begin() as connection:
+            policy = _fence(connection, policy_id, token)
+            mine = and_(table.c.policy_id == policy_id, table.c.name == name)
+            update_rows(connection, table, mine, {"expires_at": expires_at})
+            if of_version:
+                known = select_named(connection, policy_id)
+            else:
+                known = tuple(c.info for c in select_checkpoints(connection, policy_id))
+            found = next((each for each in known if name and each.name == name), None)
+            position = (policy["position"] or 0) + (found is not None)
+            if found is not None:
+                update_row(connection, POLICIES, policy, {"position": position})
+            return found, position
+
     def collect(self, token: int, policy_id: str, keep: int, now: float) -> Covered:
         """Drop checkpoints that have no name, or that expired before `now`, and are not needed.
 

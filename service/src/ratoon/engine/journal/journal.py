@@ -116,6 +116,7 @@ class Journal:
     cover = _awaited(FencedStore.cover)
     release = _awaited(FencedStore.release)
     unname = _awaited(FencedStore.unname)
+    set_expiry = _awaited(FencedStore.set_expiry)
     collect = _awaited(FencedStore.collect)
     rebase = _awaited(FencedStore.rebase)
     roll_back = _awaited(FencedStore.roll_back)

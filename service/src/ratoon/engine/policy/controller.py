@@ -341,9 +341,10 @@ class Controller:
         Returns what it was. Raises CHECKPOINT_NOT_FOUND, POLICY_NOT_READY, POLICY_FAILED, and
         UNAVAILABLE where the journal does not answer.
         """
-        found = await self._deleted(self._run.ports.journal.release, name)
+        found = await self._named(self._run.ports.journal.release, name)
         if found is None:
             raise checkpoint_not_found(name)
+        self._turns.collect()
         return found
 
     async def delete_version(self, name: str) -> NamedVersion:
@@ -351,21 +352,38 @@ class Controller:
 
         Returns what it was. Raises WEIGHTS_NOT_FOUND, and otherwise as `delete_checkpoint`.
         """
-        found = await self._deleted(self._run.ports.journal.unname, name)
+        found = await self._named(self._run.ports.journal.unname, name)
         if found is None:
             raise version_not_found(name)
+        self._turns.collect()
         return found
 
-    async def _deleted(
-        self, delete: Callable[[int, str, str], Awaitable[tuple[T | None, int]]], name: str
+    async def set_ttl(self, name: str, ttl_s: float | None, *, of_version: bool) -> None:
+        """Have a checkpoint, or a version's name, expire in `ttl_s` seconds; None: never.
+
+        Raises CHECKPOINT_NOT_FOUND, WEIGHTS_NOT_FOUND, and otherwise as `delete_checkpoint`.
+        """
+        expires_at = None if ttl_s is None else self._run.ports.now() + ttl_s
+        change = partial(
+            self._run.ports.journal.set_expiry, expires_at=expires_at, of_version=of_version
+        )
+        if await self._named(change, name, stays=True) is None:
+            raise version_not_found(name) if of_version else checkpoint_not_found(name)
+
+    async def _named(
+        self,
+        change: Callable[[int, str, str], Awaitable[tuple[T | None, int]]],
+        name: str,
+        *,
+        stays: bool = False,
     ) -> T | None:
-        """Have the journal take a name away; returns what it was."""
+        """Have the journal change what has a name, or else take it away; returns what it is."""
         self._check_taking()
         run = self._run
         async with self._lock:  # A start reads the names.
             self._check_taking()
             try:
-                found, position = await delete(run.token, run.policy_id, name)
+                found, position = await change(run.token, run.policy_id, name)
             except FencedError as err:
                 raise superseded() from err
             except Exception as err:
@@ -374,10 +392,9 @@ class Controller:
                 raise self._unknown() from err
             run.has_come_to(position)
             if isinstance(found, NamedVersion):
-                run.named = tuple(named for named in run.named if named.name != name)
+                known = (found if named.name == name else named for named in run.named)
+                run.named = tuple(each for each in known if stays or each is not found)
             run.reach(CrashPoint.ENGINE_AFTER_RELEASE)
-        if found is not None:
-            self._turns.collect()
         return found
 
     async def sweep(self) -> None:

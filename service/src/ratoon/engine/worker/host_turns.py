@@ -41,6 +41,9 @@ class HostTurns:
     @asynccontextmanager
     async def taken(self, policy_id: str) -> AsyncGenerator[None]:
         """Inside, it is this tenant's turn. Raises `NeighbourLostError` if the process is lost."""
+        # Whoever comes counts as having computed as long as `_now`: less need not be remembered.
+        here = {self._holder, *(each.policy_id for each in self._waiting)}
+        self._used = {k: used for k, used in self._used.items() if used > self._now or k in here}
         self._used[policy_id] = max(self._used.get(policy_id, 0.0), self._now)
         if self._holder is not None:
             await self._wait(policy_id)
