@@ -7,8 +7,8 @@ export const MOST = 1000;
 const MOST_MARKS = 2000;
 
 /**
- * read(signal, policy) resolves to whether anything changed. Afterwards `seq`, `version`, `finishedAt` and
- * `figures` (name -> {mean, low, high}; low and high null where no point stands for several steps)
+ * read(signal, policy) resolves to whether anything changed. Afterwards `seq`, `version`, `finishedAt`
+ * and `figures` (name -> {mean, low, high}; low and high null where no point stands for several steps)
  * are columns, oldest first; `marks` has the newest MOST_MARKS; `numSteps` counts the steps that they
  * stand for.
  * `figures()` names what to read: [] for all.
