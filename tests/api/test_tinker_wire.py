@@ -843,7 +843,7 @@ async def test_a_sample_is_held_shared_and_ended_with_its_last_reader(
 ) -> None:
     caller, sampler = tinker.one, sampler_of(tinker)
     monkeypatch.setattr(calls, "HOLD_S", 0.05)
-    monkeypatch.setattr(samples, "GRACE_S", 0.2)
+    monkeypatch.setattr(samples, "GRACE_S", 1.0)
     begun = await caller.asample(await caller.sampler(await caller.model()))
     sampler.hold = True
     for _ in range(3):

@@ -17,7 +17,7 @@ from tinker import types  # pyright: ignore[reportMissingImports]
 
 STEPS, GROUP, LENGTH, BOUND = 20, 8, 6, 16
 # Samples at once; half of them are cancelled. (Two thousand: tests/api/test_tinker_wire.py.)
-BURST = 200
+BURST = 400
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, number] for number in range(4)]
 ADAM = types.AdamParams(learning_rate=2e-2)
 
@@ -127,7 +127,7 @@ async def burst(sampler: tinker.SamplingClient) -> int:
         return [*answer.sequences[0].tokens]
 
     tasks = [asyncio.create_task(one(index)) for index in range(BURST)]
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.2)
     for task in tasks[::2]:
         task.cancel()
     found = await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,7 +21,7 @@ from ratoon.api.service import PolicyService
 from ratoon.api.tinker import bodies
 from ratoon.api.tinker.answers import error_answer, json_answer, logprobs_answer, try_again
 from ratoon.api.tinker.datums import batch_of, future_id, split_future
-from ratoon.api.tinker.errors import renamed
+from ratoon.api.tinker.errors import no_kind, not_forward, not_loaded, renamed
 from ratoon.api.tinker.losses import loss_of
 from ratoon.api.tinker.names import (
     INFLIGHT,
@@ -178,7 +178,7 @@ class TinkerCalls:
         async def run(_: object) -> operation_pb2.Operation:
             loss, config = loss_of(body)
             if body.forward_only and body.loss_fn != "cross_entropy":
-                raise _not_forward(body.loss_fn)
+                raise not_forward(body.loss_fn)
             batch = await asyncio.to_thread(
                 batch_of,
                 body.data,
@@ -261,7 +261,7 @@ class TinkerCalls:
                 expected = f"[a-zA-Z0-9._-]{{1,64}}, and not to begin with {UNNAMED}"
                 raise invalid("path", shown(name), expected)
             if body.kind not in ("snapshot", "inflight"):
-                raise _no_kind(body.kind)
+                raise no_kind(body.kind)
             if is_inflight and not is_unnamed:
                 raise invalid("kind", "inflight", "snapshot, where a path is given")
             return await self._service.publish_version(request)
@@ -283,7 +283,7 @@ class TinkerCalls:
         async def run(request: service_pb2.LoadCheckpointRequest) -> operation_pb2.Operation:
             source, request.checkpoint_id = weights_of(body.path, owner)
             if source != model or not body.optimizer:
-                raise _not_loaded()
+                raise not_loaded()
             return await self._service.load_checkpoint(request)
 
         request = service_pb2.LoadCheckpointRequest()
@@ -496,40 +496,6 @@ def _saved(
     path = f"tinker://{model.model_id}/{checkpoint_id}"
     _, name = weights_of(path, owner, SAMPLER_WEIGHTS if of_version else "weights")
     return model, name, of_version
-
-
-def _not_forward(loss_fn: str) -> RatoonError:
-    expected = "cross_entropy: the log-probs are the same"
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        f"loss_fn: a forward alone of {loss_fn} is not served, expected {expected}",
-        field="loss_fn",
-        got=loss_fn,
-        expected=expected,
-    )
-
-
-def _no_kind(kind: str) -> RatoonError:
-    expected = "snapshot or inflight"
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        f"kind: {shown(kind)} is not served, {expected} are",
-        field="kind",
-        got=shown(kind),
-        expected=expected,
-    )
-
-
-def _not_loaded() -> RatoonError:
-    expected = "create_training_client_from_state, which makes a model of any weights"
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        "path: a model loads only weights that it saved itself, with the optimizer; "
-        f"write {expected}",
-        field="path",
-        got="other weights, or no optimizer",
-        expected=expected,
-    )
 
 
 def unknown_of(message: tinker_pb2.ForwardBackwardRequest) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from ratoon.api.tinker.names import as_unknown
-from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError
+from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError, shown
 
 _NAMES = {
     "response": "target_tokens",
@@ -73,3 +73,37 @@ def status_of(error: RatoonError) -> int:
 def shown_error(error: RatoonError) -> RatoonError:
     """Return what a caller is told of `error`."""
     return as_unknown(renamed(error))
+
+
+def not_forward(loss_fn: str) -> RatoonError:
+    expected = "cross_entropy: the log-probs are the same"
+    return RatoonError(
+        ErrorCode.UNSUPPORTED,
+        f"loss_fn: a forward alone of {loss_fn} is not served, expected {expected}",
+        field="loss_fn",
+        got=loss_fn,
+        expected=expected,
+    )
+
+
+def no_kind(kind: str) -> RatoonError:
+    expected = "snapshot or inflight"
+    return RatoonError(
+        ErrorCode.UNSUPPORTED,
+        f"kind: {shown(kind)} is not served, {expected} are",
+        field="kind",
+        got=shown(kind),
+        expected=expected,
+    )
+
+
+def not_loaded() -> RatoonError:
+    expected = "create_training_client_from_state, which makes a model of any weights"
+    return RatoonError(
+        ErrorCode.UNSUPPORTED,
+        "path: a model loads only weights that it saved itself, with the optimizer; "
+        f"write {expected}",
+        field="path",
+        got="other weights, or no optimizer",
+        expected=expected,
+    )
