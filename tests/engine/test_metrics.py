@@ -21,6 +21,8 @@ from ratoon.metrics import METRICS, POLICY_LABEL, RECEIVER_LABEL, Gone, MetricKi
 from ratoon.model.spec import FolderBase, ModelInfo
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
+    BadRollout,
+    BadRolloutReason,
     LoraTuning,
     OperationKind,
     ParallelLayout,
@@ -131,6 +133,10 @@ def test_a_report_becomes_the_samples_of_its_numbers() -> None:
         token_reduction=3.0,
         num_micro_batches=4,
         dropped_stale=2,
+        bad_rollouts=(
+            BadRollout(reason=BadRolloutReason.STALE),
+            BadRollout(reason=BadRolloutReason.TOKEN),
+        ),
         skipped=True,
         skip_reason=SkipReason.NON_FINITE_GRADIENT,
         seconds=PhaseSeconds(forward=1.5),
@@ -143,7 +149,8 @@ def test_a_report_becomes_the_samples_of_its_numbers() -> None:
     assert shown['ratoon_token_reduction_ratio{policy_id="p"}'] == 3
     assert shown['ratoon_grad_norm{policy_id="p"}'] == math.inf
     assert shown['ratoon_skipped_steps_total{policy_id="p",reason="non_finite_gradient"}'] == 1
-    assert shown['ratoon_dropped_sequences_total{policy_id="p",reason="stale"}'] == 2
+    assert shown['ratoon_dropped_sequences_total{policy_id="p",reason="stale"}'] == 3
+    assert shown['ratoon_dropped_sequences_total{policy_id="p",reason="token"}'] == 1
     assert shown['ratoon_warnings_total{kind="clipped_most",policy_id="p"}'] == 2
     assert 'ratoon_kl{policy_id="p"}' not in shown
     assert shown['ratoon_phase_seconds_sum{phase="forward",policy_id="p"}'] == 1.5
@@ -163,6 +170,7 @@ _ELSEWHERE = {
     "num_micro_batches",
     "hardware_mfu",
     "logical_mfu",
+    "dropped_bad",
     "dropped_stale",
     "dropped_truncated",
     "dropped_zero_variance",

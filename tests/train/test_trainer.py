@@ -271,8 +271,8 @@ def test_a_call_that_drops_bad_rollouts_is_that_of_the_others(
     ]
     (warning,) = (each for each in report.warnings if each.kind == "bad_rollouts")
     assert warning.message == (
-        "8 of 17 rollouts cannot be trained and were dropped: 1 for alone, 1 for length, "
-        "2 for logprob, 2 for reward, 2 for stale"
+        "8 of 17 rollouts cannot be trained and were dropped: alone 1, length 1, "
+        "logprob 2, reward 2, stale 2"
     )
     assert [(who.group, who.rollout) for who in warning.offenders] == [each[:2] for each in dropped]
     assert report.dropped_bad == 8

@@ -56,6 +56,9 @@ from ratoon_client.weights.sglang import SglangAdapter
 from ratoon_client.weights.vllm import StagedVllmAdapter, VllmAdapter
 from ratoon_client.weights.vllm_nccl import VllmNcclAdapter
 from ratoon_proto.types import (
+    BadRollout,
+    BadRolloutAction,
+    BadRolloutReason,
     CheckpointSource,
     CorrectionMask,
     GradientManifest,
@@ -94,6 +97,9 @@ __all__ = [
     "AsyncPolicySession",
     "AsyncRatoonClient",
     "AsyncWeightReceiver",
+    "BadRollout",
+    "BadRolloutAction",
+    "BadRolloutReason",
     "Checkpoint",
     "CheckpointSource",
     "ClientConfig",

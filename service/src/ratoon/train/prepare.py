@@ -353,7 +353,7 @@ def _bad_warnings(batch: RolloutBatch) -> tuple[StepWarning, ...]:
     counts = Counter(bad.reason for bad in bad_rollouts(batch))
     if not counts:
         return ()
-    reasons = ", ".join(f"{count} for {reason}" for reason, count in sorted(counts.items()))
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
     total = counts.total() + batch.num_sequences
     text = f"{counts.total()} of {total} rollouts cannot be trained and were dropped: {reasons}"
     return (warn(WarningKind.BAD_ROLLOUTS, text, bad_offenders(batch)),)
