@@ -242,7 +242,8 @@ def _rest_of(model: PolicyModel, files: Mapping[str, Sequence[str]]) -> dict[str
             if isinstance(model.spec.base, PresetBase):
                 write_tokenizer(folder)
         taken_over = {name: each for name, each in model.base.files.items() if name != CONFIG_NAME}
-        return taken_over | {path.name: path.read_bytes() for path in folder.iterdir()}
+        # The folder's own generation_config.json, and not that of transformers.
+        return {path.name: path.read_bytes() for path in folder.iterdir()} | taken_over
 
 
 def _check_host(num_bytes: int) -> None:
