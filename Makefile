@@ -23,7 +23,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more test-slow lint type audit fmt release lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl
+	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl env-compat compat
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -40,6 +40,9 @@ test: env-dev ## run the tests of the product, in twenty minutes on two cores
 
 test-more: env-dev env-trl ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a fifth of it a commit
 	@$(PYTEST) -m "more and not slow and $(NO_GPU)" $(ARGS)
+
+compat: env-dev env-compat ## run every call of five Tinker SDKs; writes docs/tinker-compat.md
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -m more tests/compat --write-golden $(ARGS)
 
 test-slow: env-dev ## run what CI leaves out: installs, the whole demo, all creation faults; hours
 	@$(PYTEST) -m "slow and $(NO_GPU)" $(ARGS)
@@ -133,7 +136,7 @@ down: ## stop them
 	docker compose --profile '*' down
 
 clean: ## remove the environments and every cache
-	rm -rf .venv .venv-proto .venv-trl .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
+	rm -rf .venv .venv-proto .venv-trl .compat .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
 	find $(DISTRIBUTIONS) tests benchmarks harness -name __pycache__ -prune -exec rm -rf {} +
 	find $(DISTRIBUTIONS) -name '*.egg-info' -prune -exec rm -rf {} +
 
@@ -148,6 +151,10 @@ env-proto: ## install the protobuf generators into .venv-proto
 
 env-trl: env-dev ## install TRL beside .venv, whose torch and transformers it uses
 	+@$(call LOCKED,.venv-trl) .venv-trl/.stamp
+
+SDKS := 0.25.0 0.29.0 0.34.0 0.36.0 0.38.0
+env-compat: env-dev ## install SDKs of the Tinker API, a folder each
+	+@$(call LOCKED,.compat) $(SDKS:%=.compat/tinker-%/.stamp)
 
 define REQUIRE_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -174,6 +181,10 @@ $(STAMPS)/env-dev: $(STAMPS)/env requirements-dev.txt
 # Without their dependencies: TRL's are in .venv, but for those that the file names.
 .venv-trl/.stamp: requirements-trl.txt
 	@$(PIP) --no-deps --upgrade --target .venv-trl -r $<
+	@touch $@
+
+.compat/tinker-%/.stamp: requirements-compat.txt
+	@$(PIP) --no-deps --upgrade --target $(@D) tinker==$* -r $<
 	@touch $@
 
 .venv-proto/.stamp: requirements-proto.txt
