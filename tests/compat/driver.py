@@ -1,6 +1,6 @@
 """Every call of the SDK of the Tinker API, whatever its version, and what became of each.
 
-Knows nothing of this service but URL and key. Prints a JSON object: a call's name to `served`,
+It knows nothing of this service but URL and key. It prints a JSON object: a call's name to `served`,
 `ignored` (accepted, without an effect), `absent` (not in this SDK), `refused: TEXT` or, where the
 SDK cannot use an answer, `fails: TEXT`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import tinker  # pyright: ignore[reportMissingImports]  # in a folder of its own
@@ -86,12 +86,11 @@ def reinforced(client: Any) -> None:
     note("forward_backward_custom", lambda: client.forward_backward_custom(data, custom))
     client.optim_step(ADAM).result(PATIENCE_S)
     for loss in ("gspo", "stable_reinforce"):
-        note(f"forward_backward {loss}", lambda loss=loss: client.forward_backward(data, loss))
-    try:
-        # The step of a refused batch is none, and says so.
-        client.optim_step(ADAM).result(PATIENCE_S)
-    except tinker.RequestFailedError:
-        client.optim_step(ADAM).result(PATIENCE_S)
+        # An SDK that does not know a loss takes a seq for it, sends nothing, and is stuck then.
+        if loss in get_args(types.LossFnType):
+            note(f"forward_backward {loss}", lambda loss=loss: client.forward_backward(data, loss))
+            # The step of a refused batch is none, and says so.
+            note(f"optim_step behind {loss}", lambda: client.optim_step(ADAM))
 
 
 def saved(service: Any, client: Any) -> str:
@@ -107,23 +106,57 @@ def saved(service: Any, client: Any) -> str:
 
 
 def sampled(service: Any, client: Any, base_model: str) -> None:
-    prompt = types.ModelInput.from_ints(TOKENS)
-    params = types.SamplingParams(max_tokens=4, temperature=1.0)
-    saved = note("save_weights_for_sampler", lambda: client.save_weights_for_sampler("s"))
-    note("save_weights_and_get_sampling_client", client.save_weights_and_get_sampling_client)
+    """From named, unnamed and base weights; what a sample brings is as long as it was asked for."""
+    create = service.create_sampling_client
+    path = note("save_weights_for_sampler", lambda: client.save_weights_for_sampler("s")).path
+    save = client.save_weights_and_get_sampling_client
+    note("save_weights_and_get_sampling_client", save)
+    note("save_weights_and_get_sampling_client inflight", lambda: save(kind="inflight"))
+    note("create_sampling_client base_model", lambda: create(base_model=base_model))
+    sampler = note("create_sampling_client model_path", lambda: create(model_path=path))
+    prompt, num_tokens = types.ModelInput.from_ints(TOKENS), 4
 
-    def sampler() -> Any:
-        return service.create_sampling_client(base_model=base_model)
+    def sample(params: dict[str, Any], **options: Any) -> Any:
+        # Without an end each sample has all tokens.
+        params = {"max_tokens": num_tokens, "stop": [], **params}
+        future = sampler.sample(prompt, 2, types.SamplingParams(**params), **options)
+        answer = future.result(PATIENCE_S)
+        for each in answer.sequences:
+            assert len(each.tokens) == len(each.logprobs) == num_tokens, each
+        assert len(answer.sequences) == 2, answer
+        return answer
 
-    note("create_sampling_client base_model", sampler)
-    if saved is not None:
-        call = service.create_sampling_client
-        note("create_sampling_client model_path", lambda: call(model_path=saved.path))
-    for name, call in (
-        ("sample", lambda: sampler().sample(prompt, 2, params)),
-        ("compute_logprobs", lambda: sampler().compute_logprobs(prompt)),
+    def seeded() -> None:
+        tokens = [[[*s.tokens] for s in sample({"seed": 5}).sequences] for _ in range(2)]
+        assert tokens[0] == tokens[1], tokens
+
+    def stopped() -> None:
+        greedy = [*sample({"temperature": 0.0}).sequences[0].tokens]
+        params = types.SamplingParams(max_tokens=num_tokens, temperature=0.0, stop=[greedy[1]])
+        found = sampler.sample(prompt, 1, params).result(PATIENCE_S).sequences[0]
+        assert [*found.tokens] == greedy[: greedy.index(greedy[1]) + 1], (found, greedy)
+        assert found.stop_reason == "stop", found
+
+    def compute_logprobs() -> None:
+        found = sampler.compute_logprobs(prompt).result(PATIENCE_S)
+        assert found[0] is None, found
+        assert len(found) == len(TOKENS), found
+
+    targets = types.TensorData.from_numpy(np.array([[each] for each in TOKENS[1:]], np.int64))
+    note("sample", lambda: sample({}))
+    note("sample, a seed", seeded)
+    note("sample, a stop", stopped)
+    note("sample, top_k and top_p", lambda: sample({"top_k": 3, "top_p": 0.9}))
+    for name, value in (
+        ("include_prompt_logprobs", True),
+        ("topk_prompt_logprobs", 2),
+        ("topk_sample_logprobs", 2),
+        ("target_prompt_logprobs", targets),
+        ("prompt_alt_tokens_k", 2),
+        ("prompt_logprobs_last_n", 2),
     ):
-        note(name, call)
+        note(f"sample {name}", lambda name=name, value=value: sample({}, **{name: value}))
+    note("compute_logprobs", compute_logprobs)
 
 
 def listed(service: Any, model_id: str, path: str) -> None:
@@ -154,7 +187,7 @@ def listed(service: Any, model_id: str, path: str) -> None:
         "get_weights_info_by_tinker_path": (path,),
         "list_checkpoints": (model_id,),
         "list_user_checkpoints": (),
-        "get_sampler": ("nothing",),
+        "get_sampler": (rest.get_session(session).result(PATIENCE_S).sampler_ids[0],),
         "set_checkpoint_ttl_from_tinker_path": (path, 3600),
         "publish_checkpoint_from_tinker_path": (path,),
         "unpublish_checkpoint_from_tinker_path": (path,),
@@ -187,7 +220,7 @@ def main(base_model: str) -> None:
         service.close("success").result(PATIENCE_S)
 
     note("close", close)
-    print(json.dumps({"model_id": client.model_id, "calls": found}))
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

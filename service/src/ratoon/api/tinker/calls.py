@@ -100,6 +100,8 @@ class TinkerCalls:
         limits = self._limits
         return {
             "proto_compress_fwdbwd": False,
+            # Older SDKs would load another model's weights into a new model; `load_weights` makes it.
+            "create_model_via_load_weights": True,
             "fwdbwd_max_chunk_len": min(limits.max_groups, limits.max_sequences),
             "fwdbwd_max_chunk_bytes_count": limits.max_body_bytes * 3 // 4,
             # Each holds a request; others of the key need some, too.
