@@ -23,7 +23,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more test-slow lint type audit fmt release lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl env-compat compat
+	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-wires bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl env-compat env-cookbook compat
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -98,6 +98,9 @@ bench-floor: env-dev ## what a caller waits for at least, and what an idle servi
 bench-see: env-dev ## what reports, the history of steps and an open page cost; 10 minutes
 	@$(BIN)/python -m benchmarks.service.see --out benchmarks/results/cpu/see.json $(ARGS)
 
+bench-wires: env-cookbook ## recipes of the Tinker cookbook, unmodified, against this service; 5 minutes
+	@$(BIN)/python -m benchmarks.service.wires --out benchmarks/results/cpu/wires.json $(ARGS)
+
 bench-scale: env ## simulate an update on 8 to 4,096 GPUs, from what was measured
 	@$(BIN)/python -m benchmarks.scale.main --out benchmarks/results/cpu/scale.json $(ARGS)
 
@@ -156,6 +159,9 @@ SDKS := 0.25.0 0.29.0 0.34.0 0.36.0 0.38.0
 env-compat: env-dev ## install SDKs of the Tinker API, a folder each
 	+@$(call LOCKED,.compat) $(SDKS:%=.compat/tinker-%/.stamp)
 
+env-cookbook: env-trl env-compat ## install the cookbook of the Tinker API beside them
+	+@$(call LOCKED,.compat) .compat/cookbook/.stamp
+
 define REQUIRE_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
   echo "make: Ratoon needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
@@ -185,6 +191,10 @@ $(STAMPS)/env-dev: $(STAMPS)/env requirements-dev.txt
 
 .compat/tinker-%/.stamp: requirements-compat.txt
 	@$(PIP) --no-deps --upgrade --target $(@D) tinker==$* -r $<
+	@touch $@
+
+.compat/cookbook/.stamp: requirements-cookbook.txt
+	@$(PIP) --no-deps --upgrade --target $(@D) -r $<
 	@touch $@
 
 .venv-proto/.stamp: requirements-proto.txt

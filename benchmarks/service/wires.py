@@ -26,7 +26,7 @@ from harness.service import Service
 
 BEGIN = "<!-- wires: written by benchmarks/service/wires.py -->"
 END = "<!-- end of wires -->"
-SITES = [ROOT / ".compat" / name for name in ("cookbook-0.5.8", "tinker-0.38.0")]
+SITES = [ROOT / ".compat" / "cookbook", ROOT / ".compat" / "tinker-0.38.0", ROOT / ".venv-trl"]
 SCRIPT = Path(__file__).with_name("wires_script.py")
 MODEL = "Qwen/Qwen3-8B-Base"
 PATIENCE_S = 600.0
@@ -67,7 +67,7 @@ def measure(seed: int) -> dict[str, Any]:
     """Every figure of `WHAT`. Raises `RuntimeError` for a script that fails, `SystemExit` without
     the SDK."""
     if not all((site / ".stamp").exists() for site in SITES):
-        raise SystemExit("the SDK and its cookbook are not installed: make env-compat")
+        raise SystemExit("the SDK and its cookbook are not installed: make env-cookbook")
     environment = describe(seed)
     with tempfile.TemporaryDirectory(prefix="rt-") as folder:
         root = Path(folder)

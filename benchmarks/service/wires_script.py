@@ -45,8 +45,9 @@ def shares(base_model: str) -> dict[str, float]:
     data: list[Any] = []
     for _ in range(PROMPTS):
         prompt = draw.integers(0, 256, PROMPT)
-        for _ in range(SAMPLES):
-            data.append(_datum(prompt, draw.integers(0, 256, RESPONSE), draw.normal()))
+        data += [
+            _datum(prompt, draw.integers(0, 256, RESPONSE), draw.normal()) for _ in range(SAMPLES)
+        ]
     found: dict[str, float] = {}
     for name in ("in order", "shuffled"):
         answer = client.forward_backward(data, "importance_sampling").result()
@@ -84,7 +85,7 @@ class Letters(problem_env.ProblemEnv):
     def check_answer(self, sample_str: str) -> float:
         return sum(each in string.ascii_lowercase for each in sample_str) / MAX_TOKENS
 
-    def check_format(self, sample_str: str) -> bool:  # noqa: ARG002
+    def check_format(self, sample_str: str) -> bool:
         return True
 
     def get_reference_answer(self) -> str:
@@ -100,7 +101,7 @@ class LettersGroup(problem_env.ProblemGroupBuilder):
     async def compute_group_rewards(
         self,
         trajectory_group: list[Any],
-        env_group: Sequence[Any],  # noqa: ARG002
+        env_group: Sequence[Any],
     ) -> list[tuple[float, dict[str, Any]]]:
         own = [sum(each.reward for each in one.transitions) for one in trajectory_group]
         given = own if self.draw is None else self.draw.sample(own, len(own))

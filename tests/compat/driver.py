@@ -1,8 +1,8 @@
 """Every call of the SDK of the Tinker API, whatever its version, and what became of each.
 
-It knows nothing of this service but URL and key. It prints a JSON object: a call's name to `served`,
-`ignored` (accepted, without an effect), `absent` (not in this SDK), `refused: TEXT` or, where the
-SDK cannot use an answer, `fails: TEXT`.
+It knows nothing of this service but URL and key. It prints a JSON object: a call's name to
+`served`, `ignored` (accepted, without an effect), `absent` (not in this SDK), `refused: TEXT` or,
+where the SDK cannot use an answer, `fails: TEXT`.
 """
 
 from __future__ import annotations

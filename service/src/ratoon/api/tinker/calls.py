@@ -100,7 +100,7 @@ class TinkerCalls:
         limits = self._limits
         return {
             "proto_compress_fwdbwd": False,
-            # Older SDKs would load another model's weights into a new model; `load_weights` makes it.
+            # Else older SDKs make a model and load another's weights into it, which is refused.
             "create_model_via_load_weights": True,
             "fwdbwd_max_chunk_len": min(limits.max_groups, limits.max_sequences),
             "fwdbwd_max_chunk_bytes_count": limits.max_body_bytes * 3 // 4,
