@@ -268,7 +268,8 @@ def output(*lengths: int) -> bytes:
 
 async def test_a_script_creates_trains_saves_and_lists(tinker: Wire) -> None:
     caller = tinker.one
-    assert (await caller.post("client/config", sdk_version="1"))["fwdbwd_max_chunk_len"] == 8
+    config = await caller.post("client/config", sdk_version="1")
+    assert (config["fwdbwd_max_chunk_len"], config["create_model_via_load_weights"]) == (8, True)
     model_id = await caller.model()
     spec = tinker.engine.known_policies[ours(model_id)].spec
     assert (spec.publish.kind, spec.idle_ttl_s) == (PublishKind.ON_REQUEST, 3600.0)

@@ -147,15 +147,18 @@ def sampled(service: Any, client: Any, base_model: str) -> None:
     note("sample, a seed", seeded)
     note("sample, a stop", stopped)
     note("sample, top_k and top_p", lambda: sample({"top_k": 3, "top_p": 0.9}))
-    for name, value in (
-        ("include_prompt_logprobs", True),
-        ("topk_prompt_logprobs", 2),
-        ("topk_sample_logprobs", 2),
-        ("target_prompt_logprobs", targets),
-        ("prompt_alt_tokens_k", 2),
-        ("prompt_logprobs_last_n", 2),
-    ):
-        note(f"sample {name}", lambda name=name, value=value: sample({}, **{name: value}))
+    asked = {
+        "include_prompt_logprobs": True,
+        "topk_prompt_logprobs": 2,
+        "topk_sample_logprobs": 2,
+        "target_prompt_logprobs": targets,
+        "prompt_alt_tokens_k": 2,
+        "prompt_logprobs_last_n": 2,
+    }
+    for name, value in asked.items():
+        # Without the prompt's log-probs an SDK itself refuses the last of them.
+        options = {"include_prompt_logprobs": True, name: value}
+        note(f"sample {name}", lambda options=options: sample({}, **options))
     note("compute_logprobs", compute_logprobs)
 
 
