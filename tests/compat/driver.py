@@ -36,9 +36,11 @@ def note(name: str, call: Callable[[], Any]) -> Any:
     except IgnoredError:
         found[name] = "ignored"
     except (tinker.APIError, tinker.RequestFailedError) as error:
-        text = error.body if isinstance(error, tinker.APIStatusError) else None
-        detail = text.get("detail") if isinstance(text, dict) else None
-        found[name] = f"refused: {detail or error}"
+        body = error.body if isinstance(error, tinker.APIStatusError) else None
+        text = str(error)
+        if isinstance(body, dict):
+            text = body.get("detail") or body["error"]["message"]
+        found[name] = f"refused: {text}"
     except (AttributeError, TypeError, ValueError) as error:
         is_absent = any(
             said in str(error)

@@ -96,7 +96,7 @@ def _calls(service: Service) -> list[dict[str, str]]:
 
 
 def _page(found: dict[str, dict[str, str]]) -> str:
-    names = list(dict.fromkeys(name for calls in found.values() for name in calls))
+    names = dict.fromkeys(name for calls in reversed(found.values()) for name in calls)
     lines = [HEAD, "| call | " + " | ".join(found) + " |", "|---|" + "---|" * len(found)]
     texts: dict[str, str] = {}
     for name in names:
@@ -115,4 +115,6 @@ def _page(found: dict[str, dict[str, str]]) -> str:
 def _anonymous(text: str) -> str:
     """The text in one line of a table, without what differs from run to run."""
     text = re.sub(r"[0-9a-f]{12}-[0-9a-f]{16}", "SESSION", text)
+    # An SDK adds what it asked with.
+    text = text.partition(" for self.request_id")[0]
     return " ".join(text.replace("|", "/").split())[:200]
