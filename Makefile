@@ -23,7 +23,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more test-slow lint type audit fmt release lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl
+	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-wires bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl env-compat env-cookbook compat
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -40,6 +40,9 @@ test: env-dev ## run the tests of the product, in twenty minutes on two cores
 
 test-more: env-dev env-trl ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a fifth of it a commit
 	@$(PYTEST) -m "more and not slow and $(NO_GPU)" $(ARGS)
+
+compat: env-dev env-compat ## run every call of five Tinker SDKs; writes docs/tinker-compat.md
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -m more tests/compat --write-golden $(ARGS)
 
 test-slow: env-dev ## run what CI leaves out: installs, the whole demo, all creation faults; hours
 	@$(PYTEST) -m "slow and $(NO_GPU)" $(ARGS)
@@ -95,6 +98,9 @@ bench-floor: env-dev ## what a caller waits for at least, and what an idle servi
 bench-see: env-dev ## what reports, the history of steps and an open page cost; 10 minutes
 	@$(BIN)/python -m benchmarks.service.see --out benchmarks/results/cpu/see.json $(ARGS)
 
+bench-wires: env-cookbook ## recipes of the Tinker cookbook, unmodified, against this service; 5 minutes
+	@$(BIN)/python -m benchmarks.service.wires --out benchmarks/results/cpu/wires.json $(ARGS)
+
 bench-scale: env ## simulate an update on 8 to 4,096 GPUs, from what was measured
 	@$(BIN)/python -m benchmarks.scale.main --out benchmarks/results/cpu/scale.json $(ARGS)
 
@@ -133,7 +139,7 @@ down: ## stop them
 	docker compose --profile '*' down
 
 clean: ## remove the environments and every cache
-	rm -rf .venv .venv-proto .venv-trl .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
+	rm -rf .venv .venv-proto .venv-trl .compat .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
 	find $(DISTRIBUTIONS) tests benchmarks harness -name __pycache__ -prune -exec rm -rf {} +
 	find $(DISTRIBUTIONS) -name '*.egg-info' -prune -exec rm -rf {} +
 
@@ -148,6 +154,13 @@ env-proto: ## install the protobuf generators into .venv-proto
 
 env-trl: env-dev ## install TRL beside .venv, whose torch and transformers it uses
 	+@$(call LOCKED,.venv-trl) .venv-trl/.stamp
+
+SDKS := 0.25.0 0.29.0 0.34.0 0.36.0 0.38.0
+env-compat: env-dev ## install SDKs of the Tinker API, a folder each
+	+@$(call LOCKED,.compat) $(SDKS:%=.compat/tinker-%/.stamp)
+
+env-cookbook: env-trl env-compat ## install the cookbook of the Tinker API beside them
+	+@$(call LOCKED,.compat) .compat/cookbook/.stamp
 
 define REQUIRE_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -174,6 +187,14 @@ $(STAMPS)/env-dev: $(STAMPS)/env requirements-dev.txt
 # Without their dependencies: TRL's are in .venv, but for those that the file names.
 .venv-trl/.stamp: requirements-trl.txt
 	@$(PIP) --no-deps --upgrade --target .venv-trl -r $<
+	@touch $@
+
+.compat/tinker-%/.stamp: requirements-compat.txt
+	@$(PIP) --no-deps --upgrade --target $(@D) tinker==$* -r $<
+	@touch $@
+
+.compat/cookbook/.stamp: requirements-cookbook.txt
+	@$(PIP) --no-deps --upgrade --target $(@D) -r $<
 	@touch $@
 
 .venv-proto/.stamp: requirements-proto.txt

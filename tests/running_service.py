@@ -39,7 +39,7 @@ class Service:
 
 @contextmanager
 def running_service(namespace: str, root: Path) -> Iterator[Service]:
-    """Two ingress replicas, a CPU worker a policy, all ports free ones."""
+    """Two ingress replicas, a CPU worker a policy or for 16 with equal adapters, all ports free."""
     config = RatoonConfig(
         data_root=root / "data",
         models_root=root / "models",
@@ -52,8 +52,9 @@ def running_service(namespace: str, root: Path) -> Iterator[Service]:
             max_body_pause_s=5.0,
             gap_wait_s=GAP_WAIT_S,
             max_fetch_bytes=MIB,
+            max_policies=64,
         ),
-        worker=WorkerConfig(device="cpu", num_threads=1),
+        worker=WorkerConfig(device="cpu", num_threads=1, max_tenants=16),
         ray=RayConfig(namespace=namespace),
         tinker=TinkerConfig(enabled=True),
         log_level="WARNING",

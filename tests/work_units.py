@@ -23,7 +23,7 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).parent
 DURATIONS = TESTS / "durations.json"
 OWN_SERVICES = tuple(f"tests/e2e/test_{name}.py" for name in ("access", "demo", "outages", "tls"))
-SHARED_SERVICE = ("tests/e2e/", "tests/network/", "tests/page/test_real_run.py")
+SHARED_SERVICE = ("tests/compat/", "tests/e2e/", "tests/network/", "tests/page/test_real_run.py")
 SHARED_CLUSTER = (
     "tests/test_doctor.py",
     "tests/sampler/test_process.py",

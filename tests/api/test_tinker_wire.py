@@ -284,7 +284,8 @@ def output(*lengths: int) -> bytes:
 
 async def test_a_script_creates_trains_saves_and_lists(tinker: Wire) -> None:
     caller = tinker.one
-    assert (await caller.post("client/config", sdk_version="1"))["fwdbwd_max_chunk_len"] == 8
+    config = await caller.post("client/config", sdk_version="1")
+    assert (config["fwdbwd_max_chunk_len"], config["create_model_via_load_weights"]) == (8, True)
     model_id = await caller.model()
     spec = tinker.engine.known_policies[ours(model_id)].spec
     assert (spec.publish.kind, spec.idle_ttl_s) == (PublishKind.ON_REQUEST, 3600.0)
@@ -361,6 +362,8 @@ async def test_what_is_refused_takes_its_seq(tinker: Wire) -> None:
         (forward_backward(), "data: got 0 datums"),
         (forward_backward(*[fine] * 9), "data: got 9 datums"),
         (forward_backward(datum(range(70), weights=[1] * 70)), "data[0]"),
+        (forward_backward(fine, _sparse()), "data[1].loss_fn_inputs.weights: several values"),
+        (forward_backward(fine, datum([1, 2], weights=[1])), "data[1].loss_fn_inputs.weights"),
     ]
     for seq, (message, said) in enumerate(bad, start=1):
         message.model_id, message.seq_id = model_id, seq
@@ -369,18 +372,56 @@ async def test_what_is_refused_takes_its_seq(tinker: Wire) -> None:
             assert said in refusal["detail"]
             assert refusal["category"] == "user"
     wanted = {"model_id": model_id, "adam_params": ADAM | {"learning_rate": -1}}
-    refusal = await caller.post("optim_step", 400, seq_id=8, **wanted)
+    refusal = await caller.post("optim_step", 400, seq_id=10, **wanted)
     assert "adam_params.learning_rate" in refusal["detail"]
-    names = ("a/b", "..", "a" * 65, "", "%2f")
-    for seq, name in enumerate(names, start=9):
+    names = ("a/b", "..", "a" * 65, "", "%2f", "a" * 10_000)
+    for seq, name in enumerate(names, start=11):
         await caller.post("save_weights", 400, model_id=model_id, seq_id=seq, path=name)
     other = f"tinker://{model_id}/weights/x"
-    body = {"model_id": model_id, "seq_id": 14, "path": other, "optimizer": False}
+    body = {"model_id": model_id, "seq_id": 17, "path": other, "optimizer": False}
     refusal = await caller.post("load_weights", 400, **body)
     assert "create_training_client_from_state" in refusal["detail"]
-    assert "metrics" in await caller.result(await caller.step(model_id, 15))
+    assert "metrics" in await caller.result(await caller.step(model_id, 18))
     commands = [each.command for each in tinker.engine.log]
-    assert [type(command) for command in commands[:-1]] == [RefusedCommand] * 14
+    assert [type(command) for command in commands[:-1]] == [RefusedCommand] * 17
+
+
+def _sparse() -> wire.Datum:
+    """A datum whose weights are a sparse tensor with a column out of range."""
+    found = datum([1, 2], weights=[1, 1])
+    indices = np.array([[0, 1, 2], [0, 10**9, 0]], np.int64)
+    found.loss_fn_inputs["weights"].sparse_csr.CopyFrom(
+        wire.SparseCsr(
+            values=np.ones(2, np.float32).tobytes(),
+            crow_indices=indices[0].tobytes(),
+            col_indices=indices[1, :2].tobytes(),
+        )
+    )
+    return found
+
+
+async def test_a_message_cut_anywhere_is_refused(tinker: Wire) -> None:
+    """Each cut is no message, one that names no model, or a call refused for what it lacks."""
+    caller = tinker.one
+    model_id = await caller.model()
+    message = forward_backward(datum([1, 2], weights=[1, 1]), model_id=model_id)
+    # Without its model a cut could take the seq of the whole message.
+    nowhere = wire.ForwardBackwardRequest.FromString(message.SerializeToString())
+    nowhere.ClearField("model_id")
+    whole = nowhere.SerializeToString()
+    for end in range(len(whole)):
+        response = await caller.client.post(
+            "/api/v1/forward_backward", content=whole[:end], headers=PROTOBUF
+        )
+        assert response.status_code in (400, 404), (end, response.text)
+        assert response.json()["category"] == "user"
+    data = message.SerializeToString()
+    for end in range(len(data)):
+        response = await caller.client.post(
+            "/api/v1/forward_backward", content=data[:end], headers=PROTOBUF
+        )
+        assert response.status_code in (400, 404), (end, response.text)
+    assert not any(isinstance(each.command, ForwardBackwardCommand) for each in tinker.engine.log)
 
 
 async def test_bodies_that_are_none_take_no_seq(tinker: Wire) -> None:

@@ -101,6 +101,8 @@ class TinkerCalls:
         limits = self._limits
         return {
             "proto_compress_fwdbwd": False,
+            # Else older SDKs make a model and load another's weights into it, which is refused.
+            "create_model_via_load_weights": True,
             "fwdbwd_max_chunk_len": min(limits.max_groups, limits.max_sequences),
             "fwdbwd_max_chunk_bytes_count": limits.max_body_bytes * 3 // 4,
             # Each holds a request; others of the key need some, too.
