@@ -1,12 +1,12 @@
-"""verl's training engine with its forwards and updates done by the service.
+"""verl's actor with its forwards and updates done by the service. Imports verl and torch.
 
-Importing this module registers the strategy `ratoon`: `actor.strategy=ratoon`, with
-`model.external_lib=ratoon_client.verl`. verl keeps its trainer, rollouts, rewards and advantages; a
-mini-batch becomes one Update, and log-probs become one Forward. Invariant: a batch whose loss is
-none that verl's configuration describes never reaches the service.
+`actor_rollout_ref.actor._target_=ratoon_client.verl.RatoonActorConfig` is all that a run changes:
+verl keeps its trainer, rollouts, rewards and advantages; a mini-batch becomes one Update, and
+log-probs become one Forward. Invariant: what verl's configuration does not describe, and what an
+Update cannot express, is refused and never approximated.
 """
 
-# Where verl is not installed, its engine has no type.
+# Where verl is not installed, its classes have no type.
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,81 +25,124 @@ import numpy as np
 import torch
 from torch import Tensor
 from verl.utils import tensordict_utils
-from verl.utils.torch_functional import (
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-)
+from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.utils.losses import ppo_loss
 
-from ratoon_client.blocking import RatoonClient
+from ratoon_client.blocking import PolicySession, RatoonClient
 from ratoon_client.config import default_url
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.rollouts import Row, groups_of, rollout
-from ratoon_client.verl_config import adamw_of, loss_of, optim_of
+from ratoon_client.verl_config import (
+    DTYPES,
+    adamw_of,
+    check_actor,
+    check_model,
+    check_processes,
+    loss_of,
+    optim_of,
+)
 from ratoon_client.weights.hf_module import read_tensors
 from ratoon_proto.types import StepReport
 
 _STATE_FILE = "ratoon.json"
-_DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 _GIVEN = {"old_log_probs": "old_logprobs", "ref_log_prob": "reference_logprobs"}
 _SHOWN = {
+    "actor/pg_loss": "policy_gradient_loss",
     "actor/pg_clipfrac": "clip_fraction_high",
+    "actor/pg_clipfrac_lower": "clip_fraction_low",
     "actor/entropy_loss": "entropy",
     "kl_loss": "kl",
+    "ratoon/packed_tokens": "packed_tokens",
     "ratoon/token_reduction": "token_reduction",
     "ratoon/update_norm": "update_norm",
 }
 
 
+@dataclass
+class RatoonActorConfig(FSDPActorConfig):
+    """verl's configuration of an actor, or of a reference, whose parameters are a policy's.
+
+    Attributes:
+        ratoon_url: The service. "": `RATOON_URL`, or one on this machine.
+        policy_options: Fields of the policy's PolicySpec. The model is sent, unless `model_folder`
+            names one that the service has.
+
+    Raises:
+        InvalidArgumentError: A setting has no counterpart in an Update. verl makes this object
+            before it starts anything.
+    """
+
+    ratoon_url: str = ""
+    policy_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # verl's configuration freezes its fields, and an engine knows no actor.
+        object.__setattr__(self, "strategy", "ratoon")
+        super().__post_init__()
+        check_actor(self)
+        object.__setattr__(self.engine, "ratoon_actor", self)
+
+    def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
+        """As verl's; raises InvalidArgumentError for several processes, or for such a model."""
+        super().validate(n_gpus, train_batch_size, model_config)
+        check_processes(n_gpus)
+        check_model(model_config or {})
+
+
 @EngineRegistry.register("language_model", backend="ratoon", device=["cpu", "cuda", "npu"])
 class RatoonEngine(BaseEngine):
-    """An engine that has no parameters: they are a policy's, of the service at `RATOON_URL`.
+    """An engine that has no parameters: they are a policy's, created before its first use.
 
     Args:
-        model_config: verl's HFModelConfig; `local_path` is sent when the policy is created.
-        engine_config: verl's; `dtype` is the policy's.
-        optimizer_config: verl's FSDPOptimizerConfig. None, of an engine that only runs forward: the
-            learning rate and the moments are never used.
+        model_config: verl's HFModelConfig; the files of `local_path` are sent.
+        engine_config: That of a RatoonActorConfig.
+        optimizer_config: verl's FSDPOptimizerConfig, which nothing is read of if `engine_config`
+            says `forward_only`.
         checkpoint_config: Unused: a checkpoint is the policy's.
 
     Raises:
-        InvalidArgumentError: A field has no counterpart, or there are several training processes.
+        InvalidArgumentError: The model has no counterpart, or there are several processes.
     """
 
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
     ) -> None:
+        if torch.distributed.is_initialized():
+            check_processes(torch.distributed.get_world_size())
+        check_model(model_config)
         self.mode: str | None = None
-        self._model_config = model_config
-        self._optim = optimizer_config
-        self._dtype = _DTYPES.get(str(engine_config.dtype))
-        if self._dtype is None:
-            raise InvalidArgumentError("dtype", repr(engine_config.dtype), "float32 or bfloat16")
-        if getattr(model_config, "lora_rank", 0):
-            raise InvalidArgumentError("lora_rank", str(model_config.lora_rank), "0")
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            got = str(torch.distributed.get_world_size())
-            expected = "1 training process: `parallel` of the policy has the others"
-            raise InvalidArgumentError("n_gpus_per_node", got, expected)
-        self._adamw = None if optimizer_config is None else adamw_of(optimizer_config)
-        self._optimizer, self._schedule = _schedule_of(optimizer_config)
+        # What verl makes a schedule from.
+        self.rank, self.optimizer_config = 0, optimizer_config
+        self._model_folder = Path(model_config.local_path)
+        self._is_trained = not engine_config.forward_only
+        self._actor: RatoonActorConfig = engine_config.ratoon_actor
+        self._schedule = self._new_schedule() if self._is_trained else None
         self._policy_id = f"verl-{uuid.uuid4().hex[:8]}"
         self._client: Any = None
         self._session: Any = None
-        self._grad_norm = 0.0
-        self._num_updates = 0
+        self._version = self._num_updates = 0
+        self._grad_norm = float("nan")
+        self._mirror = tempfile.TemporaryDirectory(prefix="ratoon-")
 
     def initialize(self) -> None:
-        """Create the policy from the model's folder, as version 0."""
-        self._client = RatoonClient(default_url())
-        self._client.create_policy(
-            self._policy_id,
-            send_folder=Path(self._model_config.local_path),
-            optimizer=self._adamw,
-            dtype=self._dtype,
-        ).result()
-        self._session = self._client.policy(self._policy_id)
+        """Connect; the policy is not created yet, as verl may load a checkpoint first."""
+        self._client = RatoonClient(self._actor.ratoon_url or default_url())
+
+    def _begin(self) -> PolicySession:
+        """The policy's session; without a policy it is created from the model's folder."""
+        if self._session is None:
+            options: dict[str, Any] = {
+                "optimizer": adamw_of(self.optimizer_config) if self._is_trained else None,
+                "dtype": DTYPES[str(self._actor.engine.dtype)],
+                **self._actor.policy_options,
+            }
+            if options.get("model_folder") is None:
+                options["send_folder"] = self._model_folder
+            self._client.create_policy(self._policy_id, **options).result()
+            self._session = self._client.policy(self._policy_id)
+        return self._session
 
     def forward_backward_batch(
         self, data: Any, loss_function: Any, forward_only: bool = False
@@ -106,7 +150,8 @@ class RatoonEngine(BaseEngine):
         """Log-probs of a batch, or one Update of it with the step that `optimizer_step` reports.
 
         Raises:
-            InvalidArgumentError: The loss is no configured one of verl's.
+            InvalidArgumentError: The loss is no configured one of verl's, or the batch is none of
+                text alone.
         """
         if forward_only:
             return self._forward(data)
@@ -116,32 +161,34 @@ class RatoonEngine(BaseEngine):
         asked = data.get("global_batch_size", len(rows))
         if int(asked) != len(rows):
             raise InvalidArgumentError("global_batch_size", str(asked), f"{len(rows)}, the rows")
-        if self._optim is None:
-            raise InvalidArgumentError("optim", "None", "an optimizer: the engine is to train")
-        optim = optim_of(actor, self._optim, learning_rate=self._optimizer.param_groups[0]["lr"])
+        assert self._schedule is not None, "verl trains no engine that only runs forward"
+        optim = optim_of(actor, learning_rate=self._schedule.get_last_lr()[0])
         self._num_updates += 1
         groups = groups_of(rows, name=str(self._num_updates))
-        done = self._session.update(groups, loss=loss, optim=optim).result()
-        self._grad_norm = done.report.grad_norm or 0.0
+        done = self._begin().update(groups, loss=loss, optim=optim).result()
+        self._version, report = done.version, done.report
+        nan = float("nan")
+        self._grad_norm = nan if report.grad_norm is None else report.grad_norm
         return {
             "model_output": {},
-            "loss": [done.report.loss or 0.0],
-            "metrics": _metrics(done.report),
+            "loss": [nan if report.loss is None else report.loss],
+            "metrics": _metrics(report),
         }
 
     def _forward(self, data: Any) -> dict[str, Any]:
         rows = rows_of(data, with_values=False)
         # Answers are in the order of the groups' rollouts, which prompts have rearranged.
-        places: dict[tuple[int, ...], list[int]] = {}
+        first: dict[tuple[int, ...], int] = {}
         for index, (prompt, _) in enumerate(rows):
-            places.setdefault(prompt, []).append(index)
-        order = [index for found in places.values() for index in found]
-        with_entropy = bool(_plain(data, "calculate_entropy", default=False))
+            first.setdefault(prompt, index)
+        order = sorted(range(len(rows)), key=lambda index: first[rows[index][0]])
+        with_entropy = bool(tensordict_utils.get(data, "calculate_entropy", False))
         groups = groups_of(rows, name="forward")
-        result = self._session.forward(groups, with_entropy=with_entropy).result()
-        outputs = {"log_probs": _nested(rows, order, result.logprobs)}
+        result = self._begin().forward(groups, with_entropy=with_entropy).result()
+        offsets = data["input_ids"].offsets().cpu()
+        outputs = {"log_probs": _nested(offsets, order, result.logprobs)}
         if with_entropy:
-            outputs["entropy"] = _nested(rows, order, result.entropy)
+            outputs["entropy"] = _nested(offsets, order, result.entropy)
         return {"model_output": outputs, "loss": [1.0], "metrics": {}}
 
     def optimizer_zero_grad(self) -> None:
@@ -151,19 +198,25 @@ class RatoonEngine(BaseEngine):
         """The gradient norm of the step that was taken with the batch."""
         return self._grad_norm
 
+    def _new_schedule(self) -> Any:
+        """verl's schedule, over an optimizer of one number that has no gradient."""
+        optimizer = torch.optim.SGD([torch.zeros(())], lr=self.optimizer_config.lr)
+        return FSDPEngine._build_lr_scheduler(self, optimizer)
+
     def lr_scheduler_step(self) -> float:
-        self._optimizer.step()
+        assert self._schedule is not None, "an engine that only runs forward has no schedule"
+        self._schedule.optimizer.step()
         self._schedule.step()
         return self._schedule.get_last_lr()[0]
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Generator[tuple[str, Tensor]], None]:
-        """The newest version's parameters by their names in the model's files."""
+        """Parameters of the version of the last step, by their names in the model's files."""
         return self._parameters(), None
 
     def _parameters(self) -> Generator[tuple[str, Tensor]]:
-        with tempfile.TemporaryDirectory(prefix="ratoon-") as folder:
-            pulled = self._client.pull_weights(self._policy_id, Path(folder))
-            yield from read_tensors(pulled.folder).items()
+        self._begin()
+        pulled = self._client.pull_weights(self._policy_id, self._mirror.name, self._version)
+        yield from read_tensors(pulled.folder).items()
 
     def save_checkpoint(
         self,
@@ -175,14 +228,11 @@ class RatoonEngine(BaseEngine):
     ) -> None:
         """Save the policy's checkpoint `step-N`, and name it in `local_path`/ratoon.json."""
         name = f"step-{global_step}"
-        self._session.save_checkpoint(
-            name, overwrite=True, keep_last=max_ckpt_to_keep or 0
-        ).result()
-        state = {
-            "policy_id": self._policy_id,
-            "checkpoint_id": name,
-            "schedule": self._schedule.state_dict()["last_epoch"],
-        }
+        # One more than verl has: its newest is whole before ours is.
+        keep_last = max_ckpt_to_keep + 1 if max_ckpt_to_keep else 0
+        self._begin().save_checkpoint(name, overwrite=True, keep_last=keep_last).result()
+        steps = 0 if self._schedule is None else self._schedule.last_epoch
+        state = {"policy_id": self._policy_id, "checkpoint_id": name, "schedule_steps": steps}
         folder = Path(local_path)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _STATE_FILE).write_text(json.dumps(state) + "\n")
@@ -202,15 +252,15 @@ class RatoonEngine(BaseEngine):
         try:
             state = json.loads((Path(local_path) / _STATE_FILE).read_text())
             policy_id, name = str(state["policy_id"]), str(state["checkpoint_id"])
-            steps = int(state["schedule"])
+            steps = int(state["schedule_steps"])
         except (OSError, ValueError, KeyError, TypeError) as err:
             expected = f"a checkpoint of this engine, with {_STATE_FILE}"
-            raise InvalidArgumentError("resume_from_path", local_path, expected) from err
+            raise InvalidArgumentError("trainer.resume_from_path", local_path, expected) from err
         session = self._client.policy(policy_id)
-        session.load_checkpoint(name).result()
+        self._version = session.load_checkpoint(name).result().version
         self._policy_id, self._session = policy_id, session
-        self._optimizer, self._schedule = _schedule_of(self._optim)
-        for _ in range(steps):
+        self._schedule = self._new_schedule()
+        for _step in range(steps):
             self.lr_scheduler_step()
 
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[Any]:
@@ -256,7 +306,7 @@ def _actor_config(loss_function: Any) -> Any:
         return loss_function.keywords["config"]
     inner = loss_function.func if isinstance(loss_function, partial) else loss_function
     got = getattr(inner, "__name__", repr(inner))
-    raise InvalidArgumentError("loss_fn", got, "verl's ppo_loss of an ActorConfig")
+    raise InvalidArgumentError("loss_fn", got, "verl's ppo_loss, which policy_loss configures")
 
 
 def rows_of(data: Any, *, with_values: bool, kind: str = "") -> list[Row]:
@@ -269,8 +319,13 @@ def rows_of(data: Any, *, with_values: bool, kind: str = "") -> list[Row]:
         kind: The loss's. gspo takes one advantage of a whole rollout.
 
     Weights of a rollout correction multiply every token's loss, and so its advantage.
+
+    Raises:
+        InvalidArgumentError: A row has images, or gspo several advantages.
     """
-    temperature = _plain(data, "temperature", default=1.0)
+    if any(tensordict_utils.get(data, "multi_modal_inputs", ())):
+        raise InvalidArgumentError("multi_modal_inputs", "images", "rows of text alone")
+    temperature = tensordict_utils.get(data, "temperature", 1.0)
     rows: list[Row] = []
     for index, (ids, length) in enumerate(_sequences(data)):
         prompt, response = ids[: len(ids) - length], ids[len(ids) - length :]
@@ -312,10 +367,6 @@ def _value(data: Any, name: str, index: int, length: int) -> np.ndarray[Any, Any
     return row[:length].detach().float().cpu().numpy()
 
 
-def _plain(data: Any, name: str, *, default: Any) -> Any:
-    return tensordict_utils.get(data, name, default) if name in data else default
-
-
 def _number(value: Any, index: int) -> float:
     """A number of a batch, or of each of its rows."""
     if isinstance(value, Tensor):
@@ -323,38 +374,15 @@ def _number(value: Any, index: int) -> float:
     return float(value)
 
 
-def _nested(rows: Sequence[Row], order: Sequence[int], values: Sequence[Any]) -> Tensor:
+def _nested(offsets: Tensor, order: Sequence[int], values: Sequence[Any]) -> Tensor:
     """Values of responses as verl has them: nested, at the position that predicts the token."""
-    full: list[Any] = [None] * len(rows)
+    flat = torch.zeros(int(offsets[-1]))
     for index, found in zip(order, values, strict=True):
-        prompt, _ = rows[index]
-        whole = torch.zeros(len(prompt) + len(found))
-        whole[len(prompt) - 1 : -1] = torch.from_numpy(np.array(found, np.float32))
-        full[index] = whole
-    return torch.nested.as_nested_tensor(full, layout=torch.jagged)
+        end = int(offsets[index + 1]) - 1
+        flat[end - len(found) : end] = torch.from_numpy(np.array(found, np.float32))
+    return torch.nested.nested_tensor_from_jagged(flat, offsets)
 
 
 def _metrics(report: StepReport) -> Mapping[str, list[float]]:
-    found = {name: getattr(report, field) for name, field in _SHOWN.items()}
+    found = {name: getattr(report, name_here) for name, name_here in _SHOWN.items()}
     return {name: [float(value)] for name, value in found.items() if value is not None}
-
-
-def _schedule_of(optim: Any) -> tuple[Any, Any]:
-    """verl's schedule of learning rates, over an optimizer of one number that is never used."""
-    rate = 0.0 if optim is None else optim.lr
-    optimizer = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=rate)
-    if optim is None:
-        return optimizer, get_constant_schedule_with_warmup(optimizer, num_warmup_steps=0)
-    warmup, total = optim.lr_warmup_steps, optim.total_training_steps
-    if warmup is None or warmup <= 0:
-        warmup = int(optim.lr_warmup_steps_ratio * total)
-    if optim.lr_scheduler_type == "constant":
-        return optimizer, get_constant_schedule_with_warmup(optimizer, num_warmup_steps=warmup)
-    return optimizer, get_cosine_schedule_with_warmup(
-        optimizer=optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=total,
-        min_lr_ratio=optim.min_lr_ratio,
-        num_cycles=optim.num_cycles,
-        zero_indexed_step=optim.zero_indexed_step,
-    )

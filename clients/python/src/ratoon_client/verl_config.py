@@ -1,13 +1,12 @@
 """verl's ActorConfig as the loss and the step of an Update. Imports neither verl nor torch.
 
-In: an ActorConfig and an FSDPOptimizerConfig. Out: `Loss`, `Optim` and `AdamW`. Invariant: a loss
-that an Update cannot express exactly is refused by the field's name.
+In: an ActorConfig with its optimizer and engine, and a model's configuration. Out: `Loss`, `Optim`
+and `AdamW`. Invariant: what an Update cannot express exactly is refused by the setting's full name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -24,70 +23,89 @@ LOSS_MODES: Mapping[str, str] = MappingProxyType(
         "cispo": "cispo",
     }
 )
-# Loss modes without a counterpart, and why.
-REFUSED_MODES: Mapping[str, str] = MappingProxyType(
+# `loss_agg_mode`, and what `token_weight` and `divide_by` it is.
+AGGREGATIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "dppo_tv": "its mask is by the total variation of a token",
-        "dppo_kl": "its mask is by the divergence of a token",
-        "clip_cov": "it clips random tokens of a micro-batch",
-        "kl_cov": "it chooses tokens by their covariance in a micro-batch",
-        "geo_mean": "its ratio is a geometric mean of clipped ones",
-        "dro": "it has a quadratic penalty of the log-ratio",
-        "bypass_mode": "its correction is computed within the loss",
+        "token-mean": ("per_token", "tokens"),
+        "token-sum": ("per_token", "none"),
+        "seq-mean-token-sum": ("per_token", "sequences"),
+        "seq-mean-token-mean": ("per_sequence", "sequences"),
+        "seq-mean-token-sum-norm": ("per_token", "constant"),
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Aggregation:
-    """What a `loss_agg_mode` is of an Update."""
-
-    token_weight: str
-    divide_by: str
-
-
-AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
-    {
-        "token-mean": Aggregation("per_token", "tokens"),
-        "token-sum": Aggregation("per_token", "none"),
-        "seq-mean-token-sum": Aggregation("per_token", "sequences"),
-        "seq-mean-token-mean": Aggregation("per_sequence", "sequences"),
-        "seq-mean-token-sum-norm": Aggregation("per_token", "constant"),
-    }
-)
+# `kl_loss_type`, and the estimator; one with "+" has the gradient of k2.
 KL_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        "kl": "k1",
-        "k1": "k1",
-        "k1+": "k1_plus",
-        "kl+": "k1_plus",
-        "mse": "k2",
-        "k2": "k2",
-        "k2+": "k2",
-        "mse+": "k2",
-        "low_var_kl": "k3",
-        "k3": "k3",
-        "k3+": "k3_plus",
-        "low_var_kl+": "k3_plus",
+        **dict.fromkeys(("kl", "k1"), "k1"),
+        **dict.fromkeys(("kl+", "k1+"), "k1_plus"),
+        **dict.fromkeys(("mse", "k2", "mse+", "k2+"), "k2"),
+        **dict.fromkeys(("low_var_kl", "k3"), "k3"),
+        **dict.fromkeys(("low_var_kl+", "k3+"), "k3_plus"),
     }
 )
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+        **dict.fromkeys(("float32", "fp32"), "float32"),
+    }
+)
+
+
+def check_actor(actor: Any) -> None:
+    """Check an ActorConfig. Raises InvalidArgumentError naming the first setting that is refused.
+
+    One that only runs forward, as a reference does, steps no optimizer.
+    """
+    _chosen("fsdp_config.dtype", str(actor.engine.dtype), DTYPES)
+    for name, is_on in (
+        ("fsdp_config.qat.enable", actor.engine.qat.enable),
+        ("calculate_sum_pi_squared", actor.calculate_sum_pi_squared),
+        ("freeze_vision_tower", actor.freeze_vision_tower),
+    ):
+        if is_on:
+            raise _refused(name, True, "False: the service has no counterpart")
+    loss_of(actor)
+    if not actor.engine.forward_only:
+        adamw_of(actor.optim)
+
+
+def check_model(model: Any) -> None:
+    """Check a model's configuration. Raises InvalidArgumentError, as `check_actor` does."""
+    lora, mtp = model.get("lora") or {}, model.get("mtp") or {}
+    for name, value in (
+        ("lora_rank", model.get("lora_rank")),
+        ("lora.rank", lora.get("rank")),
+        ("lora_adapter_path", model.get("lora_adapter_path")),
+        ("mtp.enable", mtp.get("enable")),
+    ):
+        if value:
+            raise _refused(name, value, "none: every parameter of the folder is trained", "model")
+    # How verl's own engine computes attention.
+    other = set(model.get("override_config") or {}) - {"attn_implementation"}
+    if other:
+        expected = "attn_implementation alone: the service reads config.json of model.path"
+        raise _refused("override_config", sorted(other), expected, "model")
+
+
+def check_processes(num_processes: int) -> None:
+    """Check how many processes train. Raises InvalidArgumentError for several."""
+    if num_processes > 1:
+        expected = "1, with nnodes 1: policy_options.parallel has the policy's GPUs"
+        raise InvalidArgumentError("trainer.n_gpus_per_node", str(num_processes), expected)
 
 
 def loss_of(actor: Any) -> Loss:
     """The loss of a mini-batch, whose advantages, old and reference log-probs are `given`.
 
     Raises:
-        InvalidArgumentError: A field of the ActorConfig has no counterpart; it is named.
+        InvalidArgumentError: A field of the ActorConfig has no counterpart.
     """
-    mode = str(actor.policy_loss.get("loss_mode", "vanilla"))
-    kind = LOSS_MODES.get(mode)
-    if kind is None:
-        why = REFUSED_MODES.get(mode, "it is a loss of its own")
-        raise _refused("policy_loss.loss_mode", mode, f"{' or '.join(LOSS_MODES)}: {why}")
-    options: dict[str, Any] = {}
+    mode = actor.policy_loss.get("loss_mode", "vanilla")
+    kind = _chosen("policy_loss.loss_mode", mode, LOSS_MODES)
     low, high = actor.clip_ratio_low, actor.clip_ratio_high
     low = actor.clip_ratio if low is None else low
     high = actor.clip_ratio if high is None else high
+    options: dict[str, Any] = {}
     if kind in ("ppo_clip", "gspo"):
         options |= {"clip_low": low, "clip_high": high}
     elif kind == "cispo":
@@ -98,18 +116,24 @@ def loss_of(actor: Any) -> Loss:
         if actor.clip_ratio_c <= 1 + high:
             raise _refused("clip_ratio_c", actor.clip_ratio_c, "above 1 + clip_ratio_high")
         options["dual_clip"] = actor.clip_ratio_c
+    if kind == "sapo" and actor.loss_agg_mode != "seq-mean-token-mean":
+        expected = "seq-mean-token-mean: sapo takes this mean whatever the mode is"
+        raise _refused("loss_agg_mode", actor.loss_agg_mode, expected)
     if kind != "reinforce":
         options["old_logprobs"] = "given"
     if actor.use_kl_loss:
-        if actor.kl_loss_type not in KL_TYPES:
-            raise _refused("kl_loss_type", actor.kl_loss_type, " or ".join(KL_TYPES))
-        options["kl"] = Kl(cast("Any", KL_TYPES[actor.kl_loss_type]), actor.kl_loss_coef, "given")
+        estimator = _chosen("kl_loss_type", actor.kl_loss_type, KL_TYPES)
+        options["kl"] = Kl(cast("Any", estimator), actor.kl_loss_coef, "given")
     if actor.entropy_coeff:
         options["entropy_coefficient"] = actor.entropy_coeff
+    token_weight, divide_by = _aggregation(actor)
+    if divide_by == "constant" and actor.loss_scale_factor is None:
+        expected = "a number: without it the loss depends on the width of the padding"
+        raise _refused("loss_scale_factor", None, expected)
     return Loss(
         cast("Any", kind),
         advantage="given",
-        token_weight=cast("Any", _aggregation(actor).token_weight),
+        token_weight=cast("Any", token_weight),
         drop_zero_variance_groups=False,
         # Means over sequences are over all rows there.
         count_untrained=True,
@@ -117,27 +141,12 @@ def loss_of(actor: Any) -> Loss:
     )
 
 
-def _aggregation(actor: Any) -> Aggregation:
-    chosen = AGGREGATIONS.get(actor.loss_agg_mode)
-    if chosen is None:
-        raise _refused("loss_agg_mode", actor.loss_agg_mode, " or ".join(AGGREGATIONS))
-    if actor.policy_loss.get("loss_mode", "vanilla") == "sapo" and actor.loss_agg_mode != (
-        "seq-mean-token-mean"
-    ):
-        expected = "seq-mean-token-mean: sapo takes this mean whatever the mode is"
-        raise _refused("loss_agg_mode", actor.loss_agg_mode, expected)
-    if chosen.divide_by == "constant" and actor.loss_scale_factor is None:
-        expected = "a number: without it the loss depends on the width of the padding"
-        raise _refused("loss_scale_factor", None, expected)
-    return chosen
-
-
-def optim_of(actor: Any, optim: Any, *, learning_rate: float) -> Optim:
+def optim_of(actor: Any, *, learning_rate: float) -> Optim:
     """The step of a mini-batch; `learning_rate` is the schedule's."""
-    divide_by = _aggregation(actor).divide_by
+    _, divide_by = _aggregation(actor)
     return Optim(
         learning_rate=learning_rate,
-        max_grad_norm=optim.clip_grad,
+        max_grad_norm=actor.optim.clip_grad,
         divide_by=cast("Any", divide_by),
         divide_constant=float(actor.loss_scale_factor) if divide_by == "constant" else None,
         # Its optimizer steps by moments and weight decay whatever the gradient is.
@@ -151,10 +160,8 @@ def adamw_of(optim: Any) -> AdamW:
     Raises:
         InvalidArgumentError: `optimizer`, `optimizer_impl` or an override names another one.
     """
-    if optim.optimizer != "AdamW":
-        raise _refused("optim.optimizer", optim.optimizer, "AdamW: the service steps it")
-    if optim.optimizer_impl != "torch.optim":
-        raise _refused("optim.optimizer_impl", optim.optimizer_impl, "torch.optim")
+    _chosen("optim.optimizer", optim.optimizer, {"AdamW": ""})
+    _chosen("optim.optimizer_impl", optim.optimizer_impl, {"torch.optim": ""})
     other = dict(optim.override_optimizer_config or {})
     eps = other.pop("eps", 1e-8)
     if other:
@@ -163,5 +170,15 @@ def adamw_of(optim: Any) -> AdamW:
     return AdamW(beta1=beta1, beta2=beta2, eps=eps, weight_decay=optim.weight_decay, decay="all")
 
 
-def _refused(field: str, got: object, expected: str) -> InvalidArgumentError:
-    return InvalidArgumentError(field, repr(got), expected)
+def _aggregation(actor: Any) -> tuple[str, str]:
+    return _chosen("loss_agg_mode", actor.loss_agg_mode, AGGREGATIONS)
+
+
+def _chosen(name: str, value: str, known: Mapping[str, Any]) -> Any:
+    if value not in known:
+        raise _refused(name, value, " or ".join(known))
+    return known[value]
+
+
+def _refused(name: str, got: object, expected: str, part: str = "actor") -> InvalidArgumentError:
+    return InvalidArgumentError(f"actor_rollout_ref.{part}.{name}", repr(got), expected)
