@@ -175,5 +175,5 @@ def make_batch(prompts: Sequence[Sequence[int]], num_each: int, length: int, see
             "old_log_probs": -4.1 + 0.3 * normal(),
             "ref_log_prob": -4.1 + 0.3 * normal(),
         },
-        meta_info={"temperature": 1.0},
+        meta_info={"temperature": 1.0, "global_token_num": attention_mask.sum(-1).tolist()},
     )
