@@ -24,6 +24,7 @@ RATOON = f"{ACTOR}._target_=ratoon_client.verl.RatoonActorConfig"
 FSDP = (
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.model.use_remove_padding=False",
+    f"{ACTOR}.strategy=fsdp2",
     f"{ACTOR}.fsdp_config.use_torch_compile=False",
 )
 
@@ -57,6 +58,8 @@ def _use_cpu() -> None:
             max_memory_reserved=lambda: 0,
             memory_allocated=lambda: 0,
             memory_reserved=lambda: 0,
+            mem_get_info=lambda: (0, 1),
+            get_device_name=lambda *_: "CPU",
             is_available=lambda: False,
             synchronize=lambda *_: None,
             empty_cache=lambda: None,

@@ -50,8 +50,6 @@ _STATE_FILE = "ratoon.json"
 _GIVEN = {"old_log_probs": "old_logprobs", "ref_log_prob": "reference_logprobs"}
 _SHOWN = {
     "actor/pg_loss": "policy_gradient_loss",
-    "actor/pg_clipfrac": "clip_fraction_high",
-    "actor/pg_clipfrac_lower": "clip_fraction_low",
     "actor/entropy_loss": "entropy",
     "kl_loss": "kl",
     "ratoon/packed_tokens": "packed_tokens",
@@ -158,7 +156,7 @@ class RatoonEngine(BaseEngine):
         actor = _actor_config(loss_function)
         loss = loss_of(actor)
         rows = rows_of(data, with_values=True, kind=str(loss.kind))
-        asked = data.get("global_batch_size", len(rows))
+        asked = tensordict_utils.get(data, "global_batch_size", len(rows))
         if int(asked) != len(rows):
             raise InvalidArgumentError("global_batch_size", str(asked), f"{len(rows)}, the rows")
         assert self._schedule is not None, "verl trains no engine that only runs forward"
@@ -385,4 +383,6 @@ def _nested(offsets: Tensor, order: Sequence[int], values: Sequence[Any]) -> Ten
 
 def _metrics(report: StepReport) -> Mapping[str, list[float]]:
     found = {name: getattr(report, name_here) for name, name_here in _SHOWN.items()}
+    low, high = report.clip_fraction_low, report.clip_fraction_high
+    found["actor/pg_clipfrac"] = None if low is None or high is None else low + high
     return {name: [float(value)] for name, value in found.items() if value is not None}
