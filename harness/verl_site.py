@@ -19,6 +19,7 @@ from typing import Any
 
 SITE = Path(__file__).parents[1] / ".venv-verl"
 ACTOR = "actor_rollout_ref.actor"
+FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 RATOON = f"{ACTOR}._target_=ratoon_client.verl.RatoonActorConfig"
 # verl's own engine where there is no flash attention.
 FSDP = (
@@ -109,7 +110,8 @@ def run_config(folder: Path, *settings: str) -> Any:
 
     base = (
         f"actor_rollout_ref.model.path={folder}",
-        f"{ACTOR}.fsdp_config.dtype=float32",
+        f"+{ACTOR}.fsdp_config.mixed_precision={FLOAT32}",
+        f"+actor_rollout_ref.ref.fsdp_config.mixed_precision={FLOAT32}",
         f"{ACTOR}.use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.name=vllm",

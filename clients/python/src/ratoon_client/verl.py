@@ -35,11 +35,11 @@ from ratoon_client.config import default_url
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.rollouts import Row, groups_of, rollout
 from ratoon_client.verl_config import (
-    DTYPES,
     adamw_of,
     check_actor,
     check_model,
     check_processes,
+    dtype_of,
     loss_of,
     optim_of,
 )
@@ -133,7 +133,7 @@ class RatoonEngine(BaseEngine):
         if self._session is None:
             options: dict[str, Any] = {
                 "optimizer": adamw_of(self.optimizer_config) if self._is_trained else None,
-                "dtype": DTYPES[str(self._actor.engine.dtype)],
+                "dtype": dtype_of(self._actor.engine),
                 **self._actor.policy_options,
             }
             if options.get("model_folder") is None:

@@ -43,7 +43,7 @@ KL_TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("low_var_kl+", "k3+"), "k3_plus"),
     }
 )
-DTYPES: Mapping[str, str] = MappingProxyType(
+_DTYPES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
         **dict.fromkeys(("float32", "fp32"), "float32"),
@@ -56,7 +56,7 @@ def check_actor(actor: Any) -> None:
 
     One that only runs forward, as a reference does, steps no optimizer.
     """
-    _chosen("fsdp_config.dtype", str(actor.engine.dtype), DTYPES)
+    dtype_of(actor.engine)
     for name, is_on in (
         ("fsdp_config.qat.enable", actor.engine.qat.enable),
         ("calculate_sum_pi_squared", actor.calculate_sum_pi_squared),
@@ -92,6 +92,13 @@ def check_processes(num_processes: int) -> None:
     if num_processes > 1:
         expected = "1, with nnodes 1: policy_options.parallel has the policy's GPUs"
         raise InvalidArgumentError("trainer.n_gpus_per_node", str(num_processes), expected)
+
+
+def dtype_of(engine: Any) -> str:
+    """The policy's dtype: what verl's engine computes in, and else what it should."""
+    mixed = engine.mixed_precision or {}
+    name = "mixed_precision.param_dtype" if "param_dtype" in mixed else "dtype"
+    return _chosen(f"fsdp_config.{name}", str(mixed.get("param_dtype", engine.dtype)), _DTYPES)
 
 
 def loss_of(actor: Any) -> Loss:
