@@ -1,8 +1,8 @@
 """`make bench-verl`: updates of verl's own actor and of the service's, on the same batches.
 
-Both are verl's worker in this process, called as its trainer calls it, in turns. verl's own is FSDP2
-with sdpa, which pads the rows of a micro-batch where there is no flash attention; the service's
-does the update in a service on this machine, wire included. Both have float32 and two threads.
+Both are verl's worker in this process, called as its trainer calls it, in turns. verl's own is
+FSDP2 with sdpa, which pads the rows of a micro-batch where there is no flash attention; the other
+has the update done by a service on this machine, wire included. Both are float32 with two threads.
 
     python -m benchmarks.service.verl --out benchmarks/results/cpu/verl.json
     python -m benchmarks.service.verl --report FILE --markdown docs/performance.md

@@ -104,6 +104,8 @@ class RatoonEngine(BaseEngine):
         InvalidArgumentError: The model has no counterpart, or there are several processes.
     """
 
+    is_param_offload_enabled = is_optimizer_offload_enabled = False
+
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
     ) -> None:
@@ -266,19 +268,6 @@ class RatoonEngine(BaseEngine):
 
     def eval_mode(self, **kwargs: Any) -> AbstractContextManager[Any]:
         return BaseEngineCtx(self, "eval", **kwargs)  # pyright: ignore[reportReturnType]
-
-    def to(
-        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
-    ) -> None:
-        """Nothing: this process has no parameters."""
-
-    @property
-    def is_param_offload_enabled(self) -> bool:
-        return False
-
-    @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        return False
 
     def get_data_parallel_size(self) -> int:
         return 1
