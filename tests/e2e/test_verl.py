@@ -44,10 +44,10 @@ def _run(url: str, folder: Path, out: Path) -> None:
 
     page = PAGE.read_text(encoding="utf-8")
     settings = re.findall(r"^ {4,8}(\+?[a-z_]+\.\S+=\S+)", page, re.MULTILINE)
-    assert len(settings) == 5
+    assert len(settings) == 6
     *run, options = settings
     run = [setting.replace("grpc://127.0.0.1:8443", url) for setting in run]
-    assert sum(url in setting for setting in run) == 1
+    assert sum(url in setting for setting in run) == 2
     config = run_config(folder, *run, *TRAINED, options)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.policy_options == {"parallel": Parallel(num_workers=4)}
