@@ -33,7 +33,7 @@ FSDP = (
 @contextmanager
 def verl_on_path() -> Iterator[None]:
     """verl behind everything else, for a while: torch and transformers are those of .venv, and what
-    Ray starts for others does not see its packages. This is the only process of a worker group."""
+    Ray starts for others does not see its packages."""
     sys.path.insert(0, str(SITE))
     try:
         # hydra needs another one than .venv has.
@@ -41,8 +41,7 @@ def verl_on_path() -> Iterator[None]:
 
         sys.path.append(sys.path.pop(0))
         _use_cpu()
-        with _only_process():
-            yield
+        yield
     finally:
         sys.path.remove(str(SITE))
 
@@ -76,8 +75,8 @@ def _use_cpu() -> None:
 
 
 @contextmanager
-def _only_process() -> Iterator[None]:
-    """The variables and the process group that verl gives a worker."""
+def worker_group() -> Iterator[None]:
+    """This process alone, with the variables and the process group that verl gives a worker."""
     import torch
 
     with socket.socket() as free:

@@ -20,7 +20,16 @@ from benchmarks.common.command import make_parser, run_figures
 from benchmarks.common.document import figure_lines, write_section
 from harness.environment import describe
 from harness.service import Service
-from harness.verl_site import ACTOR, FSDP, RATOON, Run, make_batch, run_config, verl_on_path
+from harness.verl_site import (
+    ACTOR,
+    FSDP,
+    RATOON,
+    Run,
+    make_batch,
+    run_config,
+    verl_on_path,
+    worker_group,
+)
 
 BEGIN = "<!-- verl: written by benchmarks/service/verl.py -->"
 END = "<!-- end of verl -->"
@@ -69,7 +78,7 @@ def _updates(folder: Path, url: str, updates: int, seed: int) -> dict[str, list[
         f"{ACTOR}.optim.lr=1e-5",
     )
     taken: dict[str, list[dict[str, float]]] = {"verl": [], "ratoon": []}
-    with verl_on_path():
+    with verl_on_path(), worker_group():
         runs = {
             "verl": Run(run_config(folder, *FSDP, *common)),
             "ratoon": Run(run_config(folder, RATOON, f"+{ACTOR}.ratoon_url={url}", *common)),

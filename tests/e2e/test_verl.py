@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.verl_site import FSDP, Run, make_batch, run_config, verl_on_path
+from harness.verl_site import FSDP, Run, make_batch, run_config, verl_on_path, worker_group
 from ratoon_client import Parallel, RatoonClient
 from tests.running_service import Service
 from tests.train.test_verl import NEEDS_VERL
@@ -34,7 +34,7 @@ TRAINED = (
 def test_verls_worker_trains_a_policy_as_it_trains_its_own(
     service: Service, tmp_path: Path
 ) -> None:
-    with verl_on_path():
+    with verl_on_path(), worker_group():
         _run(f"grpc://{service.addresses.grpc}", write_model(tmp_path / "model"), tmp_path / "out")
 
 
