@@ -20,7 +20,9 @@ from tests.trl_site import write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.more, NEEDS_VERL]
 PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
-PROMPTS = ((25, 26, 27), (29, 28), (30, 31, 32, 33), (40, 41))
+FIRST, SECOND, THIRD, LAST = (25, 26, 27), (29, 28), (30, 31, 32, 33), (40, 41)
+# Rollouts of a prompt are not neighbours.
+ROWS = (FIRST, SECOND, FIRST, SECOND, THIRD, LAST, THIRD, LAST)
 # Two mini-batches of a batch.
 TRAINED = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -113,7 +115,7 @@ def _assert_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def _batch(seed: int) -> Any:
-    return make_batch(PROMPTS, 2, 6, seed)
+    return make_batch(ROWS, 1, 6, seed)
 
 
 def _weights(run: Run) -> dict[str, Any]:
