@@ -23,7 +23,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more test-slow lint type audit fmt release lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-wires bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl env-compat env-cookbook compat
+	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-wires bench-verl bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl env-verl env-compat env-cookbook compat
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -38,7 +38,7 @@ NO_GPU = not gpu and not multigpu
 test: env-dev ## run the tests of the product, in twenty minutes on two cores
 	@$(PYTEST) $(ARGS)
 
-test-more: env-dev env-trl ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a fifth of it a commit
+test-more: env-dev env-trl env-verl env-compat ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a fifth of it a commit
 	@$(PYTEST) -m "more and not slow and $(NO_GPU)" $(ARGS)
 
 compat: env-dev env-compat ## run every call of five Tinker SDKs; writes docs/tinker-compat.md
@@ -101,6 +101,9 @@ bench-see: env-dev ## what reports, the history of steps and an open page cost; 
 bench-wires: env-cookbook ## recipes of the Tinker cookbook, unmodified, against this service; 5 minutes
 	@$(BIN)/python -m benchmarks.service.wires --out benchmarks/results/cpu/wires.json $(ARGS)
 
+bench-verl: env-dev env-verl ## updates of verl's actor and of the service's on the same batches; 5 minutes
+	@$(BIN)/python -m benchmarks.service.verl --out benchmarks/results/cpu/verl.json $(ARGS)
+
 bench-scale: env ## simulate an update on 8 to 4,096 GPUs, from what was measured
 	@$(BIN)/python -m benchmarks.scale.main --out benchmarks/results/cpu/scale.json $(ARGS)
 
@@ -139,7 +142,7 @@ down: ## stop them
 	docker compose --profile '*' down
 
 clean: ## remove the environments and every cache
-	rm -rf .venv .venv-proto .venv-trl .compat .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
+	rm -rf .venv .venv-proto .venv-trl .venv-verl .compat .pytest_cache .ruff_cache .hypothesis .import_linter_cache .schemathesis
 	find $(DISTRIBUTIONS) tests benchmarks harness -name __pycache__ -prune -exec rm -rf {} +
 	find $(DISTRIBUTIONS) -name '*.egg-info' -prune -exec rm -rf {} +
 
@@ -161,6 +164,9 @@ env-compat: env-dev ## install SDKs of the Tinker API, a folder each
 
 env-cookbook: env-trl env-compat ## install the cookbook of the Tinker API beside them
 	+@$(call LOCKED,.compat) .compat/cookbook/.stamp
+
+env-verl: env-dev ## install verl beside .venv, whose torch and transformers it uses
+	+@$(call LOCKED,.venv-verl) .venv-verl/.stamp
 
 define REQUIRE_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -184,9 +190,9 @@ $(STAMPS)/env-dev: $(STAMPS)/env requirements-dev.txt
 	@$(PIP) -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
-# Without their dependencies: TRL's are in .venv, but for those that the file names.
-.venv-trl/.stamp: requirements-trl.txt
-	@$(PIP) --no-deps --upgrade --target .venv-trl -r $<
+# Without their dependencies: those of TRL and verl are in .venv, but for those that the files name.
+.venv-trl/.stamp .venv-verl/.stamp: .venv-%/.stamp: requirements-%.txt
+	@$(PIP) --no-deps --upgrade --target .venv-$* -r $<
 	@touch $@
 
 .compat/tinker-%/.stamp: requirements-compat.txt

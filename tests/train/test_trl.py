@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class LocalPolicy:
     """What a trainer's session is to it; `version` counts the steps that were taken."""
 
-    def __init__(self, folder: Path, args: Any) -> None:
+    def __init__(self, folder: Path, optimizer: Any) -> None:
         self.version = 0
         self.trainer = Trainer.create(
             TrainerSpec(
@@ -65,7 +65,7 @@ class LocalPolicy:
                     dtype=ModelDtype.FLOAT32,
                     seed=0,
                 ),
-                optimizer=adamw_of(args),
+                optimizer=optimizer,
                 deterministic=True,
                 micro_batch_tokens=1024,
                 keep_reference=False,
@@ -152,7 +152,7 @@ def _local() -> Any:
         def _begin(self) -> None:
             if self._session is None:
                 folder = Path(self.accelerator.unwrap_model(self.model).name_or_path)
-                self._session = LocalPolicy(folder, self.args)
+                self._session = LocalPolicy(folder, adamw_of(self.args))
 
         def _pull(self, version: int) -> None:
             assert version == self._session.version

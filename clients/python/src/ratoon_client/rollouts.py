@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -209,3 +209,18 @@ def _spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
         )
         for index, span in enumerate(all_of("version_spans", spans, VersionSpan))
     )
+
+
+# A rollout with the tokens of its prompt.
+Row = tuple[tuple[int, ...], Rollout]
+
+
+def groups_of(rows: Iterable[Row], *, name: str) -> list[Group]:
+    """Groups of the rollouts of each prompt, whatever micro-batch and process they were in."""
+    found: dict[tuple[int, ...], list[Rollout]] = {}
+    for prompt, made in rows:
+        found.setdefault(prompt, []).append(made)
+    return [
+        group(f"{name}-{index}", prompt, rollouts)
+        for index, (prompt, rollouts) in enumerate(found.items())
+    ]

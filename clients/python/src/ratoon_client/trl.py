@@ -29,7 +29,7 @@ from ratoon_client.blocking import PolicySession, RatoonClient
 from ratoon_client.config import DEFAULT_URL
 from ratoon_client.errors import InvalidArgumentError, RatoonClientError
 from ratoon_client.grpo_config import adamw_of, check_config, loss_of, optim_of
-from ratoon_client.rollouts import Group, Rollout, group, rollout
+from ratoon_client.rollouts import Row, groups_of, rollout
 from ratoon_client.values import PolicyOptions
 from ratoon_client.weights.hf_module import ModuleAdapter
 from ratoon_proto.types import StepResult
@@ -43,7 +43,6 @@ _PER_TOKEN = {
     "ref_per_token_logps": "reference_logprobs",
     "sampling_per_token_logps": "sampler_logprobs",
 }
-Row = tuple[tuple[int, ...], Rollout]
 
 
 class RatoonGRPOTrainer(GRPOTrainer):
@@ -307,17 +306,6 @@ def _sampler_values(values: Mapping[str, Any]) -> dict[str, Any]:
         return {"sampler_logprobs": None}
     known = np.where(is_known, given, old)
     return {"sampler_logprobs": known, "sampler_logprobs_kind": "processed"}
-
-
-def groups_of(rows: Iterable[Row], *, name: str) -> list[Group]:
-    """Groups of the rollouts of each prompt, whatever micro-batch and process they were in."""
-    found: dict[tuple[int, ...], list[Rollout]] = {}
-    for prompt, made in rows:
-        found.setdefault(prompt, []).append(made)
-    return [
-        group(f"{name}-{index}", prompt, rollouts)
-        for index, (prompt, rollouts) in enumerate(found.items())
-    ]
 
 
 class _NoOptimizer(torch.optim.Optimizer):
