@@ -33,7 +33,7 @@ from tinker_cookbook.rl.types import (  # pyright: ignore[reportMissingImports]
 )
 from tinker_cookbook.tokenizer_utils import get_tokenizer  # pyright: ignore[reportMissingImports]
 
-PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 8, 90, 12
+PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 8, 90, 11
 GROUPS, GROUP, MAX_TOKENS = 4, 8, 8
 HELD_OUT, FIRST_HELD_OUT = 8, 10_000
 RENDERER = "role_colon"
