@@ -118,7 +118,10 @@ class WeightsCopy:
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files of the last copied values over the existing ones; rank 0 also
-        writes the other files, or links those of an earlier version. Returns the weight files' digests by name."""
+        writes the other files, or links those of an earlier version.
+
+        Returns the digests of the weight files by name.
+        """
         digests = write_files(folder, self._content, self._wait, self._model.sizes.num_on_host)
         if self._rank:
             return digests
