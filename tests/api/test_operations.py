@@ -104,7 +104,8 @@ async def test_a_bad_rollout_costs_the_call_or_itself(api: Api, wire_name: str, 
     request.batch.groups[1].rollouts[0].sampler_logprobs.CopyFrom(
         requests.floats([float("nan"), -1.0])
     )
-    for action in (training_pb2.BAD_ROLLOUT_ACTION_UNSPECIFIED, 1):
+    refuse = training_pb2.BAD_ROLLOUT_ACTION_REFUSE
+    for action in (training_pb2.BAD_ROLLOUT_ACTION_UNSPECIFIED, refuse):
         request.on_bad_rollout = action
         refused = await refused_by(wire, call, request)
         assert refused.detail.field == "groups[1].rollouts[0].sampler_logprobs[0]"

@@ -42,8 +42,9 @@ def export(model: PolicyModel, folder: Path) -> list[str]:
     folder.mkdir()
     digests = export_weights(model, folder)
     paths = [path for path in folder.rglob("*") if path.is_file()]
-    assert digests == {str(path.relative_to(folder)): digest_file(path) for path in paths}
-    return sorted(digests)
+    names = sorted(str(path.relative_to(folder)) for path in paths)
+    assert digests == {n: digest_file(folder / n) for n in names if n.endswith(".safetensors")}
+    return names
 
 
 def reload(folder: Path) -> nn.Module:

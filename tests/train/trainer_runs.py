@@ -88,6 +88,7 @@ def bad_groups() -> tuple[list[RawGroup], list[RawGroup]]:
         return builders.dressed(raw, rng, outcome="reward", with_logprobs=True)
 
     def nan(raw: RawRollout) -> RawRollout:
+        assert raw.sampler_logprobs is not None
         return replace(raw, sampler_logprobs=raw.sampler_logprobs * np.float32("nan"))
 
     good = [[one() for _ in range(num)] for num in (3, 1, 0, 3, 3)]

@@ -118,13 +118,15 @@ class WeightsCopy:
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files of the last copied values over the existing ones; rank 0 also
-        writes the other files, or links those of an earlier version. Returns digests by name."""
+        writes the other files, or links those of an earlier version.
+
+        Returns the digests of the weight files by name.
+        """
         digests = write_files(folder, self._content, self._wait, self._model.sizes.num_on_host)
         if self._rank:
             return digests
         for name, content in self._rest.items():
-            digests[name] = digest_bytes(content)
-            if not link_earlier(folder, name, digests[name]):
+            if not link_earlier(folder, name, digest_bytes(content)):
                 (folder / name).write_bytes(content)
         aside = self._model.base.aside
         if aside is not None:
@@ -192,7 +194,7 @@ class WeightsCopy:
 def export_weights(model: PolicyModel, folder: Path) -> dict[str, str]:
     """Write the current weights to `folder`, overwriting its weight files, if any.
 
-    Returns the digests of the files by name.
+    Returns the digests of the weight files by name.
     """
     copy = WeightsCopy(model)
     copy.take()

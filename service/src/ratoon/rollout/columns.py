@@ -146,9 +146,11 @@ def token_column(
     needs_S = length_S > 0 if mask_J is None else fields.count_tokens(mask_J) > 0
     parts: list[NDArray[np.floating]] = []
     for s, value in enumerate(values):
-        if value is not None:
+        if value is None:
+            parts.append(np.zeros(length_S[s], np.float32))
+        else:
             _check_values_array(value, name, s, fields)
-        parts.append(np.zeros(length_S[s], np.float32) if value is None else value)
+            parts.append(value)
     is_given_S = np.array([value is not None for value in values])
     if not (is_given_S & needs_S).any():
         return None
