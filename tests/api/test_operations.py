@@ -480,7 +480,7 @@ async def test_a_key_lists_operations_of_its_own_policies(
 def _submission(seq: int) -> Submission:
     command = UpdateCommand(
         loss=LossConfig("grpo"),
-        optim=OptimStepConfig(1e-3),
+        optim=OptimStepConfig(learning_rate=1e-3),
         expected_version=None,
         body_digest=f"{seq}",
     )

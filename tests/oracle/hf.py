@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path as FilePath
 from typing import Any, cast
+from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -212,10 +212,11 @@ def in_double(model: nn.Module) -> Any:
 @contextmanager
 def double_names() -> Iterator[None]:
     """Inside, torch's names of float32, where they are looked up, are float64's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "float32", torch.float64)
-        patch.setattr(torch, "float", torch.float64)
-        patch.setattr(Tensor, "float", Tensor.double)
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(Tensor, "float", Tensor.double),
+    ):
         yield
 
 

@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 import psutil
 import torch
+import xxhash
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
@@ -42,7 +43,6 @@ from ratoon.model.safetensors_files import (
 )
 from ratoon.model.spec import PresetBase
 from ratoon.model.support import CONFIG_NAME, wrapper_of
-from ratoon.stream.files import digest_bytes
 
 _ADAPTER_NAME = "adapter_model.safetensors"
 
@@ -126,7 +126,7 @@ class WeightsCopy:
         if self._rank:
             return digests
         for name, content in self._rest.items():
-            if not link_earlier(folder, name, digest_bytes(content)):
+            if not link_earlier(folder, name, xxhash.xxh3_128_hexdigest(content)):
                 (folder / name).write_bytes(content)
         aside = self._model.base.aside
         if aside is not None:

@@ -70,7 +70,7 @@ _PUBLISHED_FILES = (
     "vocab.txt",
 )
 _MAX_PUBLISHED_BYTES = 2**26
-# Of all published files together.
+# All published files may have so many together.
 _MAX_TOTAL_BYTES = 2**27
 _TEMPLATE = re.compile(r"[a-zA-Z0-9._-]{1,128}\.jinja")
 _MAX_TEMPLATES = 64
