@@ -19,6 +19,7 @@ from ratoon_client import (
     Loss,
     Optim,
     RatoonApiError,
+    Schedule,
     Segment,
     Staleness,
     VersionSpan,
@@ -245,7 +246,13 @@ def test_scalars_of_numpy_and_torch_are_taken():
 @pytest.mark.parametrize(
     ("build", "field"),
     [
-        (lambda: optim_message(Optim(learning_rate=None)), "optim.learning_rate"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: policy_spec_message(
+                "p",
+                {"optimizer": AdamW(schedule=Schedule("cosine", None))},  # pyright: ignore[reportArgumentType]
+            ),
+            "optimizer.schedule.learning_rate",
+        ),
         (lambda: loss_message(Loss("grpo", kl=Kl("k3", None, "given"))), "loss.kl.coefficient"),  # pyright: ignore[reportArgumentType]
     ],
 )
