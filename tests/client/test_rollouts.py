@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ratoon_client import (
+    AdamW,
     FromForward,
     InvalidArgumentError,
     Kl,
