@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.common.command import make_parser, run_figures
 from benchmarks.common.document import figure_lines, write_section
@@ -100,7 +100,7 @@ def write_folder(work: Path, models: Path, seed: int) -> None:
     from ratoon.model.presets import byte_tokenizer, preset_config
 
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(preset_config("tiny")).save_pretrained(models / MODEL)
+    Qwen3ForCausalLM(cast("Any", preset_config("tiny"))).save_pretrained(models / MODEL)
     byte_tokenizer().save_pretrained(models / MODEL)
     work.mkdir()
     (work / "Qwen").symlink_to(models / "Qwen")

@@ -57,7 +57,7 @@ for site in sites:
 
 
 def test_calls_of_every_sdk(service: Service, pytestconfig: pytest.Config) -> None:
-    found = dict(zip(VERSIONS, _calls(service), strict=True))
+    found = dict[str, dict[str, str]](zip(VERSIONS, _calls(service), strict=True))
     for version, calls in found.items():
         assert not [call for call in calls.items() if call[1].startswith("fails")], version
     page = _page(found)

@@ -329,7 +329,7 @@ def check_step(pair: Pair, optim: OptimStepConfig, *, divide_by: str) -> None:
     step = resolve_optim(optim, pair.trainer.normalisation, ADAMW)
     report = pair.trainer.optim_step(step)
     norm = pair.oracle.optim_step(
-        learning_rate=optim.learning_rate,
+        learning_rate=step.learning_rate,
         divide_by=divide_by,
         constant=optim.divide_constant,
         max_grad_norm=optim.max_grad_norm,

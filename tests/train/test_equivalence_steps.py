@@ -266,7 +266,7 @@ def test_four_updates_reuse_one_forward(
         divide_by = oracle_loss(request, batch).divide_by
         divisor = oracle.divisor(divide_by)
         norm = oracle.optim_step(
-            learning_rate=optim.learning_rate,
+            learning_rate=step.learning_rate,
             divide_by=divide_by,
             max_grad_norm=optim.max_grad_norm,
         )

@@ -266,7 +266,8 @@ def test_every_field_of_a_grpo_config_is_mapped_refused_or_trls_own() -> None:
 
 def test_rows_are_what_trl_trains_of_each_completion() -> None:
     """Tools' tokens are masked, padding is gone, and a log-prob that vLLM has not weighs 1."""
-    from ratoon_client.trl import groups_of, rows_of
+    from ratoon_client.rollouts import groups_of
+    from ratoon_client.trl import rows_of
 
     old = np.array([[-1.0, -2.0, -3.0, 0.0], [-1.0, -1.0, 0.0, 0.0], [-4.0, 0.0, 0.0, 0.0]])
     inputs = {

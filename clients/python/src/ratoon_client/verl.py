@@ -187,7 +187,7 @@ class RatoonEngine(BaseEngine):
         result = self._begin().forward(groups, with_entropy=with_entropy).result()
         offsets = data["input_ids"].offsets().cpu()
         outputs = {"log_probs": _nested(offsets, order, result.logprobs)}
-        if with_entropy:
+        if result.entropy is not None:
             outputs["entropy"] = _nested(offsets, order, result.entropy)
         return {"model_output": outputs, "loss": [1.0], "metrics": {}}
 

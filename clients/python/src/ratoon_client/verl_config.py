@@ -71,7 +71,8 @@ def check_actor(actor: Any) -> None:
 
 def check_model(model: Any) -> None:
     """Check a model's configuration. Raises InvalidArgumentError, as `check_actor` does."""
-    lora, mtp = model.get("lora") or {}, model.get("mtp") or {}
+    lora: dict[str, Any] = model.get("lora") or {}
+    mtp: dict[str, Any] = model.get("mtp") or {}
     for name, value in (
         ("lora_rank", model.get("lora_rank")),
         ("lora.rank", lora.get("rank")),
@@ -96,7 +97,7 @@ def check_processes(num_processes: int) -> None:
 
 def dtype_of(engine: Any) -> str:
     """The policy's dtype: what verl's engine computes in, and else what it should."""
-    mixed = engine.mixed_precision or {}
+    mixed: dict[str, Any] = engine.mixed_precision or {}
     name = "mixed_precision.param_dtype" if "param_dtype" in mixed else "dtype"
     return _chosen(f"fsdp_config.{name}", str(mixed.get("param_dtype", engine.dtype)), _DTYPES)
 
@@ -130,7 +131,7 @@ def loss_of(actor: Any) -> Loss:
         options["old_logprobs"] = "given"
     if actor.use_kl_loss:
         estimator = _chosen("kl_loss_type", actor.kl_loss_type, KL_TYPES)
-        options["kl"] = Kl(cast("Any", estimator), actor.kl_loss_coef, "given")
+        options["kl"] = Kl(estimator, actor.kl_loss_coef, "given")
     if actor.entropy_coeff:
         options["entropy_coefficient"] = actor.entropy_coeff
     token_weight, divide_by = _aggregation(actor)

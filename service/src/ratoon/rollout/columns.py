@@ -147,7 +147,7 @@ def token_column(
     parts: list[NDArray[np.floating]] = []
     for s, value in enumerate(values):
         if value is None:
-            parts.append(np.zeros(length_S[s], np.float32))
+            parts.append(np.zeros(int(length_S[s]), np.float32))
         else:
             _check_values_array(value, name, s, fields)
             parts.append(value)
