@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 SITE = Path(__file__).parents[1] / ".venv-verl"
 ACTOR = "actor_rollout_ref.actor"
@@ -35,6 +35,9 @@ def verl_on_path() -> Iterator[None]:
     """verl behind everything else, for a while: torch and transformers are those of .venv, and what
     Ray starts for others does not see its packages."""
     sys.path.insert(0, str(SITE))
+    # Where there is TRL, verl asks it for a class that TRL 1 no longer has.
+    trl = sys.modules.get("trl")
+    sys.modules["trl"] = cast("Any", None)
     try:
         # hydra needs another one than .venv has.
         import antlr4  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -44,6 +47,9 @@ def verl_on_path() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(SITE))
+        del sys.modules["trl"]
+        if trl is not None:
+            sys.modules["trl"] = trl
 
 
 def _use_cpu() -> None:
