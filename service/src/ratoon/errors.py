@@ -191,6 +191,17 @@ def invalid(field: str, got: object, expected: str) -> RatoonError:
     )
 
 
+def unsupported(field: str, got: object, expected: str, text: str = "") -> RatoonError:
+    """What is well formed and not served: `field: got, expected`, or `text` in its place."""
+    return RatoonError(
+        ErrorCode.UNSUPPORTED,
+        text or f"{field}: got {got}, expected {expected}",
+        field=field,
+        got=str(got),
+        expected=expected,
+    )
+
+
 def shown(value: object) -> str:
     """`value` for use in a message: printable ASCII, truncated."""
     text = ascii(value)

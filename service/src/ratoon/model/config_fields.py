@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ratoon.errors import ErrorCode, RatoonError, invalid, shown
+from ratoon.errors import RatoonError, invalid, shown, unsupported
 
 # Positions become float32 when they are turned into angles, and are exact up to here.
 MAX_POSITIONS = 2**24
@@ -166,17 +166,6 @@ def partial_rotary(head_dim: int) -> Mapping[str, Rule]:
 
 def _is_odd(size: float) -> bool:
     return int(size) % 2 == 1 or int(size) == 0
-
-
-def unsupported(field: str, got: object, expected: str) -> RatoonError:
-    """A model feature that is refused: `config.use_bidirectional_attention: got True, ...`."""
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        f"{field}: got {got}, expected {expected}",
-        field=field,
-        got=str(got),
-        expected=expected,
-    )
 
 
 def check_field(name: str, value: object, rule: Rule) -> None:

@@ -20,11 +20,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ratoon.errors import invalid, shown
+from ratoon.errors import invalid, shown, unsupported
 from ratoon.log import get_logger
 from ratoon.model.aside import Aside, Base
 from ratoon.model.attention import ATTENTION_NAME
-from ratoon.model.config_fields import unsupported
 from ratoon.model.experts import EXPERTS_NAME
 from ratoon.model.families import family_of
 from ratoon.model.families.family import Family, Tensors

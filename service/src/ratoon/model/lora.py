@@ -23,8 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ratoon.errors import invalid, shown
-from ratoon.model.config_fields import unsupported
+from ratoon.errors import invalid, shown, unsupported
 from ratoon.model.experts import grouped_experts, grouped_linear
 from ratoon.model.families import family_of
 from ratoon.model.folder import ModelFolder, file_field

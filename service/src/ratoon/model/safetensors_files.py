@@ -25,8 +25,7 @@ import xxhash
 from safetensors import SafetensorError, deserialize, safe_open
 from torch import Tensor
 
-from ratoon.errors import RatoonError, invalid, shown
-from ratoon.model.config_fields import unsupported
+from ratoon.errors import RatoonError, invalid, shown, unsupported
 from ratoon.model.folder import FIELD, ModelFolder, file_field
 
 WEIGHTS_NAME = "model.safetensors"

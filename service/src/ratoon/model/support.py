@@ -16,7 +16,7 @@ from typing import Any, cast
 import transformers
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ratoon.errors import RatoonError, invalid, shown
+from ratoon.errors import RatoonError, invalid, shown, unsupported
 from ratoon.model.config_fields import (
     FIELD_RULES,
     FULL,
@@ -26,7 +26,6 @@ from ratoon.model.config_fields import (
     check_field,
     check_together,
     or_null,
-    unsupported,
 )
 from ratoon.model.families import FAMILIES, WRAPPERS, family_of
 from ratoon.model.families.family import Family, declared

@@ -22,7 +22,7 @@ from typing import Any, cast
 import httpx
 
 from ratoon.config import SamplingEngineConfig
-from ratoon.errors import ErrorCode, RatoonError, shown
+from ratoon.errors import ErrorCode, RatoonError, shown, unsupported
 from ratoon.log import get_logger
 from ratoon.sampler.port import Weights, check_waiting
 from ratoon_proto.types import (
@@ -39,6 +39,7 @@ _CALL_S, _LOAD_S = 30.0, 300.0
 # Key in `details` of the engine's own status, and the status for a model that it does not have.
 _STATUS, _UNKNOWN = "engine_status", "404"
 _SHOWN_CHARACTERS = 300
+_NO_TARGETS = "none: the engine knows log-probs of the prompt's own and the most likely tokens"
 _NAME = re.compile(r"ratoon\..+\.v\d+\.[0-9a-f]{8}")
 # Names the receivers of a policy, as they last acknowledged.
 Receivers = Callable[[str], Awaitable[tuple[ReceiverInfo, ...]]]
@@ -81,7 +82,7 @@ class EngineSampler:
     ) -> SampleResult:
         """See `port.Sampler`. Raises INVALID_ARGUMENT too, with what the engine says to refuse."""
         if sampling.target_tokens:
-            raise _no_targets()
+            raise unsupported("sampling.target_tokens", "some", _NO_TARGETS)
         check_waiting(self._num_waiting, self._max_waiting, "engine")
         self._num_waiting += 1
         try:
@@ -112,13 +113,9 @@ class EngineSampler:
                 yield name
             return
         if weights.version is None:
-            raise RatoonError(
-                ErrorCode.UNSUPPORTED,
-                "base: the engine has a version of this policy in its place",
-                field="base",
-                got="true",
-                expected="a policy with an adapter, or one that no engine samples for",
-            )
+            text = "base: the engine has a version of this policy in its place"
+            expected = "a policy with an adapter, or one that no engine samples for"
+            raise unsupported("base", "true", expected, text)
         await self._check_served(weights)
         yield await self._base()
         # A request that was under way while weights changed would be of neither version.
@@ -297,17 +294,6 @@ def result_of(
         topk_prompt_tokens=tuple(top_tokens),
         topk_prompt_logprobs=tuple(top_logprobs),
         target_logprobs=(),
-    )
-
-
-def _no_targets() -> RatoonError:
-    expected = "none: the engine knows log-probs of the prompt's own and the most likely tokens"
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        f"sampling.target_tokens: got some, expected {expected}",
-        field="sampling.target_tokens",
-        got="some",
-        expected=expected,
     )
 
 

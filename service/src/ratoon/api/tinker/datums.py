@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from ratoon.api.tinker.losses import WireLoss
-from ratoon.errors import ErrorCode, RatoonError, invalid, shown
+from ratoon.errors import ErrorCode, RatoonError, invalid, shown, unsupported
 from ratoon_proto.codec import encode_array
 from ratoon_proto.tinker import tinker_pb2
 from ratoon_proto.v1 import rollout_pb2
@@ -184,8 +184,7 @@ def _array(field: str, tensor: tinker_pb2.Tensor, length: int) -> NDArray[np.gen
 
 
 def _unsupported(field: str, got: str, expected: str) -> RatoonError:
-    message = f"{field}: {got} cannot be used, expected {expected}"
-    return RatoonError(ErrorCode.UNSUPPORTED, message, field=field, got=got, expected=expected)
+    return unsupported(field, got, expected, f"{field}: {got} cannot be used, expected {expected}")
 
 
 def future_id(operation_id: str, note: tinker_pb2.FutureNote) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from ratoon.api.tinker.names import as_unknown
-from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError, shown
+from ratoon.errors import ERROR_TABLE, ErrorCode, RatoonError, shown, unsupported
 
 _NAMES = {
     "response": "target_tokens",
@@ -77,33 +77,20 @@ def shown_error(error: RatoonError) -> RatoonError:
 
 def not_forward(loss_fn: str) -> RatoonError:
     expected = "cross_entropy: the log-probs are the same"
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        f"loss_fn: a forward alone of {loss_fn} is not served, expected {expected}",
-        field="loss_fn",
-        got=loss_fn,
-        expected=expected,
-    )
+    text = f"loss_fn: a forward alone of {loss_fn} is not served, expected {expected}"
+    return unsupported("loss_fn", loss_fn, expected, text)
 
 
 def no_kind(kind: str) -> RatoonError:
     expected = "snapshot or inflight"
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        f"kind: {shown(kind)} is not served, {expected} are",
-        field="kind",
-        got=shown(kind),
-        expected=expected,
-    )
+    text = f"kind: {shown(kind)} is not served, {expected} are"
+    return unsupported("kind", shown(kind), expected, text)
 
 
 def not_loaded() -> RatoonError:
     expected = "create_training_client_from_state, which makes a model of any weights"
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
+    text = (
         "path: a model loads only weights that it saved itself, with the optimizer; "
-        f"write {expected}",
-        field="path",
-        got="other weights, or no optimizer",
-        expected=expected,
+        f"write {expected}"
     )
+    return unsupported("path", "other weights, or no optimizer", expected, text)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ratoon.errors import ErrorCode, RatoonError, invalid, shown
+from ratoon.errors import invalid, shown, unsupported
 from ratoon_proto.tinker import tinker_pb2
 from ratoon_proto.v1 import training_pb2 as wire
 
@@ -122,14 +122,9 @@ def loss_of(request: tinker_pb2.ForwardBackwardRequest) -> tuple[WireLoss, wire.
     if loss is None:
         served = ", ".join(LOSSES)
         instead = _INSTEAD.get(request.loss_fn)
-        message = f"loss_fn: {shown(request.loss_fn)} is not served, {served} are"
-        raise RatoonError(
-            ErrorCode.UNSUPPORTED,
-            f"{message}: {instead}" if instead else message,
-            field="loss_fn",
-            got=shown(request.loss_fn),
-            expected=f"one of {served}",
-        )
+        text = f"loss_fn: {shown(request.loss_fn)} is not served, {served} are"
+        text += f": {instead}" if instead else ""
+        raise unsupported("loss_fn", shown(request.loss_fn), f"one of {served}", text)
     return loss, loss.make({**loss.config, **_numbers(request, loss)})
 
 

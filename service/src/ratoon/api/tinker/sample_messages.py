@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ratoon.api.tinker import bodies
 from ratoon.api.tinker.names import Sampler, not_found
-from ratoon.errors import ErrorCode, RatoonError, invalid, shown
+from ratoon.errors import ErrorCode, invalid, shown, unsupported
 from ratoon_proto.tinker import tinker_pb2
 from ratoon_proto.v1 import sampling_pb2, service_pb2
 
@@ -30,11 +30,12 @@ def sample_request(
         ("prompt_logprobs_last_n", body.prompt_logprobs_last_n is not None),
     ):
         if asked:
-            raise _unsupported(field, "a request for it", "none")
+            raise unsupported(field, "a request for it", "none: it is not served")
     tokens = list[int]()
     for index, chunk in enumerate(body.prompt.chunks):
         if chunk.type != "encoded_text":
-            raise _unsupported(f"prompt.chunks[{index}].type", shown(chunk.type), "encoded_text")
+            field, expected = f"prompt.chunks[{index}].type", "encoded_text: it is not served"
+            raise unsupported(field, shown(chunk.type), expected)
         tokens += chunk.tokens
     if len(tokens) > MAX_PROMPT:
         raise invalid("prompt", f"{len(tokens)} tokens", f"at most {MAX_PROMPT}")
@@ -157,13 +158,3 @@ def sample_answer(
         except ValueError as err:
             raise not_found(ErrorCode.OPERATION_NOT_FOUND) from err
     return answer.SerializeToString(deterministic=True)
-
-
-def _unsupported(field: str, got: str, expected: str) -> RatoonError:
-    return RatoonError(
-        ErrorCode.UNSUPPORTED,
-        f"{field}: got {got}, expected {expected}: it is not served",
-        field=field,
-        got=got,
-        expected=expected,
-    )
