@@ -25,6 +25,7 @@ from ratoon.config import SamplingEngineConfig
 from ratoon.errors import ErrorCode, RatoonError, shown, unsupported
 from ratoon.log import get_logger
 from ratoon.sampler.port import Weights, check_waiting
+from ratoon.stream.files import link_or_copy
 from ratoon_proto.types import (
     LoraTuning,
     ReceiverInfo,
@@ -307,18 +308,11 @@ def _sequence(choice: Mapping[str, Any]) -> SampledSequence:
     return SampledSequence(tokens=tokens, logprobs=logprobs, stop_reason=reason)
 
 
-def _linked(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
 def _copy(folder: Path, place: Path) -> None:
     """The files of a version at `place`, which stay when the version goes."""
     making = place.with_name(f".{place.name}.{os.getpid()}")
     shutil.rmtree(making, ignore_errors=True)
     making.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(folder, making, copy_function=_linked)
+    shutil.copytree(folder, making, copy_function=link_or_copy)
     shutil.rmtree(place, ignore_errors=True)
     making.rename(place)

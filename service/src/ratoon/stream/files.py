@@ -174,6 +174,16 @@ def remove_paths(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
+def link_or_copy(source: Path | str, target: Path | str) -> None:
+    """Put a file that stays as it is at `target` too. Raises FileNotFoundError, OSError."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # Another file system, or one without links.
+        shutil.copyfile(source, target)
+
+
 def digest_bytes(data: bytes | memoryview) -> str:
     """xxh3-128 of `data`, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ratoon.model.spec import ModelSpec
 from ratoon.stream.files import (
     DamagedFileError,
+    link_or_copy,
     made_folder,
     remove_folder,
     seal_document,
@@ -91,7 +90,7 @@ def copy_saved_state(source: Path, folder: Path, model: ModelSpec) -> int:
     with made_folder(folder) as made:
         for path in source.iterdir():
             if path.name != MANIFEST_NAME:
-                _link(path, made / path.name)
+                link_or_copy(path, made / path.name)
         (made / MANIFEST_NAME).write_bytes(seal_document(document | first))
         return sum(path.stat().st_size for path in made.iterdir())
 
@@ -99,12 +98,3 @@ def copy_saved_state(source: Path, folder: Path, model: ModelSpec) -> int:
 def plain_model(model: ModelSpec) -> object:
     """JSON values of a model's spec."""
     return json.loads(json.dumps(asdict(model)))
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # Another file system, or one without links.
-        shutil.copyfile(source, target)
