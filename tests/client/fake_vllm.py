@@ -137,7 +137,7 @@ class WeightTransferEngine:
         self.receive_weights(_parsed(self.update_info_cls, update_info))
 
     def receive_weights(self, update_info: Any) -> None:
-        """Abstract, as in vLLM."""
+        """Abstract, as in vLLM: each engine of the tests has its own."""
         raise NotImplementedError
 
 
