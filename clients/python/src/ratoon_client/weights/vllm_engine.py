@@ -224,7 +224,8 @@ class RatoonTransferEngine(WeightTransferEngine):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """vLLM asks for it; here no trainer sends: versions are fetched."""
+        """Abstract in vLLM, which calls it in the trainer's process: ours has no vLLM, and versions
+        are fetched. A script of vLLM's that calls it is told so."""
         raise NotImplementedError("versions come by `ratoonctl weights follow`")
 
 
