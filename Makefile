@@ -98,7 +98,7 @@ bench-floor: env-dev ## what a caller waits for at least, and what an idle servi
 bench-see: env-dev ## what reports, the history of steps and an open page cost; 10 minutes
 	@$(BIN)/python -m benchmarks.service.see --out benchmarks/results/cpu/see.json $(ARGS)
 
-bench-wires: env-cookbook ## recipes of the Tinker cookbook, unmodified, against this service; 5 minutes
+bench-wires: env-cookbook ## recipes of the Tinker cookbook, unmodified, against this service
 	@$(BIN)/python -m benchmarks.service.wires --out benchmarks/results/cpu/wires.json $(ARGS)
 
 bench-verl: env-dev env-verl ## updates of verl's actor and of the service's on the same batches; 5 minutes

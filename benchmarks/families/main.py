@@ -38,7 +38,7 @@ from harness.gpu_results import describe_gpu, write_result
 from ratoon.cluster.placement import GPU_ENVIRONMENT
 
 SAME_ON_MERGE = ("source_sha256", "gpu", "seed")
-# Seconds that a case may take, so that one cannot use up the others' budget.
+# Seconds that a case may take: of a first one minutes go to how libraries tune their kernels.
 CASE_S = 400.0
 RATES = ("fwd_tflops", "bwd_tflops")
 WANTED: dict[str, str] = {
