@@ -2,8 +2,8 @@
 
 Timed are what the trainer finds out for reports and warnings, inside updates of preset `small`;
 what a step's row adds to the end of its operation in the journal, in turns with ends without one;
-the CPU time that an open page costs the processes of the service; and an update of preset `tiny`
-for its caller while the page is open, in turns with none open.
+the CPU time that an open page costs the processes of the service; and what a read of the page adds
+to an update of preset `tiny` for its caller, in turns with updates without one.
 
     python -m benchmarks.service.see --out benchmarks/results/cpu/see.json
     python -m benchmarks.service.see --report FILE --markdown docs/performance.md
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--markdown", type=Path, help="with --report: fill in this document")
     parser.add_argument("--updates", type=int, default=20, help="of preset small")
     parser.add_argument(
-        "--blocks", type=int, default=8, help="of updates with the page and without"
+        "--pairs", type=int, default=200, help="of updates, with a read of the page and without"
     )
     parser.add_argument("--reads", type=int, default=READS, help="of the page, for its CPU time")
     parser.add_argument(
@@ -104,25 +103,25 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     run_figures(
         args,
-        lambda: measure(args.updates, args.blocks, args.reads, args.ends, args.seed),
+        lambda: measure(args.updates, args.pairs, args.reads, args.ends, args.seed),
         _cells,
         write_markdown,
     )
 
 
-def measure(updates: int, blocks: int, reads: int, ends: int, seed: int) -> dict[str, Any]:
+def measure(updates: int, pairs: int, reads: int, ends: int, seed: int) -> dict[str, Any]:
     """Every figure of `WHAT`, and what it was made of."""
     environment = describe(seed)
     figures = measure_figures(updates, seed)
     with tempfile.TemporaryDirectory(prefix="rt-") as folder:
-        page = measure_page(Path(folder), blocks, reads, seed)
+        page = measure_page(Path(folder), pairs, reads, seed)
         history = measure_history(Path(folder) / "data" / "ratoon.sqlite", ends)
     return {
         "figures_share": statistics.median(figures["share"]),
         "history_ms": history["with_ms"] - history["without_ms"],
         "bytes_per_step": history["bytes_per_step"],
         "page_cpu_share": page["cpu_s_per_read"] / PAGE_PERIOD_S,
-        "page_share": page["with_ms"] / page["without_ms"] - 1,
+        "page_share": page["read_ms"] / (1000 * PAGE_PERIOD_S),
         **environment,
         "figures": figures,
         "history": history,
@@ -182,9 +181,9 @@ def _timed() -> Generator[list[float], None, None]:
         yield spent
 
 
-def measure_page(root: Path, blocks: int, reads: int, seed: int) -> dict[str, Any]:
-    """Median ms of an update for its caller, in blocks with the page's requests and without; and
-    the CPU seconds of a read."""
+def measure_page(root: Path, pairs: int, reads: int, seed: int) -> dict[str, Any]:
+    """Ms of updates for their caller, in turns with one read of the page and without; the mean of
+    what a read adds; and the CPU seconds of a read."""
     with ExitStack() as stack:
         service = stack.enter_context(Service(root, crash_points=False, worker={"device": "cpu"}))
         page = stack.enter_context(httpx.Client(base_url=f"{service.http}/v1", trust_env=False))
@@ -205,17 +204,19 @@ def measure_page(root: Path, blocks: int, reads: int, seed: int) -> dict[str, An
             for _ in range(WARM_UPDATES):
                 update()
             taken: dict[bool, list[float]] = {False: [], True: []}
-            for block in range(2 * blocks):
-                is_open = bool(block % 2)
-                with _open_page(page) if is_open else ExitStack():
-                    end = time.monotonic() + READS_PER_LISTS * PAGE_PERIOD_S
-                    while time.monotonic() < end:
-                        taken[is_open].append(update())
+            newest = _read_page(page, 0, with_lists=True)
+            for number in range(pairs):
+                with ThreadPoolExecutor(1) as pool:
+                    with_lists = number % READS_PER_LISTS == 0
+                    after_seq = max(newest - STEPS_PER_READ, 0)
+                    reading = pool.submit(_read_page, page, after_seq, with_lists=with_lists)
+                    taken[True].append(update())
+                newest = reading.result()
+                taken[False].append(update())
         cpu_s = _cpu_s_per_read(service, page, reads)
     return {
         "cpu_s_per_read": cpu_s,
-        "with_ms": statistics.median(taken[True]),
-        "without_ms": statistics.median(taken[False]),
+        "read_ms": statistics.mean(taken[True]) - statistics.mean(taken[False]),
         "raw_with_ms": taken[True],
         "raw_without_ms": taken[False],
     }
@@ -251,27 +252,6 @@ def _cpu_s_per_read(service: Service, client: httpx.Client, reads: int) -> float
 def _cpu_s(service: Service) -> float:
     times = [process.cpu_times() for process in service.processes()]
     return sum(each.user + each.system for each in times)
-
-
-@contextmanager
-def _open_page(client: httpx.Client) -> Generator[None, None, None]:
-    """Read the page as often as one that is open does. Raises what a request raised."""
-    is_over = threading.Event()
-
-    def read() -> None:
-        newest, number = 0, 0
-        while not is_over.is_set():
-            newest = _read_page(client, newest, with_lists=number % READS_PER_LISTS == 0)
-            number += 1
-            is_over.wait(PAGE_PERIOD_S)
-
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
-        try:
-            yield
-        finally:
-            is_over.set()
-        reading.result()
 
 
 def measure_history(database: Path, ends: int) -> dict[str, Any]:
