@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.document import FIGURE_COLUMNS, aligned, link, write_json
 from harness.gpu_results import TESTS, require_green_tests
+from ratoon.cluster.placement import GPU_ENVIRONMENT
 
 Result = dict[str, Any]
 
@@ -46,7 +49,10 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def is_for_gpu(args: argparse.Namespace) -> bool:
-    """Whether to measure a GPU.
+    """Whether to measure a GPU; if so, the process goes on in the environment of a GPU's worker.
+
+    torch reads some of it while it is imported, so the process begins anew where it was started
+    without.
 
     Raises:
         SystemExit: The GPU tests are missing, red, or of other sources.
@@ -54,6 +60,9 @@ def is_for_gpu(args: argparse.Namespace) -> bool:
     is_gpu = args.device == "cuda"
     if is_gpu and not args.draft:
         require_green_tests(args.tests)
+    missing = {name: value for name, value in GPU_ENVIRONMENT.items() if name not in os.environ}
+    if is_gpu and missing:
+        os.execve(sys.executable, sys.orig_argv, os.environ | missing)
     return is_gpu
 
 

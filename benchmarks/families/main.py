@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,12 +30,11 @@ from benchmarks.common.timing import release
 from benchmarks.families import kernels, models
 from benchmarks.families.recurrences import FLA, FLASH_QLA
 from benchmarks.kernels.attention_timing import CudaClock, HostClock, measure_gemm
-from benchmarks.step.main import add_case, sort_cases
+from benchmarks.step.main import add_case, joined_result, sort_cases
 from benchmarks.step.run import FULL, SMALL, Row, Run, Section
 from benchmarks.step.subjects import REPLICATED
 from benchmarks.step.workload import PEAK_FLOPS
 from harness.gpu_results import describe_gpu, write_result
-from ratoon.cluster.placement import GPU_ENVIRONMENT
 
 SAME_ON_MERGE = ("source_sha256", "gpu", "seed")
 # Seconds that a case may take: of a first one minutes go to how libraries tune their kernels.
@@ -64,13 +63,27 @@ def main(arguments: list[str] | None = None) -> None:
     args = _parse(arguments)
     if args.report is not None:
         result = json.loads(args.report.read_text(encoding="utf-8"))
+        if args.join is not None:
+            result = _join(args.report, result, args.join, args.stale)
     else:
         result = _measure(args)
     print("\n".join(format_tables(result)))
 
 
+def _join(path: Path, old: dict[str, Any], other: Path, stale: str) -> dict[str, Any]:
+    new = json.loads(other.read_text(encoding="utf-8"))
+    joined = joined_result(old, new, stale, sections=SECTIONS, same=SAME_ON_MERGE)
+    for section, of in SECTIONS.items():
+        sort_cases(joined, section, of.cases(FULL))
+    joined |= headline(joined)
+    path.write_text(json.dumps(joined, indent=1) + "\n", encoding="utf-8")
+    return joined
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
+    parser.add_argument("--join", type=Path, help="with --report: first put this result's cases in")
+    parser.add_argument("--stale", default="", help="with --join: why cases of other sources stay")
     parser.add_argument("--only", type=names, default=tuple(SECTIONS), help="sections: a,b")
     parser.add_argument("--cases", type=names, help="of the sections that have them: a,b")
     parser.add_argument("--samples", type=int, default=5, help="of each figure, at most")
@@ -99,10 +112,6 @@ SECTIONS: dict[str, Section] = {
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     is_gpu = is_for_gpu(args)
-    if is_gpu:
-        # The settings are those of a worker of the service.
-        for name, value in GPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
     start = time.monotonic()
     run = Run(
         device=torch.device(args.device),

@@ -23,7 +23,15 @@ from benchmarks.step.experts import POPULARITY, with_routes
 from benchmarks.step.run import Row, Run, Scale, refusal
 from benchmarks.step.subjects import Way
 from benchmarks.step.varlen import FA2
-from benchmarks.step.ways import Plan, Ways, compare_ways, load_packed, replicas, sample_in_turns
+from benchmarks.step.ways import (
+    MAX_ERROR,
+    Plan,
+    Ways,
+    compare_ways,
+    load_packed,
+    replicas,
+    sample_in_turns,
+)
 from benchmarks.step.workload import FamilySize, Group, SeededBatch, make_batch, packed_batch
 from harness.released_models import released
 from ratoon.model.loader import backend_of_layers
@@ -42,18 +50,24 @@ class Case:
         layers: As many as fit one GPU beside gradients and what libraries keep.
         precise_layers: Of `precision`, which holds the weights in float32, too.
         has_sinks: Whether its attention has sinks.
+        max_error: Relative L2 error allowed between two 16-bit runs of `layers`.
     """
 
     model: str
     layers: int
     precise_layers: int
     has_sinks: bool = False
+    max_error: float = MAX_ERROR
 
 
 CASES = {
     "qwen3.5": Case(model="Qwen3.5-9B", layers=32, precise_layers=4),
     "qwen3.5-moe": Case(model="Qwen3.5-35B-A3B", layers=20, precise_layers=4),
-    "gpt-oss": Case(model="gpt-oss-20b", layers=24, precise_layers=4, has_sinks=True),
+    # Rounding adds up over its layers: gradients by FlashAttention-2 are as far from those in
+    # float32 as ours, and from ours.
+    "gpt-oss": Case(
+        model="gpt-oss-20b", layers=24, precise_layers=4, has_sinks=True, max_error=0.2
+    ),
     "gemma3": Case(model="Gemma-3-12B", layers=48, precise_layers=6),
     "glm4-moe": Case(model="GLM-4.5-Air", layers=7, precise_layers=2),
 }
@@ -102,13 +116,13 @@ def measure_layers(
         size = size_of(run, case, num_layers or case.layers)
         try:
             order = ways_of(run, case, size, library, has_levels=has_levels)
-            yield name, _compare(run, order, size)
+            yield name, _compare(run, order, size, case.max_error)
         except Exception as error:  # noqa: BLE001  the next family may be served
             yield name, [{"how": "ours", "model": size.name, **refusal(error)}]
         release(run.device)
 
 
-def _compare(run: Run, order: list[Way], size: FamilySize) -> list[Row]:
+def _compare(run: Run, order: list[Way], size: FamilySize, max_error: float) -> list[Row]:
     batch = batch_of(run.scale.paper, size, run.seed)
     if run.device.type == "cuda":
         varlen.install()
@@ -122,7 +136,7 @@ def _compare(run: Run, order: list[Way], size: FamilySize) -> list[Row]:
 
         # One sample each, for the check and the memory; the timing is done in turns.
         ways = Ways(replace(run, num_samples=1), size, activate)
-        rows = compare_ways(ways, batch, order, Plan(cuts=run.scale.cuts[-2:]))
+        rows = compare_ways(ways, batch, order, Plan(cuts=run.scale.cuts[-2:], max_error=max_error))
         cut = next((row[CUT] for row in rows if CUT in row), 1)
         rows = sample_in_turns(ways, batch, order, Plan(cuts=(cut,)), rows, run.num_samples)
     return [{"layers": size.config.num_hidden_layers, **row} for row in rows]

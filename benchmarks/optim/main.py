@@ -10,7 +10,6 @@ written only if the GPU tests are green for these sources.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -28,7 +27,6 @@ from benchmarks.optim.report import format_table, plot, write_markdown
 from benchmarks.optim.run import FULL, SMALL, Plan, Run, train_seed
 from benchmarks.optim.task import best_loss
 from harness.gpu_results import describe_gpu, write_result
-from ratoon.cluster.placement import GPU_ENVIRONMENT
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -59,7 +57,6 @@ def _run(plan: Plan, device: str) -> list[Run]:
     seeds = range(plan.baseline_seeds)
     if device == "cpu":
         return [run for seed in seeds for run in train_seed(plan, seed, device)]
-    os.environ.update(GPU_ENVIRONMENT)
     with ProcessPoolExecutor(len(seeds), mp_context=get_context("spawn")) as pool:
         found = pool.map(train_seed, repeat(plan), seeds, repeat(device))
         return [run for runs in found for run in runs]

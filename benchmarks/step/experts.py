@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import sys
@@ -51,7 +50,6 @@ from benchmarks.step.workload import (
     make_batch,
 )
 from harness.gpu_results import describe_gpu, write_result
-from ratoon.cluster.placement import GPU_ENVIRONMENT
 from ratoon.model.policy_model import trained_parameters
 from ratoon.planner.layer_kinds import Mlp
 from ratoon.rollout.batch import RolloutBatch, offsets_of, sequence_lengths
@@ -110,10 +108,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     is_gpu = is_for_gpu(args)
-    if is_gpu:
-        # The settings are those of a worker of the service.
-        for name, value in GPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
     size = replace(QWEN3_30B_A3B, num_layers=NUM_LAYERS) if is_gpu else TINY_ROUTED
     if args.layers is not None:
         size = replace(size, num_layers=args.layers)

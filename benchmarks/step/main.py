@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _join(path: Path, other: Path, stale: str) -> None:
     old, new = (json.loads(file.read_text(encoding="utf-8")) for file in (path, other))
-    joined = joined_result(old, new, stale)
+    joined = joined_result(old, new, stale, sections=SECTIONS, same=SAME_ON_MERGE)
     for name, section in SECTIONS.items():
         scale = SMALL if joined["gpu"] == "none" else FULL
         sort_cases(joined, name, section.cases(scale))
@@ -114,10 +115,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _measure(args: argparse.Namespace) -> None:
     is_gpu = is_for_gpu(args)
-    if is_gpu:
-        # The settings are those of a worker of the service.
-        for name, value in GPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
     start = time.monotonic()
     run = Run(
         device=torch.device(args.device),
@@ -198,21 +195,28 @@ def merged_payload(old: dict[str, Any], run: Run) -> dict[str, Any]:
     return kept
 
 
-def joined_result(old: dict[str, Any], new: dict[str, Any], stale: str) -> dict[str, Any]:
+def joined_result(
+    old: dict[str, Any],
+    new: dict[str, Any],
+    stale: str,
+    *,
+    sections: Collection[str],
+    same: Collection[str],
+) -> dict[str, Any]:
     """The old result with the new one's cases; `stale` says why cases of other sources stay.
 
     Raises:
-        SystemExit: The results are of another machine or seed, or `stale` is needed and empty.
+        SystemExit: The results differ in a field of `same` other than their sources, or `stale` is
+            needed and empty.
     """
-    same = [name for name in SAME_ON_MERGE if name != "source_sha256"]
-    if differing := [name for name in same if old[name] != new[name]]:
+    if differing := [x for x in same if x != "source_sha256" and old[x] != new[x]]:
         raise SystemExit(f"cannot join results of another {', '.join(differing)}")
-    cases = {name: {row["case"] for row in new[name]} for name in SECTIONS}
+    cases = {name: {row["case"] for row in new[name]} for name in sections}
     joined = {name: value for name, value in new.items() if name != "stale"}
     runs = [_without(run, cases, old["source_sha256"]) for run in old["runs"]]
     joined["runs"] = [run for run in runs if any(run["cases"].values())]
     joined["runs"] += [_without(run, {}, new["source_sha256"]) for run in new["runs"]]
-    for name in SECTIONS:
+    for name in sections:
         others = [row for row in old[name] if row["case"] not in cases[name]]
         joined[name] = [*others, *new[name]]
     if any(run["source_sha256"] != new["source_sha256"] for run in joined["runs"]):

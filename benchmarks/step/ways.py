@@ -49,7 +49,7 @@ from ratoon.rollout.batch import RolloutBatch
 # Timing in turns stops after these seconds (and the minimum of rounds), or this many rounds.
 TURNS_S = 10.0
 MAX_ROUNDS = 25
-# Relative L2 error allowed between two 16-bit runs; a wrong mask gives errors of order 1.
+# A wrong mask gives errors of order 1.
 MAX_ERROR = 0.1
 LOGPROB = "logprob"
 
@@ -98,11 +98,13 @@ class Plan:
             compare; otherwise keep what fits.
         host_bytes: Host memory for what does not fit the device; with `keeps_the_least`, for stages
             that wait for others.
+        max_error: Relative L2 error allowed between two 16-bit runs.
     """
 
     cuts: tuple[int, ...]
     keeps_the_least: bool = False
     host_bytes: int = 0
+    max_error: float = MAX_ERROR
 
     def limit(
         self, policy: PolicyModel, batches: Sequence[SeededBatch], spare_bytes: int = 0
@@ -124,11 +126,16 @@ class Plan:
 
 def compare_ways(ways: Ways, batch: RolloutBatch, order: Sequence[Way], plan: Plan) -> list[Row]:
     """Rows of all ways over the same rollouts, checked against the replicated one if it ran."""
-    return compare_each(ways, order, lambda way: measure_way(ways, way, batch, plan))
+    return compare_each(
+        ways, order, lambda way: measure_way(ways, way, batch, plan), plan.max_error
+    )
 
 
 def compare_each(
-    ways: Ways, order: Sequence[Way], measure_one: Callable[[Way], tuple[Row, dict[str, Tensor]]]
+    ways: Ways,
+    order: Sequence[Way],
+    measure_one: Callable[[Way], tuple[Row, dict[str, Tensor]]],
+    max_error: float = MAX_ERROR,
 ) -> list[Row]:
     """A checked row per way; `measure_one` returns figures, and values to compare it by."""
     found: list[tuple[Row, dict[str, Tensor]]] = []
@@ -138,7 +145,7 @@ def compare_each(
         except Exception as error:  # noqa: BLE001  whatever a library raises goes into its row
             found.append(({"how": way.how, **refusal(error)}, {}))
         ways.clear()
-    return check(order, found)
+    return check(order, found, max_error)
 
 
 def measure_way(
@@ -265,7 +272,11 @@ def memory_figures(
     }
 
 
-def check(order: Sequence[Way], found: list[tuple[Row, dict[str, Tensor]]]) -> list[Row]:
+def check(
+    order: Sequence[Way],
+    found: list[tuple[Row, dict[str, Tensor]]],
+    max_error: float = MAX_ERROR,
+) -> list[Row]:
     """The rows with their errors against the first replicated way with figures, or else the first.
 
     If there are log-probs, also their drift from that way and from the first packed one of another
@@ -279,7 +290,7 @@ def check(order: Sequence[Way], found: list[tuple[Row, dict[str, Tensor]]]) -> l
             rows.append(row)
             continue
         errors = {name: relative_error(values[name], x) for name, x in found[truth][1].items()}
-        wrong = {name: error for name, error in errors.items() if not error <= MAX_ERROR}
+        wrong = {name: error for name, error in errors.items() if not error <= max_error}
         against: dict[str, Any] = {"against": found[truth][0]["how"], "errors": errors}
         if wrong:
             rows.append({"how": row["how"], "error": f"wrong: {wrong}", **against})

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,14 @@ from benchmarks.kernels.attention_inputs import layout_of
 from benchmarks.step import main as step
 from benchmarks.step import varlen as step_varlen
 from benchmarks.step import ways as step_ways
-from benchmarks.step.main import add_case, empty_payload, joined_result, merged_payload
+from benchmarks.step.main import (
+    SAME_ON_MERGE,
+    SECTIONS,
+    add_case,
+    empty_payload,
+    joined_result,
+    merged_payload,
+)
 from benchmarks.step.run import FULL, SMALL, Run
 from benchmarks.step.subjects import Way, build_module, compared_values, open_policy
 from benchmarks.step.ways import drift
@@ -285,18 +296,34 @@ def _result_of(case: str, sources: str) -> dict[str, Any]:
 
 def test_results_of_other_sources_are_joined_where_the_file_says_why() -> None:
     old, new = _result_of("a", "old"), _result_of("b", "new")
+    join = partial(joined_result, sections=SECTIONS, same=SAME_ON_MERGE)
     with pytest.raises(SystemExit, match="say why"):
-        joined_result(old, new, "")
-    joined = joined_result(old, new, "a comment changed")
+        join(old, new, "")
+    joined = join(old, new, "a comment changed")
     assert joined["stale"] == "a comment changed"
     assert joined["source_sha256"] == "new"
     assert [(row["case"], row["how"]) for row in joined["paper"]] == [("a", "old"), ("b", "new")]
     assert [run["source_sha256"] for run in joined["runs"]] == ["old", "new"]
-    again = joined_result(joined, _result_of("a", "new"), "")
+    again = join(joined, _result_of("a", "new"), "")
     assert "stale" not in again
     assert [run["cases"]["paper"] for run in again["runs"]] == [["b"], ["a"]]
     with pytest.raises(SystemExit, match="seed"):
-        joined_result(old, {**new, "seed": 1}, "a comment changed")
+        join(old, {**new, "seed": 1}, "a comment changed")
+
+
+def test_a_gpu_is_measured_in_the_environment_of_a_worker() -> None:
+    measure = (
+        "import os, sys, argparse; from benchmarks.common.command import is_for_gpu;"
+        "is_for_gpu(argparse.Namespace(device='cuda', draft=True));"
+        "print(dict(os.environ), sys.argv)"
+    )
+    without = {name: value for name, value in os.environ.items() if name not in GPU_ENVIRONMENT}
+    command = [sys.executable, "-c", measure, "an argument"]
+    told = subprocess.run(
+        command, env=without, cwd=gpu_results.ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "'an argument'" in told
+    assert all(f"{name!r}: {value!r}" in told for name, value in GPU_ENVIRONMENT.items())
 
 
 def test_a_run_says_what_environment_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
