@@ -102,7 +102,7 @@ def test_readme_example_learns(run: Run, tmp_path: Path) -> None:
     ]
     assert [len(half) for half in rewards] == [10, 10]
     assert rewards[1][-1] > rewards[0][0] + 0.5
-    assert (tmp_path / "weights" / "version-19" / "config.json").is_file()
+    assert (tmp_path / "weights" / "version-10" / "config.json").is_file()
     # What the sampler said of its tokens is what the trainer says of them.
     gaps = [abs(float(gap)) for half in halves for gap in re.findall(r"sampler KL (\S+),", half)]
     assert len(gaps) == 20
