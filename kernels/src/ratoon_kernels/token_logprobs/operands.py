@@ -15,7 +15,6 @@ from torch import Tensor
 from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.precision import ACCUMULATION_DTYPES, accumulation_dtype
 
-
 # Logit of a token outside of a row's sampling mask. Its exponential is 0 beside every logit, at
 # temperatures from 1e-10 to 1e16; it is finite, as 0 times infinity in an entropy would be NaN.
 OUTSIDE_LOGIT: Final = -1e20
