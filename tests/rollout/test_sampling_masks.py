@@ -125,9 +125,9 @@ def test_masks_that_no_sampler_could_have_are_refused(
 
 def test_more_kept_tokens_than_a_batch_may_have_are_refused() -> None:
     validate_groups([group([1], [_masked([2], [[2, 7]])])], replace(LIMITS, max_tokens=2))
+    more = [group([1], [_masked([2], [[2, 7, 8]])])]
     with pytest.raises(RatoonError, match="3 tokens in sampling masks, expected at most") as caught:
-        few = [_masked([2], [[2, 7, 8]])]
-        validate_groups([group([1], few)], replace(LIMITS, max_tokens=2))
+        validate_groups(more, replace(LIMITS, max_tokens=2))
     assert caught.value.code == ErrorCode.BODY_TOO_LARGE
 
 
