@@ -108,8 +108,8 @@ def masked(case: Case, is_kept_RV: Tensor) -> Case:
     row_N, token_N = is_named_RV.nonzero(as_tuple=True)
     first_R1 = torch.cat([torch.zeros(1, dtype=torch.int64), is_named_RV.sum(1).cumsum(0)])
     device = case.hidden_RD.device
-    mask = SamplingMask(token_N=token_N.to(device), row_N=row_N.to(device), first_R1=first_R1)
-    return replace(case, mask=mask)
+    kept = {"token_N": token_N.int().to(device), "row_N": row_N.int().to(device)}
+    return replace(case, mask=SamplingMask(**kept, first_R1=first_R1))
 
 
 def in_two_passes(case: Case, *, has_entropy: bool = True) -> dict[str, Tensor]:

@@ -114,9 +114,9 @@ def test_no_gradient_reaches_the_head_of_a_token_that_no_row_keeps() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_row_that_keeps_one_token_has_its_log_prob_and_no_gradient(dtype: torch.dtype) -> None:
     case = make_case(6, 37, 6, dtype)
-    first_R1 = torch.arange(7)
     case = replace(case, row_of_target_M=torch.arange(6))
-    mask = SamplingMask(token_N=case.targets_M, row_N=torch.arange(6), first_R1=first_R1)
+    rows, first_R1 = torch.arange(6, dtype=torch.int32), torch.arange(7)
+    mask = SamplingMask(token_N=case.targets_M.int(), row_N=rows, first_R1=first_R1)
     got = _run(token_logprobs, replace(case, mask=mask))
     for name, value in got.items():
         assert not value.any(), name
@@ -311,12 +311,12 @@ def test_a_wrong_argument_is_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("token_N", lambda x: x.int(), r"mask\.token_N: torch.int32"),
+        ("token_N", lambda x: x.long(), r"mask\.token_N: torch.int64"),
         ("token_N", lambda x: x.index_fill(0, torch.tensor([1]), 37), "37 at 1"),
         ("token_N", lambda x: x.index_fill(0, torch.tensor([0]), -1), "-1 at 0"),
         ("row_N", lambda x: x[1:], r"mask\.row_N: .* of shape"),
         ("row_N", lambda x: x + 1, "2 at 0, expected the row that first_R1 says"),
-        ("first_R1", lambda x: x[1:], r"mask\.first_R1: .* expected torch.int64 of .7,."),
+        ("first_R1", lambda x: x[1:], r"mask\.first_R1: .* expected torch.int64 of shape .7,."),
         ("first_R1", lambda x: x + 1, "from 1 to"),
         ("first_R1", lambda x: x.flip(0), "expected 0 to"),
         ("first_R1", lambda x: x.to("meta"), "on meta"),

@@ -99,7 +99,7 @@ def _mask(operands: Operands) -> SamplingMask:
     is_kept_RV[0::2] = False
     row_N, token_N = is_kept_RV.nonzero(as_tuple=True)
     first_R1 = torch.cat([torch.zeros(1, dtype=torch.int64), is_kept_RV.sum(1).cumsum(0)])
-    return SamplingMask(token_N=token_N, row_N=row_N, first_R1=first_R1)
+    return SamplingMask(token_N=token_N.int(), row_N=row_N.int(), first_R1=first_R1)
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:

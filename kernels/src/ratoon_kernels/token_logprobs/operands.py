@@ -28,8 +28,8 @@ class SamplingMask:
     the whole vocabulary.
 
     Attributes:
-        token_N: int64 token ids in [0, V), distinct within a row.
-        row_N: int64; the row of each, on the device of `token_N`.
+        token_N: int32 token ids in [0, V), distinct within a row.
+        row_N: int32; the row of each, on the device of `token_N`.
         first_R1: int64 [R + 1] on the CPU: row r keeps the tokens [first[r], first[r + 1]). Chunks
             of rows are cut by it without waiting for a device.
     """
@@ -81,11 +81,11 @@ class Operands:
         mask = None if self.mask is None else self.mask.of_rows(rows)
         if mask is None:
             return
-        kept = mask.row_N, mask.token_N
-        logit_N = logits_CV[kept]
+        row_N, token_N = mask.row_N.long(), mask.token_N.long()
+        logit_N = logits_CV[row_N, token_N]
         is_masked_C = torch.zeros(len(logits_CV), dtype=torch.bool, device=logits_CV.device)
-        logits_CV.masked_fill_(is_masked_C.index_fill_(0, mask.row_N, True)[:, None], OUTSIDE_LOGIT)
-        logits_CV[kept] = logit_N
+        logits_CV.masked_fill_(is_masked_C.index_fill_(0, row_N, True)[:, None], OUTSIDE_LOGIT)
+        logits_CV[row_N, token_N] = logit_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,15 +180,18 @@ def check_shapes(
 
 def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None:
     num_kept = mask.token_N.shape[0] if mask.token_N.ndim else 0
-    expected = (
-        ("mask.token_N", mask.token_N, num_kept, device),
-        ("mask.row_N", mask.row_N, num_kept, device),
-        ("mask.first_R1", mask.first_R1, num_rows + 1, torch.device("cpu")),
+    expected_forms = (
+        ("mask.token_N", mask.token_N, (torch.int32, (num_kept,), device)),
+        ("mask.row_N", mask.row_N, (torch.int32, (num_kept,), device)),
+        ("mask.first_R1", mask.first_R1, (torch.int64, (num_rows + 1,), torch.device("cpu"))),
     )
-    for name, tensor, size, where in expected:
-        if tensor.dtype is not torch.int64 or tensor.shape != (size,) or tensor.device != where:
-            got = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-            raise KernelArgumentError(name, f"{got}, expected torch.int64 of ({size},) on {where}")
+    for name, tensor, expected in expected_forms:
+        got = tensor.dtype, tuple(tensor.shape), tensor.device
+        if got != expected:
+            form = "{} of shape {} on {}"
+            raise KernelArgumentError(
+                name, f"{form.format(*got)}, expected {form.format(*expected)}"
+            )
 
 
 def check_values(operands: Operands) -> None:

@@ -150,5 +150,5 @@ class PackedBatch:
     term_token: NDArray[np.int64]
     # int16 [L, T, C]: recorded experts by layer with experts, -1 of a token without; None: of none.
     routes: NDArray[np.int16] | None = None
-    # Of each row, none of those without a mask; None: none has one.
+    # What each row keeps, nothing if it has no mask; None: no row has one.
     kept: KeptTokens | None = None

@@ -31,7 +31,7 @@ from ratoon_kernels import SamplingMask, TreeLayout, build_layout, token_logprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
-    """T packed tokens, R predicting rows, M targets, L terms; all integers int64."""
+    """T packed tokens, R predicting rows, M targets, L terms; integers int64 but the mask's."""
 
     tokens_T: Tensor
     position_T: Tensor
@@ -93,9 +93,9 @@ def to_device(
 
 
 def _mask_on(kept: KeptTokens, device: torch.device) -> SamplingMask:
-    row = np.repeat(np.arange(len(kept.offsets) - 1), np.diff(kept.offsets))
+    row = np.repeat(np.arange(len(kept.offsets) - 1, dtype=np.int32), np.diff(kept.offsets))
     return SamplingMask(
-        token_N=put(kept.tokens.astype(np.int64), device),
+        token_N=put(kept.tokens, device),
         row_N=put(row, device),
         first_R1=torch.from_numpy(kept.offsets),
     )
