@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,15 @@ def _path(batch: RolloutBatch, group: int, sequence: int) -> Path:
         truncated=bool(batch.truncated[sequence]),
         version=int(batch.policy_version[sequence]),
         routes=_routes(batch, sequence, len(prompt) + int(stop - start)),
+        kept=_kept(batch, slice(start, stop)),
     )
+
+
+def _kept(batch: RolloutBatch, tokens: slice) -> tuple[NDArray[np.int64], ...] | None:
+    if batch.sampling_mask is None or batch.mask_offsets is None:
+        return None
+    bounds = batch.mask_offsets[tokens.start : tokens.stop + 1].tolist()
+    return tuple(batch.sampling_mask[a:b].astype(np.int64) for a, b in pairwise(bounds))
 
 
 def _routes(batch: RolloutBatch, sequence: int, length: int) -> NDArray[np.int64] | None:

@@ -99,6 +99,13 @@ JSON_CASES: dict[str, dict[str, tuple[Any, ...]]] = {
         ".version": ({"first_token": 0},),
     },
     f"{_LAST}.routed_experts": {"": (5, "x", [[[0]]])},
+    f"{_LAST}.sampling_mask": {
+        "": _MESSAGES,
+        ".token_ids": ({"lengths": [1]}, {"token_ids": None, "lengths": [1]}),
+        ".lengths": ({"token_ids": [4]},),
+        ".token_ids[0]": ({"token_ids": ["1"], "lengths": [1]},),
+        ".untrain_outside": ({"token_ids": [4], "lengths": [1], "untrain_outside": 1},),
+    },
     # Beside a response.
     f"{_LAST}.segments": {"": ([{"tokens": [1], "trained": True}],)},
     "loss": {"": (None, *_MESSAGES)},
@@ -230,6 +237,17 @@ GRPC_CASES: dict[str, tuple[Change, ...]] = {
     ),
     f"{_LAST}.routed_experts.dtype": (
         _of_last(lambda rollout: rollout.routed_experts.SetInParent()),
+    ),
+    f"{_LAST}.sampling_mask.token_ids": (
+        _of_last(lambda rollout: rollout.sampling_mask.SetInParent()),
+    ),
+    f"{_LAST}.sampling_mask.lengths.dtype": (
+        _of_last(
+            lambda rollout: (
+                rollout.sampling_mask.token_ids.CopyFrom(_tensor([1])),
+                rollout.sampling_mask.lengths.CopyFrom(_tensor([0.5])),
+            )
+        ),
     ),
     f"{_LAST}.sampler_logprobs_kind": (
         _of_last(lambda rollout: setattr(rollout, "sampler_logprobs_kind", 9)),

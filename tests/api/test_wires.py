@@ -307,6 +307,38 @@ async def test_segments_train_what_they_say(api: Api, wire_name: str) -> None:
     assert (batch.top_k[0], batch.policy_version[0], batch.truncated[0]) == (40, 3, True)
 
 
+async def test_a_sampling_mask_is_taken_in_place_of_an_acknowledgement(
+    api: Api, wire_name: str
+) -> None:
+    await api.create_policy()
+    mask = rollout_pb2.SamplingMask(
+        token_ids=requests.tokens([12, 10, 11]), lengths=requests.tokens([2, 1])
+    )
+    rollout = rollout_pb2.Rollout(
+        response=requests.tokens([10, 11]),
+        sampler_logprobs=requests.floats([-1.0, 0.0]),
+        advantages=requests.floats([1.0, 2.0]),
+        top_p=0.9,
+        sampling_mask=mask,
+    )
+    rollout.sampling_mask.token_ids.CopyFrom(requests.tokens([12, 13, 11]))
+    wire = api.wire(wire_name)
+    with pytest.raises(WireError, match=r"rollouts\[0\]\.sampling_mask\[0\]: got 2 ids without it"):
+        await wire.call("Update", requests.update(batch=[requests.group("g", rollout)]))
+    rollout.sampling_mask.untrain_outside = True
+    await wire.call("Update", requests.update(batch=[requests.group("g", rollout)]))
+    rollout.sampling_mask.CopyFrom(mask)
+    await wire.call("Update", requests.update(batch=[requests.group("g", rollout)], seq=2))
+    untrained, whole = (batch_from_bytes(each.body) for each in api.engine.log)
+    assert untrained.loss_mask.tolist() == [False, True]
+    assert untrained.outside_mask is not None
+    assert untrained.outside_mask.tolist() == [True, False]
+    assert whole.sampling_mask is not None
+    assert whole.mask_offsets is not None
+    assert whole.sampling_mask.tolist() == [10, 12, 11]
+    assert whole.mask_offsets.tolist() == [0, 2, 3]
+
+
 async def test_server_sequencing_takes_request_ids(api: Api, wire_name: str) -> None:
     await api.create_policy(sequencing=policy_pb2.SEQUENCING_SERVER)
     request = requests.update()

@@ -20,6 +20,7 @@ from ratoon_client import (
     Loss,
     Optim,
     RatoonApiError,
+    SamplingMask,
     Schedule,
     Segment,
     Staleness,
@@ -72,6 +73,33 @@ def test_lists_and_arrays_of_any_width_are_the_same_message():
     assert (logprobs.dtype, logprobs.tolist()) == (np.float32, [-0.5, -1.0, -1.5])
     assert decode_tensor(sent.loss_mask, max_bytes=100).tolist() == [True, False, True]
     assert (sent.WhichOneof("outcome"), sent.reward) == ("reward", 1.0)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[3, 7], [], [5]],
+        [np.array([3, 7]), np.array([], np.int64), [5]],
+        SamplingMask(token_ids=[3, 7, 5], lengths=[2, 0, 1]),
+        SamplingMask.of([[3, 7], [], [5]]),
+    ],
+)
+def test_a_sampling_mask_is_sent_flat_with_the_lengths_of_its_rows(mask: Any):
+    built = rollout(response=[3, 4, 5], reward=0.0, sampling_mask=mask)
+    sent = group_message(group("g", [1], [built])).rollouts[0].sampling_mask
+    for tensor, expected in ((sent.token_ids, [3, 7, 5]), (sent.lengths, [2, 0, 1])):
+        array = decode_tensor(tensor, max_bytes=100)
+        assert (array.dtype, array.tolist()) == (np.int32, expected)
+    assert not sent.untrain_outside
+
+
+def test_a_sampling_mask_of_one_length_and_its_option_are_sent():
+    square = rollout(response=[3, 4], sampling_mask=np.array([[3, 7], [4, 9]]))
+    rows = SamplingMask.of([[3], [4]], untrain_outside=True)
+    other = rollout(response=[3, 4], sampling_mask=rows)
+    one, two = group_message(group("g", [1], [square, other])).rollouts
+    assert decode_tensor(one.sampling_mask.lengths, max_bytes=100).tolist() == [2, 2]
+    assert (one.sampling_mask.untrain_outside, two.sampling_mask.untrain_outside) == (False, True)
 
 
 def test_what_is_left_out_is_absent_and_zero_is_not():
@@ -146,6 +174,25 @@ def test_segments_keep_their_order_and_what_is_trained():
         ({"response": [1], "truncated": "no"}, "truncated"),
         ({"response": [1], "truncated": None}, "truncated"),
         ({"response": [1], "routed_experts_start": None}, "routed_experts_start"),
+        ({"response": [1], "sampling_mask": 5}, "sampling_mask"),
+        ({"response": [1], "sampling_mask": [[1, 2.5]]}, "sampling_mask[0]"),
+        ({"response": [1, 2], "sampling_mask": [[1], None]}, "sampling_mask[1]"),
+        ({"response": [1, 2], "sampling_mask": [[1], 2]}, "sampling_mask[1]"),
+        (
+            {"response": [1], "sampling_mask": SamplingMask(token_ids=[1], lengths=["1"])},  # pyright: ignore[reportArgumentType]
+            "sampling_mask.lengths[0]",
+        ),
+        (
+            {
+                "response": [1],
+                "sampling_mask": SamplingMask(
+                    token_ids=[1],
+                    lengths=[1],
+                    untrain_outside=1,  # pyright: ignore[reportArgumentType]
+                ),
+            },
+            "sampling_mask.untrain_outside",
+        ),
         (
             {"response": [1], "version_spans": [VersionSpan(0, 1), VersionSpan(None, 1)]},  # pyright: ignore[reportArgumentType]
             "version_spans[1].first_token",

@@ -176,6 +176,7 @@ _ELSEWHERE = {
     "dropped_zero_variance",
     "zero_advantage_sequences",
     "step_kl_tokens",
+    "tokens_outside_mask",
 }
 
 

@@ -59,6 +59,9 @@ def _rich() -> service_pb2.UpdateRequest:
         top_p=0.9,
         top_k=3,
         policy_version=1,
+        sampling_mask=rollout_pb2.SamplingMask(
+            token_ids=requests.tokens([5, 1, 2, 9]), lengths=requests.tokens([2, 1, 1])
+        ),
     )
     request = requests.update(batch=[requests.group("rich", rollout, rollout)])
     loss = request.loss

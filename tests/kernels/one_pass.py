@@ -1,12 +1,13 @@
 """Cases of log-probs and gradients in one pass, and the same in two."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ratoon_kernels import (
     DifferentiatedLogprobs,
+    SamplingMask,
     token_logprobs,
     token_logprobs_forward_backward,
 )
@@ -22,6 +23,7 @@ class Case:
     temperature_R: Tensor
     dlogprob_M: Tensor
     dentropy_R: Tensor
+    mask: SamplingMask | None = None
 
     @property
     def rest(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +46,12 @@ class Case:
         self, seeds_of: SeedsOfRows, *, needs_lm_head: bool = True
     ) -> DifferentiatedLogprobs:
         return token_logprobs_forward_backward(
-            self.hidden_RD, self.lm_head_VD, *self.rest, seeds_of, needs_lm_head=needs_lm_head
+            self.hidden_RD,
+            self.lm_head_VD,
+            *self.rest,
+            seeds_of,
+            needs_lm_head=needs_lm_head,
+            mask=self.mask,
         )
 
 
@@ -78,11 +85,38 @@ def make_case(
     )
 
 
+def kept_tokens(case: Case, seed: int = 0) -> Tensor:
+    """bool [R, V] on the CPU: what rows keep, their targets among it.
+
+    By turns all of the vocabulary without a mask, the targets alone (a row without any: one token),
+    about half, and all by a mask.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows, vocab = len(case.hidden_RD), len(case.lm_head_VD)
+    is_kept_RV = torch.rand((rows, vocab), generator=generator) < 0.5
+    is_kept_RV[:, 0] = True
+    is_kept_RV[1::4, 1:] = False
+    is_kept_RV[0::4] = is_kept_RV[3::4] = True
+    is_kept_RV[case.row_of_target_M.cpu(), case.targets_M.cpu()] = True
+    return is_kept_RV
+
+
+def masked(case: Case, is_kept_RV: Tensor) -> Case:
+    """The case with a mask of these tokens, but at every fourth row."""
+    is_named_RV = is_kept_RV.clone()
+    is_named_RV[0::4] = False
+    row_N, token_N = is_named_RV.nonzero(as_tuple=True)
+    first_R1 = torch.cat([torch.zeros(1, dtype=torch.int64), is_named_RV.sum(1).cumsum(0)])
+    device = case.hidden_RD.device
+    kept = {"token_N": token_N.int().to(device), "row_N": row_N.int().to(device)}
+    return replace(case, mask=SamplingMask(**kept, first_R1=first_R1))
+
+
 def in_two_passes(case: Case, *, has_entropy: bool = True) -> dict[str, Tensor]:
     """By the differentiable op and autograd."""
     hidden_RD = case.hidden_RD.clone().requires_grad_()
     lm_head_VD = case.lm_head_VD.clone().requires_grad_()
-    logprob_M, entropy_R = token_logprobs(hidden_RD, lm_head_VD, *case.rest)
+    logprob_M, entropy_R = token_logprobs(hidden_RD, lm_head_VD, *case.rest, mask=case.mask)
     heads, grads = [logprob_M], [case.dlogprob_M]
     if has_entropy:
         heads.append(entropy_R)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ratoon_kernels import select_backend, token_logprobs
+from ratoon_kernels import SamplingMask, select_backend, token_logprobs
 from ratoon_kernels.token_logprobs import fused
 from ratoon_kernels.token_logprobs.operands import Operands, Upstream
 from tests.kernels import one_pass
@@ -55,24 +55,31 @@ def dense(
     targets_M: Tensor,
     row_of_target_M: Tensor,
     temperature_R: Tensor,
+    *,
+    mask: SamplingMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The op in torch: products in the dtype of the inputs, the rest in fp32 or fp64."""
     wide = torch.promote_types(hidden_RD.dtype, torch.float32)
     logits_RV = (hidden_RD @ lm_head_VD.T).to(wide) / temperature_R[:, None].to(wide)
-    logp_RV = torch.log_softmax(logits_RV, dim=-1)
-    return logp_RV[row_of_target_M, targets_M], -(logp_RV.exp() * logp_RV).sum(dim=-1)
+    is_kept_RV = torch.ones_like(logits_RV, dtype=torch.bool)
+    if mask is not None:
+        is_kept_RV[mask.row_N] = False
+        is_kept_RV[mask.row_N, mask.token_N] = True
+    logp_RV = torch.log_softmax(logits_RV.masked_fill(~is_kept_RV, -torch.inf), dim=-1)
+    entropy_R = -(logp_RV.exp() * logp_RV.masked_fill(~is_kept_RV, 0.0)).sum(dim=-1)
+    return logp_RV[row_of_target_M, targets_M], entropy_R
 
 
-def fused_op(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+def fused_op(*tensors: Tensor, mask: SamplingMask | None = None) -> tuple[Tensor, Tensor]:
     hidden_RD, lm_head_VD, *rest = tensors
-    return token_logprobs(hidden_RD, lm_head_VD, *rest, backend="fused")
+    return token_logprobs(hidden_RD, lm_head_VD, *rest, mask=mask, backend="fused")
 
 
 def run(function: Any, case: Case, *, reads: str = "both", frozen: bool = False) -> dict[str, Any]:
     """Results and gradients of a loss that reads both, log-probs alone or entropies alone."""
     hidden_RD = case.hidden_RD.clone().requires_grad_()
     lm_head_VD = case.lm_head_VD.clone().requires_grad_(not frozen)
-    logprob_M, entropy_R = function(hidden_RD, lm_head_VD, *case.rest)
+    logprob_M, entropy_R = function(hidden_RD, lm_head_VD, *case.rest, mask=case.mask)
     loss = logprob_M.new_zeros(())
     if reads in {"both", "logprob"}:
         loss = loss + (logprob_M * case.dlogprob_M).sum()
@@ -132,9 +139,14 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("reads", ["both", "logprob", "entropy"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_and_gradients_are_as_exact_as_torch(dtype: torch.dtype, reads: str) -> None:
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_results_and_gradients_are_as_exact_as_torch(
+    dtype: torch.dtype, reads: str, has_mask: bool
+) -> None:
     for seed, shape in enumerate(SHAPES):
         case = make_case(shape, dtype, seed)
+        if has_mask:
+            case = one_pass.masked(case, one_pass.kept_tokens(case, seed))
         expected, in_torch = truth(case, reads=reads), run(dense, case, reads=reads)
         assert expected["dhidden"].norm() > 0
         assert expected["dlm_head"].norm() > 0
@@ -273,10 +285,15 @@ def test_memory_is_bounded_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_entropy", [False, True])
-def test_one_pass_gives_the_bits_of_two(dtype: torch.dtype, has_entropy: bool) -> None:
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_one_pass_gives_the_bits_of_two(
+    dtype: torch.dtype, has_entropy: bool, has_mask: bool
+) -> None:
     """Seeds of rows that were not asked for yet are NaN."""
     for rows, vocab, targets, width in (*SHAPES, (3000, 20_011, 3100, 256)):
         case = one_pass.make_case(rows, vocab, targets, dtype, "cuda", width)
+        if has_mask:
+            case = one_pass.masked(case, one_pass.kept_tokens(case))
         found = case.in_one_pass(case.late_seeds(has_entropy=has_entropy))
         for name, value in one_pass.in_two_passes(case, has_entropy=has_entropy).items():
             assert torch.equal(getattr(found, name), value), (name, rows)

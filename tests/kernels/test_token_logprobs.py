@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ratoon_kernels import KernelArgumentError, token_logprobs, token_logprobs_forward_backward
+from ratoon_kernels import (
+    KernelArgumentError,
+    SamplingMask,
+    token_logprobs,
+    token_logprobs_forward_backward,
+)
 from ratoon_kernels.token_logprobs import reference
 from ratoon_kernels.token_logprobs.operands import Operands
 from tests.kernels.forests import relative_error
 from tests.kernels.largest_tensor import LargestTensor
-from tests.kernels.one_pass import Case, in_two_passes, make_case
+from tests.kernels.one_pass import Case, in_two_passes, kept_tokens, make_case, masked
 
-Function = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Function = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _dense(
@@ -25,17 +30,29 @@ def _dense(
     targets_M: Tensor,
     row_of_target_M: Tensor,
     temperature_R: Tensor,
+    *,
+    mask: SamplingMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits_RV = hidden_RD.double() @ lm_head_VD.double().T / temperature_R.double()[:, None]
-    logp_RV = torch.log_softmax(logits_RV, dim=-1)
-    return logp_RV[row_of_target_M, targets_M], -(logp_RV.exp() * logp_RV).sum(dim=-1)
+    is_kept_RV = torch.ones_like(logits_RV, dtype=torch.bool)
+    if mask is not None:
+        is_kept_RV[mask.row_N] = False
+        is_kept_RV[mask.row_N, mask.token_N] = True
+    logp_RV = torch.log_softmax(logits_RV.masked_fill(~is_kept_RV, -torch.inf), dim=-1)
+    entropy_R = -(logp_RV.exp() * logp_RV.masked_fill(~is_kept_RV, 0.0)).sum(dim=-1)
+    return logp_RV[row_of_target_M, targets_M], entropy_R
 
 
 def _run(function: Function, case: Case, *, reads: str = "both") -> dict[str, Tensor]:
     hidden_RD = case.hidden_RD.clone().requires_grad_()
     lm_head_VD = case.lm_head_VD.clone().requires_grad_()
     logprob_M, entropy_R = function(
-        hidden_RD, lm_head_VD, case.targets_M, case.row_of_target_M, case.temperature_R
+        hidden_RD,
+        lm_head_VD,
+        case.targets_M,
+        case.row_of_target_M,
+        case.temperature_R,
+        mask=case.mask,
     )
     loss = torch.zeros((), dtype=logprob_M.dtype)
     if reads in {"both", "logprob"}:
@@ -66,6 +83,65 @@ def test_results_and_gradients_equal_dense_log_softmax(reads: str) -> None:
         for name, value in expected.items():
             assert value.norm() > 0, name
             assert relative_error(got[name], value) < 1e-12, f"{name} {rows} {targets}"
+
+
+@pytest.mark.usefixtures("poisoned_memory", "chunk_rows")
+@pytest.mark.parametrize("reads", ["both", "logprob", "entropy"])
+def test_a_mask_leaves_a_row_the_softmax_of_what_it_keeps(reads: str) -> None:
+    """Rows without a mask, with one token, with half of all and with all."""
+    for seed, (rows, targets) in enumerate(((1, 1), (3, 9), (7, 5), (8, 30), (11, 3))):
+        case = make_case(rows, 37, targets, seed=seed)
+        is_kept_RV = kept_tokens(case, seed)
+        case = masked(case, is_kept_RV)
+        got, expected = _run(token_logprobs, case, reads=reads), _run(_dense, case, reads=reads)
+        for name, value in expected.items():
+            assert value.norm() > 0, name
+            assert relative_error(got[name], value) < 1e-12, f"{name} {rows} {targets}"
+
+
+def test_no_gradient_reaches_the_head_of_a_token_that_no_row_keeps() -> None:
+    case = make_case(5, 37, 1)
+    is_kept_RV = kept_tokens(case)
+    is_used_V = is_kept_RV[2]
+    assert 0 < is_used_V.sum() < 37
+    rest = {"targets_M": torch.zeros(1, dtype=torch.int64), "row_of_target_M": torch.tensor([2])}
+    case = masked(replace(case, **rest), is_kept_RV)
+    case = replace(case, dentropy_R=case.dentropy_R * (torch.arange(5) == 2))
+    dlm_head_VD = _run(token_logprobs, case)["dlm_head"]
+    assert (dlm_head_VD != 0).any(1).tolist() == is_used_V.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_row_that_keeps_one_token_has_its_log_prob_and_no_gradient(dtype: torch.dtype) -> None:
+    case = make_case(6, 37, 6, dtype)
+    case = replace(case, row_of_target_M=torch.arange(6))
+    rows, first_R1 = torch.arange(6, dtype=torch.int32), torch.arange(7)
+    mask = SamplingMask(token_N=case.targets_M.int(), row_N=rows, first_R1=first_R1)
+    got = _run(token_logprobs, replace(case, mask=mask))
+    for name, value in got.items():
+        assert not value.any(), name
+
+
+@pytest.mark.usefixtures("chunk_rows")
+def test_a_mask_of_all_tokens_changes_no_bit() -> None:
+    case = make_case(9, 37, 20, torch.float32)
+    whole = masked(case, torch.ones((9, 37), dtype=torch.bool))
+    expected = _run(token_logprobs, case)
+    for name, value in _run(token_logprobs, whole).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_masked_rows_of_any_temperature_are_finite(temperature: float, dtype: torch.dtype) -> None:
+    """What is outside must count nothing where all probabilities are alike, too."""
+    case = make_case(8, 37, 20, dtype)
+    case = replace(case, temperature_R=torch.full_like(case.temperature_R, temperature))
+    case = masked(case, kept_tokens(case))
+    got, expected = _run(token_logprobs, case), _run(_dense, case)
+    for name, value in expected.items():
+        assert got[name].isfinite().all(), name
+        torch.testing.assert_close(got[name].double(), value.double(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures("poisoned_memory", "chunk_rows")
@@ -166,6 +242,10 @@ def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
     rest = (case.targets_M, case.row_of_target_M, case.temperature_R)
     args: Any = (hidden_RD, lm_head_VD, *rest, "reference")
     torch.library.opcheck(torch.ops.ratoon.token_logprobs.default, args)
+    mask = masked(case, kept_tokens(case)).mask
+    assert mask is not None
+    kept = mask.token_N, mask.row_N, mask.first_R1
+    torch.library.opcheck(torch.ops.ratoon.token_logprobs.default, (*args, *kept))
     tensors = [x.detach() for x in (hidden_RD, lm_head_VD)]
     operands = Operands(
         hidden_RD=tensors[0],
@@ -179,6 +259,7 @@ def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
         args = (None, case.dentropy_R, *tensors, *rest, entropy_R, lse_R, needs_lm_head)
         op = torch.ops.ratoon.token_logprobs_backward.default
         torch.library.opcheck(op, (*args, "reference"))
+        torch.library.opcheck(op, (*args, "reference", *kept))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(token_logprobs, fullgraph=True, backend=counter)
     for rows, targets in ((6, 9), (5, 20), (9, 3)):
@@ -227,13 +308,46 @@ def test_a_wrong_argument_is_refused_by_name(
     assert refusal.value.argument == name
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("token_N", lambda x: x.long(), r"mask\.token_N: torch.int64"),
+        ("token_N", lambda x: x.index_fill(0, torch.tensor([1]), 37), "37 at 1"),
+        ("token_N", lambda x: x.index_fill(0, torch.tensor([0]), -1), "-1 at 0"),
+        ("row_N", lambda x: x[1:], r"mask\.row_N: .* of shape"),
+        ("row_N", lambda x: x + 1, "2 at 0, expected the row that first_R1 says"),
+        ("first_R1", lambda x: x[1:], r"mask\.first_R1: .* expected torch.int64 of shape .7,."),
+        ("first_R1", lambda x: x + 1, "from 1 to"),
+        ("first_R1", lambda x: x.flip(0), "expected 0 to"),
+        ("first_R1", lambda x: x.to("meta"), "on meta"),
+    ],
+)
+def test_a_wrong_mask_is_refused_by_name(
+    name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    case = make_case(6, 37, 9, dtype=torch.float32)
+    case = masked(case, kept_tokens(case))
+    assert case.mask is not None
+    mask = replace(case.mask, **{name: change(getattr(case.mask, name))})
+    with pytest.raises(KernelArgumentError, match=message) as refusal:
+        _run(token_logprobs, replace(case, mask=mask))
+    assert refusal.value.argument == f"mask.{name}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows_a_chunk", [1, 3, 100])
 @pytest.mark.parametrize("has_entropy", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
 def test_bits_are_those_of_two_passes(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows_a_chunk: int, has_entropy: bool
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    rows_a_chunk: int,
+    has_entropy: bool,
+    has_mask: bool,
 ) -> None:
     case = make_case(13, 37, 29, dtype)
+    if has_mask:
+        case = masked(case, kept_tokens(case))
     accumulated = torch.promote_types(dtype, torch.float32)
     monkeypatch.setattr(reference, "LOGIT_BYTES", rows_a_chunk * 37 * accumulated.itemsize)
     expected = in_two_passes(case, has_entropy=has_entropy)

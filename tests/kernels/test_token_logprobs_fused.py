@@ -16,7 +16,13 @@ from torch import Tensor
 
 from ratoon_kernels import BackendUnavailableError, list_backends, select_backend
 from ratoon_kernels.token_logprobs import fused, reference
-from ratoon_kernels.token_logprobs.operands import Operands, Upstream, assert_in_range, sort_targets
+from ratoon_kernels.token_logprobs.operands import (
+    Operands,
+    SamplingMask,
+    Upstream,
+    assert_in_range,
+    sort_targets,
+)
 
 GPU = torch.device("cuda")
 VOCAB = 37
@@ -86,6 +92,16 @@ def _operands(rows: int, targets: int, *, dtype: torch.dtype = torch.float32) ->
     )
 
 
+def _mask(operands: Operands) -> SamplingMask:
+    """A third of the vocabulary and the targets, at every other row."""
+    is_kept_RV = torch.arange(len(operands.hidden_RD))[:, None] % 2 > torch.arange(VOCAB) % 3
+    is_kept_RV[operands.row_of_target_M, operands.targets_M] = True
+    is_kept_RV[0::2] = False
+    row_N, token_N = is_kept_RV.nonzero(as_tuple=True)
+    first_R1 = torch.cat([torch.zeros(1, dtype=torch.int64), is_kept_RV.sum(1).cumsum(0)])
+    return SamplingMask(token_N=token_N.int(), row_N=row_N.int(), first_R1=first_R1)
+
+
 def _wide(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.double()
 
@@ -113,8 +129,9 @@ def _truth(
 @pytest.mark.usefixtures("twins", "poisoned_memory")
 @pytest.mark.parametrize(("chunk_rows", "group_rows"), [(1, 1), (2, 8), (8, 2), (4, 4), (64, 64)])
 @pytest.mark.parametrize("reads", ["both", "logprob", "entropy"])
+@pytest.mark.parametrize("has_mask", [False, True])
 def test_chunks_and_groups_of_any_size_give_what_the_reference_gives(
-    reads: str, chunk_rows: int, group_rows: int, monkeypatch: pytest.MonkeyPatch
+    reads: str, chunk_rows: int, group_rows: int, has_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "LOGIT_BYTES", chunk_rows * VOCAB * 4)
     monkeypatch.setattr(fused, "DLOGIT_BYTES", group_rows * VOCAB * 4)
@@ -123,6 +140,8 @@ def test_chunks_and_groups_of_any_size_give_what_the_reference_gives(
         operands = _operands(rows, targets)
         # Rows of a wider matrix, and gradients that autograd expands from one number.
         operands = replace(operands, hidden_RD=operands.hidden_RD.repeat(1, 2)[:, :12])
+        if has_mask:
+            operands = replace(operands, mask=_mask(operands))
         dlogprob_M = None if reads == "entropy" else torch.randn(targets)
         dentropy_R = None if reads == "logprob" else torch.tensor(0.7).expand(rows)
         truth = _truth(operands, dlogprob_M, dentropy_R)

@@ -71,13 +71,24 @@ def _of_response(logits_TV: Tensor, ids: Tensor, path: Path) -> tuple[Tensor, Te
     num_prompt = len(path.prompt)
     first = max(num_prompt - 1, 0)
     rows = logits_TV[first : len(ids) - 1].to(torch.float64) / path.temperature
-    log_softmax = torch.log_softmax(rows, dim=-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    is_out = _outside(path, rows)
+    log_softmax = torch.log_softmax(rows.masked_fill(is_out, -torch.inf), dim=-1)
+    entropy = -(log_softmax.exp() * log_softmax.masked_fill(is_out, 0)).sum(-1)
     logprob = log_softmax.gather(1, ids[first + 1 :, None])[:, 0]
     if num_prompt == 0:
         zero = logprob.new_zeros(1)
         return torch.cat([zero, logprob]), torch.cat([zero, entropy])
     return logprob, entropy
+
+
+def _outside(path: Path, rows: Tensor) -> Tensor:
+    """bool [rows, V]: what truncation took from the sampler; the rows predict the last tokens."""
+    is_out = torch.zeros_like(rows, dtype=torch.bool)
+    for t, kept in enumerate(path.kept or (), start=len(rows) - len(path.response)):
+        if t >= 0 and len(kept):
+            is_out[t] = True
+            is_out[t, torch.as_tensor(kept)] = False
+    return is_out
 
 
 def router_logits(model: nn.Module, path: Path) -> list[Tensor]:

@@ -36,6 +36,8 @@ class Path:
     # Experts that its tokens visit in place of the routers' own, int64 [P + R, layers with experts,
     # C]; -1: that token has none.
     routes: NDArray[np.int64] | None = None
+    # Ids that truncation left the sampler at each response token; none: all of the vocabulary.
+    kept: tuple[NDArray[np.int64], ...] | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:

@@ -53,6 +53,7 @@ _WITHOUT_CLASS = {
     "Rollout",
     "RolloutBatch",
     "RolloutGroup",
+    "SamplingMask",
     "Segment",
     "SegmentList",
 }

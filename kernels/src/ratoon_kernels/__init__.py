@@ -19,7 +19,7 @@ from ratoon_kernels.layout import TreeLayout, build_layout
 from ratoon_kernels.registry import BackendStatus, list_backends, max_tokens, select_backend
 from ratoon_kernels.tiles import Span
 from ratoon_kernels.token_logprobs.op import token_logprobs, token_logprobs_forward_backward
-from ratoon_kernels.token_logprobs.operands import DifferentiatedLogprobs
+from ratoon_kernels.token_logprobs.operands import DifferentiatedLogprobs, SamplingMask
 from ratoon_kernels.tree_attention.merging import merge_partials, sink_gradient, with_sink
 from ratoon_kernels.tree_attention.op import (
     tree_attention,
@@ -33,6 +33,7 @@ __all__ = [
     "DifferentiatedLogprobs",
     "Handover",
     "KernelArgumentError",
+    "SamplingMask",
     "Span",
     "TreeLayout",
     "build_layout",

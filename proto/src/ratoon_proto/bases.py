@@ -26,7 +26,8 @@ REPORT_GROUPS: Mapping[str, tuple[str, ...]] = {
         "step_kl_tokens changed_share skipped skip_reason",
         "batch": "num_groups num_sequences trained_tokens response_length_mean response_length_p50 "
         "response_length_p90 response_length_p99 response_length_max truncated_fraction "
-        "dropped_stale dropped_truncated dropped_zero_variance dropped_bad bad_rollouts",
+        "dropped_stale dropped_truncated dropped_zero_variance dropped_bad bad_rollouts "
+        "tokens_outside_mask",
         "packing": "unshared_tokens packed_tokens token_reduction attention_pair_reduction "
         "num_micro_batches route_conflicts",
         "speed": "seconds tokens_per_second hardware_mfu logical_mfu rank_seconds rank_gap "

@@ -376,6 +376,10 @@ class BadRolloutReason(bases.WireEnum):
     """More than loss.staleness.max_versions old, where its action is REFUSE."""
     ALONE = "alone"
     """What was dropped has left it alone in its group, and advantages are made over groups."""
+    SAMPLING_MASK = "sampling_mask"
+    """A sampling mask with an id twice or not of the vocabulary, or of a trained token without that
+    token.
+    """
 
 
 class SkipReason(bases.SkipReasonMethods, bases.WireEnum):
@@ -1046,7 +1050,8 @@ class LossConfig:
     """
     allow_truncated_sampling: bool = False
     """Sampler log-probs of rollouts with top_p or top_k are renormalised over the tokens that were
-    left: refused where they enter a ratio or a correction, unless this says that it is known.
+    left: without a sampling_mask they are refused where they enter a ratio or a correction, unless
+    this says that it is known.
     """
     correction_mask: CorrectionMask | None = None
     """A mask that goes with or without a correction, at the same level or another."""
@@ -1483,6 +1488,8 @@ class StepReport(bases.StepReportMethods):
     """Rollouts that on_bad_rollout dropped; no other figure counts them."""
     bad_rollouts: tuple[BadRollout, ...] = ()
     """All of them in request order; not of an OptimStep."""
+    tokens_outside_mask: int = 0
+    """Tokens that were not trained because they are outside of their own sampling mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

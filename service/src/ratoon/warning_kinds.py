@@ -14,6 +14,7 @@ class WarningKind(StrEnum):
     # The batch.
     BAD_ROLLOUTS = "bad_rollouts"
     TRUNCATED_SAMPLING = "truncated_sampling"
+    OUTSIDE_SAMPLING_MASK = "outside_sampling_mask"
     RAW_LOGPROBS = "raw_logprobs"
     UNUSED_LOGPROBS = "unused_logprobs"
     KL_WITHOUT_GRADIENT = "kl_without_gradient"

@@ -23,7 +23,7 @@ from ratoon_client.errors import (
     UnusableClientError,
 )
 from ratoon_client.operation import AsyncOperationHandle
-from ratoon_client.rollouts import Group, Rollout, Segment, group, rollout
+from ratoon_client.rollouts import Group, Rollout, SamplingMask, Segment, group, rollout
 from ratoon_client.session import AsyncPolicySession
 from ratoon_client.values import (
     AdamW,
@@ -147,6 +147,7 @@ __all__ = [
     "Rollout",
     "SampleResult",
     "SampledSequence",
+    "SamplingMask",
     "SamplingParams",
     "Schedule",
     "Segment",

@@ -35,6 +35,7 @@ _ARRAYS = frozenset(
         "advantages",
         "token_weights",
         "routed_experts",
+        "sampling_mask",
     }
 )
 _SCALARS: dict[str, tuple[type, ...]] = {

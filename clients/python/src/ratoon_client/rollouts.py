@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ratoon_client.arguments import (
     FlagArray,
@@ -49,6 +52,32 @@ class ContentSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMask:
+    """The token ids that top-k and top-p left the sampler at each of R response tokens.
+
+    Attributes:
+        token_ids: Ids, those of one response token after those of the one before.
+        lengths: How many ids are of each response token [R]; 0 of context tokens.
+        untrain_outside: A token that is not among its own ids is not trained, and counted by the
+            report; otherwise the service refuses its rollout.
+    """
+
+    token_ids: IntsLike
+    lengths: IntsLike
+    untrain_outside: bool = False
+
+    @classmethod
+    def of(cls, rows: Sequence[IntsLike], *, untrain_outside: bool = False) -> SamplingMask:
+        """Make one of a list of ids for each response token, as vLLM and SGLang return it."""
+        arrays = [token_array(f"sampling_mask[{t}]", row) for t, row in enumerate(rows)]
+        return cls(
+            token_ids=np.concatenate([np.empty(0, np.int32), *arrays]),
+            lengths=np.array([len(row) for row in arrays], np.int32),
+            untrain_outside=untrain_outside,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One sampled continuation, as `rollout` makes it.
 
@@ -73,6 +102,7 @@ class Rollout:
     # [tokens, layers with experts, experts per token], and the token of the first row.
     routed_experts: RouteArray | None = None
     routed_experts_start: int = 0
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +134,7 @@ def rollout(
     version_spans: Sequence[VersionSpan] = (),
     routed_experts: RoutesLike | None = None,
     routed_experts_start: int = 0,
+    sampling_mask: SamplingMask | Sequence[IntsLike] | NDArray[np.integer[Any]] | None = None,
 ) -> Rollout:
     """Make a rollout of `response` or of `segments`, with a `reward` or ready `advantages`.
 
@@ -132,6 +163,9 @@ def rollout(
             [tokens, layers with experts, experts per token], from `routed_experts_start` on
             (vLLM's `CompletionOutput.routed_experts`).
         routed_experts_start: The token of the first row of `routed_experts`.
+        sampling_mask: The token ids that top-k and top-p left the sampler, a list for each response
+            token (vLLM's and SGLang's sampling mask): log-probs, entropy and gradients are over
+            them.
 
     Raises:
         InvalidArgumentError: An argument, which the error names, has no form on the wire.
@@ -162,6 +196,7 @@ def rollout(
         version_spans=_spans(version_spans),
         routed_experts=optional("routed_experts", routed_experts, route_array),
         routed_experts_start=integer("routed_experts_start", routed_experts_start),
+        sampling_mask=optional("sampling_mask", sampling_mask, _mask),
     )
 
 
@@ -199,6 +234,20 @@ def _content(
         )
     got = "neither" if response is None else "both"
     raise InvalidArgumentError("response", got, "one of response and segments")
+
+
+def _mask(
+    field: str, given: SamplingMask | Sequence[IntsLike] | NDArray[np.integer[Any]]
+) -> SamplingMask:
+    """A mask as it is sent: int32 ids and lengths."""
+    if isinstance(given, Sequence | np.ndarray):
+        return SamplingMask.of([*given])
+    check_type(field, given, SamplingMask)
+    return SamplingMask(
+        token_ids=token_array(f"{field}.token_ids", given.token_ids),
+        lengths=token_array(f"{field}.lengths", given.lengths),
+        untrain_outside=flag(f"{field}.untrain_outside", given.untrain_outside),
+    )
 
 
 def _spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

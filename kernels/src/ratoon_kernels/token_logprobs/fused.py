@@ -79,6 +79,7 @@ def forward(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
         for rows in spans(0, num_rows, chunk_rows):
             logits_CV = buffer_CV[: rows.stop - rows.start]
             _multiply(hidden_RD[rows], head_VD.T, logits_CV)
+            operands.mask_logits(rows, logits_CV)
             reduction.add(rows, logits_CV)
     return reduction.logprob_M, reduction.entropy_R, reduction.lse_R
 
@@ -99,6 +100,7 @@ def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
 
         def write(rows: slice, logits_CV: Tensor, dlogits_CV: Tensor) -> None:
             _multiply(hidden_RD[rows], head_VD.T, logits_CV)
+            operands.mask_logits(rows, logits_CV)
             gradient.write(rows, seeds, logits_CV, dlogits_CV)
 
         dhidden_RD, dhead_VD = _add_groups(
@@ -120,6 +122,7 @@ def forward_backward(
 
         def write(rows: slice, logits_CV: Tensor, dlogits_CV: Tensor) -> None:
             _multiply(hidden_RD[rows], head_VD.T, logits_CV)
+            operands.mask_logits(rows, logits_CV)
             reduction.add(rows, logits_CV)
             seeds = _sort_seeds(targets, *seeds_of(rows, reduction.logprob_M, reduction.entropy_R))
             gradient.write(rows, seeds, logits_CV, dlogits_CV)

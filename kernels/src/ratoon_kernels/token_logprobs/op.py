@@ -17,6 +17,7 @@ from ratoon_kernels.registry import TOKEN_LOGPROBS, TOKEN_LOGPROBS_BACKENDS, sel
 from ratoon_kernels.token_logprobs.operands import (
     DifferentiatedLogprobs,
     Operands,
+    SamplingMask,
     SeedsOfRows,
     Upstream,
     check_shapes,
@@ -31,11 +32,13 @@ def token_logprobs(
     row_of_target_M: Tensor,
     temperature_R: Tensor,
     *,
+    mask: SamplingMask | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of tokens under softmax(hidden @ lm_head^T / temperature), without [R, V] logits.
 
-    Differentiable in the hidden states and the LM head, through both results.
+    Differentiable in the hidden states and the LM head, through both results. The softmax of a row
+    with a sampling mask is over the tokens that it keeps, as are its entropy and its gradients.
 
     Args:
         hidden_RD: Hidden states of R predicting rows; bf16, fp16, fp32 or fp64.
@@ -43,24 +46,26 @@ def token_logprobs(
         targets_M: int64 token ids in [0, V).
         row_of_target_M: int64; the row in [0, R) that predicts each target. A row may serve many.
         temperature_R: fp32 or fp64; the positive divisor of each row's logits.
+        mask: Kept tokens of rows, among them the row's targets; None: every row keeps all.
         backend: A backend's name, or None for the best one available.
 
     Returns:
-        logprob_M of the targets and entropy_R in nats of each row's whole distribution, both fp32
-        (fp64 for fp64 hidden states).
+        logprob_M of the targets and entropy_R in nats of each row's distribution, both fp32 (fp64
+        for fp64 hidden states).
 
     Raises:
         KernelArgumentError: An argument is wrong; the message names it. Values are looked at on
             the CPU only; on a GPU a wrong index fails in the device's own check.
         BackendUnavailableError: The backend asked for cannot serve the call.
     """
-    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R)
+    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, mask)
     name = select_backend(
         TOKEN_LOGPROBS, backend, hidden_RD.device, hidden_RD.dtype, hidden_RD.shape[-1]
     )
     temperature_R = temperature_R.to(accumulation_dtype(hidden_RD.dtype))
+    kept = () if mask is None else (mask.token_N, mask.row_N, mask.first_R1)
     logprob_M, entropy_R, _ = _forward(
-        hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, name
+        hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, name, *kept
     )
     return logprob_M, entropy_R
 
@@ -73,6 +78,9 @@ def _forward(
     row_of_target_M: Tensor,
     temperature_R: Tensor,
     backend: str,
+    kept_token_N: Tensor | None = None,
+    kept_row_N: Tensor | None = None,
+    kept_first_R1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = Operands(
         hidden_RD=hidden_RD,
@@ -80,9 +88,19 @@ def _forward(
         targets_M=targets_M,
         row_of_target_M=row_of_target_M,
         temperature_R=temperature_R,
+        mask=_mask(kept_token_N, kept_row_N, kept_first_R1),
     )
     check_values(operands)
     return TOKEN_LOGPROBS_BACKENDS[backend].forward(operands)
+
+
+def _mask(
+    token_N: Tensor | None, row_N: Tensor | None, first_R1: Tensor | None
+) -> SamplingMask | None:
+    """The mask whose tensors a custom op takes one by one."""
+    if token_N is None or row_N is None or first_R1 is None:
+        return None
+    return SamplingMask(token_N=token_N, row_N=row_N, first_R1=first_R1)
 
 
 @_forward.register_fake
@@ -109,6 +127,9 @@ def _backward(
     lse_R: Tensor,
     needs_lm_head: bool,
     backend: str,
+    kept_token_N: Tensor | None = None,
+    kept_row_N: Tensor | None = None,
+    kept_first_R1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     operands = Operands(
         hidden_RD=hidden_RD,
@@ -116,6 +137,7 @@ def _backward(
         targets_M=targets_M,
         row_of_target_M=row_of_target_M,
         temperature_R=temperature_R,
+        mask=_mask(kept_token_N, kept_row_N, kept_first_R1),
     )
     upstream = Upstream(
         dlogprob_M=dlogprob_M,
@@ -135,7 +157,7 @@ def _(
     lm_head_VD: Tensor,
     *others: Any,
 ) -> tuple[Tensor, Tensor]:
-    *_, needs_lm_head, _ = others
+    needs_lm_head = others[5]
     num_head_rows = lm_head_VD.shape[0] if needs_lm_head else 0
     dlm_head_VD = lm_head_VD.new_empty((num_head_rows, lm_head_VD.shape[1]))
     return hidden_RD.new_empty(hidden_RD.shape), dlm_head_VD
@@ -144,9 +166,9 @@ def _(
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    *tensors, backend = inputs
+    tensors, backend, kept = inputs[:5], inputs[5], inputs[6:]
     _, entropy_R, lse_R = output
-    ctx.save_for_backward(*tensors, entropy_R, lse_R)
+    ctx.save_for_backward(*tensors, entropy_R, lse_R, *kept)
     ctx.mark_non_differentiable(lse_R)
     ctx.backend = backend
     # A result that nothing reads then has the gradient None, not zeros to be computed with.
@@ -157,10 +179,12 @@ def _differentiate(
     ctx: Any, dlogprob_M: Tensor | None, dentropy_R: Tensor | None, _dlse_R: None
 ) -> tuple[Tensor | None, ...]:
     needs_lm_head = ctx.needs_input_grad[1]
+    operands, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
     dhidden_RD, dlm_head_VD = _backward(
-        dlogprob_M, dentropy_R, *ctx.saved_tensors, needs_lm_head, ctx.backend
+        dlogprob_M, dentropy_R, *operands, needs_lm_head, ctx.backend, *kept
     )
-    return dhidden_RD, dlm_head_VD if needs_lm_head else None, None, None, None, None
+    nothing = (None,) * (len(ctx.needs_input_grad) - 2)
+    return dhidden_RD, dlm_head_VD if needs_lm_head else None, *nothing
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -175,6 +199,7 @@ def token_logprobs_forward_backward(
     seeds_of: SeedsOfRows,
     *,
     needs_lm_head: bool,
+    mask: SamplingMask | None = None,
     backend: str | None = None,
 ) -> DifferentiatedLogprobs:
     """`token_logprobs` and the gradients of a loss whose terms are each of one row.
@@ -192,13 +217,14 @@ def token_logprobs_forward_backward(
             final), for consecutive slices; returns the loss's gradients with respect to both, in
             their dtype and shape, or None where one is zero. Only those of the slice are read.
         needs_lm_head: Whether the gradient of the LM head is asked for.
+        mask: As `token_logprobs` takes it.
         backend: A backend's name, or None for the best one available.
 
     Raises:
         KernelArgumentError: An argument is wrong; the message names it.
         BackendUnavailableError: The backend asked for cannot serve the call.
     """
-    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R)
+    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, mask)
     if hidden_RD.dtype is torch.float16:
         raise KernelArgumentError("hidden_RD", "dtype torch.float16, expected one without scaling")
     name = select_backend(
@@ -210,6 +236,7 @@ def token_logprobs_forward_backward(
         targets_M=targets_M,
         row_of_target_M=row_of_target_M,
         temperature_R=temperature_R.to(accumulation_dtype(hidden_RD.dtype)),
+        mask=mask,
     )
     check_values(operands)
     return TOKEN_LOGPROBS_BACKENDS[name].forward_backward(

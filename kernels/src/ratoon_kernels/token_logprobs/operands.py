@@ -7,12 +7,48 @@ device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.precision import ACCUMULATION_DTYPES, accumulation_dtype
+
+# Logit of a token outside of a row's sampling mask. Its exponential is 0 beside every logit, at
+# temperatures from 1e-10 to 1e16; it is finite, as 0 times infinity in an entropy would be NaN.
+OUTSIDE_LOGIT: Final = -1e20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMask:
+    """The tokens that a row's distribution is over, for rows whose sampler truncated it.
+
+    N kept tokens in all, those of a row one after the other, rows ascending. A row without any has
+    the whole vocabulary.
+
+    Attributes:
+        token_N: int32 token ids in [0, V), distinct within a row.
+        row_N: int32; the row of each, on the device of `token_N`.
+        first_R1: int64 [R + 1] on the CPU: row r keeps the tokens [first[r], first[r + 1]). Chunks
+            of rows are cut by it without waiting for a device.
+    """
+
+    token_N: Tensor
+    row_N: Tensor
+    first_R1: Tensor
+
+    def of_rows(self, rows: slice) -> "SamplingMask | None":
+        """The mask of some rows, counted from the first of them; None: they keep all tokens."""
+        first_R1 = self.first_R1[rows.start : rows.stop + 1]
+        start, stop = int(first_R1[0]), int(first_R1[-1])
+        if start == stop:
+            return None
+        return SamplingMask(
+            token_N=self.token_N[start:stop],
+            row_N=self.row_N[start:stop] - rows.start,
+            first_R1=first_R1 - start,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +61,7 @@ class Operands:
         targets_M: int64 token ids in [0, V).
         row_of_target_M: int64 rows in [0, R).
         temperature_R: Positive divisor of each row's logits, in the accumulation dtype.
+        mask: The tokens that each row's softmax is over; None: all, of every row.
     """
 
     hidden_RD: Tensor
@@ -32,11 +69,23 @@ class Operands:
     targets_M: Tensor
     row_of_target_M: Tensor
     temperature_R: Tensor
+    mask: SamplingMask | None = None
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
         """Dtype of logits, log-probs and entropies."""
         return accumulation_dtype(self.hidden_RD.dtype)
+
+    def mask_logits(self, rows: slice, logits_CV: Tensor) -> None:
+        """Takes what the rows do not keep out of their logits, in place."""
+        mask = None if self.mask is None else self.mask.of_rows(rows)
+        if mask is None:
+            return
+        row_N, token_N = mask.row_N.long(), mask.token_N.long()
+        logit_N = logits_CV[row_N, token_N]
+        is_masked_C = torch.zeros(len(logits_CV), dtype=torch.bool, device=logits_CV.device)
+        logits_CV.masked_fill_(is_masked_C.index_fill_(0, row_N, True)[:, None], OUTSIDE_LOGIT)
+        logits_CV[row_N, token_N] = logit_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +136,7 @@ def check_shapes(
     targets_M: Tensor,
     row_of_target_M: Tensor,
     temperature_R: Tensor,
+    mask: SamplingMask | None = None,
 ) -> None:
     """Raises `KernelArgumentError` for a wrong shape, dtype or device."""
     num_rows = hidden_RD.shape[0] if hidden_RD.ndim else 0
@@ -124,6 +174,24 @@ def check_shapes(
     if temperature_R.shape[0] != num_rows:
         got = f"{temperature_R.shape[0]} values, expected {num_rows} as hidden_RD"
         raise KernelArgumentError("temperature_R", got)
+    if mask is not None:
+        _check_mask(mask, num_rows, hidden_RD.device)
+
+
+def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None:
+    num_kept = mask.token_N.shape[0] if mask.token_N.ndim else 0
+    expected_forms = (
+        ("mask.token_N", mask.token_N, (torch.int32, (num_kept,), device)),
+        ("mask.row_N", mask.row_N, (torch.int32, (num_kept,), device)),
+        ("mask.first_R1", mask.first_R1, (torch.int64, (num_rows + 1,), torch.device("cpu"))),
+    )
+    for name, tensor, expected in expected_forms:
+        got = tensor.dtype, tuple(tensor.shape), tensor.device
+        if got != expected:
+            form = "{} of shape {} on {}"
+            raise KernelArgumentError(
+                name, f"{form.format(*got)}, expected {form.format(*expected)}"
+            )
 
 
 def check_values(operands: Operands) -> None:
@@ -139,6 +207,20 @@ def check_values(operands: Operands) -> None:
     temperature_R = operands.temperature_R
     is_positive = (temperature_R > 0) & temperature_R.isfinite()
     _require_all(is_positive, "temperature_R", temperature_R, "a positive finite number")
+    if operands.mask is not None:
+        _check_mask_values(operands.mask, len(operands.lm_head_VD))
+
+
+def _check_mask_values(mask: SamplingMask, vocab_size: int) -> None:
+    token_N, first_R1 = mask.token_N, mask.first_R1
+    is_token = (token_N >= 0) & (token_N < vocab_size)
+    _require_all(is_token, "mask.token_N", token_N, f"in [0, {vocab_size})")
+    bounds = torch.tensor([0, len(token_N)])
+    if not torch.equal(first_R1[[0, -1]], bounds) or (first_R1.diff() < 0).any():
+        got = f"from {int(first_R1[0])} to {int(first_R1[-1])}"
+        raise KernelArgumentError("mask.first_R1", f"{got}, expected 0 to {len(token_N)} ascending")
+    row_N = torch.arange(len(first_R1) - 1).repeat_interleave(first_R1.diff())
+    _require_all(mask.row_N == row_N, "mask.row_N", mask.row_N, "the row that first_R1 says")
 
 
 def _require_all(holds: Tensor, name: str, values: Tensor, rule: str) -> None:

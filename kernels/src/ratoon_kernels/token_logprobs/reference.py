@@ -181,7 +181,9 @@ def _reduce(logits_RV: Tensor, chunk: _Chunk, results: tuple[Tensor, Tensor, Ten
 
 def _scaled_logits(operands: Operands, head_VD: Tensor, chunk: _Chunk) -> Tensor:
     hidden_RD = operands.hidden_RD[chunk.rows].to(head_VD.dtype)
-    return torch.mm(hidden_RD, head_VD.T).div_(operands.temperature_R[chunk.rows, None])
+    logits_RV = torch.mm(hidden_RD, head_VD.T).div_(operands.temperature_R[chunk.rows, None])
+    operands.mask_logits(chunk.rows, logits_RV)
+    return logits_RV
 
 
 def _logit_gradient(logp_RV: Tensor, chunk: _Chunk, upstream: Upstream) -> Tensor:

@@ -117,6 +117,47 @@ class VersionSpan(_message.Message):
 Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
 
 @_typing.final
+class SamplingMask(_message.Message):
+    """The tokens that top-k and top-p left a sampler to draw each response token from (DeepSeek-V3.2, arXiv
+    2512.02556: Keep Sampling Mask). The softmax of a trained token is over them, in log-probs, ratio, KL
+    and entropy. Every trained token has some, itself among them; those of other tokens are not used.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    UNTRAIN_OUTSIDE_FIELD_NUMBER: _builtins.int
+    untrain_outside: _builtins.bool
+    """A token that is not among its own ids is not trained, as if the loss mask were false there; the
+    report counts it (tokens_outside_mask). Otherwise its rollout cannot be trained.
+    """
+    @_builtins.property
+    def token_ids(self) -> _tensor_pb2.Tensor:
+        """int32 [sum of lengths]: ids of the kept tokens, one response token's after the other's; within one's
+        each id once, in any order.
+        """
+
+    @_builtins.property
+    def lengths(self) -> _tensor_pb2.Tensor:
+        """int32 [R]: how many ids are of each response token."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _tensor_pb2.Tensor | None = ...,
+        lengths: _tensor_pb2.Tensor | None = ...,
+        untrain_outside: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "token_ids", b"token_ids", "untrain_outside", b"untrain_outside"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplingMask: _TypeAlias = SamplingMask  # noqa: Y015
+
+@_typing.final
 class Rollout(_message.Message):
     """One sampled continuation of a group's prompt. "Response tokens" are the tokens of `response`, or
     those of all segments one after the other. Per-token arrays have one value a response token; values
@@ -143,14 +184,15 @@ class Rollout(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     ROUTED_EXPERTS_START_FIELD_NUMBER: _builtins.int
+    SAMPLING_MASK_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     temperature: _builtins.float
     """Default 1."""
     sampler_logprobs_kind: Global___SamplerLogprobsKind.ValueType
     """Required where temperature is not 1 and sampler_logprobs are given."""
     top_p: _builtins.float
-    """Warned about: the trained distribution is not truncated. Refused where sampler_logprobs enter a
-    ratio, unless LossConfig.allow_truncated_sampling.
+    """Warned about without a sampling_mask: the trained distribution is not truncated then. Refused where
+    sampler_logprobs enter a ratio, unless LossConfig.allow_truncated_sampling.
     """
     top_k: _builtins.int
     policy_version: _builtins.int
@@ -202,6 +244,10 @@ class Rollout(_message.Message):
         the response; tokens without a row, as the last one of vLLM and SGLang, are routed by the policy.
         """
 
+    @_builtins.property
+    def sampling_mask(self) -> Global___SamplingMask:
+        """What truncation left, of a rollout sampled with top_p or top_k."""
+
     def __init__(
         self,
         *,
@@ -223,10 +269,11 @@ class Rollout(_message.Message):
         version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
         routed_experts: _tensor_pb2.Tensor | None = ...,
         routed_experts_start: _builtins.int = ...,
+        sampling_mask: Global___SamplingMask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "sampler_logprobs", b"sampler_logprobs", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "sampler_logprobs", b"sampler_logprobs", "sampling_mask", b"sampling_mask", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "routed_experts_start", b"routed_experts_start", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "routed_experts_start", b"routed_experts_start", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "sampling_mask", b"sampling_mask", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

@@ -44,6 +44,8 @@ def without(batch: RolloutBatch, faults: Mapping[int, Fault]) -> RolloutBatch:
     }
     if batch.route_offsets is not None:
         kept["N"] = np.repeat(kept_S, np.diff(batch.route_offsets))
+    if batch.mask_offsets is not None:
+        kept["K"] = np.repeat(kept["J"], np.diff(batch.mask_offsets))
     fields: dict[str, Any] = {}
     for name, (_, axis) in ARRAYS.items():
         value: NDArray[Any] | None = getattr(batch, name)
@@ -56,6 +58,10 @@ def without(batch: RolloutBatch, faults: Mapping[int, Fault]) -> RolloutBatch:
             fields[name] = value[kept[axis]]
     if "N" in kept and not kept["N"].any():
         fields |= {"routed_experts": None, "route_first": None, "route_offsets": None}
+    if "K" in kept and not kept["K"].any():
+        fields |= {"sampling_mask": None, "mask_offsets": None}
+    if batch.outside_mask is not None and not fields["outside_mask"].any():
+        fields["outside_mask"] = None
     rows = [
         (sent_group_S[s], sent_rollout_S[s], _REASONS.index(reason), token, length_S[s])
         for s, (reason, token) in faults.items()

@@ -59,6 +59,13 @@ class RolloutBatch:
     routed_experts: NDArray[np.unsignedinteger] | None = None
     route_first: NDArray[np.int64] | None = None
     route_offsets: NDArray[np.int64] | None = None
+    # Tokens that a truncating sampler kept of each trained token of the rollouts that say so, int32
+    # [N], ascending within a token, itself among them; int64 [J + 1]: offsets of each response
+    # token's. None, both: no rollout says so. A token without any has the whole vocabulary.
+    sampling_mask: NDArray[np.int32] | None = None
+    mask_offsets: NDArray[np.int64] | None = None
+    # bool [J]: tokens that are outside of their own mask, and not trained for it; None: none is.
+    outside_mask: NDArray[np.bool_] | None = None
     # What was sent, where rollouts that cannot be trained were dropped. Ids of all groups; int64
     # [G] and [S]: index of each group among them, and of each rollout in its group; int64 [B, 5],
     # what was dropped, in request order: group, rollout, code of the reason, response token or -1,

@@ -13,9 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.rollout.batch import RolloutBatch, group_of_sequence, ragged_arange, sequence_lengths
-from ratoon.rollout.packed import Forest, PackedBatch
+from ratoon.rollout.packed import Forest, KeptTokens, PackedBatch
 from ratoon.rollout.prefixes import SortedPrefixes, shared_with_previous
 from ratoon.rollout.routes import packed_routes
+from ratoon.rollout.sampling_masks import kept_of, kept_tokens, number_masks
+
+# A table of what indexes may be pays for itself up to so many times their number.
+_SPARSE = 16
 
 
 def build_forest(
@@ -238,10 +242,19 @@ def pack(batch: RolloutBatch, forest: Forest, term_mask_J: NDArray[np.bool_]) ->
     sequence = np.repeat(np.arange(len(forest.sequences)), response.lengths)
     term_packed = response.packed[is_term]
 
-    target_packed, term_target = _distinct(term_packed, forest.num_tokens)
-    row_of_target = predecessors(forest)[target_packed]
+    term_token, before = response.column[is_term], predecessors(forest)
+    kept, masks = kept_tokens(batch), 1
+    if kept is not None:
+        # The number of its mask tells a term from others of its packed token.
+        number = number_masks(kept, before[term_packed], term_token)
+        masks = int(number.max(initial=0)) + 1
+        term_packed = term_packed * masks + number
+    target, term_target = _distinct(term_packed, forest.num_tokens * masks)
+    target_packed, target_number = _split(target, masks)
+    row_of_target = before[target_packed]
     assert not len(row_of_target) or row_of_target.min() >= 0, "a first token is trained"
-    row_index, target_row = _distinct(row_of_target, forest.num_tokens)
+    row, target_row = _distinct(row_of_target * masks + target_number, forest.num_tokens * masks)
+    row_index, _ = _split(row, masks)
     return PackedBatch(
         forest=forest,
         position=np.arange(forest.num_tokens)
@@ -254,8 +267,9 @@ def pack(batch: RolloutBatch, forest: Forest, term_mask_J: NDArray[np.bool_]) ->
         target_row=target_row,
         term_target=term_target,
         term_sequence=sequence[is_term],
-        term_token=response.column[is_term],
+        term_token=term_token,
         routes=packed_routes(batch, forest),
+        kept=None if kept is None else _kept_of_rows(kept, term_token, target_row[term_target]),
     )
 
 
@@ -276,8 +290,27 @@ def sequences_through(
     return ended[stop] - ended[:-1]
 
 
+def _kept_of_rows(
+    kept: KeptTokens, term_token: NDArray[np.int64], term_row: NDArray[np.int64]
+) -> KeptTokens | None:
+    """What each row keeps, as any of its terms does; None: no row has a mask."""
+    token_of_row = np.empty(term_row.max(initial=-1) + 1, np.int64)
+    token_of_row[term_row] = term_token
+    of_rows = kept_of(kept, token_of_row)
+    return of_rows if len(of_rows.tokens) else None
+
+
+def _split(
+    index: NDArray[np.int64], masks: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | int]:
+    """Packed indexes, and numbers of masks in [0, masks), of what was made of both."""
+    return (index, 0) if masks == 1 else np.divmod(index, masks)
+
+
 def _distinct(index: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Distinct values of `index` (each in [0, size)), ascending, and each value's place in them."""
+    if size > _SPARSE * len(index):
+        return np.unique(index, return_inverse=True)
     is_used = np.zeros(size, np.bool_)
     is_used[index] = True
     # Packed indexes fit int32 (`end` is one), and half the memory traffic is nearly half the time.

@@ -113,11 +113,21 @@ class UpdatePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """Tokens that truncation left: int32 [N] ids; int64 [n + 1], offsets of n tokens or rows."""
+
+    tokens: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """One micro-batch, ready to be put on a device.
 
     A *target* is a distinct trained packed token; it is predicted by the row just before it on its
-    path. A *term* is one (sequence, trained token) pair; several terms may share a target.
+    path. A *term* is one (sequence, trained token) pair; several terms may share a target. Where
+    terms of a packed token have different sampling masks, it is a target, and is predicted by a
+    row, for each of them.
     """
 
     forest: Forest
@@ -127,7 +137,7 @@ class PackedBatch:
     end: NDArray[np.int32]
     # int32 [T]: sequences that the token is part of.
     copies: NDArray[np.int32]
-    # int64 [R]: distinct predicting rows, ascending packed index; float32 [R].
+    # int64 [R]: predicting rows, ascending packed index; float32 [R].
     row_index: NDArray[np.int64]
     row_temperature: NDArray[np.float32]
     # int64 [M targets]: token id and index in row_index.
@@ -140,3 +150,5 @@ class PackedBatch:
     term_token: NDArray[np.int64]
     # int16 [L, T, C]: recorded experts by layer with experts, -1 of a token without; None: of none.
     routes: NDArray[np.int16] | None = None
+    # What each row keeps, nothing if it has no mask; None: no row has one.
+    kept: KeptTokens | None = None

@@ -7,7 +7,7 @@ A wire has decoded them, and checked nothing but numpy's dtype kind. `validate` 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -41,6 +41,18 @@ class RawSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RawSamplingMask:
+    """Ids that truncation left of each response token, int [sum of lengths], and how many, int [R].
+
+    A token outside of its own is not trained with `untrain_outside`, else a fault of its rollout.
+    """
+
+    token_ids: NDArray[np.integer]
+    lengths: NDArray[np.integer]
+    untrain_outside: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RawRollout:
     """One rollout; `None`: the caller left it out. Arrays have one value a response token."""
 
@@ -63,6 +75,7 @@ class RawRollout:
     # [tokens, layers with experts, experts per token], from that token of the rollout's on.
     routed_experts: NDArray[np.generic] | None = None
     routed_experts_start: int = 0
+    sampling_mask: RawSamplingMask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +179,19 @@ class RequestFields:
                 got=f"{num_values} values",
                 expected=f"{num_tokens} values",
             )
+
+
+def join_tokens(arrays: Sequence[NDArray[np.integer]]) -> NDArray[np.integer]:
+    """Concatenate without loss: numpy would make floats of uint64 beside a signed type."""
+    return np.concatenate(
+        [np.empty(0, np.int32)]
+        + [
+            np.minimum(array, np.iinfo(np.int64).max).astype(np.int64)
+            if array.dtype == np.uint64
+            else array
+            for array in arrays
+        ]
+    )
 
 
 def sequence_field(group_offsets: NDArray[np.int64], s: int) -> str:

@@ -55,6 +55,9 @@ ARRAYS: Mapping[str, tuple[str, str]] = {
     "routed_experts": ("|u1", "N"),
     "route_first": ("<i8", "S"),
     "route_offsets": ("<i8", "S+1"),
+    "sampling_mask": ("<i4", "K"),
+    "mask_offsets": ("<i8", "J+1"),
+    "outside_mask": ("|b1", "J"),
     "sent_group": ("<i8", "G"),
     "sent_rollout": ("<i8", "S"),
     # Two axes.
@@ -72,6 +75,9 @@ _OPTIONAL = frozenset(
         "routed_experts",
         "route_first",
         "route_offsets",
+        "sampling_mask",
+        "mask_offsets",
+        "outside_mask",
         "sent_group",
         "sent_rollout",
         "bad_rollouts",
@@ -82,6 +88,7 @@ _RANKS: Mapping[str, int] = {"routed_experts": 3, "bad_rollouts": 2}
 # Columns that come together or not at all.
 _TOGETHER: Mapping[str, frozenset[str]] = {
     "the routes": frozenset({"routed_experts", "route_first", "route_offsets"}),
+    "the sampling masks": frozenset({"sampling_mask", "mask_offsets"}),
     "what was sent": frozenset({"sent_ids", "sent_group", "sent_rollout", "bad_rollouts"}),
 }
 # dtype and shape of an array.
@@ -222,9 +229,11 @@ def _check_axes(num_groups: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         "G+1": num_groups + 1,
         "prompt": len(arrays["prompt_tokens"]),
         "J": len(arrays["response_tokens"]),
+        "J+1": len(arrays["response_tokens"]) + 1,
         "S+1": len(arrays["response_offsets"]),
         "S": len(arrays["response_offsets"]) - 1,
         "N": len(arrays["routed_experts"]) if "routed_experts" in arrays else 0,
+        "K": len(arrays["sampling_mask"]) if "sampling_mask" in arrays else 0,
         "B": len(arrays["bad_rollouts"]) if "bad_rollouts" in arrays else 0,
     }
     for name, array in arrays.items():
@@ -236,6 +245,7 @@ def _check_axes(num_groups: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         ("prompt_offsets", axes["prompt"], 0),
         ("response_offsets", axes["J"], 0),
         ("route_offsets", axes["N"], 0),
+        ("mask_offsets", axes["K"], 0),
     ):
         if name not in arrays:
             continue

@@ -22,9 +22,11 @@ from ratoon.rollout.raw import (
     RawSegment,
     RequestFields,
     first_true,
+    join_tokens,
     sequence_field,
 )
 from ratoon.rollout.routes import DENSE, RouteSizes, recorded_routes
+from ratoon.rollout.sampling_masks import recorded_masks
 from ratoon_proto.types import BadRolloutReason
 
 
@@ -64,19 +66,6 @@ def is_token_array(tokens: NDArray[np.integer]) -> bool:
 
 def bad_token_array(path: str, tokens: NDArray[np.integer]) -> RatoonError:
     return invalid(path, f"{tokens.dtype} of shape {list(tokens.shape)}", "integers [length]")
-
-
-def join_tokens(arrays: Sequence[NDArray[np.integer]]) -> NDArray[np.integer]:
-    """Concatenate without loss: numpy would make floats of uint64 beside a signed type."""
-    return np.concatenate(
-        [np.empty(0, np.int32)]
-        + [
-            np.minimum(array, np.iinfo(np.int64).max).astype(np.int64)
-            if array.dtype == np.uint64
-            else array
-            for array in arrays
-        ]
-    )
 
 
 def _judge_ids(
@@ -191,7 +180,15 @@ def validate_groups(
     _check_lengths(int(prompt_offsets[-1]), prompt_length_S, fields, limits)
 
     response_tokens = response_ids(segments, fields, limits)
-    mask = loss_mask(rollouts, segments, fields)
+    masks = recorded_masks(
+        rollouts,
+        response_tokens,
+        loss_mask(rollouts, segments, fields),
+        fields,
+        vocab_size=limits.vocab_size,
+        max_tokens=limits.max_tokens,
+    )
+    mask = masks.loss_mask
     _check_trained(mask, prompt_length_S, fields)
     settings = sampling_settings(rollouts, fields)
     rewards, advantages = outcomes(rollouts, fields)
@@ -221,6 +218,9 @@ def validate_groups(
         route_offsets=routes.route_offsets,
         top_p=settings.top_p,
         top_k=settings.top_k,
+        sampling_mask=masks.sampling_mask,
+        mask_offsets=masks.mask_offsets,
+        outside_mask=masks.outside_mask,
     )
     return without(batch, fields.faults or {})
 

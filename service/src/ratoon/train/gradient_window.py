@@ -40,6 +40,7 @@ class BatchSums(Merged):
     dropped_truncated: float = total()
     dropped_zero_variance: float = total()
     dropped_bad: float = total()
+    outside_mask: float = total()
     # Rollouts that count, but have no gradient and were not run.
     not_run: float = total()
     # Versions between sampling and now, over kept rollouts that say one that the policy has had.
@@ -76,6 +77,7 @@ class BatchSums(Merged):
             "dropped_truncated": int(self.dropped_truncated),
             "dropped_zero_variance": int(self.dropped_zero_variance),
             "dropped_bad": int(self.dropped_bad),
+            "tokens_outside_mask": int(self.outside_mask),
             "zero_advantage_sequences": int(self.not_run),
             "route_conflicts": int(self.route_conflicts),
         }
@@ -86,6 +88,7 @@ def of_batch(batch: RolloutBatch) -> BatchSums:
         responses=Lengths(tuple(np.diff(batch.response_offsets).tolist())),
         truncated=int(np.count_nonzero(batch.truncated)),
         dropped_bad=0 if batch.bad_rollouts is None else len(batch.bad_rollouts),
+        outside_mask=0 if batch.outside_mask is None else int(batch.outside_mask.sum()),
     )
     if batch.rewards is None or not batch.num_sequences:
         return sums

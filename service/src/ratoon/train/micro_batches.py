@@ -23,15 +23,15 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RoutedTokens
 from ratoon.planner.waves import fits_forest
 from ratoon.rollout.forest import build_forest, pack
-from ratoon.rollout.packed import Forest, MicroBatch, PackedBatch, Stage
+from ratoon.rollout.packed import Forest, KeptTokens, MicroBatch, PackedBatch, Stage
 from ratoon.train.clock import Moment
 from ratoon.train.prepare import Prepared, PreparedForward
-from ratoon_kernels import TreeLayout, build_layout, token_logprobs
+from ratoon_kernels import SamplingMask, TreeLayout, build_layout, token_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
-    """T packed tokens, R predicting rows, M targets, L terms; all integers int64."""
+    """T packed tokens, R predicting rows, M targets, L terms; integers int64 but the mask's."""
 
     tokens_T: Tensor
     position_T: Tensor
@@ -46,6 +46,12 @@ class DeviceBatch:
     term_target_L: Tensor
     # Row that predicts each term's target.
     term_row_L: Tensor
+    # What truncation left of each row's vocabulary; None: nothing is truncated.
+    mask: SamplingMask | None
+
+    def mask_of(self, rows: slice) -> SamplingMask | None:
+        """The mask of a range of rows, counted from the first of them."""
+        return None if self.mask is None else self.mask.of_rows(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +88,16 @@ def to_device(
         target_row_M=put(packed.target_row, device),
         term_target_L=put(packed.term_target, device),
         term_row_L=put(packed.target_row[packed.term_target], device),
+        mask=None if packed.kept is None else _mask_on(packed.kept, device),
+    )
+
+
+def _mask_on(kept: KeptTokens, device: torch.device) -> SamplingMask:
+    row = np.repeat(np.arange(len(kept.offsets) - 1, dtype=np.int32), np.diff(kept.offsets))
+    return SamplingMask(
+        token_N=put(kept.tokens, device),
+        row_N=put(row, device),
+        first_R1=torch.from_numpy(kept.offsets),
     )
 
 
@@ -113,6 +129,7 @@ def run_model(model: PolicyModel, batch: DeviceBatch) -> TokenOutputs:
         batch.target_token_M,
         batch.target_row_M,
         batch.row_temperature_R,
+        mask=batch.mask,
     )
     return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)
 

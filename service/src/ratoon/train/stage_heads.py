@@ -258,6 +258,7 @@ def _run_head(whole: Whole, run: StageRun) -> TokenOutputs:
         batch.target_token_M[part.targets_M],
         batch.target_row_M[part.targets_M] - rows.start,
         batch.row_temperature_R[rows],
+        mask=batch.mask_of(rows),
     )
     return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)
 

@@ -25,6 +25,7 @@ from ratoon.rollout.batch import (
     prompt_lengths,
     ragged_arange,
 )
+from ratoon.rollout.sampling_masks import kept_of, kept_tokens
 from ratoon.train.loss.ratios import clamp_k3
 from ratoon.train.rollout_figures import FoundRollouts
 from ratoon_proto.types import StepReport
@@ -135,6 +136,10 @@ def _cut(
         top_p=batch.top_p[sequences],
         top_k=batch.top_k[sequences],
     )
+    kept = kept_tokens(batch)
+    if kept is not None:
+        kept = kept_of(kept, tokens)
+        cut = replace(cut, sampling_mask=kept.tokens, mask_offsets=kept.offsets)
     if batch.routed_experts is None or batch.route_first is None or batch.route_offsets is None:
         return cut, tokens
     first, offsets = batch.route_first[sequences], batch.route_offsets

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from ratoon.api.convert.checks import at_least, read_enum, required
 from ratoon.errors import invalid
-from ratoon.rollout.raw import RawGroup, RawRollout, RawSegment, SamplerLogprobsKind
+from ratoon.rollout.raw import (
+    RawGroup,
+    RawRollout,
+    RawSamplingMask,
+    RawSegment,
+    SamplerLogprobsKind,
+)
 from ratoon_proto.codec import CodecError, decode_tensor
 from ratoon_proto.v1 import rollout_pb2 as wire
 from ratoon_proto.v1.tensor_pb2 import Tensor
@@ -77,6 +83,7 @@ def _rollout(field: str, message: wire.Rollout, max_bytes: int) -> RawRollout:
         truncated=message.truncated,
         routed_experts=_routes(f"{field}.routed_experts", message),
         routed_experts_start=message.routed_experts_start,
+        sampling_mask=_sampling_mask(f"{field}.sampling_mask", message, max_bytes),
         version_spans=tuple((span.first_token, span.version) for span in message.version_spans),
     )
 
@@ -115,6 +122,18 @@ def _routes(field: str, message: wire.Rollout) -> NDArray[Any] | None:
         return None
     tensor = message.routed_experts
     return _decoded(field, tensor, len(tensor.data))
+
+
+def _sampling_mask(field: str, message: wire.Rollout, max_bytes: int) -> RawSamplingMask | None:
+    if not message.HasField("sampling_mask"):
+        return None
+    mask = message.sampling_mask
+    arrays: dict[str, Any] = {}
+    for name in ("token_ids", "lengths"):
+        if not mask.HasField(name):
+            raise required(f"{field}.{name}", "a tensor")
+        arrays[name] = _array(f"{field}.{name}", getattr(mask, name), "tokens", max_bytes)
+    return RawSamplingMask(**arrays, untrain_outside=mask.untrain_outside)
 
 
 def _array(field: str, tensor: Tensor, kind: str, max_bytes: int) -> NDArray[Any]:

@@ -195,6 +195,7 @@ def _rollout_keys(batch: RolloutBatch, *, is_reference: bool) -> list[bytes]:
             hasher.update(batch.response_tokens[tokens].tobytes())
             hasher.update(batch.loss_mask[tokens].tobytes())
             hasher.update(batch.temperature[sequence : sequence + 1].tobytes())
+            hasher.update(_mask_bytes(batch, tokens))
             if not is_reference:
                 hasher.update(_route_bytes(batch, sequence))
             keys.append(hasher.digest())
@@ -207,6 +208,15 @@ def _route_bytes(batch: RolloutBatch, sequence: int) -> bytes:
         return b""
     rows = batch.routed_experts[batch.route_offsets[sequence] : batch.route_offsets[sequence + 1]]
     return batch.route_first[sequence].tobytes() + rows.tobytes() if len(rows) else b""
+
+
+def _mask_bytes(batch: RolloutBatch, tokens: slice) -> bytes:
+    """Bytes of what these response tokens keep; b"" if truncation left no less than all."""
+    if batch.sampling_mask is None or batch.mask_offsets is None:
+        return b""
+    offsets = batch.mask_offsets[tokens.start : tokens.stop + 1]
+    kept = batch.sampling_mask[offsets[0] : offsets[-1]]
+    return np.diff(offsets).tobytes() + kept.tobytes() if len(kept) else b""
 
 
 def _expired() -> RatoonError:

@@ -203,6 +203,7 @@ def run_row_loss(
         batch.row_temperature_R[rows],
         seeds.of_rows,
         needs_lm_head=lm_head_VD.requires_grad,
+        mask=batch.mask_of(rows),
     )
     if lm_head_VD.requires_grad:
         # Through a view: a gradient that comes straight from here would be copied.

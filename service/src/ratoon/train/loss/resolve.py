@@ -1,8 +1,8 @@
 """What the caller asked of the loss, judged against the batch and completed. Imports no torch.
 
 An option that would not be used is refused, never ignored. Only sampler log-probs that the
-trainer's own can be compared with enter a ratio: at the sampling temperature, and of the whole
-vocabulary unless the caller says that it knows.
+trainer's own can be compared with enter a ratio: at the sampling temperature, and over the tokens
+that the trainer's are over, unless the caller says that it knows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch, sent_field
 from ratoon.rollout.raw import first_true
+from ratoon.rollout.sampling_masks import is_unmasked
 from ratoon.train.loss.kinds import (
     LOSSES,
     LossDefinition,
@@ -282,7 +283,7 @@ def _require_bounds(field: str, low: float, high: float) -> None:
 
 
 def _require_sampler(field: str, got: object, request: LossConfig, batch: RolloutBatch) -> None:
-    """Sampler log-probs that may enter a ratio: there, at the sampling temperature, uncut."""
+    """Sampler log-probs that may enter a ratio: there, at the temperature, over the same tokens."""
     if batch.sampler_logprobs is None:
         raise invalid(field, got, "rollouts that carry sampler_logprobs")
     raw = first_true(batch.sampler_is_raw)
@@ -292,12 +293,13 @@ def _require_sampler(field: str, got: object, request: LossConfig, batch: Rollou
             "raw",
             f"processed: {field} puts sampler log-probs into a ratio",
         )
-    cut = first_true((batch.top_p < 1) | (batch.top_k > 0))
+    cut = first_true(is_unmasked(batch))
     if cut is not None and not request.allow_truncated_sampling:
         name = "top_p" if batch.top_p[cut] < 1 else "top_k"
         raise invalid(
             f"{sent_field(batch, cut)}.{name}",
             getattr(batch, name)[cut],
             f"none: {field} puts log-probs that top-p or top-k renormalised into a ratio with the "
-            "whole distribution; sample without, or set loss.allow_truncated_sampling",
+            "whole distribution; send the sampling_mask, sample without, or set "
+            "loss.allow_truncated_sampling",
         )

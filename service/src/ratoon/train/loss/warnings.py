@@ -10,6 +10,7 @@ from ratoon.rollout.advantages import zero_variance_groups
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.columns import newest_versions
 from ratoon.rollout.offenders import offenders, worst_first
+from ratoon.rollout.sampling_masks import is_unmasked, outside_masks
 from ratoon.train.loss.spec import Loss
 from ratoon.warning_kinds import WarningKind, warn
 from ratoon_proto.types import (
@@ -56,7 +57,7 @@ def batch_warnings(
 
 def _sampling_warnings(batch: RolloutBatch) -> list[StepWarning]:
     found: list[StepWarning] = []
-    cut_S = (batch.top_p < 1) | (batch.top_k > 0)
+    cut_S = is_unmasked(batch)
     if cut_S.any():
         text = (
             f"{np.count_nonzero(cut_S)} rollouts were sampled with top_p or top_k: the trained "
@@ -64,6 +65,14 @@ def _sampling_warnings(batch: RolloutBatch) -> list[StepWarning]:
         )
         named = offenders(batch, np.flatnonzero(cut_S))
         found.append(warn(WarningKind.TRUNCATED_SAMPLING, text, named))
+    outside_S, token_S = outside_masks(batch)
+    if outside_S.any():
+        text = (
+            f"{outside_S.sum()} tokens are outside of their own sampling mask, and are not trained"
+        )
+        worst = worst_first(outside_S, outside_S > 0)
+        named = offenders(batch, worst, value_S=outside_S, token_S=token_S)
+        found.append(warn(WarningKind.OUTSIDE_SAMPLING_MASK, text, named))
     if batch.sampler_logprobs is not None and batch.sampler_is_raw.any():
         text = "raw sampler_logprobs are left out of the sampler mismatch"
         named = offenders(batch, np.flatnonzero(batch.sampler_is_raw))
