@@ -35,6 +35,8 @@ _ARRAYS = frozenset(
         "advantages",
         "token_weights",
         "routed_experts",
+        "teacher_tokens",
+        "teacher_logprobs",
     }
 )
 _SCALARS: dict[str, tuple[type, ...]] = {

@@ -14,12 +14,15 @@ from ratoon_client.arguments import (
     RouteArray,
     RoutesLike,
     TokenArray,
+    TokenRowsLike,
     ValueArray,
+    ValueRowsLike,
     all_of,
     check_type,
     flag,
     flag_array,
     integer,
+    matrix_of,
     number,
     route_array,
     token_array,
@@ -73,6 +76,9 @@ class Rollout:
     # [tokens, layers with experts, experts per token], and the token of the first row.
     routed_experts: RouteArray | None = None
     routed_experts_start: int = 0
+    # [R, K].
+    teacher_tokens: TokenArray | None = None
+    teacher_logprobs: ValueArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +110,8 @@ def rollout(
     version_spans: Sequence[VersionSpan] = (),
     routed_experts: RoutesLike | None = None,
     routed_experts_start: int = 0,
+    teacher_tokens: TokenRowsLike | None = None,
+    teacher_logprobs: ValueRowsLike | None = None,
 ) -> Rollout:
     """Make a rollout of `response` or of `segments`, with a `reward` or ready `advantages`.
 
@@ -132,6 +140,8 @@ def rollout(
             [tokens, layers with experts, experts per token], from `routed_experts_start` on
             (vLLM's `CompletionOutput.routed_experts`).
         routed_experts_start: The token of the first row of `routed_experts`.
+        teacher_tokens: A teacher's likeliest tokens at each response token [R, K], K at most 128.
+        teacher_logprobs: Their log-probs by the teacher [R, K], the largest first.
 
     Raises:
         InvalidArgumentError: An argument, which the error names, has no form on the wire.
@@ -162,6 +172,14 @@ def rollout(
         version_spans=_spans(version_spans),
         routed_experts=optional("routed_experts", routed_experts, route_array),
         routed_experts_start=integer("routed_experts_start", routed_experts_start),
+        teacher_tokens=optional(
+            "teacher_tokens", teacher_tokens, lambda name, rows: matrix_of(name, rows, token_array)
+        ),
+        teacher_logprobs=optional(
+            "teacher_logprobs",
+            teacher_logprobs,
+            lambda name, rows: matrix_of(name, rows, value_array),
+        ),
     )
 
 

@@ -117,7 +117,8 @@ class PackedBatch:
     """One micro-batch, ready to be put on a device.
 
     A *target* is a distinct trained packed token; it is predicted by the row just before it on its
-    path. A *term* is one (sequence, trained token) pair; several terms may share a target.
+    path. A *term* is one (sequence, trained token) pair; several terms may share a target. Beside
+    its target a term may have *candidates*: other tokens whose log-probs its row gives.
     """
 
     forest: Forest
@@ -138,5 +139,7 @@ class PackedBatch:
     term_target: NDArray[np.int64]
     term_sequence: NDArray[np.int64]
     term_token: NDArray[np.int64]
+    # int32 [terms, K]: ids of candidates; None: there are none.
+    term_candidates: NDArray[np.int32] | None = None
     # int16 [L, T, C]: recorded experts by layer with experts, -1 of a token without; None: of none.
     routes: NDArray[np.int16] | None = None

@@ -63,6 +63,9 @@ class RawRollout:
     # [tokens, layers with experts, experts per token], from that token of the rollout's on.
     routed_experts: NDArray[np.generic] | None = None
     routed_experts_start: int = 0
+    # [R, K].
+    teacher_tokens: NDArray[np.generic] | None = None
+    teacher_logprobs: NDArray[np.generic] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

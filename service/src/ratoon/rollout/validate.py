@@ -25,6 +25,7 @@ from ratoon.rollout.raw import (
     sequence_field,
 )
 from ratoon.rollout.routes import DENSE, RouteSizes, recorded_routes
+from ratoon.rollout.teacher import teacher_logprobs, teacher_tokens
 from ratoon_proto.types import BadRolloutReason
 
 
@@ -197,6 +198,7 @@ def validate_groups(
     rewards, advantages = outcomes(rollouts, fields)
     length_S = prompt_length_S + np.diff(fields.response_offsets)
     routes = recorded_routes(rollouts, length_S, fields, limits.routes)
+    teacher_JK = teacher_tokens(rollouts, mask, fields, limits.vocab_size)
     batch = RolloutBatch(
         group_ids=tuple(group.group_id for group in groups),
         group_offsets=group_offsets,
@@ -219,6 +221,8 @@ def validate_groups(
         routed_experts=routes.routed_experts,
         route_first=routes.route_first,
         route_offsets=routes.route_offsets,
+        teacher_tokens=teacher_JK,
+        teacher_logprobs=teacher_logprobs(rollouts, teacher_JK, mask, fields),
         top_p=settings.top_p,
         top_k=settings.top_k,
     )
