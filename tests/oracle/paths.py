@@ -36,6 +36,9 @@ class Path:
     # Experts that its tokens visit in place of the routers' own, int64 [P + R, layers with experts,
     # C]; -1: that token has none.
     routes: NDArray[np.int64] | None = None
+    # A teacher's tokens, int64 [R, K], and its log-probs of them, float64 [R, K].
+    teacher_tokens: NDArray[np.int64] | None = None
+    teacher: NDArray[np.float64] | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -100,6 +103,10 @@ class OracleLoss:
     drop_zero_variance: bool = False
     # Rollouts older than this many versions are dropped; None: none is.
     max_versions: int | None = None
+    # forward_kl, reverse_kl or jensen_shannon.
+    divergence: str | None = None
+    divergence_coefficient: float = 1.0
+    beta: float = 0.5
 
 
 # kind: clip_low, clip_high, token_weight, divide_by, advantage, old log-probs.
@@ -115,6 +122,7 @@ _DEFAULTS = {
     "importance_sampling": (0.0, 0.0, "per_token", "none", "group_mean_std", "sampler"),
     "reinforce": (0.0, 0.0, "per_token", "none", "group_mean_std", "none"),
     "cross_entropy": (0.0, 0.0, "per_token", "tokens", "none", "none"),
+    "distillation": (0.0, 0.0, "per_token", "tokens", "none", "none"),
 }
 
 

@@ -46,9 +46,9 @@ def write_forward_output(
     batch: RolloutBatch,
     logprobs_J: NDArray[np.floating],
     entropy_J: NDArray[np.floating] | None,
-    teacher_JK: tuple[NDArray[np.int32], NDArray[np.floating]] | None,
     *,
     is_reference: bool,
+    teacher_JK: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None,
 ) -> tuple[str, int]:
     """Write both files; return the digest and the size in bytes of the output.
 

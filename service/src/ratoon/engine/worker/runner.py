@@ -283,8 +283,8 @@ class TaskRunner:
             forward.batch,
             arrays.logprobs,
             arrays.entropy,
-            arrays.teacher,
             is_reference=command.use_reference,
+            teacher_JK=arrays.teacher,
         )
         return ForwardResult(
             version=self.version, digest=digest, size_bytes=size_bytes, report=arrays.report
