@@ -102,6 +102,18 @@ def dressed(
     return replace(raw, reward=None)
 
 
+def taught(
+    raw: RawRollout, rng: np.random.Generator, num_tokens: int, vocab_size: int
+) -> RawRollout:
+    """`raw` with so many random tokens at each response token, and log-probs by a teacher."""
+    length = num_response_tokens(raw)
+    ids = rng.permuted(np.tile(np.arange(vocab_size), (length, 1)), axis=1)[:, :num_tokens]
+    # The last is the mass of the rest.
+    mass = rng.dirichlet(np.full(num_tokens + 1, 2.0), length)[:, :num_tokens]
+    logprobs = -np.sort(-np.log(mass), axis=1).astype(np.float32)
+    return replace(raw, teacher_tokens=ids.astype(np.int32), teacher_logprobs=logprobs)
+
+
 def random_groups(
     rng: np.random.Generator,
     *,
@@ -115,10 +127,12 @@ def random_groups(
     with_logprobs: bool = True,
     temperatures: Sequence[float] = (1.0,),
     policy_version: int | None = None,
+    num_teacher_tokens: int = 0,
 ) -> list[RawGroup]:
     """Groups of `kinds` in turn; all but the bare ones begin with one system prompt.
 
-    A group has one of `temperatures`, in turn. Some token of each kind is trained.
+    A group has one of `temperatures`, in turn. Some token of each kind is trained. With
+    `num_teacher_tokens` every rollout has a teacher of its own.
     """
     system = rng.integers(0, vocab_size, max(1, max_prompt // 2))
     groups: list[RawGroup] = []
@@ -141,6 +155,8 @@ def random_groups(
             )
             for raw in bare
         ]
+        if num_teacher_tokens:
+            rollouts = [taught(raw, rng, num_teacher_tokens, vocab_size) for raw in rollouts]
         groups.append(group(prompt, rollouts, f"{kind}-{g}"))
     return groups
 

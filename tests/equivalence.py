@@ -34,9 +34,10 @@ def paths_of(batch: RolloutBatch) -> list[Path]:
 def _path(batch: RolloutBatch, group: int, sequence: int) -> Path:
     start, stop = batch.response_offsets[sequence], batch.response_offsets[sequence + 1]
 
-    def column(values: NDArray[np.float32] | None) -> NDArray[np.float64] | None:
+    def column(values: NDArray[np.generic] | None) -> NDArray[np.float64] | None:
         return None if values is None else values[start:stop].astype(np.float64)
 
+    tokens_JK = batch.teacher_tokens
     prompt = batch.prompt_tokens[batch.prompt_offsets[group] : batch.prompt_offsets[group + 1]]
     return Path(
         group_id=batch.group_ids[group],
@@ -54,6 +55,8 @@ def _path(batch: RolloutBatch, group: int, sequence: int) -> Path:
         version=int(batch.policy_version[sequence]),
         routes=_routes(batch, sequence, len(prompt) + int(stop - start)),
         kept=_kept(batch, slice(start, stop)),
+        teacher_tokens=None if tokens_JK is None else tokens_JK[start:stop].astype(np.int64),
+        teacher=column(batch.teacher_logprobs),
     )
 
 

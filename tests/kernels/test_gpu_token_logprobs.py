@@ -182,6 +182,19 @@ def test_one_row_serves_thousands_of_targets() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_each_row_serves_the_128_best_tokens_of_a_teacher(dtype: torch.dtype) -> None:
+    """Targets of a row lie in many programs' columns, at their first and last ones, too."""
+    rows, vocab, k = 33, 10_007, 128
+    case = make_case((rows, vocab, rows * k, 64), dtype)
+    edges = torch.tensor([0, 2047, 2048, 4095, 8191, 8192, vocab - 1], device="cuda")
+    best = torch.stack([torch.randperm(vocab, device="cuda")[:k] for _ in range(rows)])
+    best[:, : len(edges)] = edges
+    row_M = torch.arange(rows, device="cuda").repeat_interleave(k)
+    case = replace(case, targets_M=best.reshape(-1), row_of_target_M=row_M)
+    assert_as_exact(run(fused_op, case), truth(case), run(dense, case), "K best")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_one_likely_token_stay_finite_and_exact(dtype: torch.dtype) -> None:
     """The log-sum-exp is kept in fp32: where logits are 500, that is an error of 2e-5 in p."""
     case = make_case((64, 1003, 90, 32), dtype)

@@ -180,16 +180,17 @@ def test_no_rows_give_empty_results_and_a_zero_gradient_of_the_head() -> None:
     assert torch.equal(dlm_head_VD, torch.zeros(VOCAB, 12))
 
 
-def test_targets_are_sorted_by_row_and_keep_their_order() -> None:
-    operands = _operands(20, 60)
+def test_targets_are_sorted_by_row_and_token_and_equal_ones_keep_their_order() -> None:
+    operands = _operands(20, 600)
     targets = sort_targets(operands)
     for row in range(20):
         span = slice(int(targets.first_R1[row]), int(targets.first_R1[row + 1]))
         mine = (operands.row_of_target_M == row).nonzero()[:, 0]
+        mine = mine[operands.targets_M[mine].argsort(stable=True)]
         assert torch.equal(targets.order_M[span], mine)
         assert torch.equal(targets.token_M[span], operands.targets_M[mine])
     assert targets.first_R1[0] == 0
-    assert targets.first_R1[20] == 60
+    assert targets.first_R1[20] == 600
 
 
 @pytest.mark.parametrize(

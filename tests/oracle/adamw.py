@@ -71,7 +71,13 @@ class OracleTrainer:
         for counted in remaining:
             if not counted.own.any():
                 continue
-            sums = path_loss(counted, loss, *hf.logprobs(self.model, counted.path))
+            rows = None
+            if loss.divergence is None:
+                found = hf.logprobs(self.model, counted.path)
+            else:
+                rows = hf.distributions(self.model, counted.path)
+                found = hf.of_distributions(rows, counted.path)
+            sums = path_loss(counted, loss, *found, rows)
             sums.total.backward()
             is_run = has_gradient(counted, loss)
             weight = 1.0 if loss.token_weight == "per_sequence" else float(counted.own.sum())

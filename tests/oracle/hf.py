@@ -91,6 +91,25 @@ def _outside(path: Path, rows: Tensor) -> Tensor:
     return is_out
 
 
+def distributions(model: nn.Module, path: Path) -> Tensor:
+    """Log-probs of the whole vocabulary at every response token, float64 [R, V], R not 0.
+
+    With an empty prompt nothing predicts the first one: those of the second stand in its place.
+    """
+    ids = torch.as_tensor(path.tokens, dtype=torch.int64)
+    with precision_of(model), _forced(model, path):
+        logits_TV = model(input_ids=ids[None], use_cache=False).logits[0]
+    predicting = torch.arange(len(path.prompt) - 1, len(ids) - 1).clamp(min=0)
+    rows = logits_TV[predicting].to(torch.float64) / path.temperature
+    return torch.log_softmax(rows, dim=-1)
+
+
+def of_distributions(rows: Tensor, path: Path) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every response token, float64 [R] each, from `distributions`."""
+    logprob = rows.gather(1, torch.as_tensor(path.response)[:, None])[:, 0]
+    return logprob, -(rows.exp() * rows).sum(-1)
+
+
 def router_logits(model: nn.Module, path: Path) -> list[Tensor]:
     """Router logits of each layer with experts over all tokens of the path, [T, E] each."""
     return [logits_TE for logits_TE, _chosen_TC in _routes(model, path)]

@@ -69,6 +69,8 @@ def _clipped(ratio: Tensor, advantage: Tensor, loss: OracleLoss) -> Tensor:
 def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor:
     """Per-token policy-gradient terms, float64 [R]; those of untrained tokens mean nothing."""
     advantage = torch.as_tensor(counted.advantages)
+    if loss.kind == "distillation":
+        return torch.zeros_like(logp)
     if loss.kind == "cross_entropy":
         weights = counted.path.weights
         return -logp if weights is None else -torch.as_tensor(weights) * logp
@@ -128,8 +130,43 @@ def _weighted(value: Tensor, logp: Tensor, old: Tensor, reference: Tensor, kind:
     return torch.where(far, (ratio * value).detach(), ratio * value)
 
 
-def path_loss(counted: Counted, loss: OracleLoss, logp: Tensor, entropy: Tensor) -> LossSums:
-    """The sums of one path. `logp`, `entropy`: float64 [R] of the current model, with gradient."""
+def divergence(counted: Counted, loss: OracleLoss, rows: Tensor) -> Tensor:
+    """Of each response token, float64 [R], from the policy's log-probs `rows`, [R, V].
+
+    Forward and reverse KL, and GKD's divergence (arXiv 2306.13649, eq. 1), of the teacher's K
+    tokens and one more, whose probability is that of all others; it is 1e-5 at least.
+    """
+    path = counted.path
+    assert path.teacher_tokens is not None
+    assert path.teacher is not None
+    is_named = torch.zeros_like(rows, dtype=torch.bool)
+    is_named.scatter_(1, torch.as_tensor(path.teacher_tokens), True)
+    p = rows.exp().gather(1, torch.as_tensor(path.teacher_tokens))
+    p_rest = torch.where(is_named, 0.0, rows.exp()).sum(1, keepdim=True)
+    q = torch.as_tensor(path.teacher).exp()
+    p = torch.cat([p, p_rest.clamp(min=1e-5)], dim=1)
+    q = torch.cat([q, (1 - q.sum(1, keepdim=True)).clamp(min=1e-5)], dim=1)
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a / b).log()).sum(1)
+
+    if loss.divergence == "forward_kl":
+        return kl(q, p)
+    if loss.divergence == "reverse_kl":
+        return kl(p, q)
+    mixture = loss.beta * q + (1 - loss.beta) * p
+    return loss.beta * kl(q, mixture) + (1 - loss.beta) * kl(p, mixture)
+
+
+def path_loss(
+    counted: Counted,
+    loss: OracleLoss,
+    logp: Tensor,
+    entropy: Tensor,
+    rows: Tensor | None = None,
+) -> LossSums:
+    """The sums of one path. `logp`, `entropy`: float64 [R] of the current model, with gradient;
+    `rows`: its log-probs of the vocabulary, [R, V], for a loss with a teacher."""
     own = torch.as_tensor(counted.own)
     share = 1.0 / int(own.sum()) if loss.token_weight == "per_sequence" else 1.0
     terms = _policy_gradient(counted, loss, logp)[own].sum() * share
@@ -143,4 +180,8 @@ def path_loss(counted: Counted, loss: OracleLoss, logp: Tensor, entropy: Tensor)
             kl = _weighted(kl, logp, old_logprobs(counted, loss, logp), reference, loss.kl)
         kl = kl[own].sum() * share
     total = terms + loss.kl_coefficient * kl - loss.entropy_coefficient * bonus
+    if loss.divergence is not None:
+        assert rows is not None
+        apart = divergence(counted, loss, rows)[own].sum() * share
+        total = total + loss.divergence_coefficient * apart
     return LossSums(total=total, policy_gradient=terms, kl=kl, entropy=bonus)

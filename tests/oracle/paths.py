@@ -38,6 +38,9 @@ class Path:
     routes: NDArray[np.int64] | None = None
     # Ids that truncation left the sampler at each response token; none: all of the vocabulary.
     kept: tuple[NDArray[np.int64], ...] | None = None
+    # A teacher's tokens, int64 [R, K], and its log-probs of them, float64 [R, K].
+    teacher_tokens: NDArray[np.int64] | None = None
+    teacher: NDArray[np.float64] | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -102,6 +105,10 @@ class OracleLoss:
     drop_zero_variance: bool = False
     # Rollouts older than this many versions are dropped; None: none is.
     max_versions: int | None = None
+    # forward_kl, reverse_kl or jensen_shannon.
+    divergence: str | None = None
+    divergence_coefficient: float = 1.0
+    beta: float = 0.5
 
 
 # kind: clip_low, clip_high, token_weight, divide_by, advantage, old log-probs.
@@ -117,6 +124,7 @@ _DEFAULTS = {
     "importance_sampling": (0.0, 0.0, "per_token", "none", "group_mean_std", "sampler"),
     "reinforce": (0.0, 0.0, "per_token", "none", "group_mean_std", "none"),
     "cross_entropy": (0.0, 0.0, "per_token", "tokens", "none", "none"),
+    "distillation": (0.0, 0.0, "per_token", "tokens", "none", "none"),
 }
 
 

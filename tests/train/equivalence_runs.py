@@ -188,6 +188,11 @@ def oracle_loss(request: LossConfig, batch: RolloutBatch) -> OracleLoss:
     if request.kl is not None:
         fields |= {"kl": str(request.kl.kind), "kl_coefficient": request.kl.coefficient}
         fields["kl_weighted"] = request.kl.importance_weighted
+    if request.distillation is not None:
+        asked = request.distillation
+        fields["divergence"] = str(asked.divergence)
+        fields["divergence_coefficient"] = asked.coefficient
+        fields["beta"] = 0.5 if asked.beta is None else asked.beta
     if request.correction is not None:
         rule = request.correction
         is_mask = rule.mode is CorrectionMode.MASK

@@ -47,6 +47,7 @@ from tests.train.rank_runs import (
     weights_of,
 )
 from tests.train.trainer_runs import (
+    OUTCOMES,
     assert_close,
     assert_equal,
     assert_same_found,
@@ -157,8 +158,7 @@ def test_every_loss_in_a_window_of_two_calls(
         names: list[str] = []
         for trainer, ranks in zip(rank_pair, ((0,), (0, 1)), strict=True):
             for seed in (3, 4):
-                fields = {"outcome": "weights"} if kind is LossKind.CROSS_ENTROPY else {}
-                batch = make_batch(seed, **fields)
+                batch = make_batch(seed, **OUTCOMES.get(kind, {}))
                 loss = make_loss(batch, kind)
                 plan = spread_over(trainer.prepare(batch, loss).plan, ranks)
                 trainer.forward_backward(trainer.prepare(batch, loss, plan))

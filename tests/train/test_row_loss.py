@@ -37,11 +37,11 @@ from ratoon_proto.types import (
 from tests.plans import make_plan
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
-from tests.train.trainer_runs import gradients_of, make_batch, make_loss, make_trainer
+from tests.train.trainer_runs import OUTCOMES, gradients_of, make_batch, make_loss, make_trainer
 
 FROZEN = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
 WHOLE, BUDGET = 1 << 16, 60
-NO_RATIO = (LossKind.REINFORCE, LossKind.CROSS_ENTROPY)
+NO_RATIO = (LossKind.REINFORCE, LossKind.CROSS_ENTROPY, LossKind.DISTILLATION)
 CHANGES: list[dict[str, Any]] = [
     {"kind": LossKind.GRPO, "kl": FROZEN, "entropy_coefficient": 0.01},
     {"kind": LossKind.DAPO, "shared_tokens": SharedTokens.ONCE},
@@ -166,7 +166,7 @@ def test_a_loss_called_of_single_tokens_is_one(
 ) -> None:
     """Row by row a loss of sequences has other gradients, and only such a loss has."""
     _few_rows_a_chunk(monkeypatch, trainer)
-    batch = make_batch(7, outcome="weights" if kind is LossKind.CROSS_ENTROPY else "advantages")
+    batch = make_batch(7, **OUTCOMES.get(kind, {}))
     rng, size = np.random.default_rng(0), len(batch.response_tokens)
     batch = replace(batch, old_logprobs=rng.normal(-3, 0.5, size).astype(np.float32))
     changes = {} if kind in NO_RATIO else {"old_logprobs": OldLogprobs(kind=OldLogprobsKind.GIVEN)}

@@ -42,6 +42,7 @@ from tests.train.equivalence_runs import EAGER
 from tests.train.rank_runs import PipePeer, ranked, together, weights_of
 from tests.train.trainer_runs import (
     FROZEN,
+    OUTCOMES,
     assert_close,
     assert_same_found,
     make_batch,
@@ -81,8 +82,8 @@ def _assert_same_updates(
     """At once and in stages, in turn."""
     for seed, kind in enumerate(kinds):
         costs, budget = ((DEFAULT_COSTS, 60), (EAGER, 24))[seed % 2]
-        weights = {"outcome": "weights"} if kind is LossKind.CROSS_ENTROPY else {}
-        batch = make_batch(seed, num_groups=2 + seed % 2, max_response=14, **weights)
+        outcome = OUTCOMES.get(kind, {})
+        batch = make_batch(seed, num_groups=2 + seed % 2, max_response=14, **outcome)
         fields = {} if kind is LossKind.CROSS_ENTROPY else loss_fields
         loss = make_loss(batch, kind, **fields)
         plan = _plan(batch, loss, budget, costs)

@@ -44,6 +44,7 @@ from tests.train.trainer_runs import (
     FROM_FORWARD,
     FROZEN,
     ON_POLICY,
+    OUTCOMES,
     assert_equal,
     forward_backward,
     make_batch,
@@ -112,7 +113,7 @@ def test_repeated_updates_give_the_same_bits(base: FolderBase) -> None:
 @pytest.mark.parametrize("kind", list(LossKind))
 def test_every_loss_trains_in_bfloat16(base: FolderBase, kind: LossKind) -> None:
     """Its gradient sums are near those of the same weights in float64, and a step is applied."""
-    batch = make_batch(14, outcome="none" if kind is LossKind.CROSS_ENTROPY else "advantages")
+    batch = make_batch(14, **OUTCOMES.get(kind, {}))
     low_precision, wide = make_trainer(base, dtype=ModelDtype.BFLOAT16), make_trainer(base)
     with torch.no_grad():
         for name, parameter in wide.model.named_trainable().items():

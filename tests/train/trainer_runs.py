@@ -27,6 +27,8 @@ from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     AdamWConfig,
+    DistillationConfig,
+    Divergence,
     FullTuning,
     KlConfig,
     KlKind,
@@ -44,6 +46,12 @@ from tests import builders
 ON_POLICY = OldLogprobs(kind=OldLogprobsKind.ON_POLICY)
 FROM_FORWARD = OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="op-1")
 FROZEN = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
+
+# What a batch of a loss has in place of advantages.
+OUTCOMES: dict[LossKind, dict[str, Any]] = {
+    LossKind.CROSS_ENTROPY: {"outcome": "weights"},
+    LossKind.DISTILLATION: {"outcome": "none", "num_teacher_tokens": 5},
+}
 
 SHORT = builders.limits(vocab_size=64, max_sequence_tokens=12)
 
@@ -115,6 +123,8 @@ def make_loss(batch: RolloutBatch, kind: LossKind = LossKind.GRPO, **changes: An
     fields: dict[str, Any] = {"old_logprobs": ON_POLICY}
     if kind in (LossKind.REINFORCE, LossKind.CROSS_ENTROPY):
         fields = {}
+    if kind is LossKind.DISTILLATION:
+        fields = {"distillation": DistillationConfig(Divergence.JENSEN_SHANNON, beta=0.3)}
     return resolve_loss(
         LossConfig(kind=kind, **(fields | changes)), batch, has_frozen_reference=True
     )

@@ -18,6 +18,7 @@ from ratoon_kernels.gated_delta.operands import Handover
 from ratoon_kernels.layout import TreeLayout, build_layout
 from ratoon_kernels.registry import BackendStatus, list_backends, max_tokens, select_backend
 from ratoon_kernels.tiles import Span
+from ratoon_kernels.token_logprobs.best import best_tokens
 from ratoon_kernels.token_logprobs.op import token_logprobs, token_logprobs_forward_backward
 from ratoon_kernels.token_logprobs.operands import DifferentiatedLogprobs, SamplingMask
 from ratoon_kernels.tree_attention.merging import merge_partials, sink_gradient, with_sink
@@ -36,6 +37,7 @@ __all__ = [
     "SamplingMask",
     "Span",
     "TreeLayout",
+    "best_tokens",
     "build_layout",
     "causal_convolution",
     "causal_convolution_partial_backward",

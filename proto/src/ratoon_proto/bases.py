@@ -13,7 +13,8 @@ UNSPECIFIED = "unspecified"
 REPORT_GROUPS: Mapping[str, tuple[str, ...]] = {
     group: tuple(names.split())
     for group, names in {
-        "loss": "loss policy_gradient_loss kl entropy router_aux_loss",
+        "loss": "loss policy_gradient_loss kl entropy router_aux_loss teacher_kl teacher_mass "
+        "policy_mass",
         "rewards": "reward_mean reward_std reward_min reward_max advantage_mean advantage_std "
         "zero_variance_fraction zero_advantage_sequences groups",
         "sampler": "sampler_kl sampler_gap_mean sampler_gap_abs_mean sampler_gap_max "

@@ -24,6 +24,7 @@ DTYPES: Mapping[str, np.dtype[np.generic]] = MappingProxyType(
         "bool": np.dtype("?"),
         "uint8": np.dtype("u1"),
         "uint16": np.dtype("<u2"),
+        "uint32": np.dtype("<u4"),
         "int32": np.dtype("<i4"),
         "int64": np.dtype("<i8"),
         "float16": np.dtype("<f2"),

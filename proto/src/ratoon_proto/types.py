@@ -179,6 +179,8 @@ class LossKind(bases.WireEnum):
     CROSS_ENTROPY = "cross_entropy"
     SAPO = "sapo"
     IPO = "ipo"
+    DISTILLATION = "distillation"
+    """No policy gradient: `distillation` alone."""
 
 
 LossKindName = Literal[
@@ -193,6 +195,7 @@ LossKindName = Literal[
     "cross_entropy",
     "sapo",
     "ipo",
+    "distillation",
 ]
 
 
@@ -380,6 +383,24 @@ class BadRolloutReason(bases.WireEnum):
     """A sampling mask with an id twice or not of the vocabulary, or of a trained token without that
     token.
     """
+
+
+class Divergence(bases.WireEnum):
+    """How far the policy is from its teacher at a position, by the teacher's K likeliest tokens
+    and, as one more, all others. docs/distil.md has the formulas.
+    """
+
+    FORWARD_KL = "forward_kl"
+    """KL(teacher || policy)."""
+    REVERSE_KL = "reverse_kl"
+    """KL(policy || teacher)."""
+    JENSEN_SHANNON = "jensen_shannon"
+    """beta KL(teacher || mixture) + (1 - beta) KL(policy || mixture), the mixture being beta
+    teacher + (1 - beta) policy.
+    """
+
+
+DivergenceName = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 
 
 class SkipReason(bases.SkipReasonMethods, bases.WireEnum):
@@ -1016,6 +1037,32 @@ class StalenessConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DistillationConfig:
+    """A divergence from the teacher of the rollouts' teacher_tokens and teacher_logprobs, added to
+    each counted term.
+    """
+
+    divergence: Divergence
+    _: KW_ONLY
+    coefficient: float = 1.0
+    beta: float | None = None
+    """jensen_shannon alone; from 1e-6 to 1 - 1e-6. Default: 0.5."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            divergence: Divergence | DivergenceName,
+            *,
+            coefficient: float = 1.0,
+            beta: float | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, divergence=Divergence)
+
+
+@dataclass(frozen=True, slots=True)
 class LossConfig:
     """A loss. Fields that are left out have the loss's own defaults; at most one of
     `overlong_filter` and `overlong_penalty` is given.
@@ -1068,6 +1115,8 @@ class LossConfig:
     """Whether `sequences` and `constant` divide by rollouts without a trained token, and those that
     overlong_filter drops, too: a mean over all that were sampled.
     """
+    distillation: DistillationConfig | None = None
+    """Required for kind distillation; any other kind may have it, too."""
 
     if TYPE_CHECKING:
 
@@ -1096,6 +1145,7 @@ class LossConfig:
             top_entropy_share: float | None = None,
             report_groups: bool = False,
             count_untrained: bool = False,
+            distillation: DistillationConfig | DivergenceName | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -1106,6 +1156,7 @@ class LossConfig:
             old_logprobs=OldLogprobs,
             token_weight=TokenWeight,
             shared_tokens=SharedTokens,
+            distillation=DistillationConfig,
         )
 
 
@@ -1490,6 +1541,13 @@ class StepReport(bases.StepReportMethods):
     """All of them in request order; not of an OptimStep."""
     tokens_outside_mask: int = 0
     """Tokens that were not trained because they are outside of their own sampling mask."""
+    teacher_kl: float | None = None
+    """Of a loss with distillation, whatever its divergence: KL(policy || teacher) over the
+    teacher's K tokens and all others as one more, and the mass of the K by the teacher and by the
+    policy.
+    """
+    teacher_mass: float | None = None
+    policy_mass: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

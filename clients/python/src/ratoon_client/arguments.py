@@ -6,7 +6,7 @@ No value is changed but by rounding to float32; what does not fit is refused by 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ratoon_client.errors import InvalidArgumentError
 
 T = TypeVar("T")
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 # gRPC waits for ever where a deadline is more than some hundred years away.
 _MOST_S = 1e9
 TokenArray = NDArray[np.int32]
@@ -24,6 +25,8 @@ FlagArray = NDArray[np.bool_]
 IntsLike = Sequence[int] | NDArray[np.integer[Any]]
 FloatsLike = Sequence[float] | NDArray[np.floating[Any]]
 RouteArray = NDArray[np.uint8 | np.uint16]
+TokenRowsLike = Sequence[Sequence[int]] | NDArray[np.integer[Any]]
+ValueRowsLike = Sequence[Sequence[float]] | NDArray[np.floating[Any]]
 RoutesLike = Sequence[Sequence[Sequence[int]]] | NDArray[np.integer[Any]]
 FlagsLike = Sequence[bool] | Sequence[int] | NDArray[np.bool_] | NDArray[np.integer[Any]]
 _INT32 = np.iinfo(np.int32)
@@ -114,6 +117,20 @@ def route_array(field: str, routes: RoutesLike) -> RouteArray:
     if least < 0 or most > np.iinfo(np.uint16).max:
         raise InvalidArgumentError(field, least if least < 0 else most, "experts of 16 bits")
     return array.astype(np.uint8 if most <= np.iinfo(np.uint8).max else np.uint16)
+
+
+def matrix_of(
+    field: str, values: object, read: Callable[[str, Any], NDArray[ScalarT]]
+) -> NDArray[ScalarT]:
+    """[rows, columns], its values as `read` makes a vector of them, by whose index errors name
+    them."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError, TypeError, RuntimeError) as err:
+        raise InvalidArgumentError(field, type(values).__name__, "rows of one length") from err
+    if array.ndim != 2:
+        raise InvalidArgumentError(field, f"{array.ndim} dimensions", "two dimensions")
+    return read(field, array.reshape(-1)).reshape(array.shape)
 
 
 def number(field: str, value: float) -> float:

@@ -196,6 +196,8 @@ class AsyncRatoonClient:
         with_entropy: bool = False,
         use_reference: bool = False,
         expected_version: int | None = None,
+        num_teacher_tokens: int = 0,
+        with_teacher_logprobs: bool = False,
     ) -> AsyncOperationHandle[ForwardResult]:
         """Compute log-probs by the policy's newest version; no gradient, and no place in its order.
 
@@ -205,6 +207,9 @@ class AsyncRatoonClient:
             with_entropy: Whether to compute entropies too.
             use_reference: Whether to run the frozen reference in place of the policy.
             expected_version: The operation fails with VERSION_MISMATCH at another version.
+            num_teacher_tokens: How many of the likeliest tokens to answer at each trained token,
+                for a student's `teacher_tokens` and `teacher_logprobs`.
+            with_teacher_logprobs: Whether to answer log-probs of the rollouts' `teacher_tokens`.
         """
         request = request_message(
             rpcs.FORWARD.request,
@@ -212,6 +217,8 @@ class AsyncRatoonClient:
             with_entropy=with_entropy,
             use_reference=use_reference,
             expected_version=expected_version,
+            num_teacher_tokens=num_teacher_tokens,
+            with_teacher_logprobs=with_teacher_logprobs,
         )
         await set_batch(self._caller, request, groups)
         return AsyncOperationHandle(self._caller, await self._caller.call(rpcs.FORWARD, request))

@@ -36,6 +36,8 @@ _ARRAYS = frozenset(
         "token_weights",
         "routed_experts",
         "sampling_mask",
+        "teacher_tokens",
+        "teacher_logprobs",
     }
 )
 _SCALARS: dict[str, tuple[type, ...]] = {

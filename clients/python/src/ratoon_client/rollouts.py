@@ -17,12 +17,15 @@ from ratoon_client.arguments import (
     RouteArray,
     RoutesLike,
     TokenArray,
+    TokenRowsLike,
     ValueArray,
+    ValueRowsLike,
     all_of,
     check_type,
     flag,
     flag_array,
     integer,
+    matrix_of,
     number,
     route_array,
     token_array,
@@ -103,6 +106,9 @@ class Rollout:
     routed_experts: RouteArray | None = None
     routed_experts_start: int = 0
     sampling_mask: SamplingMask | None = None
+    # [R, K].
+    teacher_tokens: TokenArray | None = None
+    teacher_logprobs: ValueArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +141,8 @@ def rollout(
     routed_experts: RoutesLike | None = None,
     routed_experts_start: int = 0,
     sampling_mask: SamplingMask | Sequence[IntsLike] | NDArray[np.integer[Any]] | None = None,
+    teacher_tokens: TokenRowsLike | None = None,
+    teacher_logprobs: ValueRowsLike | None = None,
 ) -> Rollout:
     """Make a rollout of `response` or of `segments`, with a `reward` or ready `advantages`.
 
@@ -166,6 +174,8 @@ def rollout(
         sampling_mask: The token ids that top-k and top-p left the sampler, a list for each response
             token (vLLM's and SGLang's sampling mask): log-probs, entropy and gradients are over
             them.
+        teacher_tokens: A teacher's likeliest tokens at each response token [R, K], K at most 128.
+        teacher_logprobs: Their log-probs by the teacher [R, K], the largest first.
 
     Raises:
         InvalidArgumentError: An argument, which the error names, has no form on the wire.
@@ -197,6 +207,14 @@ def rollout(
         routed_experts=optional("routed_experts", routed_experts, route_array),
         routed_experts_start=integer("routed_experts_start", routed_experts_start),
         sampling_mask=optional("sampling_mask", sampling_mask, _mask),
+        teacher_tokens=optional(
+            "teacher_tokens", teacher_tokens, lambda name, rows: matrix_of(name, rows, token_array)
+        ),
+        teacher_logprobs=optional(
+            "teacher_logprobs",
+            teacher_logprobs,
+            lambda name, rows: matrix_of(name, rows, value_array),
+        ),
     )
 
 

@@ -225,6 +225,8 @@ class AsyncPolicySession:
         with_entropy: bool = False,
         use_reference: bool = False,
         expected_version: int | None = None,
+        num_teacher_tokens: int = 0,
+        with_teacher_logprobs: bool = False,
         seq: int | None = None,
         request_id: str | None = None,
     ) -> AsyncOperationHandle[ForwardResult]:
@@ -237,6 +239,9 @@ class AsyncPolicySession:
             with_entropy: Whether to compute entropies too.
             use_reference: Whether to run the frozen reference in place of the policy.
             expected_version: As for `update`.
+            num_teacher_tokens: How many of the likeliest tokens to answer at each trained token,
+                for a student's `teacher_tokens` and `teacher_logprobs`.
+            with_teacher_logprobs: Whether to answer log-probs of the rollouts' `teacher_tokens`.
             seq: As for `update`.
             request_id: As for `update`.
 
@@ -251,6 +256,8 @@ class AsyncPolicySession:
             with_entropy=with_entropy,
             use_reference=use_reference,
             expected_version=expected_version,
+            num_teacher_tokens=num_teacher_tokens,
+            with_teacher_logprobs=with_teacher_logprobs,
         )
 
     async def save_checkpoint(

@@ -112,12 +112,17 @@ class ForwardResult:
         logprobs: Zero at tokens that are not trained.
         entropy: None unless it was asked for.
         report: What the Forward did.
+        teacher_tokens: The likeliest tokens, or those that were sent, int32 [R, K] a rollout; None
+            unless they were asked for.
+        teacher_logprobs: Their log-probs, float32 [R, K], likewise.
     """
 
     version: int
     logprobs: tuple[NDArray[np.float32], ...]
     entropy: tuple[NDArray[np.float32], ...] | None
     report: StepReport
+    teacher_tokens: tuple[NDArray[np.int32], ...] | None = None
+    teacher_logprobs: tuple[NDArray[np.float32], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ _OPTION_TYPES: Mapping[str, type] = MappingProxyType(
     }
 )
 T = TypeVar("T")
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 _MAX_TENSOR_BYTES = 2**40
 
 
@@ -157,11 +158,19 @@ def decode_forward(
 ) -> ForwardResult:
     """A Forward's result with its output. Raises IntegrityError where they do not fit."""
     logprobs, entropy = _by_rollout(output)
+    offsets = _array(output.offsets, "offsets").astype(np.int64)
+    tokens = of_tokens = None
+    if output.HasField("teacher_tokens"):
+        ids, values = output.teacher_tokens, output.teacher_logprobs
+        tokens = _split(_array(ids, "teacher_tokens"), offsets, np.int32, axes=2)
+        of_tokens = _split(_array(values, "teacher_logprobs"), offsets, np.float32, axes=2)
     return ForwardResult(
         logprobs=logprobs,
         entropy=entropy,
         report=decode(forward.report, StepReport),
         version=forward.version,
+        teacher_tokens=tokens,
+        teacher_logprobs=of_tokens,
     )
 
 
@@ -187,7 +196,8 @@ def _by_rollout(
     offsets = _array(output.offsets, "offsets").astype(np.int64)
     logprobs = _array(output.logprobs, "logprobs")
     entropy = _array(output.entropy, "entropy") if output.HasField("entropy") else None
-    return _split(logprobs, offsets), None if entropy is None else _split(entropy, offsets)
+    answered = _split(logprobs, offsets, np.float32)
+    return answered, None if entropy is None else _split(entropy, offsets, np.float32)
 
 
 def _array(tensor: Tensor, name: str) -> NDArray[Any]:
@@ -197,9 +207,20 @@ def _array(tensor: Tensor, name: str) -> NDArray[Any]:
         raise IntegrityError(f"forward output {name}: {err}") from err
 
 
-def _split(array: NDArray[Any], offsets: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-    are_flat = array.ndim == offsets.ndim == 1 and len(offsets) > 0
-    if not are_flat or offsets[0] != 0 or offsets[-1] != len(array) or (np.diff(offsets) < 0).any():
+def _split(
+    array: NDArray[Any],
+    offsets: NDArray[np.int64],
+    dtype: type[ScalarT],
+    *,
+    axes: int = 1,
+) -> tuple[NDArray[ScalarT], ...]:
+    is_of_form = array.ndim == axes and offsets.ndim == 1 and len(offsets) > 0
+    if (
+        not is_of_form
+        or offsets[0] != 0
+        or offsets[-1] != len(array)
+        or (np.diff(offsets) < 0).any()
+    ):
         raise IntegrityError(f"forward output: offsets do not cut {array.size} values")
     bounds = offsets.tolist()
-    return tuple(array[start:stop].astype(np.float32) for start, stop in pairwise(bounds))
+    return tuple(array[start:stop].astype(dtype) for start, stop in pairwise(bounds))

@@ -22,7 +22,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _REDUCE_LANES = 1024
 _REDUCE_WARPS = 4
 # Targets of a row that are read at once.
-_REDUCE_TARGETS = 32
+_TARGETS = 32
 # Columns of one program of the gradient: enough loads in flight, and few enough programs.
 _GRADIENT_COLUMNS = 2048
 _GRADIENT_WARPS = 4
@@ -44,7 +44,7 @@ def reduce_rows(
         logits_CV: fp32 products of hidden states and head, rows of unit inner stride.
         temperature_C: fp32 [C]; the logits are divided by it.
         first_target_C1: int64 [C + 1]; row c predicts the sorted targets [first[c], first[c + 1]).
-        token_M: int64 [M]; token of each target, targets sorted by row.
+        token_M: int64 [M]; token of each target, targets sorted by row, those of a row by token.
         order_M: int64 [M]; where each sorted target stood, and its log-prob goes.
         logprob_M: fp32 [M], written at the targets of these rows.
         entropy_C: fp32 [C], in nats.
@@ -63,7 +63,7 @@ def reduce_rows(
         logits_CV.shape[1],
         logits_CV.stride(0),
         LANES=_REDUCE_LANES,
-        TARGETS=_REDUCE_TARGETS,
+        TARGETS=_TARGETS,
         num_warps=_REDUCE_WARPS,
     )
 
@@ -113,6 +113,7 @@ def differentiate_logits(
         logits_CV.stride(0),
         dlogits_CV.stride(0),
         COLUMNS=_GRADIENT_COLUMNS,
+        TARGETS=_TARGETS,
         num_warps=_GRADIENT_WARPS,
         enable_fp_fusion=False,
     )
@@ -205,10 +206,12 @@ def _differentiate_logits(
     logits_stride,
     dlogits_stride,
     COLUMNS: tl.constexpr,
+    TARGETS: tl.constexpr,
 ):
     programs_a_row = tl.cdiv(num_columns, COLUMNS)
     row = (tl.program_id(0) // programs_a_row).to(tl.int64)
-    column = tl.program_id(0) % programs_a_row * COLUMNS + tl.arange(0, COLUMNS)
+    first_column = tl.program_id(0) % programs_a_row * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
     mask = column < num_columns
     logit = tl.load(logits_CV + row * logits_stride + column, mask=mask, other=0.0)
     # Rounded as `_reduce_rows` rounded the greatest, so that a row of one likely token has logp = 0
@@ -219,10 +222,21 @@ def _differentiate_logits(
     one_hot = tl.zeros([COLUMNS], tl.float32)
     weight = 0.0
     if dlogprob_M is not None:
+        # Targets of a row ascend by token: those of these columns are [low, high).
+        low = tl.load(first_target_C1 + row)
+        high = low
         stop = tl.load(first_target_C1 + row + 1)
-        for target in range(tl.load(first_target_C1 + row), stop):
+        for start in range(low, stop, TARGETS):
+            target = start + tl.arange(0, TARGETS)
+            is_target = target < stop
+            token = tl.load(token_M + target, mask=is_target, other=0)
+            weight += tl.sum(tl.load(dlogprob_M + target, mask=is_target, other=0.0), axis=0)
+            is_below = is_target & (token < first_column)
+            is_below_end = is_target & (token < first_column + COLUMNS)
+            low += tl.sum(is_below.to(tl.int32), axis=0)
+            high += tl.sum(is_below_end.to(tl.int32), axis=0)
+        for target in range(low, high):
             dlogprob = tl.load(dlogprob_M + target)
-            weight += dlogprob
             one_hot += tl.where(column == tl.load(token_M + target), dlogprob, 0.0)
     if dentropy_C is not None:
         weight += tl.load(dentropy_C + row) * (logp + tl.load(entropy_C + row))

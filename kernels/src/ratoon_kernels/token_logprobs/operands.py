@@ -1,4 +1,4 @@
-"""Inputs of a token log-probs backend, checked, and targets sorted by the row that predicts them.
+"""Inputs of a token log-probs backend, checked, and targets sorted by row and token.
 
 Target m is predicted by hidden row `row_of_target_M[m]`; a row may serve many targets or none.
 Values are checked only on the CPU, where that costs no synchronisation; sorting waits for no
@@ -231,7 +231,7 @@ def _require_all(holds: Tensor, name: str, values: Tensor, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedTargets:
-    """Targets by row.
+    """Targets by row, those of a row by token.
 
     Attributes:
         first_R1: int64 [R + 1]; row r predicts the targets [first[r], first[r + 1]).
@@ -247,8 +247,10 @@ class SortedTargets:
 
 
 def sort_targets(operands: Operands) -> SortedTargets:
-    """Returns the targets by row."""
-    row_M, order_M = operands.row_of_target_M.sort(stable=True)
+    """Returns the targets by row and token; equal ones keep their order."""
+    key_M = operands.row_of_target_M * len(operands.lm_head_VD) + operands.targets_M
+    order_M = key_M.argsort(stable=True)
+    row_M = operands.row_of_target_M[order_M]
     rows_R1 = torch.arange(len(operands.hidden_RD) + 1, device=row_M.device)
     return SortedTargets(
         first_R1=torch.searchsorted(row_M, rows_R1),

@@ -185,6 +185,8 @@ class Rollout(_message.Message):
     ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     ROUTED_EXPERTS_START_FIELD_NUMBER: _builtins.int
     SAMPLING_MASK_FIELD_NUMBER: _builtins.int
+    TEACHER_TOKENS_FIELD_NUMBER: _builtins.int
+    TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     temperature: _builtins.float
     """Default 1."""
@@ -248,6 +250,19 @@ class Rollout(_message.Message):
     def sampling_mask(self) -> Global___SamplingMask:
         """What truncation left, of a rollout sampled with top_p or top_k."""
 
+    @_builtins.property
+    def teacher_tokens(self) -> _tensor_pb2.Tensor:
+        """Distillation: a teacher's K likeliest tokens at each response token, int32 or uint32 [R, K], each
+        once, K at most 128 and the same in all rollouts of a batch. Rows where the loss mask is false are
+        not looked at.
+        """
+
+    @_builtins.property
+    def teacher_logprobs(self) -> _tensor_pb2.Tensor:
+        """Their log-probs by the teacher at the rollout's temperature, float32 [R, K], the largest first,
+        of a mass of at most 1. For loss.distillation.
+        """
+
     def __init__(
         self,
         *,
@@ -270,10 +285,12 @@ class Rollout(_message.Message):
         routed_experts: _tensor_pb2.Tensor | None = ...,
         routed_experts_start: _builtins.int = ...,
         sampling_mask: Global___SamplingMask | None = ...,
+        teacher_tokens: _tensor_pb2.Tensor | None = ...,
+        teacher_logprobs: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "sampler_logprobs", b"sampler_logprobs", "sampling_mask", b"sampling_mask", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "sampler_logprobs", b"sampler_logprobs", "sampling_mask", b"sampling_mask", "segments", b"segments", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "routed_experts_start", b"routed_experts_start", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "sampling_mask", b"sampling_mask", "segments", b"segments", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "advantages", b"advantages", "content", b"content", "loss_mask", b"loss_mask", "old_logprobs", b"old_logprobs", "outcome", b"outcome", "policy_version", b"policy_version", "reference_logprobs", b"reference_logprobs", "response", b"response", "reward", b"reward", "routed_experts", b"routed_experts", "routed_experts_start", b"routed_experts_start", "sampler_logprobs", b"sampler_logprobs", "sampler_logprobs_kind", b"sampler_logprobs_kind", "sampling_mask", b"sampling_mask", "segments", b"segments", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens", "temperature", b"temperature", "token_weights", b"token_weights", "top_k", b"top_k", "top_p", b"top_p", "truncated", b"truncated", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

@@ -430,11 +430,19 @@ class ForwardRequest(_message.Message):
     WITH_ENTROPY_FIELD_NUMBER: _builtins.int
     USE_REFERENCE_FIELD_NUMBER: _builtins.int
     EXPECTED_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_TEACHER_TOKENS_FIELD_NUMBER: _builtins.int
+    WITH_TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     with_entropy: _builtins.bool
     use_reference: _builtins.bool
     """Whether to run the frozen reference instead of the policy."""
     expected_version: _builtins.int
+    num_teacher_tokens: _builtins.int
+    """Answer the policy's likeliest tokens at each trained token and their log-probs, so many, at most
+    128: what a rollout of a student carries as teacher_tokens and teacher_logprobs. 0: none.
+    """
+    with_teacher_logprobs: _builtins.bool
+    """Answer the log-probs of the rollouts' own teacher_tokens."""
     @_builtins.property
     def key(self) -> Global___OperationKey:
         """Absent: not sequenced, reads the newest version."""
@@ -453,10 +461,12 @@ class ForwardRequest(_message.Message):
         with_entropy: _builtins.bool = ...,
         use_reference: _builtins.bool = ...,
         expected_version: _builtins.int | None = ...,
+        num_teacher_tokens: _builtins.int = ...,
+        with_teacher_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "source", b"source", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "policy_id", b"policy_id", "source", b"source", "upload", b"upload", "use_reference", b"use_reference", "with_entropy", b"with_entropy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "batch", b"batch", "expected_version", b"expected_version", "key", b"key", "num_teacher_tokens", b"num_teacher_tokens", "policy_id", b"policy_id", "source", b"source", "upload", b"upload", "use_reference", b"use_reference", "with_entropy", b"with_entropy", "with_teacher_logprobs", b"with_teacher_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_version: _TypeAlias = _typing.Literal["expected_version"]  # noqa: Y015
     _WhichOneofArgType__expected_version: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version"]  # noqa: Y015

@@ -30,7 +30,7 @@ class Tensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
-    """One of: bool, uint8, uint16, int32, int64, float16, float32, float64."""
+    """One of: bool, uint8, uint16, uint32, int32, int64, float16, float32, float64."""
     data: _builtins.bytes
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

@@ -38,6 +38,8 @@ class _LossKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossKind.Val
     LOSS_KIND_CROSS_ENTROPY: _LossKind.ValueType  # 9
     LOSS_KIND_SAPO: _LossKind.ValueType  # 10
     LOSS_KIND_IPO: _LossKind.ValueType  # 11
+    LOSS_KIND_DISTILLATION: _LossKind.ValueType  # 12
+    """No policy gradient: `distillation` alone."""
 
 class LossKind(_LossKind, metaclass=_LossKindEnumTypeWrapper):
     """A loss; docs/api.md has its formula and defaults."""
@@ -54,6 +56,8 @@ LOSS_KIND_REINFORCE: LossKind.ValueType  # 8
 LOSS_KIND_CROSS_ENTROPY: LossKind.ValueType  # 9
 LOSS_KIND_SAPO: LossKind.ValueType  # 10
 LOSS_KIND_IPO: LossKind.ValueType  # 11
+LOSS_KIND_DISTILLATION: LossKind.ValueType  # 12
+"""No policy gradient: `distillation` alone."""
 Global___LossKind: _TypeAlias = LossKind  # noqa: Y015
 
 class _AdvantageKind:
@@ -390,6 +394,38 @@ BAD_ROLLOUT_REASON_SAMPLING_MASK: BadRolloutReason.ValueType  # 8
 """A sampling mask with an id twice or not of the vocabulary, or of a trained token without that token."""
 Global___BadRolloutReason: _TypeAlias = BadRolloutReason  # noqa: Y015
 
+class _Divergence:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DivergenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Divergence.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DIVERGENCE_UNSPECIFIED: _Divergence.ValueType  # 0
+    DIVERGENCE_FORWARD_KL: _Divergence.ValueType  # 1
+    """KL(teacher || policy)."""
+    DIVERGENCE_REVERSE_KL: _Divergence.ValueType  # 2
+    """KL(policy || teacher)."""
+    DIVERGENCE_JENSEN_SHANNON: _Divergence.ValueType  # 3
+    """beta KL(teacher || mixture) + (1 - beta) KL(policy || mixture), the mixture being beta teacher +
+    (1 - beta) policy.
+    """
+
+class Divergence(_Divergence, metaclass=_DivergenceEnumTypeWrapper):
+    """How far the policy is from its teacher at a position, by the teacher's K likeliest tokens and, as one
+    more, all others. docs/distil.md has the formulas.
+    """
+
+DIVERGENCE_UNSPECIFIED: Divergence.ValueType  # 0
+DIVERGENCE_FORWARD_KL: Divergence.ValueType  # 1
+"""KL(teacher || policy)."""
+DIVERGENCE_REVERSE_KL: Divergence.ValueType  # 2
+"""KL(policy || teacher)."""
+DIVERGENCE_JENSEN_SHANNON: Divergence.ValueType  # 3
+"""beta KL(teacher || mixture) + (1 - beta) KL(policy || mixture), the mixture being beta teacher +
+(1 - beta) policy.
+"""
+Global___Divergence: _TypeAlias = Divergence  # noqa: Y015
+
 class _SkipReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -631,6 +667,43 @@ class StalenessConfig(_message.Message):
 Global___StalenessConfig: _TypeAlias = StalenessConfig  # noqa: Y015
 
 @_typing.final
+class DistillationConfig(_message.Message):
+    """A divergence from the teacher of the rollouts' teacher_tokens and teacher_logprobs, added to each
+    counted term.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIVERGENCE_FIELD_NUMBER: _builtins.int
+    COEFFICIENT_FIELD_NUMBER: _builtins.int
+    BETA_FIELD_NUMBER: _builtins.int
+    divergence: Global___Divergence.ValueType
+    coefficient: _builtins.float
+    beta: _builtins.float
+    """jensen_shannon alone; from 1e-6 to 1 - 1e-6. Default: 0.5."""
+    def __init__(
+        self,
+        *,
+        divergence: Global___Divergence.ValueType = ...,
+        coefficient: _builtins.float | None = ...,
+        beta: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_coefficient", b"_coefficient", "beta", b"beta", "coefficient", b"coefficient"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_coefficient", b"_coefficient", "beta", b"beta", "coefficient", b"coefficient", "divergence", b"divergence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__beta: _TypeAlias = _typing.Literal["beta"]  # noqa: Y015
+    _WhichOneofArgType__beta: _TypeAlias = _typing.Literal["_beta", b"_beta"]  # noqa: Y015
+    _WhichOneofReturnType__coefficient: _TypeAlias = _typing.Literal["coefficient"]  # noqa: Y015
+    _WhichOneofArgType__coefficient: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beta) -> _WhichOneofReturnType__beta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__coefficient) -> _WhichOneofReturnType__coefficient | None: ...
+
+Global___DistillationConfig: _TypeAlias = DistillationConfig  # noqa: Y015
+
+@_typing.final
 class LossConfig(_message.Message):
     """A loss. Fields that are left out have the loss's own defaults; at most one of `overlong_filter` and
     `overlong_penalty` is given.
@@ -661,6 +734,7 @@ class LossConfig(_message.Message):
     TOP_ENTROPY_SHARE_FIELD_NUMBER: _builtins.int
     REPORT_GROUPS_FIELD_NUMBER: _builtins.int
     COUNT_UNTRAINED_FIELD_NUMBER: _builtins.int
+    DISTILLATION_FIELD_NUMBER: _builtins.int
     kind: Global___LossKind.ValueType
     advantage: Global___AdvantageKind.ValueType
     clip_low: _builtins.float
@@ -716,6 +790,10 @@ class LossConfig(_message.Message):
     def correction_mask(self) -> Global___CorrectionMask:
         """A mask that goes with or without a correction, at the same level or another."""
 
+    @_builtins.property
+    def distillation(self) -> Global___DistillationConfig:
+        """Required for kind distillation; any other kind may have it, too."""
+
     def __init__(
         self,
         *,
@@ -742,10 +820,11 @@ class LossConfig(_message.Message):
         top_entropy_share: _builtins.float | None = ...,
         report_groups: _builtins.bool = ...,
         count_untrained: _builtins.bool = ...,
+        distillation: Global___DistillationConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "distillation", b"distillation", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "count_untrained", b"count_untrained", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "report_groups", b"report_groups", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "token_weight", b"token_weight", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_drop_zero_variance_groups", b"_drop_zero_variance_groups", "_dual_clip", b"_dual_clip", "_tau_negative", b"_tau_negative", "_tau_positive", b"_tau_positive", "_top_entropy_share", b"_top_entropy_share", "advantage", b"advantage", "allow_truncated_sampling", b"allow_truncated_sampling", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction", b"correction", "correction_mask", b"correction_mask", "count_untrained", b"count_untrained", "distillation", b"distillation", "drop_zero_variance_groups", b"drop_zero_variance_groups", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "kind", b"kind", "kl", b"kl", "old_logprobs", b"old_logprobs", "overlong", b"overlong", "overlong_filter", b"overlong_filter", "overlong_penalty", b"overlong_penalty", "report_groups", b"report_groups", "router_aux_loss_coefficient", b"router_aux_loss_coefficient", "shared_tokens", b"shared_tokens", "staleness", b"staleness", "tau_negative", b"tau_negative", "tau_positive", b"tau_positive", "token_weight", b"token_weight", "top_entropy_share", b"top_entropy_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
@@ -1303,6 +1382,9 @@ class StepReport(_message.Message):
     DROPPED_BAD_FIELD_NUMBER: _builtins.int
     BAD_ROLLOUTS_FIELD_NUMBER: _builtins.int
     TOKENS_OUTSIDE_MASK_FIELD_NUMBER: _builtins.int
+    TEACHER_KL_FIELD_NUMBER: _builtins.int
+    TEACHER_MASS_FIELD_NUMBER: _builtins.int
+    POLICY_MASS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Mean loss; absent from a Forward's report, and where no token counts; 0 where rollouts count but were not run."""
     policy_gradient_loss: _builtins.float
@@ -1467,6 +1549,12 @@ class StepReport(_message.Message):
     """Rollouts that on_bad_rollout dropped; no other figure counts them."""
     tokens_outside_mask: _builtins.int
     """Tokens that were not trained because they are outside of their own sampling mask."""
+    teacher_kl: _builtins.float
+    """Of a loss with distillation, whatever its divergence: KL(policy || teacher) over the teacher's K
+    tokens and all others as one more, and the mass of the K by the teacher and by the policy.
+    """
+    teacher_mass: _builtins.float
+    policy_mass: _builtins.float
     @_builtins.property
     def seconds(self) -> Global___PhaseSeconds: ...
     @_builtins.property
@@ -1585,10 +1673,13 @@ class StepReport(_message.Message):
         dropped_bad: _builtins.int = ...,
         bad_rollouts: _abc.Iterable[Global___BadRollout] | None = ...,
         tokens_outside_mask: _builtins.int = ...,
+        teacher_kl: _builtins.float | None = ...,
+        teacher_mass: _builtins.float | None = ...,
+        policy_mass: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "old_kl", b"old_kl", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "update_norm", b"update_norm", "weight_norm", b"weight_norm", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_policy_mass", b"_policy_mass", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_teacher_kl", b"_teacher_kl", "_teacher_mass", b"_teacher_mass", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "old_kl", b"old_kl", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "policy_mass", b"policy_mass", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "teacher_kl", b"teacher_kl", "teacher_mass", b"teacher_mass", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "update_norm", b"update_norm", "weight_norm", b"weight_norm", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "bad_rollouts", b"bad_rollouts", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_bad", b"dropped_bad", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "response_length_p50", b"response_length_p50", "response_length_p90", b"response_length_p90", "response_length_p99", b"response_length_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_conflicts", b"route_conflicts", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "routers", b"routers", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "step_kl_tokens", b"step_kl_tokens", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_outside_mask", b"tokens_outside_mask", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "update_norm", b"update_norm", "warnings", b"warnings", "weight_norm", b"weight_norm", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_policy_mass", b"_policy_mass", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_teacher_kl", b"_teacher_kl", "_teacher_mass", b"_teacher_mass", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "bad_rollouts", b"bad_rollouts", "changed_share", b"changed_share", "clamped_kls", b"clamped_kls", "clamped_ratios", b"clamped_ratios", "clamped_sampler_gaps", b"clamped_sampler_gaps", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "dropped_bad", b"dropped_bad", "dropped_stale", b"dropped_stale", "dropped_truncated", b"dropped_truncated", "dropped_zero_variance", b"dropped_zero_variance", "entropy", b"entropy", "grad_norm", b"grad_norm", "groups", b"groups", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "num_groups", b"num_groups", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "old_kl", b"old_kl", "packed_tokens", b"packed_tokens", "peak_memory_bytes", b"peak_memory_bytes", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "policy_mass", b"policy_mass", "rank_gap", b"rank_gap", "rank_seconds", b"rank_seconds", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "response_length_max", b"response_length_max", "response_length_mean", b"response_length_mean", "response_length_p50", b"response_length_p50", "response_length_p90", b"response_length_p90", "response_length_p99", b"response_length_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_conflicts", b"route_conflicts", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "routers", b"routers", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "skipped", b"skipped", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "step_kl_tokens", b"step_kl_tokens", "teacher_kl", b"teacher_kl", "teacher_mass", b"teacher_mass", "tensor_grad_norms", b"tensor_grad_norms", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_outside_mask", b"tokens_outside_mask", "tokens_per_second", b"tokens_per_second", "trained_tokens", b"trained_tokens", "truncated_fraction", b"truncated_fraction", "unshared_tokens", b"unshared_tokens", "update_norm", b"update_norm", "warnings", b"warnings", "weight_norm", b"weight_norm", "zero_advantage_sequences", b"zero_advantage_sequences", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage_mean: _TypeAlias = _typing.Literal["advantage_mean"]  # noqa: Y015
     _WhichOneofArgType__advantage_mean: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean"]  # noqa: Y015
@@ -1636,6 +1727,8 @@ class StepReport(_message.Message):
     _WhichOneofArgType__planned_memory_bytes: _TypeAlias = _typing.Literal["_planned_memory_bytes", b"_planned_memory_bytes"]  # noqa: Y015
     _WhichOneofReturnType__policy_gradient_loss: _TypeAlias = _typing.Literal["policy_gradient_loss"]  # noqa: Y015
     _WhichOneofArgType__policy_gradient_loss: _TypeAlias = _typing.Literal["_policy_gradient_loss", b"_policy_gradient_loss"]  # noqa: Y015
+    _WhichOneofReturnType__policy_mass: _TypeAlias = _typing.Literal["policy_mass"]  # noqa: Y015
+    _WhichOneofArgType__policy_mass: _TypeAlias = _typing.Literal["_policy_mass", b"_policy_mass"]  # noqa: Y015
     _WhichOneofReturnType__rank_gap: _TypeAlias = _typing.Literal["rank_gap"]  # noqa: Y015
     _WhichOneofArgType__rank_gap: _TypeAlias = _typing.Literal["_rank_gap", b"_rank_gap"]  # noqa: Y015
     _WhichOneofReturnType__ratio_max: _TypeAlias = _typing.Literal["ratio_max"]  # noqa: Y015
@@ -1678,6 +1771,10 @@ class StepReport(_message.Message):
     _WhichOneofArgType__staleness_mean: _TypeAlias = _typing.Literal["_staleness_mean", b"_staleness_mean"]  # noqa: Y015
     _WhichOneofReturnType__step_kl: _TypeAlias = _typing.Literal["step_kl"]  # noqa: Y015
     _WhichOneofArgType__step_kl: _TypeAlias = _typing.Literal["_step_kl", b"_step_kl"]  # noqa: Y015
+    _WhichOneofReturnType__teacher_kl: _TypeAlias = _typing.Literal["teacher_kl"]  # noqa: Y015
+    _WhichOneofArgType__teacher_kl: _TypeAlias = _typing.Literal["_teacher_kl", b"_teacher_kl"]  # noqa: Y015
+    _WhichOneofReturnType__teacher_mass: _TypeAlias = _typing.Literal["teacher_mass"]  # noqa: Y015
+    _WhichOneofArgType__teacher_mass: _TypeAlias = _typing.Literal["_teacher_mass", b"_teacher_mass"]  # noqa: Y015
     _WhichOneofReturnType__token_reduction: _TypeAlias = _typing.Literal["token_reduction"]  # noqa: Y015
     _WhichOneofArgType__token_reduction: _TypeAlias = _typing.Literal["_token_reduction", b"_token_reduction"]  # noqa: Y015
     _WhichOneofReturnType__token_staleness_mean: _TypeAlias = _typing.Literal["token_staleness_mean"]  # noqa: Y015
@@ -1737,6 +1834,8 @@ class StepReport(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_gradient_loss) -> _WhichOneofReturnType__policy_gradient_loss | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_mass) -> _WhichOneofReturnType__policy_mass | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rank_gap) -> _WhichOneofReturnType__rank_gap | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_max) -> _WhichOneofReturnType__ratio_max | None: ...
@@ -1779,6 +1878,10 @@ class StepReport(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step_kl) -> _WhichOneofReturnType__step_kl | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__teacher_kl) -> _WhichOneofReturnType__teacher_kl | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__teacher_mass) -> _WhichOneofReturnType__teacher_mass | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__token_reduction) -> _WhichOneofReturnType__token_reduction | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__token_staleness_mean) -> _WhichOneofReturnType__token_staleness_mean | None: ...
@@ -1804,6 +1907,8 @@ class ForwardOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ENTROPY_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
+    TEACHER_TOKENS_FIELD_NUMBER: _builtins.int
+    TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> _tensor_pb2.Tensor:
         """float32 [sum of R]. Of a Forward 0 where the loss mask is false, of a ForwardBackward NaN where it
@@ -1818,16 +1923,26 @@ class ForwardOutput(_message.Message):
     def offsets(self) -> _tensor_pb2.Tensor:
         """int64 [num_rollouts + 1]."""
 
+    @_builtins.property
+    def teacher_tokens(self) -> _tensor_pb2.Tensor:
+        """int32 [sum of R, K], the likeliest first, and float32 [sum of R, K]: of a Forward that was asked for
+        num_teacher_tokens or with_teacher_logprobs. Zeros where the loss mask is false.
+        """
+
+    @_builtins.property
+    def teacher_logprobs(self) -> _tensor_pb2.Tensor: ...
     def __init__(
         self,
         *,
         logprobs: _tensor_pb2.Tensor | None = ...,
         entropy: _tensor_pb2.Tensor | None = ...,
         offsets: _tensor_pb2.Tensor | None = ...,
+        teacher_tokens: _tensor_pb2.Tensor | None = ...,
+        teacher_logprobs: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "offsets", b"offsets"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "offsets", b"offsets", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "offsets", b"offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "logprobs", b"logprobs", "offsets", b"offsets", "teacher_logprobs", b"teacher_logprobs", "teacher_tokens", b"teacher_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,6 +49,7 @@ from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.routes import RouteSizes
 from ratoon.rollout.serial import batch_digest, batch_to_bytes
+from ratoon.rollout.teacher import MAX_TEACHER_TOKENS
 from ratoon.rollout.validate import BatchLimits, validate_groups
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.optim.resolve import check_optim, resolve_optim
@@ -124,11 +125,14 @@ def _batch_command(
     if isinstance(request, service_pb2.ForwardRequest):
         if request.use_reference and not has_reference:
             raise invalid("use_reference", "true", "a policy created with a reference")
+        _check_teacher(request, policy, batch)
         return ForwardCommand(
             with_entropy=request.with_entropy,
             use_reference=request.use_reference,
             expected_version=version,
             body_digest=digest,
+            num_teacher_tokens=request.num_teacher_tokens,
+            with_teacher_logprobs=request.with_teacher_logprobs,
         )
     loss = _loss(request)
     resolved = resolve_loss(loss, batch, has_frozen_reference=has_reference)
@@ -153,6 +157,21 @@ def _batch_command(
         body_digest=digest,
         on_bad_rollout=action,
     )
+
+
+def _check_teacher(
+    request: service_pb2.ForwardRequest, policy: Policy, batch: RolloutBatch
+) -> None:
+    """What a Forward is to answer of tokens beside the rollouts' own."""
+    number, most = request.num_teacher_tokens, min(MAX_TEACHER_TOKENS, policy.model.vocab_size)
+    if not 0 <= number <= most:
+        raise invalid("num_teacher_tokens", number, f"0 to {most}")
+    if not request.with_teacher_logprobs:
+        return
+    if number:
+        raise invalid("with_teacher_logprobs", "true", "false beside num_teacher_tokens")
+    if batch.teacher_tokens is None:
+        raise invalid("with_teacher_logprobs", "true", "rollouts that carry teacher_tokens")
 
 
 def without_batch(request: PlainRequest, policy: Policy) -> Submission:

@@ -215,6 +215,8 @@ class ForwardCommand(BaseCommand):
     use_reference: bool
     expected_version: int | None
     body_digest: str
+    num_teacher_tokens: int = 0
+    with_teacher_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

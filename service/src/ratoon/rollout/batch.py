@@ -66,6 +66,11 @@ class RolloutBatch:
     mask_offsets: NDArray[np.int64] | None = None
     # bool [J]: tokens that are outside of their own mask, and not trained for it; None: none is.
     outside_mask: NDArray[np.bool_] | None = None
+    # A teacher's K likeliest tokens at each response token, int32 [J, K], distinct, and their
+    # log-probs, float32 [J, K], not ascending; zeros where the loss mask is false. Tokens alone: of
+    # a Forward that answers their log-probs.
+    teacher_tokens: NDArray[np.int32] | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
     # What was sent, where rollouts that cannot be trained were dropped. Ids of all groups; int64
     # [G] and [S]: index of each group among them, and of each rollout in its group; int64 [B, 5],
     # what was dropped, in request order: group, rollout, code of the reason, response token or -1,

@@ -31,7 +31,7 @@ _LEAST_TEMPERATURE = 1e-5
 # What float32 tells from 0.
 _LEAST_TOP_P = float(np.finfo(np.float32).smallest_subnormal)
 # What rounding may leave of a probability of one.
-_LOGPROB_EPSILON = 1e-3
+LOGPROB_EPSILON = 1e-3
 
 
 def sampled_versions(
@@ -122,7 +122,7 @@ def logprob_column(
     column = token_column(rollouts, name, fields, mask_J)
     if column is not None:
         fields.judge_tokens(
-            mask_J & (column > _LOGPROB_EPSILON),
+            mask_J & (column > LOGPROB_EPSILON),
             BadRolloutReason.LOGPROB,
             lambda j: invalid(fields.token(j, name), column[j], "a log-probability <= 0"),
         )
@@ -154,7 +154,7 @@ def token_column(
     is_given_S = np.array([value is not None for value in values])
     if not (is_given_S & needs_S).any():
         return None
-    _check_even(name, is_given_S, needs_S, reason, fields)
+    check_even(name, is_given_S, needs_S, reason, fields)
     with np.errstate(over="ignore"):  # what overflows is refused below
         column = np.concatenate(parts).astype(np.float32)
     is_bad_J = ~np.isfinite(column)
@@ -180,7 +180,7 @@ def _check_values_array(
     fields.check_count(s, name, len(value))
 
 
-def _check_even(
+def check_even(
     name: str,
     is_given_S: NDArray[np.bool_],
     is_meant_S: NDArray[np.bool_],
@@ -230,7 +230,7 @@ def outcomes(
         name = "advantages" if has_tokens else "reward"
         raise _uneven(name, other, names[other], names[first], first, fields)
     all_S = np.ones(len(rollouts), np.bool_)
-    _check_even("reward", has_reward, all_S, BadRolloutReason.REWARD, fields)
+    check_even("reward", has_reward, all_S, BadRolloutReason.REWARD, fields)
     rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
     fields.judge_sequences(
         ~(np.abs(rewards) <= MAX_FLOAT32),

@@ -230,11 +230,17 @@ def predecessors(forest: Forest) -> NDArray[np.int64]:
     return before
 
 
-def pack(batch: RolloutBatch, forest: Forest, term_mask_J: NDArray[np.bool_]) -> PackedBatch:
+def pack(
+    batch: RolloutBatch,
+    forest: Forest,
+    term_mask_J: NDArray[np.bool_],
+    candidates_JK: NDArray[np.int32] | None = None,
+) -> PackedBatch:
     """Pack the forest's sequences; their terms are the response tokens where `term_mask_J` holds.
 
     `term_mask_J` bool [J] may hold outside of the forest too. It must not hold at the first token
-    of a sequence without a prompt (validation refuses such a loss mask).
+    of a sequence without a prompt (validation refuses such a loss mask). `candidates_JK`, int32
+    [J, K]: ids of each response token's candidates.
     """
     own = forest.node_stop - forest.node_start
     response = response_tokens(batch, forest)
@@ -268,6 +274,7 @@ def pack(batch: RolloutBatch, forest: Forest, term_mask_J: NDArray[np.bool_]) ->
         term_target=term_target,
         term_sequence=sequence[is_term],
         term_token=term_token,
+        term_candidates=None if candidates_JK is None else candidates_JK[term_token],
         routes=packed_routes(batch, forest),
         kept=None if kept is None else _kept_of_rows(kept, term_token, target_row[term_target]),
     )

@@ -127,7 +127,8 @@ class PackedBatch:
     A *target* is a distinct trained packed token; it is predicted by the row just before it on its
     path. A *term* is one (sequence, trained token) pair; several terms may share a target. Where
     terms of a packed token have different sampling masks, it is a target, and is predicted by a
-    row, for each of them.
+    row, for each of them. Beside its target a term may have *candidates*: other tokens whose
+    log-probs its row gives.
     """
 
     forest: Forest
@@ -148,6 +149,8 @@ class PackedBatch:
     term_target: NDArray[np.int64]
     term_sequence: NDArray[np.int64]
     term_token: NDArray[np.int64]
+    # int32 [terms, K]: ids of candidates; None: there are none.
+    term_candidates: NDArray[np.int32] | None = None
     # int16 [L, T, C]: recorded experts by layer with experts, -1 of a token without; None: of none.
     routes: NDArray[np.int16] | None = None
     # What each row keeps, nothing if it has no mask; None: no row has one.

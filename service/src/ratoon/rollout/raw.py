@@ -76,6 +76,9 @@ class RawRollout:
     routed_experts: NDArray[np.generic] | None = None
     routed_experts_start: int = 0
     sampling_mask: RawSamplingMask | None = None
+    # [R, K].
+    teacher_tokens: NDArray[np.generic] | None = None
+    teacher_logprobs: NDArray[np.generic] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,9 @@ ARRAYS: Mapping[str, tuple[str, str]] = {
     "sampling_mask": ("<i4", "K"),
     "mask_offsets": ("<i8", "J+1"),
     "outside_mask": ("|b1", "J"),
+    # Two axes each.
+    "teacher_tokens": ("<i4", "J"),
+    "teacher_logprobs": ("<f4", "J"),
     "sent_group": ("<i8", "G"),
     "sent_rollout": ("<i8", "S"),
     # Two axes.
@@ -78,13 +81,20 @@ _OPTIONAL = frozenset(
         "sampling_mask",
         "mask_offsets",
         "outside_mask",
+        "teacher_tokens",
+        "teacher_logprobs",
         "sent_group",
         "sent_rollout",
         "bad_rollouts",
     }
 )
 _DTYPES: Mapping[str, tuple[str, ...]] = {"routed_experts": ("|u1", "<u2")}
-_RANKS: Mapping[str, int] = {"routed_experts": 3, "bad_rollouts": 2}
+_RANKS: Mapping[str, int] = {
+    "routed_experts": 3,
+    "teacher_tokens": 2,
+    "teacher_logprobs": 2,
+    "bad_rollouts": 2,
+}
 # Columns that come together or not at all.
 _TOGETHER: Mapping[str, frozenset[str]] = {
     "the routes": frozenset({"routed_experts", "route_first", "route_offsets"}),

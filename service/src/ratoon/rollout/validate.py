@@ -27,6 +27,7 @@ from ratoon.rollout.raw import (
 )
 from ratoon.rollout.routes import DENSE, RouteSizes, recorded_routes
 from ratoon.rollout.sampling_masks import recorded_masks
+from ratoon.rollout.teacher import teacher_logprobs, teacher_tokens
 from ratoon_proto.types import BadRolloutReason
 
 
@@ -194,6 +195,7 @@ def validate_groups(
     rewards, advantages = outcomes(rollouts, fields)
     length_S = prompt_length_S + np.diff(fields.response_offsets)
     routes = recorded_routes(rollouts, length_S, fields, limits.routes)
+    teacher_JK = teacher_tokens(rollouts, mask, fields, limits.vocab_size)
     batch = RolloutBatch(
         group_ids=tuple(group.group_id for group in groups),
         group_offsets=group_offsets,
@@ -216,6 +218,8 @@ def validate_groups(
         routed_experts=routes.routed_experts,
         route_first=routes.route_first,
         route_offsets=routes.route_offsets,
+        teacher_tokens=teacher_JK,
+        teacher_logprobs=teacher_logprobs(rollouts, teacher_JK, mask, fields),
         top_p=settings.top_p,
         top_k=settings.top_k,
         sampling_mask=masks.sampling_mask,

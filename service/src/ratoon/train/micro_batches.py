@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,7 @@ from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, KeptTokens, MicroBatch, PackedBatch, Stage
 from ratoon.train.clock import Moment
 from ratoon.train.prepare import Prepared, PreparedForward
-from ratoon_kernels import SamplingMask, TreeLayout, build_layout, token_logprobs
+from ratoon_kernels import SamplingMask, TreeLayout, best_tokens, build_layout, token_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,25 +48,42 @@ class DeviceBatch:
     term_row_L: Tensor
     # What truncation left of each row's vocabulary; None: nothing is truncated.
     mask: SamplingMask | None
+    # [L, K]: ids of each term's candidates; None: there are none.
+    candidate_LK: Tensor | None = None
+    # How many of each row's likeliest tokens are to be found: the candidates then. 0: none.
+    num_best: int = 0
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether terms have candidates, given or to be found."""
+        return self.candidate_LK is not None or self.num_best > 0
 
     def mask_of(self, rows: slice) -> SamplingMask | None:
         """The mask of a range of rows, counted from the first of them."""
-        return None if self.mask is None else self.mask.of_rows(rows)
+        if self.mask is None or rows == slice(None):
+            return self.mask
+        return self.mask.of_rows(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutputs:
-    """Log-prob of each target [M] and entropy of each predicting row [R]."""
+    """Log-prob of each target [M] and entropy of each predicting row [R].
+
+    Log-probs [L, K] of each term's candidates, if there are any, and their ids [L, K], if they
+    were to be found.
+    """
 
     logprob_M: Tensor
     entropy_R: Tensor
+    candidate_LK: Tensor | None = None
+    best_LK: Tensor | None = None
 
 
 def to_device(
-    packed: PackedBatch, device: torch.device, windows: Collection[int] = ()
+    packed: PackedBatch, device: torch.device, windows: Collection[int] = (), *, num_best: int = 0
 ) -> DeviceBatch:
     """Copy the index arrays over and build the layout once for all layers, with their `windows`."""
-    forest = packed.forest
+    forest, candidates = packed.forest, packed.term_candidates
     return DeviceBatch(
         tokens_T=put(forest.tokens.astype(np.int64), device),
         position_T=put(packed.position, device),
@@ -89,6 +106,8 @@ def to_device(
         term_target_L=put(packed.term_target, device),
         term_row_L=put(packed.target_row[packed.term_target], device),
         mask=None if packed.kept is None else _mask_on(packed.kept, device),
+        candidate_LK=None if candidates is None else put(candidates, device).long(),
+        num_best=num_best,
     )
 
 
@@ -123,15 +142,80 @@ def put_index(values: NDArray[np.int64], device: torch.device) -> slice | Tensor
 def run_model(model: PolicyModel, batch: DeviceBatch) -> TokenOutputs:
     """One forward; gradients flow where they are enabled."""
     hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout, batch.routed)
+    hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
+    every = slice(None)
+    return run_head(model.lm_head_VD, hidden_RD, batch, HeadPart(every, every, every))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPart:
+    """Rows of a batch that the LM head is run on at once.
+
+    Attributes:
+        rows: The rows, one after the other.
+        targets: The targets that they predict, int64 [m] ascending, or the range of them.
+        terms: The terms of these targets, likewise [n]; unused where terms have no candidates.
+    """
+
+    rows: slice
+    targets: slice | Tensor
+    terms: slice | Tensor
+
+    def tokens(self, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
+        """Ids that the rows have log-probs of, and the row of the part that predicts each, int64:
+        the m targets, then the K candidates of each term."""
+        token_M, row_M = batch.target_token_M[self.targets], batch.target_row_M[self.targets]
+        if batch.candidate_LK is not None:
+            candidate_NK = batch.candidate_LK[self.terms]
+            row_NK = batch.term_row_L[self.terms, None].expand_as(candidate_NK)
+            token_M = torch.cat([token_M, candidate_NK.flatten()])
+            row_M = torch.cat([row_M, row_NK.flatten()])
+        return token_M, row_M - self.rows.start if self.rows.start else row_M
+
+    def split(self, logprob_M: Tensor, batch: DeviceBatch) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of what `tokens` returns: those [m] of targets and [n, K] of candidates."""
+        if batch.candidate_LK is None:
+            return logprob_M, None
+        num_targets = len(batch.target_token_M[self.targets])
+        shape = (-1, batch.candidate_LK.shape[1])
+        return logprob_M[:num_targets], logprob_M[num_targets:].view(shape)
+
+
+def run_head(
+    lm_head_VD: Tensor, hidden_RD: Tensor, batch: DeviceBatch, part: HeadPart
+) -> TokenOutputs:
+    """Outputs of a part's rows, targets and terms; gradients flow where they are enabled.
+
+    Where the likeliest tokens of each row are to be found, they are the candidates.
+    """
+    if batch.num_best:
+        return _run_best(lm_head_VD, hidden_RD, batch, part)
+    token_M, row_M = part.tokens(batch)
     logprob_M, entropy_R = token_logprobs(
-        hidden_TD.index_select(0, batch.row_index_R),
-        model.lm_head_VD,
-        batch.target_token_M,
-        batch.target_row_M,
-        batch.row_temperature_R,
-        mask=batch.mask,
+        hidden_RD,
+        lm_head_VD,
+        token_M,
+        row_M,
+        batch.row_temperature_R[part.rows],
+        mask=batch.mask_of(part.rows),
     )
-    return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)
+    logprob_M, candidate_LK = part.split(logprob_M, batch)
+    return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R, candidate_LK=candidate_LK)
+
+
+def _run_best(
+    lm_head_VD: Tensor, hidden_RD: Tensor, batch: DeviceBatch, part: HeadPart
+) -> TokenOutputs:
+    best_RB = best_tokens(hidden_RD, lm_head_VD, batch.num_best)
+    row_N = batch.term_row_L[part.terms] - (part.rows.start or 0)
+    token_LB = batch.term_row_L.new_zeros((len(batch.term_row_L), batch.num_best))
+    token_LB[part.terms] = best_RB[row_N]
+    found = run_head(lm_head_VD, hidden_RD, replace(batch, num_best=0, candidate_LK=token_LB), part)
+    assert found.candidate_LK is not None
+    # Likely tokens may tie.
+    logprob_NB, order_NB = found.candidate_LK.sort(dim=1, descending=True, stable=True)
+    best_NB = token_LB[part.terms].gather(1, order_NB)
+    return replace(found, candidate_LK=logprob_NB, best_LK=best_NB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +266,7 @@ def packed_micro_batches(
                 ErrorCode.INTERNAL, f"micro-batch {done} of the plan is of another batch"
             )
         yield PackedMicroBatch(
-            packed=pack(run.batch, forest, term_mask_J),
+            packed=pack(run.batch, forest, term_mask_J, run.candidates_JK),
             stages=micro_batch.stages,
             check=partial(_check_cancelled, hooks, done, planned),
         )

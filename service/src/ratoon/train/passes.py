@@ -9,6 +9,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -175,24 +176,34 @@ def _train_in_two_phases(
     logprob_L = outputs.logprob_M.detach()[batch.term_target_L]
     entropy_L = outputs.entropy_R.detach()[batch.term_row_L]
     every = np.arange(len(packed.term_target))
-    output = loss.of(every, logprob_L, entropy_L)
+    candidate_LK = None if outputs.candidate_LK is None else outputs.candidate_LK.detach()
+    output = loss.of(every, logprob_L, entropy_L, candidate_LK)
     clock.lap("forward")
     seeds = [_scatter(output.grad_logprob_L, batch.term_target_L, outputs.logprob_M)]
     heads = [outputs.logprob_M]
     if output.grad_entropy_L is not None:
         seeds.append(_scatter(output.grad_entropy_L, batch.term_row_L, outputs.entropy_R))
         heads.append(outputs.entropy_R)
+    if outputs.candidate_LK is not None and output.grad_candidate_LK is not None:
+        seeds.append(output.grad_candidate_LK)
+        heads.append(outputs.candidate_LK)
     torch.autograd.backward(heads, seeds)
     clock.lap("backward")
-    return loss.sums(every, logprob_L, entropy_L)
+    return loss.sums(every, logprob_L, entropy_L, candidate_LK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardColumns:
-    """float32 (float64 for a float64 model) [J] each, 0 where the loss mask is false."""
+    """float32 (float64 for a float64 model) [J] each, 0 where the loss mask is false.
+
+    With log-probs of candidates [J, K] where they were asked for; ids of these, int32 [J, K],
+    where they were to be found.
+    """
 
     logprob_J: NDArray[np.floating]
     entropy_J: NDArray[np.floating]
+    candidate_JK: NDArray[np.floating] | None
+    best_JK: NDArray[np.int32] | None
     rows: int
     forward_s: float
     rank_seconds: tuple[float, ...] = ()
@@ -205,10 +216,18 @@ class ForwardColumns:
         return cls(
             logprob_J=reduce(operator.add, (done.logprob_J for done in ranks)),
             entropy_J=reduce(operator.add, (done.entropy_J for done in ranks)),
+            candidate_JK=_sum_of([done.candidate_JK for done in ranks]),
+            best_JK=_sum_of([done.best_JK for done in ranks]),
             rows=sum(done.rows for done in ranks),
             forward_s=max(done.forward_s for done in ranks),
             rank_seconds=tuple(done.forward_s for done in ranks),
         )
+
+
+def _sum_of(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+    """The sum over ranks of what all or none of them have."""
+    found = [array for array in arrays if array is not None]
+    return reduce(operator.add, found) if found else None
 
 
 def forward_pass(
@@ -217,40 +236,56 @@ def forward_pass(
     hooks: PassHooks,
     group: SequenceGroup = ALONE,
 ) -> ForwardColumns:
-    """Log-prob and entropy of every trained token, without gradients; 0 where other ranks of
-    `group` ran its row. Raises CANCELLED."""
+    """Log-prob and entropy of every trained token, and what `prepared` asks of candidates, without
+    gradients; 0 where other ranks of `group` ran its row. Raises CANCELLED."""
     tokens: list[NDArray[np.int64]] = []
     results: list[Tensor] = []
+    candidates: list[Tensor] = []
+    best: list[Tensor] = []
     rows, clock = 0, DeviceClock(model.device)
     mask_J = prepared.batch.loss_mask
     with torch.inference_mode():
         for item in packed_micro_batches(model.device, prepared, mask_J, hooks):
-            device_batch = to_device(item.packed, model.device, model.windows)
+            device_batch = to_device(
+                item.packed, model.device, model.windows, num_best=prepared.num_best
+            )
             outputs = _outputs(model, item, device_batch, group)
             logprob_L = outputs.logprob_M[device_batch.term_target_L]
             entropy_L = outputs.entropy_R[device_batch.term_row_L]
             results.append(torch.stack([logprob_L, entropy_L]))
+            if outputs.candidate_LK is not None:
+                candidates.append(outputs.candidate_LK)
+            if outputs.best_LK is not None:
+                best.append(outputs.best_LK.int())
             tokens.append(item.packed.term_token)
             rows += _counted_rows(item, group)
     clock.lap("forward")
-    logprob_J, entropy_J = _at_tokens(tokens, results, model, len(mask_J))
+    dtype = np.float64 if model.lm_head_VD.dtype is torch.float64 else np.float32
+    place = np.concatenate(tokens) if tokens else np.empty(0, np.int64)
+    columns_2J = np.zeros((2, len(mask_J)), dtype)
+    if results:
+        columns_2J[:, place] = torch.cat(results, dim=1).cpu().numpy()
+    num_candidates = prepared.num_candidates
+    has_candidates, has_best = num_candidates > 0, prepared.num_best > 0
+    shape = (len(mask_J), num_candidates)
     return ForwardColumns(
-        logprob_J=logprob_J,
-        entropy_J=entropy_J,
+        logprob_J=columns_2J[0],
+        entropy_J=columns_2J[1],
+        candidate_JK=_at_tokens(place, candidates, shape, dtype) if has_candidates else None,
+        best_JK=_at_tokens(place, best, shape, np.int32) if has_best else None,
         rows=rows,
         forward_s=clock.seconds()["forward"],
     )
 
 
 def _at_tokens(
-    tokens: list[NDArray[np.int64]], results: list[Tensor], model: PolicyModel, num_tokens: int
-) -> NDArray[np.floating]:
-    """Log-probs and entropies of terms [2, L] by response token [2, J], on the host."""
-    is_double = model.lm_head_VD.dtype is torch.float64
-    columns_2J = np.zeros((2, num_tokens), np.float64 if is_double else np.float32)
+    place: NDArray[np.int64], results: list[Tensor], shape: tuple[int, int], dtype: type
+) -> NDArray[Any]:
+    """Results of terms [L, K] at their response tokens, [J, K] on the host, 0 elsewhere."""
+    columns_JK = np.zeros(shape, dtype)
     if results:
-        columns_2J[:, np.concatenate(tokens)] = torch.cat(results, dim=1).cpu().numpy()
-    return columns_2J
+        columns_JK[place] = torch.cat(results).cpu().numpy()
+    return columns_JK
 
 
 def _counted_rows(item: PackedMicroBatch, group: SequenceGroup) -> int:
@@ -282,6 +317,8 @@ def _reference(
     if kl.reference is ReferenceKind.GIVEN:
         assert prepared.batch.reference_logprobs is not None
         return put(prepared.batch.reference_logprobs[item.packed.term_token], model.device)
+    # Of the reference nobody asks for the candidates.
+    batch = replace(batch, candidate_LK=None)
     with torch.no_grad(), model.reference():
         outputs = add_up(_outputs(model, item, batch, group), group)
         return outputs.logprob_M[batch.term_target_L]

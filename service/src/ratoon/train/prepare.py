@@ -82,12 +82,27 @@ class PreparedForward:
     Attributes:
         prefixes: The prefixes that `plan` shares.
         seconds: Time that sorting and planning took.
+        num_best: How many of the likeliest tokens are answered at each trained token.
+        with_teacher: Whether the log-probs of the rollouts' teacher tokens are.
     """
 
     batch: RolloutBatch
     prefixes: SortedPrefixes
     plan: UpdatePlan
     seconds: float
+    num_best: int = 0
+    with_teacher: bool = False
+
+    @property
+    def num_candidates(self) -> int:
+        """Of each token: those given, or to be found; 0: none are asked for."""
+        given_JK = self.candidates_JK
+        return self.num_best if given_JK is None else given_JK.shape[1]
+
+    @property
+    def candidates_JK(self) -> NDArray[np.int32] | None:  # noqa: N802
+        """Tokens beside its own whose log-probs each token's row gives, int32 [J, K]."""
+        return self.batch.teacher_tokens if self.with_teacher else None
 
     def of_rank(self, rank: int) -> PreparedForward:
         """What one rank runs of it."""
@@ -131,6 +146,11 @@ class Prepared:
         """Tokens that the pass has log-probs of, bool [J]: those asked for beside the trained."""
         trained_J = self.columns.trained_J
         return trained_J if self.asked_J is None else trained_J | self.asked_J
+
+    @property
+    def candidates_JK(self) -> NDArray[np.int32] | None:  # noqa: N802
+        """The teacher's tokens, int32 [J, K], of a loss that distils."""
+        return None if self.loss.distillation is None else self.batch.teacher_tokens
 
     def of_rank(self, rank: int) -> Prepared:
         """What one rank runs of it."""
@@ -202,12 +222,20 @@ def prepare(
     )
 
 
-def prepare_forward(batch: RolloutBatch, plan: UpdatePlan | Planner) -> PreparedForward:
+def prepare_forward(
+    batch: RolloutBatch,
+    plan: UpdatePlan | Planner,
+    *,
+    num_best: int = 0,
+    with_teacher: bool = False,
+) -> PreparedForward:
     """Sort and plan the sequences of a Forward: those of an update that drops nothing.
 
     Args:
         batch: The rollouts to run.
         plan: The plan to run, made earlier from the same batch, or what makes it.
+        num_best: How many of the likeliest tokens to answer at each trained token.
+        with_teacher: Whether to answer the log-probs of the rollouts' teacher tokens.
     """
     started = time.perf_counter()
     shared = sort_sequences(batch)
@@ -218,6 +246,8 @@ def prepare_forward(batch: RolloutBatch, plan: UpdatePlan | Planner) -> Prepared
         prefixes=share_as_planned(shared, plan.unshared),
         plan=plan,
         seconds=time.perf_counter() - started,
+        num_best=num_best,
+        with_teacher=with_teacher,
     )
 
 
@@ -284,12 +314,12 @@ def has_trained_tokens(batch: RolloutBatch) -> NDArray[np.bool_]:
 def _has_gradient(batch: RolloutBatch, loss: Loss, columns: Columns) -> NDArray[np.bool_]:
     """Sequences that an update runs, bool [S]: the others' terms are zero whatever the model says.
 
-    A term of the policy gradient is a multiple of its advantage; KL, entropy and balance are not,
-    and a KL is measured also where its coefficient is 0.
+    A term of the policy gradient is a multiple of its advantage; KL, distillation, entropy and
+    balance are not, and a KL is measured also where its coefficient is 0.
     """
     has_gradient_J = columns.counted_J
     coefficients = (loss.entropy_coefficient, loss.router_aux_loss_coefficient)
-    if loss.kl is None and not any(coefficients):
+    if loss.kl is None and loss.distillation is None and not any(coefficients):
         has_gradient_J = has_gradient_J & (columns.advantage_J != 0)
     return trained_lengths(batch, has_gradient_J) > 0
 

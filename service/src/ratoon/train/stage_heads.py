@@ -28,8 +28,8 @@ from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.shards.sequence_group import SequenceGroup
 from ratoon.train.clock import DeviceClock
 from ratoon.train.loss.batch_loss import LossOfTerms, RowPart, RowTerms, run_row_loss
-from ratoon.train.micro_batches import DeviceBatch, TokenOutputs, put
-from ratoon_kernels import Span, token_logprobs
+from ratoon.train.micro_batches import DeviceBatch, HeadPart, TokenOutputs, put, run_head
+from ratoon_kernels import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +38,20 @@ class StagePart:
 
     # Its packed tokens.
     tokens: Span
-    # Its predicting rows and their targets.
+    # Its predicting rows and their targets; with the terms of these on the device.
     own: RowPart
-    # The targets, on the device.
-    targets_M: Tensor
+    head: HeadPart
     # int64 [n] on the host: terms of the sequences that end in the stage, ascending.
     terms: NDArray[np.int64]
 
 
 def cut_outputs(
-    packed: PackedBatch, stages: Sequence[Stage], group: SequenceGroup, device: torch.device
+    packed: PackedBatch,
+    stages: Sequence[Stage],
+    group: SequenceGroup,
+    device: torch.device,
+    *,
+    has_candidates: bool,
 ) -> tuple[StagePart, ...]:
     """The part of each stage."""
     bounds = np.array([*(stage.start for stage in stages), packed.forest.num_tokens], np.int64)
@@ -63,18 +67,23 @@ def cut_outputs(
     term_stage = np.searchsorted(bounds, ends, side="right") - 1
     targets = _split(row_stage[packed.target_row], len(stages) + 1)
     terms = _split(term_stage, len(stages))
-    return tuple(
-        StagePart(
-            tokens=shares[index],
-            own=RowPart(
-                rows=slice(int(row_bounds[2 * index]), int(row_bounds[2 * index + 1])),
-                targets=targets[index],
-            ),
-            targets_M=put(targets[index], device),
-            terms=terms[index],
+    predicted = RowTerms(packed) if has_candidates else None
+    parts: list[StagePart] = []
+    for index, tokens in enumerate(shares):
+        first, last = row_bounds[2 * index : 2 * index + 2].tolist()
+        rows = slice(first, last)
+        own_terms = slice(0)
+        if predicted is not None:
+            own_terms = put(predicted.of(first, last), device)
+        parts.append(
+            StagePart(
+                tokens=tokens,
+                own=RowPart(rows=rows, targets=targets[index]),
+                head=HeadPart(rows, put(targets[index], device), own_terms),
+                terms=terms[index],
+            )
         )
-        for index in range(len(stages))
-    )
+    return tuple(parts)
 
 
 def _split(stage: NDArray[np.int64], num_stages: int) -> list[NDArray[np.int64]]:
@@ -121,12 +130,20 @@ class Whole:
     group: SequenceGroup
 
     def zeros(self) -> TokenOutputs:
-        """Zeros for all targets and rows."""
+        """Zeros for all targets, rows and terms."""
         like, batch = self.lm_head_VD, self.batch
         dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
         sizes = (len(batch.target_token_M), len(batch.row_index_R))
         logprob_M, entropy_R = (torch.zeros(n, dtype=dtype, device=like.device) for n in sizes)
-        return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)
+        candidate_LK = best_LK = None
+        if batch.candidate_LK is not None:
+            candidate_LK = torch.zeros_like(batch.candidate_LK, dtype=dtype)
+        elif batch.num_best:
+            best_LK = batch.term_row_L.new_zeros((len(batch.term_row_L), batch.num_best))
+            candidate_LK = torch.zeros_like(best_LK, dtype=dtype)
+        return TokenOutputs(
+            logprob_M=logprob_M, entropy_R=entropy_R, candidate_LK=candidate_LK, best_LK=best_LK
+        )
 
 
 class ForwardHead:
@@ -204,7 +221,10 @@ class TwoPhaseHead:
         outputs = self._outputs.pop(run.index)
         rows = part.own.rows
         if rows.start < rows.stop:
-            heads, grads = [outputs.logprob_M], [seeds.logprob_M[part.targets_M]]
+            heads, grads = [outputs.logprob_M], [seeds.logprob_M[part.head.targets]]
+            if outputs.candidate_LK is not None and seeds.candidate_LK is not None:
+                heads.append(outputs.candidate_LK)
+                grads.append(seeds.candidate_LK[part.head.terms])
             if self._has_entropy:
                 heads.append(outputs.entropy_R)
                 grads.append(seeds.entropy_R[rows])
@@ -223,18 +243,25 @@ class TwoPhaseHead:
         found = add_up(own, self._whole.group)
         self._results.logprob_M.add_(found.logprob_M)
         self._results.entropy_R.add_(found.entropy_R)
+        if self._results.candidate_LK is not None and found.candidate_LK is not None:
+            self._results.candidate_LK.add_(found.candidate_LK)
 
     def _add_loss(self, part: StagePart) -> None:
         """Add the loss of whole sequences, all of whose log-probs are there."""
         results, seeds = self._results, self._seeds
         batch, index_L = self._whole.batch, put(part.terms, self._whole.lm_head_VD.device)
         target_L, row_L = batch.term_target_L[index_L], batch.term_row_L[index_L]
-        outputs = results.logprob_M[target_L], results.entropy_R[row_L]
+        candidate_LK = results.candidate_LK
+        if candidate_LK is not None:
+            candidate_LK = candidate_LK[index_L]
+        outputs = results.logprob_M[target_L], results.entropy_R[row_L], candidate_LK
         loss = self._loss.of(part.terms, *outputs)
         seeds.logprob_M.index_add_(0, target_L, loss.grad_logprob_L)
         if loss.grad_entropy_L is not None:
             self._has_entropy = True
             seeds.entropy_R.index_add_(0, row_L, loss.grad_entropy_L)
+        if seeds.candidate_LK is not None and loss.grad_candidate_LK is not None:
+            seeds.candidate_LK[index_L] = loss.grad_candidate_LK
         sums_F = self._loss.sums(part.terms, *outputs)
         # All ranks have the same.
         if self._whole.group.index == 0:
@@ -243,24 +270,18 @@ class TwoPhaseHead:
 
 def add_up(outputs: TokenOutputs, group: SequenceGroup) -> TokenOutputs:
     """Outputs over all ranks, each of which has its own, and zeros elsewhere."""
+    candidate_LK = outputs.candidate_LK
     return TokenOutputs(
-        logprob_M=group.add_up(outputs.logprob_M), entropy_R=group.add_up(outputs.entropy_R)
+        logprob_M=group.add_up(outputs.logprob_M),
+        entropy_R=group.add_up(outputs.entropy_R),
+        candidate_LK=None if candidate_LK is None else group.add_up(candidate_LK),
     )
 
 
 def _run_head(whole: Whole, run: StageRun) -> TokenOutputs:
-    """Outputs of a stage's targets and rows."""
+    """Outputs of what a stage's rows predict."""
     batch, part = whole.batch, whole.parts[run.index]
-    rows = part.own.rows
-    logprob_M, entropy_R = token_logprobs(
-        _rows_of(run, batch, part),
-        whole.lm_head_VD,
-        batch.target_token_M[part.targets_M],
-        batch.target_row_M[part.targets_M] - rows.start,
-        batch.row_temperature_R[rows],
-        mask=batch.mask_of(rows),
-    )
-    return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R)
+    return run_head(whole.lm_head_VD, _rows_of(run, batch, part), batch, part.head)
 
 
 def _rows_of(run: StageRun, batch: DeviceBatch, part: StagePart) -> Tensor:
@@ -268,8 +289,12 @@ def _rows_of(run: StageRun, batch: DeviceBatch, part: StagePart) -> Tensor:
 
 
 def _store(outputs: TokenOutputs, part: StagePart, results: TokenOutputs) -> None:
-    results.logprob_M[part.targets_M] = outputs.logprob_M.detach()
+    results.logprob_M[part.head.targets] = outputs.logprob_M.detach()
     results.entropy_R[part.own.rows] = outputs.entropy_R.detach()
+    if results.candidate_LK is not None and outputs.candidate_LK is not None:
+        results.candidate_LK[part.head.terms] = outputs.candidate_LK.detach()
+    if results.best_LK is not None and outputs.best_LK is not None:
+        results.best_LK[part.head.terms] = outputs.best_LK
 
 
 def _backward_zeros(run: StageRun) -> None:

@@ -72,7 +72,9 @@ class StagedBatch:
             lm_head_VD=model.lm_head_VD,
             packed=packed,
             batch=batch,
-            parts=cut_outputs(packed, stages, group, model.device),
+            parts=cut_outputs(
+                packed, stages, group, model.device, has_candidates=batch.has_candidates
+            ),
             group=group,
         )
 

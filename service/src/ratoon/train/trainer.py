@@ -77,12 +77,15 @@ from ratoon_proto.types import LogprobsOf, Shard, StepReport
 class ForwardArrays:
     """What a Forward answers per response token of the batch, [J], 0 where the mask is false.
 
-    float32; float64 for a float64 model. `entropy` None: not asked for.
+    float32; float64 for a float64 model. None: not asked for.
     """
 
     logprobs: NDArray[np.floating]
     entropy: NDArray[np.floating] | None
     report: StepReport
+    # [J, K]: the likeliest tokens, int32, the first one first, or the teacher's tokens of the
+    # rollouts; and their log-probs.
+    teacher: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
 
 
 class Trainer:
@@ -319,13 +322,24 @@ class Trainer:
         return HeldWeights(self.ranks)
 
     def prepare_forward(
-        self, batch: RolloutBatch, plan: UpdatePlan | None = None
+        self,
+        batch: RolloutBatch,
+        plan: UpdatePlan | None = None,
+        *,
+        num_best: int = 0,
+        with_teacher: bool = False,
     ) -> PreparedForward:
         """Sort and cut the rollouts of a Forward, as those of an update that drops nothing.
 
-        `plan`: as for `prepare`. Raises `RatoonError` INTERNAL if it is of another batch.
+        `plan`: as for `prepare`; `num_best` and `with_teacher`: as for `prepare.prepare_forward`.
+        Raises `RatoonError` INTERNAL if the plan is of another batch.
         """
-        return prepare_forward(batch, self._plan_or_planner(plan, batch))
+        return prepare_forward(
+            batch,
+            self._plan_or_planner(plan, batch),
+            num_best=num_best,
+            with_teacher=with_teacher,
+        )
 
     def forward(
         self,
@@ -351,10 +365,15 @@ class Trainer:
         hooks = PassHooks(on_progress=on_progress, is_cancelled=is_cancelled)
         ranks = self.ranks.run_pass(hooks, Rank.forward, prepared, use_reference=use_reference)
         columns = ForwardColumns.over(ranks)
+        tokens_JK = columns.best_JK if prepared.num_best else prepared.candidates_JK
+        teacher = None
+        if tokens_JK is not None and columns.candidate_JK is not None:
+            teacher = tokens_JK, columns.candidate_JK
         return ForwardArrays(
             logprobs=columns.logprob_J,
             entropy=columns.entropy_J if with_entropy else None,
             report=forward_report(prepared, columns, self._meter),
+            teacher=teacher,
         )
 
     @property

@@ -81,9 +81,11 @@ def _rollout(field: str, message: wire.Rollout, max_bytes: int) -> RawRollout:
             at_least(f"{field}.policy_version", message.policy_version, 0) if has_version else None
         ),
         truncated=message.truncated,
-        routed_experts=_routes(f"{field}.routed_experts", message),
+        routed_experts=_sent(f"{field}.routed_experts", message, "routed_experts"),
         routed_experts_start=message.routed_experts_start,
         sampling_mask=_sampling_mask(f"{field}.sampling_mask", message, max_bytes),
+        teacher_tokens=_sent(f"{field}.teacher_tokens", message, "teacher_tokens"),
+        teacher_logprobs=_sent(f"{field}.teacher_logprobs", message, "teacher_logprobs"),
         version_spans=tuple((span.first_token, span.version) for span in message.version_spans),
     )
 
@@ -116,11 +118,11 @@ def _tokens(field: str, tensor: Tensor, max_bytes: int) -> NDArray[np.integer]:
     return cast("NDArray[np.integer]", _array(field, tensor, "tokens", max_bytes))
 
 
-def _routes(field: str, message: wire.Rollout) -> NDArray[Any] | None:
-    """As they were sent: the bytes are of the message, which is bounded itself."""
-    if not message.HasField("routed_experts"):
+def _sent(field: str, message: wire.Rollout, name: Any) -> NDArray[Any] | None:
+    """A tensor as it was sent: the bytes are of the message, which is bounded itself."""
+    if not message.HasField(name):
         return None
-    tensor = message.routed_experts
+    tensor: Tensor = getattr(message, name)
     return _decoded(field, tensor, len(tensor.data))
 
 

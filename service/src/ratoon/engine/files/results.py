@@ -48,9 +48,17 @@ def write_forward_output(
     entropy_J: NDArray[np.floating] | None,
     *,
     is_reference: bool,
+    teacher_JK: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None,
 ) -> tuple[str, int]:
-    """Write both files; return the digest and the size in bytes of the output."""
-    data = _output(batch, logprobs_J, entropy_J)
+    """Write both files; return the digest and the size in bytes of the output.
+
+    `teacher_JK`: tokens and their log-probs.
+    """
+    output = _output(batch, logprobs_J, entropy_J)
+    if teacher_JK is not None:
+        tokens, logprobs = (encode_array(column) for column in teacher_JK)
+        output.MergeFrom(ForwardOutput(teacher_tokens=tokens, teacher_logprobs=logprobs))
+    data = output.SerializeToString(deterministic=True)
     digest = digest_bytes(data)
     keys = b"".join(_rollout_keys(batch, is_reference=is_reference))
     write_atomic(folder / f"{digest}.{operation_id.rpartition('.')[2]}", seal_bytes(keys))
@@ -65,7 +73,7 @@ def write_logprobs(
     entropy_J: NDArray[np.floating] | None,
 ) -> ResultFile:
     """Write a `ForwardOutput` that no loss reads by its rollouts."""
-    data = _output(batch, logprobs_J, entropy_J)
+    data = _output(batch, logprobs_J, entropy_J).SerializeToString(deterministic=True)
     file = ResultFile(digest=digest_bytes(data), size_bytes=len(data))
     write_atomic(folder / file.digest, data)
     return file
@@ -75,12 +83,12 @@ def _output(
     batch: RolloutBatch,
     logprobs_J: NDArray[np.floating],
     entropy_J: NDArray[np.floating] | None,
-) -> bytes:
+) -> ForwardOutput:
     offsets, logprobs_J = as_sent(batch, logprobs_J)
     output = ForwardOutput(logprobs=encode_array(logprobs_J), offsets=encode_array(offsets))
     if entropy_J is not None:
         output.entropy.CopyFrom(encode_array(as_sent(batch, entropy_J)[1]))
-    return output.SerializeToString(deterministic=True)
+    return output
 
 
 def keep_result(folder: Path, write: Callable[[Path], None]) -> tuple[str, int]:

@@ -132,8 +132,13 @@ class TaskRunner:
                 return self._plan_loss(task, command)
             case ForwardBackwardCommand(with_logprobs=logprobs_of) as command:
                 return self._plan_loss(task, command, logprobs_of)
-            case ForwardCommand():
-                forward = self.trainer.prepare_forward(_read_batch(task), task.choices.plan)
+            case ForwardCommand() as command:
+                forward = self.trainer.prepare_forward(
+                    _read_batch(task),
+                    task.choices.plan,
+                    num_best=command.num_teacher_tokens,
+                    with_teacher=command.with_teacher_logprobs,
+                )
                 return PlannedTask(task=_with_plan(task, forward.plan), forward=forward)
             case ImportWeightsCommand() as command:
                 return self._plan_import(task, command)
@@ -279,6 +284,7 @@ class TaskRunner:
             arrays.logprobs,
             arrays.entropy,
             is_reference=command.use_reference,
+            teacher_JK=arrays.teacher,
         )
         return ForwardResult(
             version=self.version, digest=digest, size_bytes=size_bytes, report=arrays.report

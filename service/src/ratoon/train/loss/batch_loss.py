@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ratoon.rollout.packed import PackedBatch
 from ratoon.train.loss.compute import LossGradients, LossOutput, TermColumns, compute_loss
-from ratoon.train.micro_batches import DeviceBatch, TokenOutputs, put, put_index
+from ratoon.train.micro_batches import DeviceBatch, HeadPart, TokenOutputs, put, put_index
 from ratoon.train.prepare import Prepared
 from ratoon.train.rollout_figures import TokenParts
 from ratoon_kernels import token_logprobs_forward_backward
@@ -46,33 +46,52 @@ class BatchLoss:
         self._found = found
         self._columns = _columns(prepared, packed, reference_L, like)
 
-    def of(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossGradients:
-        """Gradients at terms with these log-probs and entropies."""
+    def of(
+        self,
+        terms: NDArray[np.int64],
+        logprob_L: Tensor,
+        entropy_L: Tensor,
+        candidate_LK: Tensor | None = None,
+    ) -> LossGradients:
+        """Gradients at terms with these log-probs, entropies and log-probs of candidates."""
         is_trained_L = self._is_trained_L[terms]
         if is_trained_L.all():
-            return self._of(terms, logprob_L, entropy_L)
+            return self._of(terms, logprob_L, entropy_L, candidate_LK)
         trained = put_index(np.flatnonzero(is_trained_L), self._device)
-        loss = self._of(terms[is_trained_L], logprob_L[trained], entropy_L[trained])
+        if candidate_LK is not None:
+            candidate_LK = candidate_LK[trained]
+        loss = self._of(terms[is_trained_L], logprob_L[trained], entropy_L[trained], candidate_LK)
         return loss.among(trained, len(terms))
 
-    def _of(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> LossOutput:
+    def _of(
+        self,
+        terms: NDArray[np.int64],
+        logprob_L: Tensor,
+        entropy_L: Tensor,
+        candidate_LK: Tensor | None,
+    ) -> LossOutput:
         """The loss of trained terms."""
         counted = put_index(np.flatnonzero(self._is_counted_L[terms]), self._device)
         columns = self._columns.at(put_index(terms, self._device), counted)
-        return compute_loss(self._loss, columns, logprob_L, entropy_L)
+        return compute_loss(self._loss, columns, logprob_L, entropy_L, candidate_LK)
 
-    def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor) -> Tensor:
+    def sums(
+        self,
+        terms: NDArray[np.int64],
+        logprob_L: Tensor,
+        entropy_L: Tensor,
+        candidate_LK: Tensor | None = None,
+    ) -> Tensor:
         """Sums of these terms for the report, as `LossOutput.sums`; asked once for each term."""
         if self._is_asked:
             self._found.answer(self._token_L[terms], logprob_L, entropy_L)
             is_trained_L = self._is_trained_L[terms]
             trained = put_index(np.flatnonzero(is_trained_L), self._device)
-            terms, logprob_L, entropy_L = (
-                terms[is_trained_L],
-                logprob_L[trained],
-                entropy_L[trained],
-            )
-        output = self._of(terms, logprob_L, entropy_L)
+            terms = terms[is_trained_L]
+            logprob_L, entropy_L = logprob_L[trained], entropy_L[trained]
+            if candidate_LK is not None:
+                candidate_LK = candidate_LK[trained]
+        output = self._of(terms, logprob_L, entropy_L, candidate_LK)
         self._found.add(self._token_L[terms], logprob_L, output)
         return output.sums()
 
@@ -87,9 +106,11 @@ def _columns(
     batch, columns = prepared.batch, prepared.columns
 
     def take(column_J: NDArray[np.floating]) -> Tensor:
+        """Values at terms of a column [J], or [J, K]."""
         return put(column_J[packed.term_token], like.device).to(like.dtype)
 
     old_J, sampler_J = _old_logprobs(prepared), batch.sampler_logprobs
+    teacher_JK = None if prepared.loss.distillation is None else batch.teacher_logprobs
     is_usable_S = ~batch.sampler_is_raw[packed.forest.sequences]
     if sampler_J is None:
         is_usable_S = np.zeros_like(is_usable_S)
@@ -103,6 +124,7 @@ def _columns(
         sampler_L=None if sampler_J is None else take(sampler_J),
         sampler_usable_L=put(is_usable_S[packed.term_sequence], like.device),
         reference_L=None if reference_L is None else reference_L.to(like.dtype),
+        teacher_LK=None if teacher_JK is None else take(teacher_JK),
     )
 
 
@@ -120,15 +142,27 @@ def _old_logprobs(prepared: Prepared) -> NDArray[np.floating] | None:
 
 class LossOfTerms(Protocol):
     """The loss of any of a packed batch's terms: int64 [n], ascending indexes of them, with their
-    log-probs and entropies."""
+    log-probs, entropies and, where the batch has candidates, log-probs [n, K] of these."""
 
     def of(
-        self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor, /
+        self,
+        terms: NDArray[np.int64],
+        logprob_L: Tensor,
+        entropy_L: Tensor,
+        candidate_LK: Tensor | None,
+        /,
     ) -> LossGradients:
         """Its gradients."""
         ...
 
-    def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, entropy_L: Tensor, /) -> Tensor:
+    def sums(
+        self,
+        terms: NDArray[np.int64],
+        logprob_L: Tensor,
+        entropy_L: Tensor,
+        candidate_LK: Tensor | None,
+        /,
+    ) -> Tensor:
         """Sums of the terms for the report, as `LossOutput.sums`; asked once for each term."""
         ...
 
@@ -193,32 +227,50 @@ def run_row_loss(
 
     The gradient of the LM head, where it is trained, is added to its parameter's.
     """
-    rows, targets_M = part.rows, put(part.targets, hidden_RD.device)
-    seeds = _Seeds(part, terms, loss)
+    own = terms.of(part.rows.start, part.rows.stop)
+    device = hidden_RD.device
+    own_terms = put_index(own, device) if batch.has_candidates else slice(0)
+    head = HeadPart(part.rows, put(part.targets, device), own_terms)
+    token_M, row_M = head.tokens(batch)
+    seeds = _Seeds(part, own, head, batch, terms, loss)
     found = token_logprobs_forward_backward(
         hidden_RD,
         lm_head_VD,
-        batch.target_token_M[targets_M],
-        batch.target_row_M[targets_M] - rows.start,
-        batch.row_temperature_R[rows],
+        token_M,
+        row_M,
+        batch.row_temperature_R[part.rows],
         seeds.of_rows,
         needs_lm_head=lm_head_VD.requires_grad,
-        mask=batch.mask_of(rows),
+        mask=batch.mask_of(part.rows),
     )
     if lm_head_VD.requires_grad:
         # Through a view: a gradient that comes straight from here would be copied.
         torch.autograd.backward([lm_head_VD.view_as(lm_head_VD)], [found.dlm_head_VD])
-    outputs = TokenOutputs(logprob_M=found.logprob_M, entropy_R=found.entropy_R)
+    logprob_M, candidate_LK = head.split(found.logprob_M, batch)
+    outputs = TokenOutputs(
+        logprob_M=logprob_M, entropy_R=found.entropy_R, candidate_LK=candidate_LK
+    )
     return RowLoss(outputs=outputs, dhidden_RD=found.dhidden_RD, sums=seeds.sums(outputs))
 
 
 class _Seeds:
     """Gradients of a part's log-probs and entropies, filled in as rows are run."""
 
-    def __init__(self, part: RowPart, terms: RowTerms, loss: LossOfTerms) -> None:
-        self._part = part
+    def __init__(
+        self,
+        part: RowPart,
+        own: NDArray[np.int64],
+        head: HeadPart,
+        batch: DeviceBatch,
+        terms: RowTerms,
+        loss: LossOfTerms,
+    ) -> None:
+        """`own`: the part's terms, ascending."""
+        self._part, self._own = part, own
+        self._head, self._batch = head, batch
         self._terms = terms
         self._loss = loss
+        # As `HeadPart.tokens` has them.
         self._dlogprob_M: Tensor | None = None
         self._dentropy_R: Tensor | None = None
 
@@ -228,11 +280,24 @@ class _Seeds:
         first = self._part.rows.start
         terms = self._terms.of(first + rows.start, first + rows.stop)
         if len(terms):
-            target_L, row_L = self._places(terms, logprob_M.device)
-            loss = self._loss.of(terms, logprob_M[target_L], entropy_R[row_L])
+            device = logprob_M.device
+            target_L, row_L = self._places(terms, device)
             if self._dlogprob_M is None:
                 self._dlogprob_M = torch.zeros_like(logprob_M)
-            _add_terms(self._dlogprob_M, target_L, loss.grad_logprob_L)
+            target_M, all_NK = self._head.split(logprob_M, self._batch)
+            dtarget_M, dall_NK = self._head.split(self._dlogprob_M, self._batch)
+            own_L = slice(0)
+            if all_NK is not None:
+                own_L = put_index(np.searchsorted(self._own, terms), device)
+            loss = self._loss.of(
+                terms,
+                target_M[target_L],
+                entropy_R[row_L],
+                None if all_NK is None else all_NK[own_L],
+            )
+            _add_terms(dtarget_M, target_L, loss.grad_logprob_L)
+            if dall_NK is not None and loss.grad_candidate_LK is not None:
+                dall_NK[own_L] = loss.grad_candidate_LK
             if loss.grad_entropy_L is not None:
                 if self._dentropy_R is None:
                     self._dentropy_R = torch.zeros_like(entropy_R)
@@ -241,11 +306,11 @@ class _Seeds:
 
     def sums(self, outputs: TokenOutputs) -> list[Tensor]:
         """Sums of all terms at once, which takes fewer operations than for each run of rows."""
-        terms = self._terms.of(self._part.rows.start, self._part.rows.stop)
-        if not len(terms):
+        if not len(self._own):
             return []
-        target_L, row_L = self._places(terms, outputs.logprob_M.device)
-        return [self._loss.sums(terms, outputs.logprob_M[target_L], outputs.entropy_R[row_L])]
+        target_L, row_L = self._places(self._own, outputs.logprob_M.device)
+        logprob_L, entropy_L = outputs.logprob_M[target_L], outputs.entropy_R[row_L]
+        return [self._loss.sums(self._own, logprob_L, entropy_L, outputs.candidate_LK)]
 
     def _places(
         self, terms: NDArray[np.int64], device: torch.device

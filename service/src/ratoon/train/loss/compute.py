@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ratoon.train.loss.divergences import divergence_terms
 from ratoon.train.loss.kinds import LOSSES
 from ratoon.train.loss.objectives import PolicyInputs, policy_terms
 from ratoon.train.loss.ratios import (
@@ -53,6 +54,8 @@ class TermColumns:
     sampler_usable_L: Tensor
     # [L]; None: no KL term.
     reference_L: Tensor | None
+    # [L, K]: the teacher's log-probs of each term's candidates; None: no distillation term.
+    teacher_LK: Tensor | None = None
 
     def at(self, terms: Tensor | slice, counted_C: Tensor | slice) -> TermColumns:
         """Columns of some terms, of which `counted_C` count."""
@@ -70,28 +73,34 @@ class TermColumns:
             sampler_L=pick(self.sampler_L),
             sampler_usable_L=self.sampler_usable_L[terms],
             reference_L=pick(self.reference_L),
+            teacher_LK=pick(self.teacher_LK),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossGradients:
-    """Gradients of the loss sum, [L] each; `grad_entropy_L` None: no entropy bonus."""
+    """Gradients of the loss sum, [L] each, [L, K] of candidates.
+
+    None: there is no entropy bonus, no distillation.
+    """
 
     grad_logprob_L: Tensor
     grad_entropy_L: Tensor | None
+    grad_candidate_LK: Tensor | None = None
 
     def among(self, terms: Tensor | slice, num_terms: int) -> LossGradients:
         """The gradients of so many terms, of which these are `terms`; those of the others are 0."""
 
         def spread(grad_L: Tensor) -> Tensor:
-            spread_L = grad_L.new_zeros(num_terms)
+            spread_L = grad_L.new_zeros((num_terms, *grad_L.shape[1:]))
             spread_L[terms] = grad_L
             return spread_L
 
-        entropy_L = self.grad_entropy_L
+        entropy_L, candidate_LK = self.grad_entropy_L, self.grad_candidate_LK
         return LossGradients(
             grad_logprob_L=spread(self.grad_logprob_L),
             grad_entropy_L=None if entropy_L is None else spread(entropy_L),
+            grad_candidate_LK=None if candidate_LK is None else spread(candidate_LK),
         )
 
 
@@ -114,12 +123,17 @@ def is_of_single_tokens(loss: Loss) -> bool:
 
 
 def compute_loss(
-    loss: Loss, columns: TermColumns, logprob_L: Tensor, entropy_L: Tensor
+    loss: Loss,
+    columns: TermColumns,
+    logprob_L: Tensor,
+    entropy_L: Tensor,
+    candidate_LK: Tensor | None = None,
 ) -> LossOutput:
     """Loss sum over the counted terms and its gradient.
 
     `logprob_L` and `entropy_L`: detached, float32 or float64 [L], of the current policy at the
-    sampling temperature. Where `columns.old_L` is None the old log-probs are the current ones.
+    sampling temperature; `candidate_LK`: log-probs of the candidates, for a loss that distils.
+    Where `columns.old_L` is None the old log-probs are the current ones.
     """
     logprob_L = logprob_L.detach().requires_grad_()
     entropy_L = entropy_L.detach().requires_grad_()
@@ -158,18 +172,34 @@ def compute_loss(
         term_C = term_C + loss.kl.coefficient * kl.value_L
     if loss.entropy_coefficient != 0:
         term_C = term_C - loss.entropy_coefficient * entropy_C
+    divergence = None
+    if loss.distillation is not None:
+        assert candidate_LK is not None
+        assert columns.teacher_LK is not None
+        candidate_LK = candidate_LK.detach().requires_grad_()
+        divergence = divergence_terms(
+            loss.distillation, candidate_LK[counted_C], columns.teacher_LK[counted_C]
+        )
+        term_C = term_C + loss.distillation.coefficient * divergence.value_L
+    else:
+        candidate_LK = None
 
-    grad_logprob_L, grad_entropy_L = _gradients((weight_C * term_C).sum(), logprob_L, entropy_L)
+    grad_logprob_L, grad_entropy_L, *grad_candidates = _gradients(
+        (weight_C * term_C).sum(),
+        [logprob_L, entropy_L, *([] if candidate_LK is None else [candidate_LK])],
+    )
     has_ratio, has_clip = LOSSES[loss.kind].has_ratio, loss.objective.has_clip
     return LossOutput(
         grad_logprob_L=grad_logprob_L,
         grad_entropy_L=grad_entropy_L if loss.entropy_coefficient != 0 else None,
+        grad_candidate_LK=grad_candidates[0] if grad_candidates else None,
         counted=CountedTerms(
             index_C=counted_C,
             weight_C=weight_C,
             loss_C=term_C,
             policy_gradient_C=gradient_term_C,
             kl=kl,
+            divergence=divergence,
             entropy_C=entropy_C,
             logprob_C=logprob_C,
             log_ratio_C=free_log_ratio_C if has_ratio else None,
@@ -197,11 +227,8 @@ def _correction(loss: Loss, columns: TermColumns, old_L: Tensor) -> CorrectionTe
     return correction_terms(loss.correction, loss.correction_mask, mismatch).at(columns.counted_C)
 
 
-def _gradients(total: Tensor, logprob_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `total` with respect to log-probs and entropies, zero where it has none."""
+def _gradients(total: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients of `total` with respect to each input, zero where it has none."""
     if not total.requires_grad:
-        return torch.zeros_like(logprob_L), torch.zeros_like(entropy_L)
-    grads = torch.autograd.grad(
-        total, [logprob_L, entropy_L], allow_unused=True, materialize_grads=True
-    )
-    return grads[0], grads[1]
+        return [torch.zeros_like(value) for value in inputs]
+    return [*torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)]

@@ -173,6 +173,13 @@ class LogprobObjective(Objective):
     has_clip: ClassVar[bool] = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoObjective(Objective):
+    """No policy gradient: the loss is what is added to it."""
+
+    has_clip: ClassVar[bool] = False
+
+
 # An option of one loss or several -> what a loss lacks that does not take it.
 _OPTIONS = {
     "clip_low": "clip",
@@ -190,7 +197,8 @@ class LossDefinition:
     Attributes:
         objective: What the loss makes of ratios and advantages.
         clip: Default of `clip_low` and `clip_high`; None: the loss has no clip.
-        advantage: Default for rollouts with rewards; None: the loss takes signed token weights.
+        advantage: Default for rollouts with rewards; None: the loss has none.
+        takes_weights: Whether signed token weights stand in the advantage's place.
         has_ratio: Whether old log-probs enter the terms.
         needs_old_logprobs: Whether the caller must name their source.
     """
@@ -202,6 +210,7 @@ class LossDefinition:
     clip: Bounds | None = None
     has_ratio: bool = True
     needs_old_logprobs: bool = False
+    takes_weights: bool = False
     drop_zero_variance_groups: bool = False
 
 
@@ -307,6 +316,14 @@ LOSSES: Mapping[LossKind, LossDefinition] = {
     ),
     LossKind.CROSS_ENTROPY: LossDefinition(
         objective=LogprobObjective,
+        token_weight=TokenWeight.PER_TOKEN,
+        divide_by=DivideBy.TOKENS,
+        advantage=None,
+        has_ratio=False,
+        takes_weights=True,
+    ),
+    LossKind.DISTILLATION: LossDefinition(
+        objective=NoObjective,
         token_weight=TokenWeight.PER_TOKEN,
         divide_by=DivideBy.TOKENS,
         advantage=None,

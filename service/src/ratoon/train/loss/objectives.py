@@ -17,6 +17,7 @@ from ratoon.train.loss.kinds import (
     ClipObjective,
     IpoObjective,
     LogprobObjective,
+    NoObjective,
     Objective,
     RatioObjective,
     SapoObjective,
@@ -136,6 +137,12 @@ def ratio_terms(_objective: RatioObjective, inputs: PolicyInputs) -> PolicyTerms
 def logprob_terms(_objective: LogprobObjective, inputs: PolicyInputs) -> PolicyTerms:
     """-A log p: REINFORCE (Williams, 1992); with signed token weights for A, cross-entropy."""
     return _unclipped(-inputs.advantage_L * inputs.logprob_L)
+
+
+@policy_terms.register
+def no_terms(_objective: NoObjective, inputs: PolicyInputs) -> PolicyTerms:
+    """0: the loss has no policy gradient."""
+    return _unclipped(torch.zeros_like(inputs.old_L))
 
 
 def _unclipped(loss_L: Tensor) -> PolicyTerms:

@@ -19,11 +19,12 @@ from ratoon.train.loss.kinds import (
     require_not_negative,
     resolve_objective,
 )
-from ratoon.train.loss.spec import Loss
+from ratoon.train.loss.spec import Distillation, Loss
 from ratoon_proto.types import (
     AdvantageKind,
     CorrectionMask,
     CorrectionMode,
+    Divergence,
     KlConfig,
     KlKind,
     LossConfig,
@@ -75,6 +76,7 @@ def resolve_loss(request: LossConfig, batch: RolloutBatch, *, has_frozen_referen
         router_aux_loss_coefficient=request.router_aux_loss_coefficient,
         report_groups=request.report_groups,
         count_untrained=request.count_untrained,
+        distillation=_resolve_distillation(request, batch),
     )
 
 
@@ -82,14 +84,15 @@ def _resolve_advantage(
     request: LossConfig, definition: LossDefinition, batch: RolloutBatch
 ) -> AdvantageKind | None:
     if definition.advantage is None:
+        takes = "token_weights" if definition.takes_weights else "no advantage"
         if request.advantage is not None:
-            expected = f"absent: {request.kind} takes token_weights"
+            expected = f"absent: {request.kind} takes {takes}"
             raise invalid("loss.advantage", request.advantage, expected)
         if batch.advantages is not None:
             raise invalid(
                 "groups[0].rollouts[0].advantages",
                 "advantages",
-                f"none: {request.kind} takes token_weights",
+                f"none: {request.kind} takes {takes}",
             )
         return None
     default = AdvantageKind.GIVEN if batch.advantages is not None else definition.advantage
@@ -170,9 +173,10 @@ def _resolve_staleness(request: LossConfig, batch: RolloutBatch) -> StalenessCon
 
 
 def _check_token_weights(kind: LossKind, batch: RolloutBatch) -> None:
-    if batch.token_weights is not None and LOSSES[kind].advantage is not None:
+    if batch.token_weights is not None and not LOSSES[kind].takes_weights:
+        takes = "no weights" if LOSSES[kind].advantage is None else "advantages"
         raise invalid(
-            "groups[0].rollouts[0].token_weights", "weights", f"none: {kind} takes advantages"
+            "groups[0].rollouts[0].token_weights", "weights", f"none: {kind} takes {takes}"
         )
 
 
@@ -232,6 +236,26 @@ def resolve_kl(
     if kl.importance_weighted and not _has_old_logprobs(request):
         raise invalid(field, request.kind, "a loss with old log-probs, whose ratio is the weight")
     return kl
+
+
+def _resolve_distillation(request: LossConfig, batch: RolloutBatch) -> Distillation | None:
+    """There are a teacher's tokens and log-probs; None: no such term."""
+    asked, field = request.distillation, "loss.distillation"
+    if asked is None:
+        if request.kind is LossKind.DISTILLATION:
+            raise invalid(field, "none", "the divergence from the teacher")
+        return None
+    require_finite(f"{field}.coefficient", asked.coefficient)
+    is_mixed = asked.divergence is Divergence.JENSEN_SHANNON
+    if asked.beta is not None and not is_mixed:
+        expected = f"absent: {asked.divergence} has no mixture"
+        raise invalid(f"{field}.beta", asked.beta, expected)
+    beta = 0.5 if asked.beta is None else asked.beta
+    require(f"{field}.beta", beta, 1e-6 <= beta <= 1 - 1e-6, "a number from 1e-6 to 1 - 1e-6")
+    if batch.teacher_logprobs is None:
+        expected = "rollouts that carry teacher_tokens and teacher_logprobs"
+        raise invalid(field, "no teacher", expected)
+    return Distillation(divergence=asked.divergence, coefficient=asked.coefficient, beta=beta)
 
 
 def _has_old_logprobs(request: LossConfig) -> bool:

@@ -12,6 +12,7 @@ from ratoon_proto.types import (
     AdamWConfig,
     AdvantageKind,
     CorrectionMask,
+    Divergence,
     DivideBy,
     KlConfig,
     LossKind,
@@ -37,6 +38,18 @@ class Normalisation:
 
     token_weight: TokenWeight
     default_divide_by: DivideBy | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """A divergence from a teacher's K likeliest tokens, added to each term.
+
+    `beta`: weight of the teacher in the mixture of the Jensen-Shannon divergence.
+    """
+
+    divergence: Divergence
+    coefficient: float
+    beta: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +80,7 @@ class Loss:
     report_groups: bool
     # Whether sequences without a trained token are counted.
     count_untrained: bool = False
+    distillation: Distillation | None = None
 
     @property
     def normalisation(self) -> Normalisation:

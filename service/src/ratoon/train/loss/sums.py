@@ -26,6 +26,7 @@ from ratoon.train.additive import (
     smallest,
     total,
 )
+from ratoon.train.loss.divergences import DivergenceTerms
 from ratoon.train.loss.objectives import PolicyTerms
 from ratoon.train.loss.ratios import CorrectionTerms, KlTerms, clamp_gap, clamp_k3, is_beyond
 
@@ -79,6 +80,12 @@ class LossSums(Merged):
     positive_clipped: float = total()
     negative_terms: float = total()
     negative_clipped: float = total()
+    # A loss that distils: terms, KL(policy || teacher), and the mass of the teacher's tokens by
+    # either.
+    distilled: float = total()
+    teacher_kl: float = total()
+    teacher_mass: float = total()
+    policy_mass: float = total()
     log_ratios: Counts = field(default_factory=Counts)
 
     @classmethod
@@ -120,6 +127,9 @@ class LossSums(Merged):
             "correction_truncated_fraction": mean(self.correction_truncated, self.corrected),
             "correction_weight_mean": mean(self.correction_weight, self.corrected),
             "correction_ess_fraction": mean(self._effective_terms(), self.corrected),
+            "teacher_kl": mean(self.teacher_kl, self.distilled),
+            "teacher_mass": mean(self.teacher_mass, self.distilled),
+            "policy_mass": mean(self.policy_mass, self.distilled),
             "sampler_kl": mean(self.sampler_kl, self.sampler_terms),
             "sampler_gap_mean": mean(self.sampler_gap, self.sampler_terms),
             "sampler_gap_abs_mean": mean(self.sampler_gap_abs, self.sampler_terms),
@@ -157,8 +167,8 @@ _MERGES = merges_of(LossSums)
 class CountedTerms:
     """Everything that is known of the terms that count, [C] each; gradients are ignored.
 
-    None: the loss has no KL term, ratio, clip, old log-probs or correction; nobody sent sampler
-    log-probs.
+    None: the loss has no KL term, teacher, ratio, clip, old log-probs or correction; nobody sent
+    sampler log-probs.
     """
 
     # Places among the terms that the loss was asked for.
@@ -168,6 +178,7 @@ class CountedTerms:
     loss_C: Tensor
     policy_gradient_C: Tensor
     kl: KlTerms | None
+    divergence: DivergenceTerms | None
     entropy_C: Tensor
     logprob_C: Tensor
     # Log of the loss's ratio, before its clamp: for gspo the sequence's.
@@ -200,6 +211,7 @@ def sum_terms(terms: CountedTerms) -> Tensor:
         "clipped_dual": _sum(terms.policy.clipped_dual_L),
         "silenced": _silenced(terms),
         **_kl(terms, weight_C),
+        **_divergence(terms),
         **_clip(terms),
         **_ratio(terms),
         **_correction(terms),
@@ -215,6 +227,18 @@ def _kl(terms: CountedTerms, weight_C: Tensor) -> dict[str, Tensor]:
     return {
         "kl": (weight_C * terms.kl.value_L.double()).sum(),
         "clamped_kls": _sum(terms.kl.clamped_L),
+    }
+
+
+def _divergence(terms: CountedTerms) -> dict[str, Tensor]:
+    """How far the policy is from its teacher."""
+    if terms.divergence is None:
+        return {}
+    return {
+        "distilled": _number(terms.divergence.reverse_kl_L),
+        "teacher_kl": _sum(terms.divergence.reverse_kl_L),
+        "teacher_mass": _sum(terms.divergence.teacher_mass_L),
+        "policy_mass": _sum(terms.divergence.policy_mass_L),
     }
 
 
