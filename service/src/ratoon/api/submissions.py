@@ -166,6 +166,11 @@ def _check_teacher(
     number, most = request.num_teacher_tokens, min(MAX_TEACHER_TOKENS, policy.model.vocab_size)
     if not 0 <= number <= most:
         raise invalid("num_teacher_tokens", number, f"0 to {most}")
+    if not (number or request.with_teacher_logprobs):
+        return
+    if batch.sampling_mask is not None:
+        field = "num_teacher_tokens" if number else "with_teacher_logprobs"
+        raise invalid(field, "rollouts with a sampling_mask", "rollouts without")
     if not request.with_teacher_logprobs:
         return
     if number:

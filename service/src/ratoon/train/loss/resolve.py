@@ -255,6 +255,9 @@ def _resolve_distillation(request: LossConfig, batch: RolloutBatch) -> Distillat
     if batch.teacher_logprobs is None:
         expected = "rollouts that carry teacher_tokens and teacher_logprobs"
         raise invalid(field, "no teacher", expected)
+    if batch.sampling_mask is not None:
+        # The teacher's tokens may be outside of it, where the policy has no log-prob.
+        raise invalid(field, "rollouts with a sampling_mask", "rollouts without")
     return Distillation(divergence=asked.divergence, coefficient=asked.coefficient, beta=beta)
 
 
