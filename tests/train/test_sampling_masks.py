@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase
 from ratoon.planner.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.batch import RolloutBatch
@@ -22,6 +23,8 @@ from ratoon.train.ranks.rank import Rank
 from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMask,
+    DistillationConfig,
+    Divergence,
     KlConfig,
     KlKind,
     LogprobsOf,
@@ -69,7 +72,7 @@ CUTS = {
 
 def _requests() -> Iterator[tuple[str, LossConfig]]:
     for kind in LossKind:
-        if kind is not LossKind.CROSS_ENTROPY:
+        if kind not in (LossKind.CROSS_ENTROPY, LossKind.DISTILLATION):
             yield f"{kind}", make_request(kind, **FULL)
     once = SharedTokens.ONCE
     yield "grpo once", make_request(LossKind.GRPO, shared_tokens=once, **FULL)
@@ -117,6 +120,23 @@ def test_gradients_of_every_loss_are_those_of_each_rollout_alone(pair: Pair, nam
     index = list(REQUESTS).index(name)
     cut = list(CUTS.values())[index % len(CUTS)]
     _check(pair, masked_batch_near(pair, 40 + index % 2), REQUESTS[name], *cut)
+
+
+def test_a_teacher_whose_tokens_may_be_outside_of_a_mask_is_refused(pair: Pair) -> None:
+    batch = masked_batch_near(pair, 40)
+    shape = (len(batch.loss_mask), 1)
+    batch = replace(
+        batch,
+        teacher_tokens=np.zeros(shape, np.int32),
+        teacher_logprobs=np.full(shape, -1.0, np.float32),
+    )
+    distillation = DistillationConfig(divergence=Divergence.REVERSE_KL)
+    request = make_request(LossKind.GRPO, distillation=distillation)
+    with pytest.raises(
+        RatoonError, match="with a sampling_mask, expected rollouts without"
+    ):
+        resolve_loss(request, batch, has_frozen_reference=False)
+    resolve_loss(request, replace(batch, sampling_mask=None), has_frozen_reference=False)
 
 
 @pytest.mark.parametrize("cut", CUTS)
