@@ -39,6 +39,11 @@ ROUTED = replace(
     route_first=np.zeros(4, np.int64),
     route_offsets=np.array([0, 1, 1, 1, 1]),
 )
+MASKED = replace(
+    BATCH,
+    sampling_mask=np.array([3, 4], np.int32),
+    mask_offsets=np.array([0, 1, 2, 2, 2, 2, 2, 2, 2]),
+)
 LOGPROBS = -np.arange(1, 9, dtype=np.float32)
 
 
@@ -99,13 +104,14 @@ def test_a_mini_batch_in_another_order_gets_its_own(tmp_path: Path) -> None:
         batch_of(([1, 2], [[3, 4]]), temperature=1.5),
         batch_of(([1, 2, 3], [[4]])),
         ROUTED,
+        MASKED,
     ],
 )
 def test_a_rollout_that_the_forward_did_not_see_is_refused(
     tmp_path: Path, other: RolloutBatch
 ) -> None:
-    """One has the same tokens in all, cut elsewhere between prompt and response; the last has the
-    same rollouts, sent to other experts."""
+    """One has the same tokens in all, cut elsewhere between prompt and response; the last have the
+    same rollouts, sent to other experts or with other tokens kept."""
     with raises(ErrorCode.INVALID_ARGUMENT) as caught:
         read_old_logprobs(written(tmp_path), other)
     assert caught.value.field == "loss.old_logprobs.forward_operation_id"

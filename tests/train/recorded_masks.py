@@ -43,9 +43,9 @@ def masked(batch: RolloutBatch, *, vocab_size: int = VOCAB_SIZE) -> RolloutBatch
     return with_kept(batch, kept)
 
 
-def masked_batch_near(pair: Pair, seed: int, **knobs: object) -> RolloutBatch:
+def masked_batch_near(pair: Pair, seed: int) -> RolloutBatch:
     """`random_batch_near` with masks; its log-probs are near to the policy's over what is kept."""
-    batch = masked(random_batch_near(pair, seed, **knobs))
+    batch = masked(random_batch_near(pair, seed))
     return near_policy(batch, pair.oracle.model, np.random.default_rng(seed))
 
 

@@ -204,6 +204,21 @@ def test_truncated_sampling_is_taken_where_acknowledged_or_in_no_ratio(cut: dict
     assert resolve(LossKind.REINFORCE, batch).old_logprobs is None
 
 
+def test_truncated_sampling_with_its_mask_is_taken_in_a_ratio() -> None:
+    batch = small_batch(top_p=0.9)
+    num_tokens = len(batch.response_tokens)
+    masked = replace(
+        batch,
+        sampling_mask=batch.response_tokens,
+        mask_offsets=np.arange(num_tokens + 1),
+    )
+    assert resolve(LossKind.GRPO, masked).old_logprobs is not None
+    offsets = np.minimum(np.arange(num_tokens + 1), num_tokens - 1)
+    partly = replace(masked, sampling_mask=masked.response_tokens[:-1], mask_offsets=offsets)
+    with pytest.raises(RatoonError, match=r"send the sampling_mask"):
+        resolve(LossKind.GRPO, partly)
+
+
 @pytest.mark.parametrize("coefficient", [-0.1, math.nan, math.inf])
 def test_router_loss_coefficient_is_finite_and_not_negative(coefficient: float) -> None:
     with pytest.raises(RatoonError) as caught:

@@ -20,6 +20,7 @@ from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.selection import predicted_mask
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.ranks.rank import Rank
+from ratoon.train.step_probe import probe_of
 from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMask,
@@ -56,7 +57,7 @@ from tests.train.equivalence_runs import (
 )
 from tests.train.rank_runs import ranked, together
 from tests.train.recorded_masks import masked, masked_batch_near, split_tokens, with_kept
-from tests.train.trainer_runs import make_batch, make_loss, make_trainer
+from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer
 
 FROZEN_K3 = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
 FULL: dict[str, Any] = {"kl": FROZEN_K3, "entropy_coefficient": 0.05}
@@ -249,10 +250,33 @@ def test_three_steps_of_windows_of_several_calls(tmp_path: Path, tuning: LoraTun
     pair = make_pair(folder, scratch=tmp_path / "adapter", tuning=tuning)
     optim = OptimStepConfig(learning_rate=1e-2)
     for seed in range(3):
-        for call, budget in enumerate((WHOLE, 40)):
-            batch = masked_batch_near(pair, 50 + 2 * seed + call)
+        calls = [masked_batch_near(pair, 50 + 2 * seed + call) for call in range(2)]
+        for batch, budget in zip(calls, (WHOLE, 40), strict=True):
             forward_backward(pair, batch, GRPO, micro_batch_tokens=budget)
-        check_step(pair, optim, divide_by=oracle_loss(GRPO, batch).divide_by)
+        check_step(pair, optim, divide_by=oracle_loss(GRPO, calls[0]).divide_by)
+
+
+def test_a_step_is_measured_over_what_is_kept(base: FolderBase) -> None:
+    """The probe's rollouts are the beginnings of the batch's, with their masks."""
+    trainer, batch = make_trainer(base), masked(make_batch(6))
+    loss = make_loss(batch)
+    optim = make_step(trainer, loss, learning_rate=0.0, max_grad_norm=1.0)
+    report = trainer.update(trainer.prepare(batch, loss), optim)
+    assert trainer.found is not None
+    share = replace(report, update_norm=1.0, weight_norm=1.0)
+    probe = probe_of(trainer.found, share)
+    assert probe is not None
+    assert probe.batch.sampling_mask is not None
+    prepared = trainer.prepare_forward(probe.batch)
+    # The learning rate was 0, so the weights after the step are those before it.
+    after = trainer.forward(prepared, with_entropy=False, use_reference=False)
+    figures = probe.figures(after.logprobs)
+    assert abs(figures["step_kl"] or 0.0) < 1e-20
+    unmasked = replace(probe.batch, sampling_mask=None, mask_offsets=None)
+    other = trainer.forward(
+        trainer.prepare_forward(unmasked), with_entropy=False, use_reference=False
+    )
+    assert (probe.figures(other.logprobs)["step_kl"] or 0.0) > 1e-3
 
 
 @pytest.mark.more

@@ -81,11 +81,14 @@ class Operands:
         mask = None if self.mask is None else self.mask.of_rows(rows)
         if mask is None:
             return
-        row_N, token_N = mask.row_N.long(), mask.token_N.long()
-        logit_N = logits_CV[row_N, token_N]
-        is_masked_C = torch.zeros(len(logits_CV), dtype=torch.bool, device=logits_CV.device)
+        num_rows, (stride, _), row_N = len(logits_CV), logits_CV.stride(), mask.row_N.long()
+        # Flat, because torch would copy rows with a gap between them to write single logits.
+        flat = logits_CV.as_strided(((num_rows - 1) * stride + logits_CV.shape[1],), (1,))
+        place_N = row_N * stride + mask.token_N
+        logit_N = flat[place_N]
+        is_masked_C = torch.zeros(num_rows, dtype=torch.bool, device=logits_CV.device)
         logits_CV.masked_fill_(is_masked_C.index_fill_(0, row_N, True)[:, None], OUTSIDE_LOGIT)
-        logits_CV[row_N, token_N] = logit_N
+        flat[place_N] = logit_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +198,19 @@ def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None
 
 
 def check_values(operands: Operands) -> None:
-    """Checks indices and temperatures where that costs no synchronisation."""
+    """Checks indices and temperatures where that costs no synchronisation.
+
+    The device itself is stopped where a mask has a token out of range: it would mask another row's.
+    """
+    mask, vocab_size = operands.mask, len(operands.lm_head_VD)
     if operands.hidden_RD.device.type != "cpu":
+        if mask is not None and len(mask.token_N):
+            low, high = mask.token_N.aminmax()
+            is_held = (low >= 0) & (high < vocab_size)
+            torch.ops.aten._assert_async.msg(is_held, "mask.token_N is out of range")
         return
     indices = (
-        ("targets_M", operands.targets_M, len(operands.lm_head_VD)),
+        ("targets_M", operands.targets_M, vocab_size),
         ("row_of_target_M", operands.row_of_target_M, len(operands.hidden_RD)),
     )
     for name, index_M, size in indices:
@@ -207,8 +218,8 @@ def check_values(operands: Operands) -> None:
     temperature_R = operands.temperature_R
     is_positive = (temperature_R > 0) & temperature_R.isfinite()
     _require_all(is_positive, "temperature_R", temperature_R, "a positive finite number")
-    if operands.mask is not None:
-        _check_mask_values(operands.mask, len(operands.lm_head_VD))
+    if mask is not None:
+        _check_mask_values(mask, vocab_size)
 
 
 def _check_mask_values(mask: SamplingMask, vocab_size: int) -> None:

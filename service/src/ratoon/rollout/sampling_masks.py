@@ -158,8 +158,9 @@ def kept_tokens(batch: RolloutBatch) -> KeptTokens | None:
 
 def kept_of(kept: KeptTokens, index: NDArray[np.integer]) -> KeptTokens:
     """What some of them keep, int [m], one after the other."""
-    lengths = np.diff(kept.offsets)[index]
-    place = ragged_arange(kept.offsets[index], lengths)
+    starts = kept.offsets[index]
+    lengths = kept.offsets[index + 1] - starts
+    place = ragged_arange(starts, lengths)
     return KeptTokens(tokens=kept.tokens[place], offsets=offsets_of(lengths))
 
 
@@ -201,7 +202,7 @@ def number_masks(
     number_L = np.zeros(len(row_L), np.int64)
     if not len(row_L):
         return number_L
-    data, size = kept.tokens.tobytes(), kept.tokens.itemsize
+    data, size = memoryview(kept.tokens.view(np.uint8)), kept.tokens.itemsize
     # Most rows have one term, whose mask is their only one.
     several = np.flatnonzero(np.bincount(row_L)[row_L] > 1)
     starts = (kept.offsets[token_L[several]] * size).tolist()
@@ -211,5 +212,5 @@ def number_masks(
         several.tolist(), row_L[several].tolist(), starts, stops, strict=True
     ):
         of_row = masks.setdefault(row, {})
-        number_L[term] = of_row.setdefault(data[start:stop], len(of_row))
+        number_L[term] = of_row.setdefault(bytes(data[start:stop]), len(of_row))
     return number_L
