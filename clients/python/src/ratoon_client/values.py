@@ -17,6 +17,7 @@ from ratoon_proto.types import (
     AdamWConfig,
     CheckpointInfo,
     CheckpointSource,
+    DistillationConfig,
     ImportResult,
     KeepRollouts,
     KeepRolloutsName,
@@ -50,6 +51,7 @@ from ratoon_proto.types import (
 AdamW = AdamWConfig
 Checkpoint = CheckpointInfo
 Correction = RolloutCorrection
+Distillation = DistillationConfig
 Kl = KlConfig
 Lora = LoraTuning
 Loss = LossConfig

@@ -163,7 +163,8 @@ def _check_teacher(
     request: service_pb2.ForwardRequest, policy: Policy, batch: RolloutBatch
 ) -> None:
     """What a Forward is to answer of tokens beside the rollouts' own."""
-    number, most = request.num_teacher_tokens, min(MAX_TEACHER_TOKENS, policy.model.vocab_size)
+    assert policy.info is not None
+    number, most = request.num_teacher_tokens, min(MAX_TEACHER_TOKENS, policy.info.vocab_size)
     if not 0 <= number <= most:
         raise invalid("num_teacher_tokens", number, f"0 to {most}")
     if not (number or request.with_teacher_logprobs):

@@ -145,7 +145,9 @@ Bytes = Annotated[
 class Tensor(WireModel):
     """Little-endian bytes in C order, in base64; their length must match dtype and shape."""
 
-    dtype: Literal["bool", "uint8", "uint16", "int32", "int64", "float16", "float32", "float64"]
+    dtype: Literal[
+        "bool", "uint8", "uint16", "uint32", "int32", "int64", "float16", "float32", "float64"
+    ]
     shape: list[Annotated[Int64, Field(ge=0)]] = Field(default=[], max_length=8)
     data: Bytes = b""
 

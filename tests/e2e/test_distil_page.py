@@ -1,0 +1,67 @@
+"""The page on distillation, run as it stands: a student comes to answer as its teacher does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.running_service import Service
+
+pytestmark = pytest.mark.e2e
+PAGE = Path(__file__).parents[2] / "docs" / "distil.md"
+TARGETS = "    targets = list(zip(answers.teacher_tokens, answers.teacher_logprobs))\n"
+# Every target is one of the teacher's, at a position drawn among all.
+SHUFFLED = """
+    import numpy as np
+    order = np.random.default_rng(0).permutation(sum(map(len, answers.teacher_tokens)))
+    stops = np.cumsum([len(rows) for rows in answers.teacher_tokens])[:-1]
+    targets = list(zip(*(
+        np.split(np.concatenate(rows)[order], stops)
+        for rows in (answers.teacher_tokens, answers.teacher_logprobs)
+    )))
+"""
+
+
+def _run(
+    service: Service, capsys: pytest.CaptureFixture[str], *changes: tuple[str, str]
+) -> tuple[float, list[float]]:
+    """Agreement on held-out prompts, and the KL to the teacher of each step."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code = "\n".join(blocks)
+    for old, new in (("grpc://127.0.0.1:8443", f"grpc://{service.addresses.grpc}"), *changes):
+        assert old in code
+        code = code.replace(old, new)
+    exec(code, {"__name__": "__main__"})  # noqa: S102
+    output = capsys.readouterr().out
+    (agreement,) = re.findall(r"^agreement (\S+) on 64 held-out prompts$", output, re.MULTILINE)
+    kls = re.findall(r"^student: KL to the teacher (\S+),", output, re.MULTILINE)
+    return float(agreement), [float(text) for text in kls]
+
+
+def test_a_student_answers_held_out_prompts_as_its_teacher_does(
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    agreement, kls = _run(service, capsys)
+    assert agreement >= 0.9
+    assert len(kls) == 40
+    assert kls[-1] < 0.1 * kls[0]
+
+
+@pytest.mark.more
+def test_a_student_of_shuffled_targets_does_not(
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the page shows is not what any targets would do."""
+    monkeypatch.chdir(tmp_path)
+    names = [(f'"{name}"', f'"shuffled-{name}"') for name in ("teacher", "student")]
+    agreement, _ = _run(service, capsys, (TARGETS, SHUFFLED), *names)
+    assert agreement <= 0.3
