@@ -26,6 +26,7 @@ from ratoon_proto.types import (
     LossConfig,
     ModelDtype,
     ModelDtypeName,
+    MuonConfig,
     NamedVersion,
     NumericsGuard,
     OldLogprobs,
@@ -53,6 +54,7 @@ Correction = RolloutCorrection
 Kl = KlConfig
 Lora = LoraTuning
 Loss = LossConfig
+Muon = MuonConfig
 Optim = OptimStepConfig
 Parallel = ParallelLayout
 Publish = PublishConfig
