@@ -131,7 +131,9 @@ def choose_layout(
 
     `parameters`: those that are trained, by each of `num_tenants`. `weight_bytes`: bytes of the
     weights on a GPU that has `total` bytes, by what is divided, least first. `layers`: the names of
-    each decoder layer's trained parameters. `matrices`: those that Muon steps. Raises RESOURCE_EXHAUSTED where nothing fits.
+    each decoder layer's trained parameters. `matrices`: those that Muon steps.
+
+    Raises RESOURCE_EXHAUSTED where nothing fits.
     """
     kinds = (states,) if states else (OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_SPLIT_8BIT)
     if total is None:
