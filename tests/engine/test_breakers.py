@@ -1,14 +1,18 @@
-"""A run of steps that were skipped for their numbers: it fails the policy, and for good."""
+"""A run of steps that were skipped for their numbers fails the policy; a LoadCheckpoint brings it
+back."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.records import JournalState, OperationRecord
 from ratoon.engine.policy.run import skipped_in_row
-from ratoon.engine.types import CheckpointInfo, OperationResult
+from ratoon.engine.types import CheckpointInfo, Operation, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon_proto.types import (
     EmptyResult,
@@ -23,7 +27,7 @@ from ratoon_proto.types import (
     StepResult,
 )
 from tests.engine.conftest import MakeMachine
-from tests.engine.harness import Machine, code_of, life_record, save
+from tests.engine.harness import RATE, Crash, Machine, code_of, life_record, load, save
 from tests.engine.refusals import raises
 from tests.until import until
 
@@ -171,6 +175,160 @@ async def test_no_run_fails_a_policy_whose_limit_is_zero(make_machine: MakeMachi
     machine = await _started(make_machine, numerics_guard=NumericsGuard(max_skipped_in_row=0))
     await _run(machine, *[BAD] * 8, GOOD)
     assert machine.controller.state is PolicyState.READY
+
+
+# Points that the way back comes to, by what is armed once the policy is failed.
+WAY_BACK = (
+    CrashPoint.ENGINE_BEFORE_ACCEPT,
+    CrashPoint.ENGINE_AFTER_ACCEPT,
+    CrashPoint.ENGINE_IN_REPLAY,
+    CrashPoint.ENGINE_BEFORE_END,
+    CrashPoint.ENGINE_AFTER_END,
+    CrashPoint.ENGINE_BEFORE_PUBLISH,
+    CrashPoint.ENGINE_AFTER_PUBLISH,
+    CrashPoint.WORKER_BEFORE_APPLY,
+    CrashPoint.WORKER_AFTER_APPLY,
+    CrashPoint.WORKER_BEFORE_PUBLISH,
+    CrashPoint.WORKER_AFTER_PUBLISH,
+)
+_RETRYABLE = (ErrorCode.UNAVAILABLE, ErrorCode.POLICY_NOT_READY)
+
+
+async def _failed(make_machine: MakeMachine, recovery: Recovery) -> Machine:
+    """Failed at seq 7: two steps, a checkpoint of them, one step, and three that were skipped."""
+    machine = await _started(make_machine, recovery=recovery)
+    await _run(machine, GOOD, GOOD)
+    await machine.end(await machine.submit(3, save("mine"), 0))
+    await _run(machine, GOOD, BAD, BAD, BAD, first_seq=4)
+    await until(lambda: machine.worker.is_released)
+    return machine
+
+
+async def _submitted(machine: Machine, seq: int, name: str = "mine") -> Operation:
+    """Submit the load until it is accepted, and start anew what a kill has ended."""
+    hits = 0
+    while True:
+        try:
+            if len(machine.crashes.hits) > hits:
+                hits = len(machine.crashes.hits)
+                await machine.restart_controller()
+            return await machine.submit(seq, load(name), 0)
+        except Crash:
+            continue
+        except RatoonError as error:
+            if error.code not in _RETRYABLE:
+                raise
+        await asyncio.sleep(0.002)
+
+
+async def _loaded(machine: Machine, seq: int = 8) -> Operation:
+    """The end of the load, through whatever is killed meanwhile."""
+    while True:
+        operation = await _submitted(machine, seq)
+        if operation.state.is_final:
+            return operation
+        await machine.controller.get_operation(operation.operation_id, 0.02)
+        if any(point.startswith("engine-") for point in machine.crashes.hits):
+            machine.crashes.hits.clear()
+            await machine.restart_controller()
+
+
+def _weights(numbers: Sequence[float]) -> list[tuple[list[float], float]]:
+    return [([number], RATE) for number in numbers]
+
+
+@pytest.mark.parametrize("recovery", RECOVERIES)
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_load_of_its_checkpoint_brings_a_failed_policy_back(
+    make_machine: MakeMachine, recovery: Recovery, restarts: bool
+) -> None:
+    """Weights and moments are the checkpoint's, and the count begins anew."""
+    machine = await _failed(make_machine, recovery)
+    if restarts:
+        await machine.restart_controller()
+    ended = await _loaded(machine)
+    assert (ended.seq, ended.state) == (8, OperationState.DONE)
+    assert machine.weights == _weights([GOOD, GOOD])
+    await until(lambda: machine.controller.state is PolicyState.READY)
+    assert _policy_state(machine) == (PolicyState.READY, "")
+    await _run(machine, BAD, BAD, GOOD, BAD, BAD, first_seq=9)
+    assert machine.weights == _weights([GOOD, GOOD, GOOD])
+    await _run(machine, BAD, first_seq=14)
+    await _refused(machine, 15)
+
+
+@pytest.mark.parametrize("point", WAY_BACK)
+@pytest.mark.parametrize("loses_worker", [False, True])
+async def test_a_kill_on_the_way_back_changes_nothing(
+    make_machine: MakeMachine, point: CrashPoint, loses_worker: bool
+) -> None:
+    machine = await _failed(make_machine, Recovery.REPLAY)
+    machine.crashes.armed[point] = 1
+    machine.worker.is_dead |= loses_worker
+    assert (await _loaded(machine)).state is OperationState.DONE
+    if point in machine.crashes.armed:  # What is published comes after the end.
+        await machine.landed()
+        await until(lambda: point not in machine.crashes.armed)
+    if any(hit.startswith("engine-") for hit in machine.crashes.hits):
+        await machine.restart_controller()
+    await until(lambda: machine.controller.state is PolicyState.READY)
+    await _run(machine, GOOD, first_seq=9)
+    assert machine.weights == _weights([GOOD, GOOD, GOOD])
+    history = machine.journal.store.history("p")
+    assert (history.policy.version, history.policy.next_seq) == (4, 10)
+
+
+async def test_only_the_next_operation_brings_a_failed_policy_back(
+    make_machine: MakeMachine,
+) -> None:
+    """What is refused takes no seq and starts no worker."""
+    machine = await _failed(make_machine, Recovery.REPLAY)
+    trainers = len(machine.worker.trainers)
+    with raises(ErrorCode.INVALID_ARGUMENT) as caught:
+        await machine.submit(9, load("mine"), 0)
+    assert (caught.value.field, caught.value.got) == ("key.seq", "9")
+    with raises(ErrorCode.CHECKPOINT_NOT_FOUND):
+        await machine.submit(8, load("other"), 0)
+    await _refused(machine, 8)
+    with raises(ErrorCode.POLICY_FAILED):
+        await machine.submit(8, save("later"), 0)
+    assert machine.controller.state is PolicyState.FAILED
+    assert len(machine.worker.trainers) == trainers
+    assert machine.journal.store.history("p").policy.next_seq == 8
+
+
+async def test_a_load_that_fails_or_is_cancelled_leaves_the_policy_failed(
+    make_machine: MakeMachine,
+) -> None:
+    machine = await _failed(make_machine, Recovery.REPLAY)
+    state = machine.paths.checkpoint("mine") / "state.json"
+    text = state.read_text()
+    state.write_text("damaged")
+    ended = await _loaded(machine)
+    assert ended.state is OperationState.FAILED
+    assert (await _refused(machine, 9)).message.endswith(SkipReason.NON_FINITE_LOSS)
+    state.write_text(text)
+    await until(lambda: machine.worker.is_released)
+    operation = await _submitted(machine, 9)
+    cancelled = await machine.controller.cancel_operation(operation.operation_id)
+    assert (await machine.end(cancelled)).state is OperationState.CANCELLED
+    await until(lambda: machine.controller.state is PolicyState.FAILED)
+    await _refused(machine, 10)
+    assert (await _loaded(machine, 10)).state is OperationState.DONE
+    assert machine.weights == _weights([GOOD, GOOD])
+
+
+async def test_a_load_that_is_next_in_time_spares_the_policy(make_machine: MakeMachine) -> None:
+    """It was queued behind the step that would have failed the policy."""
+    machine = await _started(make_machine)
+    await _run(machine, GOOD)
+    await machine.end(await machine.submit(2, save("mine"), 0))
+    await _run(machine, BAD, BAD, first_seq=3)
+    queued = await machine.submit(6, load("mine"), 0)
+    await _run(machine, BAD, first_seq=5)
+    assert (await machine.end(queued)).state is OperationState.DONE
+    assert machine.controller.state is PolicyState.READY
+    assert machine.weights == _weights([GOOD])
 
 
 async def test_the_default_is_five(make_machine: MakeMachine) -> None:

@@ -33,14 +33,17 @@ from ratoon.train.spec import OptimizerStates, TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     AdamWConfig,
+    DivideBy,
     ImportMode,
     LearningRateSchedule,
     LossConfig,
     LossKind,
+    NumericsGuard,
     OperationState,
     OptimStepConfig,
     Recovery,
     ScheduleKind,
+    SkipReason,
     StalenessAction,
     StalenessConfig,
     StepResult,
@@ -58,6 +61,7 @@ from tests.engine.harness import (
     update,
 )
 from tests.engine.local_ports import LocalWorker
+from tests.until import until
 
 # Collected at the earliest moment.
 KEEP_ONE = CheckpointConfig(every_operations=0, every_s=0, every_bytes=0, keep=1)
@@ -146,9 +150,15 @@ class Drive:
         folder: Path,
         make_worker: Callable[[Faults], LocalWorker] = TrainingWorker,
         optimizer: AdamWConfig = AdamWConfig(),  # noqa: B008  it is frozen
+        guard: NumericsGuard = NumericsGuard(),  # noqa: B008  it is frozen
     ) -> None:
         self.folder, self.seq = folder, 0
-        spec = policy_spec(recovery=Recovery.REPLAY, micro_batch_tokens=256, optimizer=optimizer)
+        spec = policy_spec(
+            recovery=Recovery.REPLAY,
+            micro_batch_tokens=256,
+            optimizer=optimizer,
+            numerics_guard=guard,
+        )
         self.machine = Machine(
             folder, spec, LimitsConfig(), make_worker=make_worker, checkpoints=KEEP_ONE
         )
@@ -263,6 +273,44 @@ def test_what_a_step_says_of_optimizer_and_versions_is_replayed(tmp_path: Path) 
     other = asyncio.run(steps_that_say_more(tmp_path / "other", is_killed=False, beta1=0.9))
     assert killed == whole
     assert len({*whole.journaled, *other.journaled}) == 6
+
+
+async def failed_and_back(folder: Path, *, is_failed: bool) -> Bits:
+    """Updates around a checkpoint and a load of it; `is_failed`: the load brings the policy back
+    from steps whose gradients are too large."""
+    drive = Drive(folder, guard=NumericsGuard(max_skipped_in_row=2 * is_failed))
+    machine = await drive.machine.start()
+    good = OptimStepConfig(learning_rate=1e-3)
+    huge = OptimStepConfig(
+        learning_rate=1e-3, divide_by=DivideBy.CONSTANT, divide_constant=1e-30, max_grad_norm=0.0
+    )
+    for name in ("one", "two"):
+        await drive.run(update(0, optim=good))
+        await drive.run(save(name))
+    for _ in range(2):
+        skipped = await drive.run(update(0, optim=huge))
+        assert isinstance(skipped.result, StepResult)
+        assert skipped.result.report.skip_reason is SkipReason.NON_FINITE_STEP
+    if is_failed:
+        await until(lambda: machine.worker.is_released)
+    await drive.run(load("one"))
+    await drive.run(update(0, optim=good))
+    if is_failed:
+        await drive.kill()
+    await drive.run(update(0, optim=good))
+    bits = await drive.bits()
+    await machine.controller.close(1.0)
+    return bits
+
+
+def test_a_policy_that_comes_back_from_failed_has_the_moments_of_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    for name in ("whole", "failed"):
+        (tmp_path / name).mkdir()
+    whole = asyncio.run(failed_and_back(tmp_path / "whole", is_failed=False))
+    failed = asyncio.run(failed_and_back(tmp_path / "failed", is_failed=True))
+    assert failed == whole
 
 
 SCHEDULE = LearningRateSchedule(ScheduleKind.LINEAR, 2**-11, warmup_steps=1, total_steps=5)

@@ -6,7 +6,7 @@ back to no gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.oracle import hf
 from tests.oracle.advantages import NOTHING, Counters, count, has_gradient, select
 from tests.oracle.losses import path_loss
+from tests.oracle.muon import PlainMuon
 from tests.oracle.paths import OracleLoss, Path
 
 
@@ -51,6 +52,9 @@ class OracleTrainer:
             trained, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay
         )
         self._counters = NOTHING
+        self._muon, self._halves = PlainMuon(), dict[str, int]()
+        self._lr_factor: Callable[[str], float] = lambda _name: 1.0
+        self._decays: Callable[[str], bool] = lambda _name: True
 
     def parameters(self) -> dict[str, Tensor]:
         """Trained parameters by name."""
@@ -136,10 +140,22 @@ class OracleTrainer:
         limit = max_grad_norm or float("inf")
         norm = float(nn.utils.clip_grad_norm_(trained, limit))
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("factor", 1.0)
             if weight_decay is not None and group.get("decays", True):
                 group["weight_decay"] = weight_decay
         self._optimizer.step()
+        for name, halves in self._halves.items():
+            parameter = self.parameters()[name]
+            assert parameter.grad is not None
+            own = self._optimizer.defaults["weight_decay"] if weight_decay is None else weight_decay
+            self._muon.step(
+                name,
+                parameter,
+                parameter.grad,
+                rate=learning_rate * self._lr_factor(name),
+                decay=own if self._decays(name) else 0.0,
+                halves=halves,
+            )
         self.version += 1
         self.discard()
         return norm
@@ -158,11 +174,38 @@ class OracleTrainer:
         )
         self._optimizer.param_groups[1].update(weight_decay=0.0, decays=False)
 
+    def step_by_muon(
+        self,
+        halves: Mapping[str, int],
+        lr_factor: Callable[[str], float],
+        decays: Callable[[str], bool],
+    ) -> None:
+        """Step the parameters of `halves` by `PlainMuon`; before the first step.
+
+        `halves`: how many matrices follow one another in each one's rows. The functions tell each
+        parameter's factor of the learning rate, and whether it decays, by name.
+        """
+        defaults = self._optimizer.defaults
+        self._muon, self._halves = PlainMuon(), dict(halves)
+        self._lr_factor, self._decays = lr_factor, decays
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [p], "factor": lr_factor(n), "decays": decays(n)}
+                | ({} if decays(n) else {"weight_decay": 0.0})
+                for n, p in self.parameters().items()
+                if n not in halves
+            ],
+            lr=0.0,
+            betas=defaults["betas"],
+            eps=defaults["eps"],
+            weight_decay=defaults["weight_decay"],
+        )
+
     def forget_moments(self) -> None:
         """And the number of steps: the next one is a first one."""
         self._optimizer.state.clear()
 
     def discard(self) -> None:
         """Forget the window."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         self._counters = NOTHING

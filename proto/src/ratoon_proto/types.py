@@ -134,6 +134,20 @@ class ScheduleKind(bases.WireEnum):
 ScheduleKindName = Literal["constant", "linear", "cosine"]
 
 
+class MuonAdjustLr(bases.WireEnum):
+    """What Muon's update of a matrix of r rows and c columns is multiplied by, beside the learning
+    rate; the names are torch.optim.Muon's.
+    """
+
+    ORIGINAL = "original"
+    """sqrt(max(1, r / c))."""
+    MATCH_RMS_ADAMW = "match_rms_adamw"
+    """0.2 sqrt(max(r, c)), with which an update is as large as one of AdamW (arXiv 2502.16982)."""
+
+
+MuonAdjustLrName = Literal["original", "match_rms_adamw"]
+
+
 class KeepRollouts(bases.WireEnum):
     """Which rollouts of each ForwardBackward and Update are kept on disk, for ListRollouts and
     GetRollout.
@@ -638,6 +652,50 @@ class LearningRateSchedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MuonConfig:
+    """Muon (Jordan et al., 2024) for the matrices of the decoder layers, those of each expert
+    apart. AdamW steps all other parameters: embeddings, the LM head, norms, biases. Not for
+    adapters.
+    """
+
+    momentum: float = 0.95
+    """In [0, 1). Default 0.95."""
+    nesterov: bool = True
+    ns_steps: int = 5
+    """Newton-Schulz iterations, 1 to 20. Default 5."""
+    adjust_lr_fn: MuonAdjustLr = MuonAdjustLr.MATCH_RMS_ADAMW
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            momentum: float = 0.95,
+            nesterov: bool = True,
+            ns_steps: int = 5,
+            adjust_lr_fn: MuonAdjustLr | MuonAdjustLrName = MuonAdjustLr.MATCH_RMS_ADAMW,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, adjust_lr_fn=MuonAdjustLr)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    pattern: str
+    """A shell pattern of parameters' names: `*` is any text, `?` any character, `[...]` one of
+    several. It has to match one, which no other group of the policy matches.
+    """
+    _: KW_ONLY
+    lr_factor: float = 1.0
+    """What each step's learning rate is multiplied by, in [0, 1e4]. Default 1."""
+    decays: bool | None = None
+    """Whether weight decay applies. Default: as `decay` says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWConfig:
     """AdamW (Loshchilov and Hutter, 2019). Numbers have the bounds of OptimStepConfig."""
 
@@ -650,6 +708,10 @@ class AdamWConfig:
     """Also of a weight decay that a step brings."""
     schedule: LearningRateSchedule | None = None
     """Default: none, each step says its learning rate."""
+    muon: MuonConfig | None = None
+    """Default: none, AdamW steps all parameters."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """At most 64."""
 
     if TYPE_CHECKING:
 
@@ -662,10 +724,12 @@ class AdamWConfig:
             weight_decay: float = 0.01,
             decay: Decay | DecayName = Decay.ALL,
             schedule: LearningRateSchedule | None = None,
+            muon: MuonConfig | None = None,
+            groups: Sequence[ParameterGroup] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        bases.as_declared(self, decay=Decay)
+        bases.as_declared(self, decay=Decay, groups=tuple)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from ratoon_proto.types import (
     LossConfig,
     ModelDtype,
     ModelDtypeName,
+    MuonConfig,
     NamedVersion,
     NumericsGuard,
     OldLogprobs,
@@ -55,6 +56,7 @@ Distillation = DistillationConfig
 Kl = KlConfig
 Lora = LoraTuning
 Loss = LossConfig
+Muon = MuonConfig
 Optim = OptimStepConfig
 Parallel = ParallelLayout
 Publish = PublishConfig

@@ -229,6 +229,30 @@ SCHEDULE_KIND_COSINE: ScheduleKind.ValueType  # 3
 """Half a cosine (Loshchilov and Hutter, 2017)."""
 Global___ScheduleKind: _TypeAlias = ScheduleKind  # noqa: Y015
 
+class _MuonAdjustLr:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MuonAdjustLrEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MuonAdjustLr.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MUON_ADJUST_LR_UNSPECIFIED: _MuonAdjustLr.ValueType  # 0
+    MUON_ADJUST_LR_ORIGINAL: _MuonAdjustLr.ValueType  # 1
+    """sqrt(max(1, r / c))."""
+    MUON_ADJUST_LR_MATCH_RMS_ADAMW: _MuonAdjustLr.ValueType  # 2
+    """0.2 sqrt(max(r, c)), with which an update is as large as one of AdamW (arXiv 2502.16982)."""
+
+class MuonAdjustLr(_MuonAdjustLr, metaclass=_MuonAdjustLrEnumTypeWrapper):
+    """What Muon's update of a matrix of r rows and c columns is multiplied by, beside the learning rate;
+    the names are torch.optim.Muon's.
+    """
+
+MUON_ADJUST_LR_UNSPECIFIED: MuonAdjustLr.ValueType  # 0
+MUON_ADJUST_LR_ORIGINAL: MuonAdjustLr.ValueType  # 1
+"""sqrt(max(1, r / c))."""
+MUON_ADJUST_LR_MATCH_RMS_ADAMW: MuonAdjustLr.ValueType  # 2
+"""0.2 sqrt(max(r, c)), with which an update is as large as one of AdamW (arXiv 2502.16982)."""
+Global___MuonAdjustLr: _TypeAlias = MuonAdjustLr  # noqa: Y015
+
 class _KeepRollouts:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -380,6 +404,90 @@ class LearningRateSchedule(_message.Message):
 Global___LearningRateSchedule: _TypeAlias = LearningRateSchedule  # noqa: Y015
 
 @_typing.final
+class MuonConfig(_message.Message):
+    """Muon (Jordan et al., 2024) for the matrices of the decoder layers, those of each expert apart. AdamW
+    steps all other parameters: embeddings, the LM head, norms, biases. Not for adapters.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOMENTUM_FIELD_NUMBER: _builtins.int
+    NESTEROV_FIELD_NUMBER: _builtins.int
+    NS_STEPS_FIELD_NUMBER: _builtins.int
+    ADJUST_LR_FN_FIELD_NUMBER: _builtins.int
+    momentum: _builtins.float
+    """In [0, 1). Default 0.95."""
+    nesterov: _builtins.bool
+    ns_steps: _builtins.int
+    """Newton-Schulz iterations, 1 to 20. Default 5."""
+    adjust_lr_fn: Global___MuonAdjustLr.ValueType
+    def __init__(
+        self,
+        *,
+        momentum: _builtins.float | None = ...,
+        nesterov: _builtins.bool | None = ...,
+        ns_steps: _builtins.int | None = ...,
+        adjust_lr_fn: Global___MuonAdjustLr.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_momentum", b"_momentum", "_nesterov", b"_nesterov", "_ns_steps", b"_ns_steps", "momentum", b"momentum", "nesterov", b"nesterov", "ns_steps", b"ns_steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_momentum", b"_momentum", "_nesterov", b"_nesterov", "_ns_steps", b"_ns_steps", "adjust_lr_fn", b"adjust_lr_fn", "momentum", b"momentum", "nesterov", b"nesterov", "ns_steps", b"ns_steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__momentum: _TypeAlias = _typing.Literal["momentum"]  # noqa: Y015
+    _WhichOneofArgType__momentum: _TypeAlias = _typing.Literal["_momentum", b"_momentum"]  # noqa: Y015
+    _WhichOneofReturnType__nesterov: _TypeAlias = _typing.Literal["nesterov"]  # noqa: Y015
+    _WhichOneofArgType__nesterov: _TypeAlias = _typing.Literal["_nesterov", b"_nesterov"]  # noqa: Y015
+    _WhichOneofReturnType__ns_steps: _TypeAlias = _typing.Literal["ns_steps"]  # noqa: Y015
+    _WhichOneofArgType__ns_steps: _TypeAlias = _typing.Literal["_ns_steps", b"_ns_steps"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__momentum) -> _WhichOneofReturnType__momentum | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nesterov) -> _WhichOneofReturnType__nesterov | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ns_steps) -> _WhichOneofReturnType__ns_steps | None: ...
+
+Global___MuonConfig: _TypeAlias = MuonConfig  # noqa: Y015
+
+@_typing.final
+class ParameterGroup(_message.Message):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATTERN_FIELD_NUMBER: _builtins.int
+    LR_FACTOR_FIELD_NUMBER: _builtins.int
+    DECAYS_FIELD_NUMBER: _builtins.int
+    pattern: _builtins.str
+    """A shell pattern of parameters' names: `*` is any text, `?` any character, `[...]` one of several.
+    It has to match one, which no other group of the policy matches.
+    """
+    lr_factor: _builtins.float
+    """What each step's learning rate is multiplied by, in [0, 1e4]. Default 1."""
+    decays: _builtins.bool
+    """Whether weight decay applies. Default: as `decay` says."""
+    def __init__(
+        self,
+        *,
+        pattern: _builtins.str = ...,
+        lr_factor: _builtins.float | None = ...,
+        decays: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decays", b"_decays", "_lr_factor", b"_lr_factor", "decays", b"decays", "lr_factor", b"lr_factor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decays", b"_decays", "_lr_factor", b"_lr_factor", "decays", b"decays", "lr_factor", b"lr_factor", "pattern", b"pattern"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decays: _TypeAlias = _typing.Literal["decays"]  # noqa: Y015
+    _WhichOneofArgType__decays: _TypeAlias = _typing.Literal["_decays", b"_decays"]  # noqa: Y015
+    _WhichOneofReturnType__lr_factor: _TypeAlias = _typing.Literal["lr_factor"]  # noqa: Y015
+    _WhichOneofArgType__lr_factor: _TypeAlias = _typing.Literal["_lr_factor", b"_lr_factor"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decays) -> _WhichOneofReturnType__decays | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lr_factor) -> _WhichOneofReturnType__lr_factor | None: ...
+
+Global___ParameterGroup: _TypeAlias = ParameterGroup  # noqa: Y015
+
+@_typing.final
 class AdamWConfig(_message.Message):
     """AdamW (Loshchilov and Hutter, 2019). Numbers have the bounds of OptimStepConfig."""
 
@@ -391,6 +499,8 @@ class AdamWConfig(_message.Message):
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
     DECAY_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
+    MUON_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     beta1: _builtins.float
     """Defaults 0.9, 0.95 (beta1, beta2), 1e-8, 0.01."""
     beta2: _builtins.float
@@ -402,6 +512,14 @@ class AdamWConfig(_message.Message):
     def schedule(self) -> Global___LearningRateSchedule:
         """Default: none, each step says its learning rate."""
 
+    @_builtins.property
+    def muon(self) -> Global___MuonConfig:
+        """Default: none, AdamW steps all parameters."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterGroup]:
+        """At most 64."""
+
     def __init__(
         self,
         *,
@@ -411,10 +529,12 @@ class AdamWConfig(_message.Message):
         weight_decay: _builtins.float | None = ...,
         decay: Global___Decay.ValueType = ...,
         schedule: Global___LearningRateSchedule | None = ...,
+        muon: Global___MuonConfig | None = ...,
+        groups: _abc.Iterable[Global___ParameterGroup] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "schedule", b"schedule", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "muon", b"muon", "schedule", b"schedule", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "decay", b"decay", "eps", b"eps", "schedule", b"schedule", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_eps", b"_eps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "decay", b"decay", "eps", b"eps", "groups", b"groups", "muon", b"muon", "schedule", b"schedule", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015

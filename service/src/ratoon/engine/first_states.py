@@ -96,6 +96,11 @@ class FirstStates:
         if found is None:
             raise checkpoint_not_found(origin.checkpoint_id)
         check_fits(spec.model, row.spec.model)
+        own, theirs = spec.optimizer.muon, row.spec.optimizer.muon
+        if (own is None) != (theirs is None):
+            expected = "absent" if theirs is None else "present"
+            text = f"{expected}, as for the source that from_checkpoint names"
+            raise invalid("spec.optimizer.muon", "absent" if own is None else "muon", text)
         return found
 
 

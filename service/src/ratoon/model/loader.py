@@ -4,6 +4,7 @@ parameter."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,7 @@ from ratoon.model.presets import build_preset
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.planner.layer_kinds import Attention
 from ratoon.shards.layer_shards import RING, LayerShards
-from ratoon.shards.parts import Part, parts_of, shared_out
+from ratoon.shards.parts import NO_MATRICES, Matrices, Part, parts_of, shared_out
 from ratoon_kernels import BackendUnavailableError, list_backends, select_backend
 from ratoon_proto.types import LoraTuning
 
@@ -58,6 +59,7 @@ class HostModel:
         compile_layers: bool = False,
         rank: int = 0,
         num_sharing: int = 1,
+        matrices: Matrices = NO_MATRICES,
     ) -> PolicyModel:
         """Returns the policy's model on a device. This object gives its module away and cannot be
         used again.
@@ -65,7 +67,7 @@ class HostModel:
         `attention_backend` is a name of the kernels' registry, "" for the best one.
         `compile_layers` fuses elementwise operations (by torch.compile, on GPUs). If `num_sharing`
         is more than one, each rank keeps only its parts of the decoder layers' weights, and of the
-        copy's. Raises UNSUPPORTED if no backend serves the model.
+        copy's, cut between `matrices`. Raises UNSUPPORTED if no backend serves the model.
         """
         module, shards, frozen = self.module, None, None
         backend = backend_of_layers(
@@ -77,7 +79,8 @@ class HostModel:
         )
         if num_sharing > 1:
             has_copy = self.num_copies > 1
-            shards, frozen = _share_out(module, rank, num_sharing, device, has_copy=has_copy)
+            parts = _shared_parts(module, num_sharing, matrices)
+            shards, frozen = _share_out(module, parts, rank, device, has_copy=has_copy)
         elif self.num_copies > 1:
             frozen = copy.deepcopy(module)
         return PolicyModel(
@@ -133,7 +136,12 @@ def read_model(
     )
 
 
-def placed_bytes(module: PreTrainedModel, num_sharing: int = 1, num_copies: int = 1) -> int:
+def placed_bytes(
+    module: PreTrainedModel,
+    num_sharing: int = 1,
+    num_copies: int = 1,
+    matrices: Matrices = NO_MATRICES,
+) -> int:
     """Bytes of a module's weights on a device; with `num_sharing` devices, on the fullest.
 
     If the devices share the layers, this counts its own parts of them, the layers that it reads,
@@ -145,17 +153,22 @@ def placed_bytes(module: PreTrainedModel, num_sharing: int = 1, num_copies: int 
     layers = _shared_layers(module)
     sizes = [sum(p.nbytes for p in layer.values()) for layer in layers]
     (itemsize,) = {p.itemsize for layer in layers for p in layer.values()}
-    parts = _shared_parts(module, num_sharing)
+    parts = _shared_parts(module, num_sharing, matrices)
     most = max(sum(part.num_elements for part in own) for own in parts) * itemsize
     return total - num_copies * (sum(sizes) - most) + RING * max(sizes)
 
 
 def _share_out(
-    module: PreTrainedModel, rank: int, num_ranks: int, device: torch.device, *, has_copy: bool
+    module: PreTrainedModel,
+    by_rank: Sequence[Sequence[Part]],
+    rank: int,
+    device: torch.device,
+    *,
+    has_copy: bool,
 ) -> tuple[LayerShards, PreTrainedModel | None]:
     """Keep only this rank's parts of the decoder layers' weights, and of the copy of `module`, if
     it has one."""
-    layers, by_rank, frozen = _shared_layers(module), _shared_parts(module, num_ranks), None
+    layers, frozen = _shared_layers(module), None
     if has_copy:
         # Memory that nothing touches replaces tensors that must not be copied.
         shared = [p for layer in layers for p in layer.values()]
@@ -173,13 +186,13 @@ def _shared_layers(module: PreTrainedModel) -> list[dict[str, Parameter]]:
     return [{name: named[name] for name in names} for names in names_by_layer(module, named)]
 
 
-def _shared_parts(module: PreTrainedModel, num_ranks: int) -> list[list[Part]]:
+def _shared_parts(module: PreTrainedModel, num_ranks: int, matrices: Matrices) -> list[list[Part]]:
     """Each rank's parts of the shared parameters; if they are trained, the rank steps the same
     parts."""
     shared = {name for layer in _shared_layers(module) for name in layer}
     return [
         [part for part in parts if part.parameter in shared]
-        for parts in shared_out(parts_of(_shareable(module)), num_ranks)
+        for parts in shared_out(parts_of(_shareable(module), matrices=matrices), num_ranks)
     ]
 
 

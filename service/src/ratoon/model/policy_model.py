@@ -21,6 +21,7 @@ from ratoon.model.attention import PathAttention, SequenceAttention, TreeAttenti
 from ratoon.model.families import family_of
 from ratoon.model.layers import DecoderLayers
 from ratoon.model.router import RouteCounts, RoutedTokens
+from ratoon.model.safetensors_files import FUSED_EXPERTS
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import foreign_window, longest_sequence
@@ -28,9 +29,10 @@ from ratoon.planner.activation_plan import DecoderSizes, Kept, fetched_at, max_t
 from ratoon.planner.layer_kinds import Layer, window_of_layers
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.shards.layer_shards import LayerShards
+from ratoon.shards.parts import NO_MATRICES, Matrices
 from ratoon.shards.sequence_group import ALONE, SequenceGroup
 from ratoon_kernels import TreeLayout
-from ratoon_proto.types import LoraTuning
+from ratoon_proto.types import AdamWConfig, LoraTuning
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -350,6 +352,30 @@ def trained_parameters(
     under its names."""
     owner = module if adapter is None else adapter
     return {name: p for name, p in owner.named_parameters() if p.requires_grad}
+
+
+def muon_matrices(
+    optimizer: AdamWConfig, module: PreTrainedModel, parameters: Mapping[str, Parameter]
+) -> Matrices:
+    """The matrices of those of `parameters` that Muon steps: weights of products in the decoder
+    layers.
+
+    A tensor of all experts has one for each, and `gate_up_proj` two, unless it is transposed.
+    """
+    if optimizer.muon is None:
+        return NO_MATRICES
+    found: dict[str, tuple[int, int]] = {}
+    for name in (name for layer in names_by_layer(module, parameters) for name in layer):
+        shape = parameters[name].shape
+        owner, _, leaf = name.rpartition(".")
+        projections = FUSED_EXPERTS.get(leaf, ())
+        if len(shape) == 2 and leaf == "weight":
+            found[name] = (shape[0], shape[1])
+        elif len(shape) == 3 and projections:
+            is_transposed = getattr(module.get_submodule(owner), "is_transposed", False)
+            num_fused = 1 if is_transposed else len(projections)
+            found[name] = (shape[1] // num_fused, shape[2])
+    return found
 
 
 def _slots(

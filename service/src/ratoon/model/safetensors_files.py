@@ -57,7 +57,7 @@ _READ_DTYPES = {word: dtype for dtype, word in _DTYPES.items()} | {"F16": torch.
 _MAX_WEIGHT = 2.0**127
 # Parameters [E, F, D] that hold all experts of a layer, with the projections that follow one
 # another in the features F.
-_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,7 +420,7 @@ def part_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         experts, _, leaf = name.rpartition(".")
-        parts = _FUSED_EXPERTS.get(leaf, ())
+        parts = FUSED_EXPERTS.get(leaf, ())
         if not parts or tensor.ndim != 3 or tensor.shape[1] % len(parts):
             parted[name] = tensor
             continue

@@ -1,14 +1,17 @@
 """Cuts a model's parameters into parts, each owned by one rank.
 
-A parameter is cut at multiples of `PART` elements, whatever the number of ranks, so a part's norm,
-digest and step have the same bits whoever owns it.
+A parameter is cut at multiples of `PART` elements, or of whole matrices where these are stepped as
+such, whatever the number of ranks, so a part's norm, digest and step have the same bits whoever
+owns it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,6 +21,9 @@ from torch import Tensor
 # evenly among ranks.
 PART = 1 << 25
 _AT = "@"
+# Rows and columns of the matrices that a parameter consists of, by its name.
+Matrices = Mapping[str, tuple[int, int]]
+NO_MATRICES: Matrices = MappingProxyType({})
 # Elements that a part's start is aligned to, for the kernels.
 _ALIGNMENT = 128
 
@@ -72,14 +78,19 @@ class Places:
         return {name: memory[start:stop] for name, (start, stop) in self.bounds.items()}
 
 
-def parts_of(parameters: Mapping[str, Tensor], part_elements: int = PART) -> list[Part]:
-    """All parts, in the order of the parameters."""
+def parts_of(
+    parameters: Mapping[str, Tensor], part_elements: int = PART, *, matrices: Matrices = NO_MATRICES
+) -> list[Part]:
+    """All parts, in the order of the parameters; those with `matrices` are cut between these."""
     found: list[Part] = []
     for parameter, tensor in parameters.items():
-        count = tensor.numel()
-        for start in range(0, count, part_elements):
-            name = parameter if count <= part_elements else f"{parameter}{_AT}{start}"
-            found.append(Part(name=name, start=start, stop=min(start + part_elements, count)))
+        count, size = tensor.numel(), part_elements
+        if parameter in matrices:
+            matrix = math.prod(matrices[parameter])
+            size = max(1, part_elements // matrix) * matrix
+        for start in range(0, count, size):
+            name = parameter if count <= size else f"{parameter}{_AT}{start}"
+            found.append(Part(name=name, start=start, stop=min(start + size, count)))
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 
 from ratoon.train.loss.spec import OptimStep
@@ -143,7 +144,9 @@ def _judge(
 def _grad_norm(ranks: RankGroup, divisor: float) -> float:
     """Norm of the added up and divided sums; infinite if their dtype cannot hold it."""
     in_order = ranks.own.shares.in_order
-    norm = norm_of_blocks(lambda exactly: in_order(ranks.all(Rank.norms, exactly)))
+    norm = norm_of_blocks(
+        lambda exactly: [*chain.from_iterable(in_order(ranks.all(Rank.norms, exactly)))]
+    )
     norm /= divisor
     return math.inf if norm > ranks.own.optimizer.max_norm else norm
 

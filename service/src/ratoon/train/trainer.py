@@ -50,6 +50,7 @@ from ratoon.train.micro_batches import PassHooks, never_cancelled, no_progress
 from ratoon.train.named_gradients import NamedGradients
 from ratoon.train.numerics import numerics_fingerprint
 from ratoon.train.optim.digest import digest_of_sums
+from ratoon.train.optim.resolve import check_patterns
 from ratoon.train.optimizer_step import run_optimizer_step
 from ratoon.train.passes import ForwardColumns, PassTotals
 from ratoon.train.prepare import (
@@ -169,10 +170,13 @@ class Trainer:
         Calls of the two may alternate in any order, with windows open across; neither changes a bit
         of the other's. The base stays as long as either does.
 
-        `spec`: with the `host_key` of this one's.
+        `spec`: with the `host_key` of this one's. Raises INVALID_ARGUMENT for a pattern of its
+        parameter groups.
         """
         assert spec.host_key, "it trains an adapter on one device"
         assert spec.host_key == self.spec.host_key
+        groups = spec.optimizer.groups
+        check_patterns("spec.optimizer.groups", groups, self.model.named_trainable())
         states = spec.optimizer_states or self.spec.kept_states
         self.model.bind(self.model.new_adapter(spec.model.seed))
         other = Trainer(replace(spec, optimizer_states=states), self.model, rates=self._rates)

@@ -29,7 +29,7 @@ from ratoon.engine.types import Policy, PolicySpec
 from ratoon.errors import invalid, shown
 from ratoon.model.spec import PRESET_NAMES, FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.train.loss.kinds import require
-from ratoon.train.optim.resolve import check_adamw, check_schedule
+from ratoon.train.optim.resolve import check_adamw, check_groups, check_muon, check_schedule
 from ratoon_proto import types
 from ratoon_proto.types import (
     AdamWConfig,
@@ -79,7 +79,7 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
             dtype=ModelDtype(spec.dtype),
             seed=spec.seed,
         ),
-        optimizer=_optimizer(spec.optimizer),
+        optimizer=_optimizer(spec.optimizer, spec.lora),
         sequencing=spec.sequencing,
         deterministic=spec.deterministic,
         recovery=spec.recovery,
@@ -139,8 +139,14 @@ def _tuning(lora: LoraTuning | None) -> FullTuning | LoraTuning:
     return lora
 
 
-def _optimizer(config: AdamWConfig) -> AdamWConfig:
+def _optimizer(config: AdamWConfig, lora: LoraTuning | None) -> AdamWConfig:
     check_adamw("spec.optimizer", config)
+    if config.muon is not None:
+        if lora is not None:
+            # The two factors of an adapter are no matrix that the model computes with.
+            raise invalid("spec.optimizer.muon", "muon", "absent: the policy trains an adapter")
+        check_muon("spec.optimizer.muon", config.muon)
+    check_groups("spec.optimizer.groups", config.groups)
     if config.schedule is not None:
         check_schedule("spec.optimizer.schedule", config.schedule)
     return config

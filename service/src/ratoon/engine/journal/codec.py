@@ -48,6 +48,8 @@ TAGS: dict[str, type] = {
     "tuning.lora": proto.LoraTuning,
     "adamw": proto.AdamWConfig,
     "schedule": proto.LearningRateSchedule,
+    "muon": proto.MuonConfig,
+    "parameter_group": proto.ParameterGroup,
     "checkpoint_source": proto.CheckpointSource,
     "numerics_guard": proto.NumericsGuard,
     **{f"command.{command.kind}": command for command in COMMANDS},

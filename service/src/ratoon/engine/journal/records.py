@@ -223,6 +223,8 @@ class RollBack:
     version: int
     checkpoint_id: str
     finished_at: float
+    # An operation that has not ended and stays as it is; "": none.
+    spared_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +241,23 @@ class PolicyHistory:
     checkpoints: tuple[Checkpoint, ...]
     kept_from_seq: int
     named: tuple[NamedVersion, ...]
+
+
+def last_in_turn(history: PolicyHistory) -> int:
+    """The highest seq that has ended, as have all before it. Pure."""
+    last_seq = history.closed.seq if history.closed else 0
+    for record in history.records:
+        if record.seq != last_seq + 1 or not record.state.is_final:
+            break
+        last_seq = record.seq
+    return last_seq
+
+
+def waiting_load(history: PolicyHistory) -> OperationRecord | None:
+    """The LoadCheckpoint whose turn it is; None: it is another operation's, or nobody's. Pure."""
+    seq = last_in_turn(history) + 1
+    loads = (r for r in history.records if r.kind is OperationKind.LOAD_CHECKPOINT)
+    return next((record for record in loads if record.seq == seq), None)
 
 
 def ended_progress(result: OperationResult | None) -> Progress:
@@ -334,6 +353,8 @@ def surplus(checkpoints: tuple[Checkpoint, ...], keep_last: int) -> tuple[Checkp
 
 def rolled_back(record: OperationRecord, roll_back: RollBack) -> OperationRecord | None:
     """The record after the rollback; None: unchanged."""
+    if record.operation_id == roll_back.spared_id:
+        return None
     if not record.state.is_final:
         return _failed(record, roll_back, _lost(record, roll_back, "was not applied"))
     if record.effect.adds_to_window and record.seq >= roll_back.replay_from_seq:

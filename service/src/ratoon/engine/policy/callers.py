@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from ratoon.engine.commands import (
     ForwardCommand,
     ImportWeightsCommand,
+    LoadCheckpointCommand,
     NoKey,
     OperationKey,
     RequestKey,
@@ -35,6 +36,7 @@ from ratoon.engine.policy.queue import LiveOperation, check_reuse
 from ratoon.engine.policy.run import PolicyRun
 from ratoon.engine.refusals import (
     check_room,
+    checkpoint_not_found,
     disk_full,
     disk_refusal,
     draining,
@@ -82,6 +84,20 @@ class Admission:
             key.check(run.spec.sequencing)
         if command.own_checkpoint_id is not None:
             check_own_id(safe_name("checkpoint_id", command.own_checkpoint_id))
+
+    async def check_way_back(self, submission: Submission) -> None:
+        """Check the LoadCheckpoint that is to bring a failed policy back.
+
+        Raises CHECKPOINT_NOT_FOUND, and INVALID_ARGUMENT unless its seq is next.
+        """
+        run, command = self._run, submission.command
+        assert isinstance(command, LoadCheckpointCommand)
+        known = await run.ports.journal.checkpoints(run.policy_id)
+        if all(checkpoint.info.name != command.checkpoint_id for checkpoint in known):
+            raise checkpoint_not_found(command.checkpoint_id)
+        seq, free = self._seq(submission.key), run.sequencer.next_free
+        if seq != free:
+            raise invalid("key.seq", seq, f"{free}, the next one: the policy is failed")
 
     async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
         """Make the body durable, for the operation that the submission may become.

@@ -15,7 +15,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
-from ratoon.engine.commands import NOBODY, Holder, NoKey, Submission
+from ratoon.engine.commands import (
+    NOBODY,
+    Command,
+    Holder,
+    LoadCheckpointCommand,
+    NoKey,
+    Submission,
+)
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.paths import drop_expired_results
 from ratoon.engine.files.uploads import UploadFiles
@@ -31,7 +38,8 @@ from ratoon.engine.policy.callers import (
 from ratoon.engine.policy.checkpointer import Checkpointer, is_over
 from ratoon.engine.policy.executor import Executor
 from ratoon.engine.policy.publisher import PublicationState, Publisher
-from ratoon.engine.policy.run import PolicyRun, cancel_queued
+from ratoon.engine.policy.run import PolicyRun, cancel_queued, is_run_too_long
+from ratoon.engine.policy.startup import stand_by
 from ratoon.engine.policy.turns import GradientReads, TurnLoop
 from ratoon.engine.refusals import (
     cancelled,
@@ -148,21 +156,32 @@ class Controller:
         Raises POLICY_NOT_READY, INVALID_ARGUMENT, KEY_REUSED, RESOURCE_EXHAUSTED (then nothing is
         accepted, and no seq is taken), and UNAVAILABLE where a recovery takes long, or where the
         journal does not answer: the operation may have been accepted, which a retry finds out.
+
+        A policy that failed for its numbers takes a LoadCheckpoint, which brings it back. Raises
+        CHECKPOINT_NOT_FOUND for it too, and INVALID_ARGUMENT unless its seq is next.
         """
-        self._check_taking()
+        self._check_taking(submission.command)
         self._admission.check(submission)
         operation_id = new_operation_id(self._run.policy_id)
         refusal = await self._admission.hold(operation_id, submission)
         try:
             async with self._queue():
-                self._check_taking()
+                self._check_taking(submission.command)
+                is_failed = self._run.state is PolicyState.FAILED
+                if is_failed:
+                    await self._turns.given_up()
+                    await stand_by(self._run)
                 first = await self._first(submission)
                 if first is None and refusal is not None:
                     raise refusal
-                self._lacks_seq = self._lacks_seq and not self._turns.is_known
+                self._lacks_seq = self._lacks_seq and not (is_failed or self._turns.is_known)
                 if first is None and self._lacks_seq:
                     raise _read_again()
+                if first is None and is_failed:
+                    await self._admission.check_way_back(submission)
                 record = first or await self._accept(operation_id, submission)
+                if is_failed and not record.state.is_final:
+                    self._turns.bring_back()
         except JournalUnknownError as err:
             self._lacks_seq = True
             raise self._unknown() from err
@@ -466,10 +485,15 @@ class Controller:
         self._turns.restart()
         return RatoonError(ErrorCode.UNAVAILABLE, "the journal does not answer; ask again")
 
-    def _check_taking(self) -> None:
+    def _check_taking(self, command: Command | None = None) -> None:
         if self._is_draining:
             raise draining()
-        self._check_ready()
+        run = self._run
+        is_failed_for_numbers = run.state is PolicyState.FAILED and is_run_too_long(
+            run, run.skipped_in_row
+        )
+        if not (is_failed_for_numbers and isinstance(command, LoadCheckpointCommand)):
+            self._check_ready()
 
     def _check_ready(self) -> None:
         if self._run.state not in (PolicyState.READY, PolicyState.RELEASED):

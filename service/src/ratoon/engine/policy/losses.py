@@ -42,6 +42,7 @@ from ratoon.engine.journal.records import (
     JournalState,
     OperationRecord,
     PolicyHistory,
+    last_in_turn,
 )
 from ratoon.engine.journal.tables import is_promoted_since
 from ratoon.engine.policy.recovery import (
@@ -125,16 +126,6 @@ def judge(history: PolicyHistory, found: Found, sequencing: Sequencing) -> Journ
         adoptable=adoptable,
         obstacle=obstacle,
     )
-
-
-def last_in_turn(history: PolicyHistory) -> int:
-    """The highest seq that has ended, as have all before it. Pure."""
-    last_seq = history.closed.seq if history.closed else 0
-    for record in history.records:
-        if record.seq != last_seq + 1 or not record.state.is_final:
-            break
-        last_seq = record.seq
-    return last_seq
 
 
 def is_worker_ahead(history: PolicyHistory, status: WorkerStatus) -> bool:

@@ -6,10 +6,10 @@ journal write that makes it true.
 
 Failures in a row are counted, after which something is given up. A policy fails after too many
 steps in a row were skipped for their numbers. That count is a function of the journal, so every
-reader gets the same, and a failed policy is not brought back. A step that was taken, a loaded
-checkpoint or imported weights reset the count. Operations that change no weights, and steps without
-tokens or without a gradient, leave it as it is. An operation, or a publication, fails after too
-many workers in a row were lost to it: each loss costs a load and a replay.
+reader gets the same, and only a LoadCheckpoint brings a failed policy back. A step that was taken,
+a loaded checkpoint or imported weights reset the count. Operations that change no weights, and
+steps without tokens or without a gradient, leave it as it is. An operation, or a publication, fails
+after too many workers in a row were lost to it: each loss costs a load and a replay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.losses import Position, write_position
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.engine.journal.journal import Journal
-from ratoon.engine.journal.records import JournalState, OperationEnd, OperationRecord
+from ratoon.engine.journal.records import (
+    JournalState,
+    OperationEnd,
+    OperationRecord,
+    waiting_load,
+)
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.queue import Ledger, LiveOperation, Sequencer, Window
@@ -285,8 +290,10 @@ def _is_skipped_for_numbers(record: OperationRecord) -> bool:
 
 
 async def _give_up(run: PolicyRun, count: int) -> None:
-    """Fail the policy and its open operations. Idempotent."""
+    """Fail the policy and its open operations, unless it is a LoadCheckpoint's turn. Idempotent."""
     history = await run.ports.journal.history(run.policy_id)
+    if waiting_load(history) is not None:
+        return
     reason = f"{count} optimizer steps in a row were skipped for their numbers"
     # A skipped step closes its window too.
     if history.closed is not None and isinstance(history.closed.result, StepResult):

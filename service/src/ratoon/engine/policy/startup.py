@@ -19,11 +19,17 @@ from ratoon import metrics
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.files.losses import Position, read_position
 from ratoon.engine.files.paths import make_policy_folders, policy_leftovers
-from ratoon.engine.journal.records import JournalState, PolicyHistory, RollBack
+from ratoon.engine.journal.records import (
+    JournalState,
+    PolicyHistory,
+    RollBack,
+    last_in_turn,
+    waiting_load,
+)
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.checkpointer import Checkpointer
 from ratoon.engine.policy.executor import Executor
-from ratoon.engine.policy.losses import carry_out, find_loss, find_worker_loss, last_in_turn
+from ratoon.engine.policy.losses import carry_out, find_loss, find_worker_loss
 from ratoon.engine.policy.publisher import Publisher
 from ratoon.engine.policy.recovery import (
     Recovered,
@@ -157,6 +163,12 @@ async def _take_over(
     return history, status
 
 
+async def stand_by(run: PolicyRun) -> None:
+    """Take over from the journal what needs no worker, for a policy that failed."""
+    history = await run.ports.journal.history(run.policy_id)
+    adopt(run, history, _no_worker(history))
+
+
 def _no_worker(history: PolicyHistory) -> WorkerStatus:
     """The status of a worker that would agree with the journal."""
     return WorkerStatus(
@@ -256,11 +268,13 @@ async def _recover(run: PolicyRun, history: PolicyHistory) -> Recovered:
 
 
 async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
-    """Load the newest usable checkpoint, and fail everything past it.
+    """Load the newest usable checkpoint, and fail everything past it but a LoadCheckpoint whose
+    turn it is.
 
     A crash in between leaves a worker that disagrees with the journal, unless nothing was lost.
     """
-    last_seq = history.policy.next_seq - 1
+    load = waiting_load(history)
+    last_seq = (history.policy.next_seq if load is None else load.seq) - 1
     # Nothing is replayed, so missing bodies do not matter.
     base, loaded = await load_newest(run, history, 1, last_seq)
     roll_back = RollBack(
@@ -269,6 +283,7 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
         version=base.info.version,
         checkpoint_id=base.info.name or (base.info.checkpoint_id if base.info.seq else ""),
         finished_at=run.ports.now(),
+        spared_id="" if load is None else load.operation_id,
     )
     changed = await run.ports.journal.roll_back(run.token, run.policy_id, roll_back)
     for record in changed:

@@ -149,6 +149,17 @@ class TurnLoop:
         self._restarts += 1
         self.wake()
 
+    async def given_up(self) -> None:
+        """Until the loop of a policy that failed has ended."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    def bring_back(self) -> None:
+        """Start a policy that has `given_up` again: the journal has a LoadCheckpoint for it."""
+        self._run.enter(PolicyState.CREATING)
+        self._must_restart = True
+        self._task = asyncio.get_running_loop().create_task(self._loop())
+
     def collect(self) -> None:
         """Delete checkpoints and versions that nothing needs, between two turns."""
         self._checkpointer.must_collect = True
@@ -337,6 +348,8 @@ class TurnLoop:
             raise operation_not_found(operation_id)
         await self._executor.pass_over(record)
         self._run.sequencer.advance()
+        async with self._lock:
+            await note_end(self._run, record)  # It may have been to bring a failed policy back.
 
     async def _publish(self) -> None:
         """Publish the current version for all readers that wait for it."""

@@ -5,7 +5,7 @@ An option that a loss does not have is not in its type.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ratoon.train.loss.kinds import Objective
 from ratoon_proto.types import (
@@ -134,10 +134,10 @@ class OptimStep:
 
     def adamw(self, policy: AdamWConfig) -> AdamWConfig:
         """The policy's, but for what this step has its own of."""
-        return AdamWConfig(
+        return replace(
+            policy,
             beta1=policy.beta1 if self.beta1 is None else self.beta1,
             beta2=policy.beta2 if self.beta2 is None else self.beta2,
             eps=policy.eps if self.eps is None else self.eps,
             weight_decay=self.weight_decay,
-            decay=policy.decay,
         )

@@ -1,4 +1,5 @@
-"""AdamW over weights that are their own masters, and what any kind of AdamW here does.
+"""AdamW, and Muon of matrices, over weights that are their own masters; and what any kind of
+optimizer here does.
 
 A step is applied whole or, where the gradient is not finite or would make weights or moments that
 are not, no weight and no moment is touched.
@@ -10,13 +11,16 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ratoon.shards.parts import NO_MATRICES, Matrices, origin_of
 from ratoon.train.loss.spec import OptimStep
+from ratoon.train.optim.muon import MuonStep
+from ratoon.train.optim.resolve import matching
 from ratoon.train.optim.state import OptimizerState, StateBounds, check_sum
 from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig, Decay
@@ -131,22 +135,66 @@ class Optimizer(ABC):
         return changed
 
 
-def undecayed(names: Iterable[str], config: AdamWConfig) -> frozenset[str]:
-    """Names of the parameters that weight decay leaves alone."""
-    if config.decay is Decay.ALL:
-        return frozenset()
-    return frozenset(name for name in names if _NORM_OR_BIAS.search(name))
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a parameter is stepped: the factor of its learning rate, and whether it decays."""
+
+    lr_factor: float
+    decays: bool
+
+    def rate(self, step: OptimStep) -> float:
+        return step.learning_rate * self.lr_factor
+
+    def decay(self, step: OptimStep) -> float:
+        """The share of a weight that decay takes away."""
+        return self.rate(step) * step.weight_decay if self.decays else 0.0
+
+
+def rule_of(name: str, config: AdamWConfig) -> Rule:
+    """The rule of a parameter, or of a part of one, by its name."""
+    parameter, _ = origin_of(name)
+    decays = config.decay is Decay.ALL or not _NORM_OR_BIAS.search(parameter)
+    for index in matching(config.groups, parameter):
+        group = config.groups[index]
+        return Rule(group.lr_factor, decays if group.decays is None else group.decays)
+    return Rule(1.0, decays)
+
+
+def muon_step(name: str, config: AdamWConfig, step: OptimStep, matrices: Matrices) -> MuonStep:
+    """The step of a parameter, or of a part of one, that consists of `matrices`."""
+    assert config.muon is not None
+    rule = rule_of(name, config)
+    return MuonStep(
+        config=config.muon,
+        learning_rate=rule.rate(step),
+        decay=rule.decay(step),
+        shape=matrices[origin_of(name)[0]],
+    )
 
 
 class MasterAdamW(Optimizer):
     """Of float32 or float64 weights (Loshchilov and Hutter, arXiv 1711.05101).
 
-    Moments are there from the start: a state is complete before the first step.
+    Moments are there from the start: a state is complete before the first step. Muon steps the
+    parameters that consist of `matrices`; its iterations run in the weights' dtype.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: AdamWConfig) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        config: AdamWConfig,
+        matrices: Matrices = NO_MATRICES,
+    ) -> None:
         self._masters = dict(parameters)
         self._config = config
+        self._matrices = matrices
+        # Of the masters that Muon steps.
+        self._momentum = {
+            name: torch.zeros_like(master)
+            for name, master in self._masters.items()
+            if origin_of(name)[0] in matrices
+        }
+        self._rest = {n: m for n, m in self._masters.items() if n not in self._momentum}
         # One pass over the state on a GPU; on a CPU the bits are those of the plain loop.
         is_fused = any(master.is_cuda for master in self._masters.values())
         is_float32 = all(master.dtype is torch.float32 for master in self._masters.values())
@@ -154,22 +202,19 @@ class MasterAdamW(Optimizer):
         # The fused step's own scale of gradients is a float32: too coarse for float64.
         self._folds_scale = is_fused and is_float32
         self._adamw: torch.optim.AdamW | None = None
-        if self._masters:
-            exempt = undecayed(self._masters, config)
-            groups: list[dict[str, Any]] = []
-            for decays in (True, False):
-                own = [m for name, m in self._masters.items() if (name not in exempt) is decays]
-                if own:
-                    groups.append({"params": own, "decays": decays})
+        if self._rest:
+            groups: dict[Rule, list[Tensor]] = {}
+            for name, master in self._rest.items():
+                groups.setdefault(rule_of(name, config), []).append(master)
             self._adamw = torch.optim.AdamW(
-                groups,
+                [{"params": own, "rule": rule} for rule, own in groups.items()],
                 lr=0.0,
                 betas=(config.beta1, config.beta2),
                 eps=config.eps,
                 weight_decay=config.weight_decay,
                 fused=is_fused or None,
             )
-        for master in self._masters.values():
+        for master in self._rest.values():
             assert self._adamw is not None
             # The fused step counts on the device.
             counter_device = master.device if is_fused else torch.device("cpu")
@@ -190,29 +235,45 @@ class MasterAdamW(Optimizer):
         """On a GPU float32 weights are read and written in one pass over 32 bytes per parameter,
         division and clipping in it."""
         self._num_steps += 1
+        clip = step.clip_factor(norm)
+        self._step_matrices(sums, divisor, clip, step)
         if self._adamw is None:
             return
-        self._scale([sums[name] for name in self._masters], divisor, step.clip_factor(norm))
+        self._scale([sums[name] for name in self._rest], divisor, clip)
         config = step.adamw(self._config)
         for group in self._adamw.param_groups:
-            group["lr"] = step.learning_rate
+            rule: Rule = group["rule"]
+            group["lr"] = rule.rate(step)
             group["betas"] = (config.beta1, config.beta2)
             group["eps"] = config.eps
-            group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
-        for name, master in self._masters.items():
+            group["weight_decay"] = config.weight_decay if rule.decays else 0.0
+        for name, master in self._rest.items():
             master.grad = sums[name]
         self._adamw.step()
-        for master in self._masters.values():
+        for master in self._rest.values():
             # Of a part it is no parameter's own, and would outlive the sums.
             master.grad = None
 
+    @torch.no_grad()
+    def _step_matrices(
+        self, sums: Mapping[str, Tensor], divisor: float, clip: float, step: OptimStep
+    ) -> None:
+        for name, momentum in self._momentum.items():
+            master = self._masters[name]
+            _divide([sums[name]], divisor, clip)
+            numbers = muon_step(name, self._config, step, self._matrices)
+            changed = numbers.apply(master, momentum, sums[name].view_as(master), master.dtype)
+            master.copy_(changed[0])
+            momentum.copy_(changed[1])
+
     def state(self) -> OptimizerState:
-        moments = {name: self._moments(master) for name, master in self._masters.items()}
+        moments = {name: self._moments(master) for name, master in self._rest.items()}
+        first = {name: moment["exp_avg"] for name, moment in moments.items()} | self._momentum
         return OptimizerState(
             kind=OptimizerStates.FP32,
             weights={name: master.detach() for name, master in self._masters.items()},
             weight_remainder={},
-            exp_avg={name: moment["exp_avg"] for name, moment in moments.items()},
+            exp_avg={name: first[name] for name in self._masters},
             exp_avg_sq={name: moment["exp_avg_sq"] for name, moment in moments.items()},
             exp_avg_scale={},
             exp_avg_sq_scale={},
@@ -222,7 +283,7 @@ class MasterAdamW(Optimizer):
     def load(self, state: OptimizerState) -> None:
         self._bounds = None
         self.state().copy_from(state)
-        for master in self._masters.values():
+        for master in self._rest.values():
             self._moments(master)["step"].fill_(float(state.num_steps))
         self._num_steps = state.num_steps
 
@@ -243,7 +304,8 @@ class MasterAdamW(Optimizer):
         self.load(replace(state, num_steps=0))
 
     def _copy_of(self, name: str) -> MasterAdamW:
-        copy = MasterAdamW({name: self._masters[name].detach().clone()}, self._config)
+        own = {name: self._masters[name].detach().clone()}
+        copy = MasterAdamW(own, self._config, self._matrices)
         copy.load(self.state().alone(name))
         return copy
 
@@ -268,10 +330,14 @@ class MasterAdamW(Optimizer):
             device = gradients[0].device
             cast("Any", self._adamw).grad_scale = torch.full((), scale, device=device)
             return
-        for gradient in gradients:
-            gradient.div_(divisor)
-            if clip < 1.0:
-                gradient.mul_(clip)
+        _divide(gradients, divisor, clip)
+
+
+def _divide(gradients: Iterable[Tensor], divisor: float, clip: float) -> None:
+    for gradient in gradients:
+        gradient.div_(divisor)
+        if clip < 1.0:
+            gradient.mul_(clip)
 
 
 def norm_of_blocks(norms_of_blocks: Callable[[bool], Sequence[float]]) -> float:
@@ -284,6 +350,11 @@ def norm_of_blocks(norms_of_blocks: Callable[[bool], Sequence[float]]) -> float:
     if math.isnan(norm) or _MIN_NORM <= norm < math.inf:
         return norm
     return _norm_of_norms(norms_of_blocks(True))
+
+
+def num_blocks(gradient: Tensor) -> int:
+    """How many norms `block_norms` gives for a gradient."""
+    return -(-gradient.numel() // _NORM_CHUNK)
 
 
 def block_norms(gradients: Iterable[Tensor], *, exactly: bool) -> list[float]:

@@ -1,4 +1,5 @@
-"""AdamW of bfloat16 parameters, one float32 formula for all that may be kept beside them.
+"""AdamW of bfloat16 parameters, one float32 formula for all that may be kept beside them; and Muon
+of matrices, whose iterations alone are bfloat16.
 
 What is kept (`OptimizerStates`) decides how a step reads and writes weights and moments, and
 nothing else: states that keep the same masters and moments take the same steps, bit for bit. What
@@ -16,8 +17,16 @@ import torch
 from torch import Tensor
 
 from ratoon.errors import invalid
+from ratoon.shards.parts import NO_MATRICES, Matrices, origin_of
 from ratoon.train.loss.spec import OptimStep
-from ratoon.train.optim.adamw import MAX_FLOAT32, MasterAdamW, Optimizer, undecayed
+from ratoon.train.optim.adamw import (
+    MAX_FLOAT32,
+    MasterAdamW,
+    Optimizer,
+    Rule,
+    muon_step,
+    rule_of,
+)
 from ratoon.train.optim.bf16_state import (
     Tensors,
     Views,
@@ -26,9 +35,11 @@ from ratoon.train.optim.bf16_state import (
     is_rounded,
     keys_of,
     read_moments,
+    read_momentum,
     read_weights,
     views_of,
     write_moments,
+    write_momentum,
     write_weights,
 )
 from ratoon.train.optim.rounding import MAX_SQUARE, random_words, split_float32
@@ -39,8 +50,6 @@ from ratoon_proto.types import AdamWConfig, StepWarning
 
 # Indices are int32, beyond the end of the last elements too.
 _MAX_ELEMENTS = (1 << 31) - (1 << 16)
-# Place of the decay in `_numbers`.
-_DECAY = 1
 
 
 _StepViews = Callable[
@@ -60,14 +69,17 @@ class Bf16AdamW(Optimizer):
         config: AdamWConfig,
         kind: OptimizerStates,
         seed: int,
+        matrices: Matrices = NO_MATRICES,
     ) -> None:
+        """Muon steps the parameters that consist of `matrices`."""
         _check(parameters, kind)
         self._config = config
+        self._matrices = matrices
         self._kind = kind
         self._seed = seed
         weights = {name: parameter.detach() for name, parameter in parameters.items()}
-        self._live = initial_state(weights, kind)
-        self._undecayed = undecayed(weights, config)
+        self._live = initial_state(weights, kind, matrices)
+        self._rules = {name: rule_of(name, config) for name in weights}
         self._views = [views_of(self._live, name, weight, seed) for name, weight in weights.items()]
         devices = {weight.device for weight in weights.values()}
         self._device = devices.pop() if devices else torch.device("cpu")
@@ -87,32 +99,49 @@ class Bf16AdamW(Optimizer):
         """`sums`, float32 or bfloat16, stay."""
         number = self._live.num_steps + 1
         scale = step.clip_factor(norm) / divisor
-        numbers = _numbers(step.adamw(self._config), step, scale, number)
+        config = step.adamw(self._config)
         keys = keys_of(f"{self._seed}/{number}", 2)
-        scalars = (
-            self._upload(torch.tensor(numbers, dtype=torch.float32)),
-            self._upload(torch.tensor(keys, dtype=torch.int32)),
-        )
-        without_decay = scalars
-        if self._undecayed:
-            numbers[_DECAY] = 0.0
-            without_decay = (self._upload(torch.tensor(numbers, dtype=torch.float32)), scalars[1])
+        keys = self._upload(torch.tensor(keys, dtype=torch.int32))
+        numbers = {
+            rule: self._upload(
+                torch.tensor(_numbers(config, rule, step, scale, number), dtype=torch.float32)
+            )
+            for rule in dict.fromkeys(self._rules.values())
+        }
         counts: list[Tensor] = []
-        with torch.cuda.device_of(scalars[0]):
+        with torch.cuda.device_of(keys):
             for views in self._views:
                 gradient = sums[views.name].view(views.weights[0].shape)
-                changed = self._step_views(
-                    gradient,
-                    views.weights,
-                    views.moments,
-                    without_decay if views.name in self._undecayed else scalars,
-                    views.origin,
-                    step.changed_share,
-                )
+                if origin_of(views.name)[0] in self._matrices:
+                    changed = self._step_matrices(views, gradient, scale, step, keys)
+                else:
+                    changed = self._step_views(
+                        gradient,
+                        views.weights,
+                        views.moments,
+                        (numbers[self._rules[views.name]], keys),
+                        views.origin,
+                        step.changed_share,
+                    )
                 if changed is not None:
                     counts.append(changed.view(-1))
         self._live = replace(self._live, num_steps=number)
         return torch.cat(counts).sum() if counts else None
+
+    @torch.no_grad()
+    def _step_matrices(
+        self, views: Views, gradient: Tensor, scale: float, step: OptimStep, keys: Tensor
+    ) -> Tensor | None:
+        """One step of Muon, whose arithmetic is float32 but for the iterations; as `_StepViews`."""
+        numbers = muon_step(views.name, self._config, step, self._matrices)
+        weight, momentum = read_weights(views.weights), read_momentum(views.moments)
+        weight, momentum = numbers.apply(weight, momentum, gradient.float() * scale, torch.bfloat16)
+        words = None
+        if is_rounded(views.weights, views.moments):
+            words = _words(gradient.shape, views.origin, keys)
+        changed = write_weights(views.weights, weight, words)
+        write_momentum(views.moments, momentum, words)
+        return changed.sum(dtype=torch.int32) if step.changed_share else None
 
     def state(self) -> OptimizerState:
         return self._live
@@ -150,7 +179,7 @@ class Bf16AdamW(Optimizer):
     def _copy_of(self, name: str) -> Bf16AdamW:
         state = self._live.alone(name)
         weight = state.weights[name].to(torch.bfloat16, copy=True)
-        copy = Bf16AdamW({name: weight}, self._config, self._kind, self._seed)
+        copy = Bf16AdamW({name: weight}, self._config, self._kind, self._seed, self._matrices)
         copy.load(state)
         return copy
 
@@ -205,13 +234,13 @@ def _words(shape: torch.Size, origin: Tensor, keys: Tensor) -> tuple[Tensor, Ten
 
 
 def _numbers(
-    config: AdamWConfig, step: OptimStep, gradient_scale: float, number: int
+    config: AdamWConfig, rule: Rule, step: OptimStep, gradient_scale: float, number: int
 ) -> list[float]:
     """What a step multiplies with, in the order of `_step_views`; `number` counts from 1."""
     return [
         gradient_scale,
-        step.learning_rate * step.weight_decay,
-        step.learning_rate / (1.0 - config.beta1**number),
+        rule.decay(step),
+        rule.rate(step) / (1.0 - config.beta1**number),
         1.0 / math.sqrt(1.0 - config.beta2**number),
         1.0 - config.beta1,
         config.beta2,
@@ -237,12 +266,16 @@ def make_optimizer(
     config: AdamWConfig,
     kind: OptimizerStates,
     seed: int,
+    matrices: Matrices = NO_MATRICES,
 ) -> Optimizer:
-    """`seed` keys stochastic rounding. Raises what `Bf16AdamW` raises."""
+    """`seed` keys stochastic rounding; Muon steps the parameters that consist of `matrices`.
+
+    Raises what `Bf16AdamW` raises.
+    """
     is_wide = all(p.dtype in (torch.float32, torch.float64) for p in parameters.values())
     if is_wide and kind is OptimizerStates.FP32:
-        return MasterAdamW(parameters, config)
-    return Bf16AdamW(parameters, config, kind, seed)
+        return MasterAdamW(parameters, config, matrices)
+    return Bf16AdamW(parameters, config, kind, seed, matrices)
 
 
 def rounding_warning(kind: OptimizerStates, learning_rate: float) -> tuple[StepWarning, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ratoon.shards.parts import origin_of
+from ratoon.shards.parts import NO_MATRICES, Matrices, origin_of
 from ratoon.train.optim.rounding import (
     BLOCK,
     decode_positive,
@@ -50,7 +50,8 @@ class Views:
     codes.
 
     `weights`: the bfloat16 weight alone; or its bits (int16) and the remainder (int16) or master
-    (float32). `moments`: first and second, and the two scales where they are codes.
+    (float32). `moments`: first and second, or the momentum alone, and as many scales where they are
+    codes.
     `origin`: int32 [3], two keys of the parameter and the index of the first element in it.
     """
 
@@ -60,8 +61,13 @@ class Views:
     origin: Tensor
 
 
-def initial_state(weights: Mapping[str, Tensor], kind: OptimizerStates) -> OptimizerState:
-    """That before the first step, on the device of `weights` (bfloat16)."""
+def initial_state(
+    weights: Mapping[str, Tensor], kind: OptimizerStates, matrices: Matrices = NO_MATRICES
+) -> OptimizerState:
+    """That before the first step, on the device of `weights` (bfloat16), parameters or parts.
+
+    Those that consist of `matrices` have no second moments.
+    """
     beside, moment = _KEPT[kind]
     can_code = {
         name
@@ -71,18 +77,20 @@ def initial_state(weights: Mapping[str, Tensor], kind: OptimizerStates) -> Optim
     is_coded = moment is torch.uint8
     coded = can_code if is_coded else set[str]()
 
-    def moments() -> dict[str, Tensor]:
+    has_second = {name: w for name, w in weights.items() if origin_of(name)[0] not in matrices}
+
+    def moments(of: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: torch.zeros_like(
                 weight, dtype=torch.bfloat16 if is_coded and name not in coded else moment
             )
-            for name, weight in weights.items()
+            for name, weight in of.items()
         }
 
-    def scales() -> dict[str, Tensor]:
+    def scales(of: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: torch.zeros(weight.numel() // BLOCK, device=weight.device)
-            for name, weight in weights.items()
+            for name, weight in of.items()
             if name in coded
         }
 
@@ -94,10 +102,10 @@ def initial_state(weights: Mapping[str, Tensor], kind: OptimizerStates) -> Optim
             for n, w in weights.items()
             if beside is torch.int16
         },
-        exp_avg=moments(),
-        exp_avg_sq=moments(),
-        exp_avg_scale=scales(),
-        exp_avg_sq_scale=scales(),
+        exp_avg=moments(weights),
+        exp_avg_sq=moments(has_second),
+        exp_avg_scale=scales(weights),
+        exp_avg_sq_scale=scales(has_second),
         num_steps=0,
     )
 
@@ -109,7 +117,7 @@ def views_of(state: OptimizerState, name: str, weight: Tensor, seed: int) -> Vie
         weights = [weight.view(torch.int16), state.weight_remainder[name]]
     elif state.weights[name].dtype is torch.float32:
         weights = [weight.view(torch.int16), state.weights[name]]
-    moments = [state.exp_avg[name], state.exp_avg_sq[name]]
+    moments = [m[name] for m in (state.exp_avg, state.exp_avg_sq) if name in m]
     scales = [s[name] for s in (state.exp_avg_scale, state.exp_avg_sq_scale) if name in s]
     parameter, start = origin_of(name)
     origin = [*keys_of(f"{seed}/{parameter}", 2), start]
@@ -177,6 +185,25 @@ def write_moments(moments: Tensors, updated: tuple[Tensor, Tensor], words: Words
     else:
         m.copy_(round_bf16(updated[0], words[1]))
         v.copy_(round_bf16(updated[1], words[2]))
+
+
+def read_momentum(moments: Tensors) -> Tensor:
+    """float32, of a weight without a second moment."""
+    momentum, *scales = moments
+    return decode_signed(momentum, scales[0]) if scales else momentum.float()
+
+
+def write_momentum(moments: Tensors, updated: Tensor, words: Words) -> None:
+    """Of a weight without a second moment."""
+    momentum, *scales = moments
+    if words is None or momentum.dtype is torch.float32:
+        momentum.copy_(updated)
+    elif scales:
+        codes, scale = encode_signed(updated, words[1])
+        momentum.copy_(codes)
+        scales[0].copy_(scale)
+    else:
+        momentum.copy_(round_bf16(updated, words[1]))
 
 
 def keys_of(text: str, count: int) -> list[int]:

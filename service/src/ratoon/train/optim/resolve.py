@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
-from ratoon.errors import invalid
+from ratoon.errors import invalid, shown
 from ratoon.train.loss.kinds import require
 from ratoon.train.loss.spec import CounterDivisor, NoDivisor, Normalisation, OptimStep
 from ratoon_proto.types import (
     AdamWConfig,
     DivideBy,
     LearningRateSchedule,
+    MuonConfig,
     OptimStepConfig,
+    ParameterGroup,
     ScheduleKind,
     TokenWeight,
 )
@@ -21,6 +25,9 @@ DEFAULT_MAX_GRAD_NORM = 1.0
 # Far beyond every recipe; within them no float32 of a step overflows by these numbers alone.
 _MAX_LEARNING_RATE = 1e4
 _MAX_STEPS = 2**53
+_MAX_NS_STEPS = 20
+_MAX_GROUPS = 64
+_MAX_PATTERN = 256
 _SMALLEST = 1e-30
 _LARGEST = 1e30
 _RATES = f"a number from 0 to {_MAX_LEARNING_RATE:g}"
@@ -52,6 +59,7 @@ def check_optim(request: OptimStepConfig, policy: AdamWConfig) -> None:
         raise invalid("optim.divide_constant", "none", _RANGE)
     own = request.weight_decay
     decay = policy.weight_decay if own is None else own
+    rate *= max_lr_factor(policy)
     if rate * decay > 1:
         # More would turn the sign of every weight.
         name, got, other = ("learning_rate", rate, f"weight_decay, {decay:g}, here the policy's")
@@ -73,6 +81,56 @@ def check_adamw(path: str, config: AdamWConfig | OptimStepConfig) -> None:
     if (decay := config.weight_decay) is not None:
         most = f"a number from 0 to {_LARGEST:g}"
         require(f"{path}.weight_decay", decay, 0 <= decay <= _LARGEST, most)
+
+
+def check_muon(path: str, muon: MuonConfig) -> None:
+    """Check Muon's numbers. Raises `RatoonError` INVALID_ARGUMENT naming the field below `path`."""
+    is_mean = 0 <= muon.momentum < 1
+    require(f"{path}.momentum", muon.momentum, is_mean, "a number in [0, 1)")
+    num_steps = muon.ns_steps
+    require(f"{path}.ns_steps", num_steps, 1 <= num_steps <= _MAX_NS_STEPS, f"1 to {_MAX_NS_STEPS}")
+
+
+def check_groups(path: str, groups: Sequence[ParameterGroup]) -> None:
+    """Check a policy's parameter groups without its parameters; `check_patterns` does it with them.
+
+    Raises `RatoonError` INVALID_ARGUMENT naming the field below `path`.
+    """
+    require(path, len(groups), len(groups) <= _MAX_GROUPS, f"at most {_MAX_GROUPS} groups")
+    for index, group in enumerate(groups):
+        where, length = f"{path}[{index}]", len(group.pattern)
+        if not 1 <= length <= _MAX_PATTERN:
+            expected = f"a pattern of 1 to {_MAX_PATTERN} characters"
+            raise invalid(f"{where}.pattern", f"{length} characters", expected)
+        factor = group.lr_factor
+        require(f"{where}.lr_factor", factor, 0 <= factor <= _MAX_LEARNING_RATE, _RATES)
+
+
+def check_patterns(path: str, groups: Sequence[ParameterGroup], names: Iterable[str]) -> None:
+    """Raises `RatoonError` INVALID_ARGUMENT for a pattern that matches none of the parameters'
+    `names`, or one that another group matches."""
+    groups_of = {name: matching(groups, name) for name in names}
+    matched = {index for own in groups_of.values() for index in own}
+    for index, group in enumerate(groups):
+        if index not in matched:
+            expected = "a pattern of a trained parameter's name"
+            raise invalid(f"{path}[{index}].pattern", shown(group.pattern), expected)
+    for name, (first, *others) in ((name, own) for name, own in groups_of.items() if own):
+        if others:
+            expected = f"one that leaves {name} to {path}[{first}]"
+            raise invalid(
+                f"{path}[{others[0]}].pattern", shown(groups[others[0]].pattern), expected
+            )
+
+
+def matching(groups: Sequence[ParameterGroup], name: str) -> list[int]:
+    """The groups, by index, whose patterns match a parameter's name."""
+    return [i for i, group in enumerate(groups) if fnmatchcase(name, group.pattern)]
+
+
+def max_lr_factor(config: AdamWConfig) -> float:
+    """The largest factor of a step's learning rate, of parameters in no group too."""
+    return max((1.0, *(group.lr_factor for group in config.groups)))
 
 
 def check_schedule(path: str, schedule: LearningRateSchedule) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 from ratoon.errors import invalid
 from ratoon.model.safetensors_files import are_finite
 from ratoon.train.loss.spec import OptimStep
+from ratoon.train.optim.muon import MAX_UPDATE
+from ratoon.train.optim.resolve import max_lr_factor
 from ratoon.train.optim.rounding import join_float32
 from ratoon.train.spec import OptimizerStates
 from ratoon_proto.types import AdamWConfig
@@ -59,12 +61,14 @@ class StateBounds:
         """
         gradient = norm * step.clip_factor(norm) * _ROUNDED + _LOST
         square = gradient * gradient
-        mixed = config.beta1 * self.first + (1 - config.beta1) * gradient
+        betas = [config.beta1] if config.muon is None else [config.beta1, config.muon.momentum]
+        mixed = max(beta * self.first + (1 - beta) * gradient for beta in betas)
         first = (mixed + _LOST * (self.first + gradient)) * _ROUNDED
         second = (config.beta2 * self.second + (1 - config.beta2) * square) * _ROUNDED
-        rate = step.learning_rate / (1 - config.beta1**number)
-        change = rate * first / min(1.0, config.eps)
-        decay = step.learning_rate * step.weight_decay
+        highest = step.learning_rate * max_lr_factor(config)
+        change = highest / (1 - config.beta1**number) * first / min(1.0, config.eps)
+        change = change if config.muon is None else max(change, highest * MAX_UPDATE)
+        decay = highest * step.weight_decay
         weight = (max(1.0, decay) * self.weight + change) * _ROUNDED
         numbers = (self.first + gradient, square, first, second, change, weight)
         # A NaN, as of infinity times 0, is not below the limit.
@@ -90,6 +94,7 @@ class OptimizerState:
     # BF16_SPLIT...: int16, what the weights lack of their masters (`rounding.split_float32`).
     weight_remainder: dict[str, Tensor]
     # FP32, BF16_SPLIT: as wide as masters. Else bfloat16, or uint8 codes with their scales below.
+    # What Muon steps has the momentum in `exp_avg`, and no second moment.
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
     # float32, one a block of `rounding.BLOCK` codes; the names that have codes.

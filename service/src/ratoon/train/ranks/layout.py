@@ -11,11 +11,16 @@ from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.loader import placed_bytes, read_model
-from ratoon.model.policy_model import PolicyModel, names_by_layer, trained_parameters
+from ratoon.model.policy_model import (
+    PolicyModel,
+    muon_matrices,
+    names_by_layer,
+    trained_parameters,
+)
 from ratoon.planner.device_costs import DeviceRates
 from ratoon.planner.planning import Planner, cpu_planner, device_planner
 from ratoon.shards.copies import Copies
-from ratoon.shards.parts import parts_of, shared_out
+from ratoon.shards.parts import NO_MATRICES, Matrices, parts_of, shared_out
 from ratoon.train.numerics import (
     configure_torch,
     free_bytes,
@@ -24,6 +29,7 @@ from ratoon.train.numerics import (
 )
 from ratoon.train.optim.bf16_state import initial_state
 from ratoon.train.optim.gradients import sum_bytes
+from ratoon.train.optim.resolve import check_patterns
 from ratoon.train.ranks.exchange import handed_bytes
 from ratoon.train.ranks.group import RankGroup
 from ratoon.train.ranks.rank import OnlyBackward, Rank
@@ -53,17 +59,20 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         for shard in _possible_shards(spec, place, has_adapter=read.adapter is not None)
     }
     trained = trained_parameters(read.module, read.adapter)
+    check_patterns("spec.optimizer.groups", spec.optimizer.groups, trained)
+    matrices = muon_matrices(spec.optimizer, read.module, trained)
     states, shard = choose_layout(
         trained,
         [] if read.adapter is not None else names_by_layer(read.module, trained),
         {
-            shard: placed_bytes(read.module, ranks, read.num_copies)
+            shard: placed_bytes(read.module, ranks, read.num_copies, matrices)
             for shard, ranks in sharing.items()
         },
         total_bytes(device),
         num_ranks=spec.num_workers,
         num_tenants=spec.max_tenants,
         states=spec.optimizer_states,
+        matrices=matrices,
     )
     model = read.place(
         device,
@@ -72,6 +81,7 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
         compile_layers=device.type == "cuda",
         rank=place.rank,
         num_sharing=sharing[shard],
+        matrices=matrices,
     )
     model.sizes = replace(model.sizes, num_on_host=place.num_on_host())
     parallel = replace(spec.parallel, shard=shard)
@@ -111,6 +121,7 @@ def choose_layout(
     num_ranks: int = 1,
     num_tenants: int = 1,
     states: OptimizerStates | None = None,
+    matrices: Matrices = NO_MATRICES,
 ) -> Layout:
     """Choose the optimizer states (unless `states` names them) and what the ranks divide.
 
@@ -120,7 +131,9 @@ def choose_layout(
 
     `parameters`: those that are trained, by each of `num_tenants`. `weight_bytes`: bytes of the
     weights on a GPU that has `total` bytes, by what is divided, least first. `layers`: the names of
-    each decoder layer's trained parameters. Raises RESOURCE_EXHAUSTED where nothing fits.
+    each decoder layer's trained parameters. `matrices`: those that Muon steps.
+
+    Raises RESOURCE_EXHAUSTED where nothing fits.
     """
     kinds = (states,) if states else (OptimizerStates.BF16_SPLIT, OptimizerStates.BF16_SPLIT_8BIT)
     if total is None:
@@ -128,7 +141,7 @@ def choose_layout(
     taken = {
         (kind, shard): held
         + tenant_bytes(parameters, kind) * (num_tenants - 1)
-        + needed_bytes(parameters, kind, num_ranks, shard, layers)
+        + needed_bytes(parameters, kind, num_ranks, shard, layers, matrices)
         for shard, held in weight_bytes.items()
         for kind in kinds
     }
@@ -139,7 +152,8 @@ def choose_layout(
     if free_bytes(total, taken[fewest]) >= 0:
         return fewest
     shard = fewest[1]
-    least = needed_bytes(parameters, OptimizerStates.BF16_8BIT, num_ranks, shard, layers)
+    smallest = OptimizerStates.BF16_8BIT
+    least = needed_bytes(parameters, smallest, num_ranks, shard, layers, matrices)
     least += weight_bytes[shard]
     each = ", ".join(f"{shard} {kind} {size}" for (kind, shard), size in taken.items())
     raise RatoonError(
@@ -159,17 +173,18 @@ def needed_bytes(
     num_ranks: int = 1,
     shard: Shard = Shard.STATES,
     layers: Sequence[Collection[str]] = (),
+    matrices: Matrices = NO_MATRICES,
 ) -> int:
     """Bytes beside the weights of the rank with the most: gradient sums, states, and buffers.
 
     `layers`: unless `shard` is STATES, a rank has of their gradients only the sums of its own
-    parts, and buffers for gradients on their way.
+    parts, and buffers for gradients on their way. `matrices`: those that Muon steps.
     """
     weights = {name: p.detach().to("meta") for name, p in parameters.items()}
-    shares = shared_out(parts_of(weights), num_ranks)
+    shares = shared_out(parts_of(weights, matrices=matrices), num_ranks)
     own = max(shares, key=lambda parts: sum(part.stop - part.start for part in parts))
     parts = {part.name: part.of(weights[part.parameter]) for part in own}
-    fields = initial_state(parts, kind).tensors().values()
+    fields = initial_state(parts, kind, matrices).tensors().values()
     kept = [(parts[name], tensor) for tensors in fields for name, tensor in tensors.items()]
     states = sum(tensor.nbytes for weight, tensor in kept if tensor is not weight)
     cut = () if shard is Shard.STATES else layers

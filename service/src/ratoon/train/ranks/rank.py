@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from torch import Tensor
 
 from ratoon.garbage import frozen_graphs
 from ratoon.model.export import WeightsCopy
-from ratoon.model.policy_model import PolicyModel
+from ratoon.model.policy_model import PolicyModel, muon_matrices
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.shards.copies import Copies
 from ratoon.shards.layer_shards import Handle
@@ -34,7 +35,7 @@ from ratoon.train.numerics import (
     device_model,
     peak_memory_bytes,
 )
-from ratoon.train.optim.adamw import block_norms
+from ratoon.train.optim.adamw import block_norms, num_blocks
 from ratoon.train.optim.bf16_adamw import make_optimizer
 from ratoon.train.optim.digest import StateDigest
 from ratoon.train.optim.gradients import GradientSums
@@ -87,7 +88,8 @@ class Rank:
         self.copies = copies
         self._groups = SequenceGroups(copies, ())
         self._parameters = model.named_trainable()
-        self.shares = Shares(parts_of(self._parameters), copies)
+        matrices = muon_matrices(spec.optimizer, model.module, self._parameters)
+        self.shares = Shares(parts_of(self._parameters, matrices=matrices), copies)
         # Where weights are shared out, adapters are not: they are small.
         is_whole = spec.shard is Shard.STATES or (
             spec.shard is Shard.WEIGHTS and model.adapter is not None
@@ -106,7 +108,7 @@ class Rank:
             )
             self._outbox = self.gradients.outbox
         self.optimizer = make_optimizer(
-            self._own_weights(), spec.optimizer, spec.kept_states, spec.model.seed
+            self._own_weights(), spec.optimizer, spec.kept_states, spec.model.seed, matrices
         )
         self._digest = StateDigest(model.device)
         # A pass reports its progress to these, and asks them whether it is cancelled.
@@ -206,11 +208,12 @@ class Rank:
             self.shares.reduce_sums(self.gradients.whole_sums())
         return self.optimizer.bounds()
 
-    def norms(self, exactly: bool) -> dict[str, float]:
-        """`block_norms` of the reduced parts, which are one block each; called before a step."""
+    def norms(self, exactly: bool) -> dict[str, list[float]]:
+        """`block_norms` of the reduced parts; called before a step."""
         self._weights_copy.finish()
         sums = self._own_sums()
-        return dict(zip(sums, block_norms(sums.values(), exactly=exactly), strict=True))
+        norms = iter(block_norms(sums.values(), exactly=exactly))
+        return {name: [*islice(norms, num_blocks(each))] for name, each in sums.items()}
 
     def part_norms(self) -> dict[str, PartNorm]:
         """Norms of the reduced parts, by the names of parts."""
