@@ -343,15 +343,15 @@ def test_a_rollout_without_advantage_is_not_drawn(base: FolderBase) -> None:
 
 
 def test_a_rollout_is_named_as_its_caller_numbered_it(base: FolderBase, monkeypatch: Patch) -> None:
-    """Of a call that drops rollouts, those before it count too."""
+    """Rollouts before it that the call drops count too."""
     sent, _ = bad_groups()
+    batch = validate_groups(sent, SHORT, drops_bad=True)
     trainer = watched(base, dtype=ModelDtype.FLOAT32, tokens=1000)
     _packed_index_as_position(monkeypatch)
     places = [(g, r) for g, group in enumerate(sent) for r in range(len(group.rollouts))]
     drawn: set[int] = set()
     for version in range(10, 18):
         trainer.version = version
-        batch = validate_groups(sent, SHORT, drops_bad=True)
         report = run(trainer, batch, LossKind.GRPO)
         found = self_check_of(report)
         group, rollout = places[found.sequence]

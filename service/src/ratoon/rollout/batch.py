@@ -120,7 +120,7 @@ def sent_field(batch: RolloutBatch, sequence: int) -> str:
 
 
 def sent_index(batch: RolloutBatch, sequence: int) -> int:
-    """Index of a sequence among all rollouts of the request, in its order, dropped ones included."""
+    """Index of a sequence among all rollouts of the request, those that were dropped included."""
     if batch.bad_rollouts is None:
         return sequence
     group, rollout = (int(place_S[sequence]) for place_S in sent_places(batch))
