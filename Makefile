@@ -132,7 +132,7 @@ bench-states-gpu: env-dev ## loss curves of the optimizer states on an H200; aft
 bench-service-gpu: env-dev ## updates through the whole service on an H200, and a killed worker; after test-gpu
 	@$(BIN)/python -m benchmarks.service.main --out benchmarks/results/h200/service.json $(ARGS)
 
-faults: env-dev ## kill, tear and load everything, in ten minutes: nothing acknowledged is lost or doubled
+faults: env-dev env-compat ## kill, tear and load everything, in ten minutes: nothing acknowledged is lost or doubled
 	@$(BIN)/python -m tests.faults.run $(ARGS)
 
 up: ## start the service, Prometheus and Grafana in containers
