@@ -31,6 +31,7 @@ from harness.environment import ROOT, describe
 from harness.service import Service
 from harness.tinker_site import NEWEST, SITES, STEPS, are_installed, environment
 from ratoon_client import RatoonClient
+from ratoon_proto.types import LoraTuning
 
 BEGIN = "<!-- wires: written by benchmarks/service/wires.py -->"
 END = "<!-- end of wires -->"
@@ -82,6 +83,7 @@ RECIPES = {
 }
 STEPS_LEARNED = 60
 NUM_TENANTS, TENANT_STEPS = 8, 4
+TURN_TENSORS, TURNS = 504, 200
 WHAT = {
     **{f"{name}_s": (f"recipe {name}, s", "<=", 30.0) for name in RECIPES},
     "rho_in_order": ("rho of 4 prompts with 8 samples, in order", ">=", 4.5),
@@ -95,6 +97,11 @@ WHAT = {
         f"memory of {NUM_TENANTS} models over one's, but for 16 bytes a parameter of adapters",
         "<=",
         1.2,
+    ),
+    "tenants_switch_ms": (
+        f"another model's turn, of the {TURN_TENSORS} tensors of 36 layers, ms",
+        "<=",
+        1.0,
     ),
     "learned": (f"held-out reward after {STEPS_LEARNED} steps", ">=", 0.8),
     "learned_shuffled": ("the same with shuffled rewards", "<=", 0.2),
@@ -250,6 +257,7 @@ def _tenants(service: Service, work: Path) -> dict[str, Any]:
     return {
         "tenants_equal": sum(together[seed] == alone[seed] for seed in seeds),
         "tenants_memory": (last - adapters) / first,
+        "tenants_switch_ms": _switch_ms(service.root / "models"),
         "tenants": {
             "seconds": seconds,
             "bytes_of_one": first,
@@ -257,6 +265,28 @@ def _tenants(service: Service, work: Path) -> dict[str, Any]:
             "adapter_parameters": policy.num_trainable_parameters,
         },
     }
+
+
+def _switch_ms(models: Path) -> float:
+    """Time in which the adapter of another model takes its place in the base."""
+    import torch
+
+    from ratoon.model.loader import read_model
+    from ratoon.model.spec import FolderBase, ModelDtype, ModelSpec
+
+    spec = ModelSpec(
+        base=FolderBase(folder=str(models / MODEL)),
+        tuning=LoraTuning(rank=16, alpha=32.0),
+        dtype=ModelDtype.FLOAT32,
+        seed=0,
+    )
+    model = read_model(spec, models_root=models).place(torch.device("cpu"))
+    adapters = [model.new_adapter(seed) for seed in range(2)]
+    begin = time.perf_counter()
+    for turn in range(TURNS):
+        model.bind(adapters[turn % 2])
+    seconds = (time.perf_counter() - begin) / TURNS
+    return 1000 * seconds / len(adapters[0]) * TURN_TENSORS
 
 
 def _delete_policies(client: RatoonClient) -> None:
