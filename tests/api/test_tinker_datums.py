@@ -72,7 +72,7 @@ def test_a_datum_is_a_group_whose_response_tokens_are_its_targets() -> None:
 
 @pytest.mark.parametrize(("num_sampled", "least"), [(11, 4.5), (12, 4.38)])
 def test_prompts_of_flat_datums_are_run_once_in_any_order(num_sampled: int, least: float) -> None:
-    """Exactly the distinct prefixes are run: with longer answers the share of prompts is smaller."""
+    """Exactly the distinct prefixes are run; with longer answers a prompt saves a smaller share."""
     draw = np.random.default_rng(0)
     data: list[wire.Datum] = []
     for prompt in draw.integers(0, 256, (4, 90)).tolist():
