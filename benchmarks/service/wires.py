@@ -130,7 +130,14 @@ def measure(seed: int, parts: tuple[str, ...], out: Path | None) -> dict[str, An
         root = Path(folder)
         write_folder(root / "work", root / "models", seed)
         settings = {"device": "cpu", "num_threads": 1, "max_tenants": NUM_TENANTS}
-        service = Service(root, crash_points=False, worker=settings, tinker={"enabled": True})
+        service = Service(
+            root,
+            crash_points=False,
+            worker=settings,
+            tinker={"enabled": True},
+            # Scripts ask the gateway: nothing of Serve starts beside them.
+            serve={"num_replicas": 0},
+        )
         with service:
             for name, part in _parts(service, root / "work", seed).items():
                 if name in parts or not parts:

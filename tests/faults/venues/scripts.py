@@ -67,7 +67,9 @@ def run_scripts(
     with tempfile.TemporaryDirectory(prefix="rt-scripts-", dir="/tmp") as folder:
         root = Path(folder)
         shutil.copytree(model_folder, root / "models" / MODEL)
-        with Service(root, crash_points=False, tinker={"enabled": True}) as service:
+        # Scripts ask the gateway: there is no Serve, which would only make starts longer.
+        settings = {"tinker": {"enabled": True}, "serve": {"num_replicas": 0}}
+        with Service(root, crash_points=False, **settings) as service:
             expected = _run(service, {}, result)
             if expected.error:
                 raise RuntimeError(expected.error)
