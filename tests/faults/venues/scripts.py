@@ -166,7 +166,7 @@ def _judge(run: _Run, expected: _Run, result: ScriptResult) -> None:
 
 
 def _facts(run: _Run) -> list[tuple[object, ...]]:
-    """Of each operation what two runs have in common."""
+    """What two runs have in common of each operation."""
     return [
         (each.seq, each.kind, end_of(each), each.version, each.weights_digest)
         for each in run.records
