@@ -132,7 +132,7 @@ bench-states-gpu: env-dev ## loss curves of the optimizer states on an H200; aft
 bench-service-gpu: env-dev ## updates through the whole service on an H200, and a killed worker; after test-gpu
 	@$(BIN)/python -m benchmarks.service.main --out benchmarks/results/h200/service.json $(ARGS)
 
-faults: env-dev ## kill, tear and load everything, in ten minutes: nothing acknowledged is lost or doubled
+faults: env-dev env-compat ## kill, tear and load everything, in ten minutes: nothing acknowledged is lost or doubled
 	@$(BIN)/python -m tests.faults.run $(ARGS)
 
 up: ## start the service, Prometheus and Grafana in containers
@@ -162,8 +162,10 @@ SDKS := 0.25.0 0.29.0 0.34.0 0.36.0 0.38.0
 env-compat: env-dev ## install SDKs of the Tinker API, a folder each
 	+@$(call LOCKED,.compat) $(SDKS:%=.compat/tinker-%/.stamp)
 
+# A newer cookbook, for recipes that do without the library of renderers that it asks for.
+COOKBOOK := 0.6.1
 env-cookbook: env-trl env-compat ## install the cookbook of the Tinker API beside them
-	+@$(call LOCKED,.compat) .compat/cookbook/.stamp
+	+@$(call LOCKED,.compat) .compat/cookbook/.stamp .compat/cookbook-$(COOKBOOK)/.stamp
 
 env-verl: env-dev ## install verl beside .venv, whose torch and transformers it uses
 	+@$(call LOCKED,.venv-verl) .venv-verl/.stamp
@@ -201,6 +203,10 @@ $(STAMPS)/env-dev: $(STAMPS)/env requirements-dev.txt
 
 .compat/cookbook/.stamp: requirements-cookbook.txt
 	@$(PIP) --no-deps --upgrade --target $(@D) -r $<
+	@touch $@
+
+.compat/cookbook-%/.stamp:
+	@$(PIP) --no-deps --upgrade --target $(@D) tinker-cookbook==$*
 	@touch $@
 
 .venv-proto/.stamp: requirements-proto.txt

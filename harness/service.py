@@ -29,6 +29,7 @@ TITLES = {
     "worker": "ray::WorkerActor",
     "rank": "ray::RankActor",
     "engine": "ray::EngineActor",
+    "sampler": "ray::SamplerActor",
     "replica": "ray::ServeReplica:ratoon",
     "proxy": "ray::ProxyActor",
     "gateway": "ray::Gateway",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
+from ratoon.api.convert.groups import raw_groups
 from ratoon.api.tinker.answers import error_answer, json_answer, logprobs_answer
 from ratoon.api.tinker.datums import Batch, batch_of, future_id, split_future
 from ratoon.api.tinker.errors import renamed, status_of
@@ -25,12 +26,16 @@ from ratoon.api.tinker.names import (
     weights_of,
 )
 from ratoon.errors import ErrorCode, RatoonError, invalid
+from ratoon.planner.planning import cpu_planner
+from ratoon.rollout.prefixes import sort_sequences
+from ratoon.rollout.validate import validate_groups
 from ratoon.train.loss.kinds import LOSSES as DIVIDED
 from ratoon_proto.codec import decode_tensor, encode_array
 from ratoon_proto.tinker import tinker_pb2 as wire
 from ratoon_proto.types import DivideBy, LossKind
 from ratoon_proto.v1 import operation_pb2, training_pb2
 from tests.api.tinker_requests import chunk, datum, forward_backward, tensor
+from tests.builders import limits
 
 OPERATION = "tinker-0123456789ab-0123456789abcdef-0.0123"
 
@@ -63,6 +68,39 @@ def test_a_datum_is_a_group_whose_response_tokens_are_its_targets() -> None:
     assert arrays(batch, "token_weights") == [[0, 0.5, -2, 0], [1]]
     assert arrays(batch, "loss_mask") == [[False, True, True, False], [True]]
     assert batch.note == wire.FutureNote(is_mean=True)
+
+
+@pytest.mark.parametrize(("num_sampled", "least"), [(11, 4.5), (12, 4.38)])
+def test_prompts_of_flat_datums_are_run_once_in_any_order(num_sampled: int, least: float) -> None:
+    """Exactly the distinct prefixes are run; with longer answers a prompt saves a smaller share."""
+    draw = np.random.default_rng(0)
+    data: list[wire.Datum] = []
+    for prompt in draw.integers(0, 256, (4, 90)).tolist():
+        for sampled in draw.integers(0, 256, (8, num_sampled)).tolist():
+            tokens = [*prompt, *sampled]
+            zeros = [0.0] * 89
+            advantages = [*zeros, *[1.0] * num_sampled]
+            data.append(
+                datum(
+                    tokens[:-1],
+                    [*[0] * 89, *sampled],
+                    advantages=advantages,
+                    logprobs=[*zeros, *[-5.5] * num_sampled],
+                )
+            )
+    plans: list[tuple[int, int]] = []
+    for order in (range(32), draw.permutation(32)):
+        groups = converted(
+            forward_backward(*(data[i] for i in order), loss_fn="importance_sampling"), most=32
+        ).groups
+        batch = validate_groups(raw_groups(groups, max_tokens=10_000), limits(vocab_size=256))
+        is_run = np.ones(32, np.bool_)
+        plan = cpu_planner(16_384).plan(batch, sort_sequences(batch), is_run)
+        plans.append((plan.unshared_tokens, plan.packed_tokens))
+    paths = [batch.sequence_tokens(sequence).tolist() for sequence in range(32)]
+    distinct = {tuple(path[: stop + 1]) for path in paths for stop in range(len(path))}
+    assert plans == [(32 * (90 + num_sampled), len(distinct))] * 2
+    assert plans[0][0] / plans[0][1] >= least
 
 
 def test_tokens_without_advantage_and_logprob_are_masked_except_where_the_loss_has_a_term() -> None:

@@ -722,6 +722,29 @@ async def test_weights_that_move_are_sampled_as_they_are_then(tinker: Wire) -> N
     assert (await caller.get("checkpoints"))["checkpoints"] == []
 
 
+async def test_the_engine_is_asked_once_for_the_weights_of_a_sample(
+    tinker: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its future takes what the request has found, unless another process answers it."""
+    caller = tinker.one
+    sampler = await caller.sampler(await caller.model())
+    asked, manifest = list[str](), tinker.engine.weight_manifest
+
+    async def counted(policy_id: str, *rest: Any) -> object:
+        asked.append(policy_id)
+        return await manifest(policy_id, *rest)
+
+    monkeypatch.setattr(tinker.engine, "weight_manifest", counted)
+    begun = [await caller.asample(sampler) for _ in range(3)]
+    for each in begun:
+        await caller.sampled(each)
+    assert len(asked) == 3
+    # The one that is asked for again is another process's, for all that this one knows.
+    await caller.sampled(begun[0])
+    assert len(asked) == 4
+    assert len(sampler_of(tinker).asked) == 4
+
+
 async def test_a_sample_is_asked_for_and_answered_as_the_wire_has_it(tinker: Wire) -> None:
     caller = tinker.one
     sampler = await caller.sampler(await caller.model())

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from harness.tinker_site import SITES, VERSIONS, are_installed, environment
 from ratoon_client import RatoonClient
 from tests.running_service import Service
 
 ROOT = Path(__file__).parents[2]
-SITES = ROOT / ".compat"
 DRIVER = Path(__file__).with_name("driver.py")
 PAGE = ROOT / "docs" / "tinker-compat.md"
-VERSIONS = ("0.25.0", "0.29.0", "0.34.0", "0.36.0", "0.38.0")
+FOLDERS = [SITES / f"tinker-{version}" for version in VERSIONS]
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.more,
     pytest.mark.skipif(
-        not all((SITES / f"tinker-{version}" / ".stamp").exists() for version in VERSIONS),
+        not are_installed(FOLDERS),
         reason="SDKs of the Tinker API are not installed: make env-compat",
     ),
 ]
@@ -68,20 +67,12 @@ def test_calls_of_every_sdk(service: Service, pytestconfig: pytest.Config) -> No
 
 def _calls(service: Service) -> list[dict[str, str]]:
     """What the driver tells with each SDK. All models are tenants of one process until the end."""
-    environment = {
-        **os.environ,
-        "TINKER_BASE_URL": service.addresses.http,
-        "TINKER_API_KEY": "tml-none-is-asked-for",
-        "TINKER_TELEMETRY": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    sites = [str(SITES / f"tinker-{version}") for version in VERSIONS]
     with RatoonClient(f"grpc://{service.addresses.grpc}") as client:
         others = {policy.spec.policy_id for policy in client.list_policies()}
         try:
             done = subprocess.run(
-                [sys.executable, "-c", START, str(DRIVER), "tiny", *sites],
-                env=environment,
+                [sys.executable, "-c", START, str(DRIVER), "tiny", *map(str, FOLDERS)],
+                env=environment(service.addresses.http),
                 capture_output=True,
                 text=True,
                 timeout=300,

@@ -5,8 +5,8 @@ of the self-test and a line of the whole; exit 1 where anything was lost, double
 crashed. The long form has more of each. Nothing of ours runs beside the load, which is timed.
 
     python -m tests.faults.run
-    python -m tests.faults.run --kills 300 --deliveries 1000 --minutes 30 --inputs 1000000 \\
-        --out benchmarks/results/cpu/faults.json
+    python -m tests.faults.run --kills 300 --deliveries 1000 --scripts 200 --minutes 30 \\
+        --inputs 1000000 --out benchmarks/results/cpu/faults.json
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tests.faults.venues.crashes import (
     Kills,
     crash_at,
     crash_at_imports,
+    crash_at_names,
     crash_at_random,
     crash_in_windows,
     lose_store,
@@ -47,6 +48,8 @@ from tests.faults.venues.failover import run_failovers
 from tests.faults.venues.light import POLICY, LightOptions, LightRun, light_run
 from tests.faults.venues.live import LiveResult, run_live
 from tests.faults.venues.load import run_load
+from tests.faults.venues.scripts import ROLES as SCRIPT_ROLES
+from tests.faults.venues.scripts import run_scripts
 from tests.hostile.fuzz import fuzz
 from tests.tiny_models import write_folder
 
@@ -63,6 +66,10 @@ def main() -> None:
         model = write_folder(Path(folder) / "model", "qwen3")
         with _beside() as beside:
             _kill(summary, model, args, beside)
+            scripts = beside.submit(run_scripts, model, args.seed, args.scripts)
+            done = summary.part("kills, scripts", scripts.result)
+            if done is not None:
+                summary.add_scripts(done)
         failovers = summary.part("failovers", lambda: run_failovers(args.seed))
         if failovers is not None:
             summary.add_failovers(failovers)
@@ -94,6 +101,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=MIN_KILLS, help="at least so many")
     parser.add_argument("--deliveries", type=int, default=12, help="kills under a receiver")
+    parser.add_argument(
+        "--scripts", type=int, default=len(SCRIPT_ROLES), help="kills under scripts"
+    )
     parser.add_argument("--minutes", type=float, default=1.0, help="of load")
     parser.add_argument("--torn", type=int, default=150, help="damaged files a light run")
     parser.add_argument("--inputs", type=int, default=10_000, help="hostile inputs")
@@ -157,6 +167,7 @@ def _light(summary: Summary, options: LightOptions, num_torn: int) -> None:
                 crash_at(run, kills, point)
             crash_in_windows(run, kills)
             crash_at_imports(run, kills)
+            crash_at_names(run, kills)
         lose_store(run)
         crash_at_random(run, kills, RANDOM_KILLS)
         verdict = run.finish()

@@ -25,6 +25,8 @@ from tests.faults.venues.deliveries import ROLES, DeliveryResult
 from tests.faults.venues.failover import PLACES, FailoverResult
 from tests.faults.venues.live import EVENTS, LiveResult
 from tests.faults.venues.load import LoadResult
+from tests.faults.venues.scripts import ROLES as SCRIPT_ROLES
+from tests.faults.venues.scripts import ScriptResult
 from tests.hostile.fuzz import FuzzCounts
 
 T = TypeVar("T")
@@ -41,10 +43,11 @@ class Summary:
 
     `back_s`: seconds from each kill of the service until all callers had gone on, by what was
     killed, the longest of all rounds. `deliveries`: kills by role while versions were received,
-    not in `kills`; `versions`: those that an engine sampled with. `forgotten`: operations that had
-    ended and that a promoted standby lacked. `cut_logs`: journals whose log was cut short;
-    `refused_starts`: those of them that were refused. `attacks`: by name, why the service did not
-    stand. `broken`: parts that did not come to their end, and why.
+    not in `kills`; `versions`: those that an engine sampled with. `scripts`: kills by role under
+    scripts of the Tinker API, not in `kills` either; `script_s`: the longest step after one.
+    `forgotten`: operations that had ended and that a promoted standby lacked. `cut_logs`: journals
+    whose log was cut short; `refused_starts`: those of them that were refused. `attacks`: by name,
+    why the service did not stand. `broken`: parts that did not come to their end, and why.
     `load`, `hostile`: None before they have ended.
     """
 
@@ -52,6 +55,8 @@ class Summary:
     in_window: int = 0
     deliveries: Counter[str] = field(default_factory=Counter[str])
     versions: int = 0
+    scripts: Counter[str] = field(default_factory=Counter[str])
+    script_s: dict[str, float] = field(default_factory=dict[str, float])
     points: set[str] = field(default_factory=set[str])
     outages: int = 0
     back_s: dict[str, float] = field(default_factory=dict[str, float])
@@ -110,6 +115,12 @@ class Summary:
         for event, seconds in live.seconds.items():
             self.back_s[event] = max(seconds, self.back_s.get(event, 0.0))
 
+    def add_scripts(self, result: ScriptResult) -> None:
+        self.scripts += result.kills
+        self.script_s |= result.seconds
+        self.operations += result.operations
+        self.verdict.add(result.verdict)
+
     def add_load(self, load: LoadResult) -> None:
         self.load = load
         self.operations += load.operations
@@ -129,7 +140,7 @@ class Summary:
 
     @property
     def num_kills(self) -> int:
-        return self.kills + self.deliveries.total()
+        return self.kills + self.deliveries.total() + self.scripts.total()
 
     @property
     def num_found(self) -> int:
@@ -169,6 +180,8 @@ class Summary:
             yield f"{self.in_window} kills inside a window, expected {MIN_IN_WINDOW} or more"
         if missed := sorted(set(ROLES) - self.deliveries.keys()):
             yield f"versions were not received under kills of: {', '.join(missed)}"
+        if missed := sorted(set(SCRIPT_ROLES) - self.scripts.keys()):
+            yield f"scripts did not run under kills of: {', '.join(missed)}"
         if self.failovers < len(PLACES) * len(Recovery) or not self.forgotten:
             yield f"{self.failovers} failovers of the database, {self.forgotten} ends forgotten"
         if self.cut_logs < 2 * len(SHARES) or not self.refused_starts:
@@ -235,6 +248,8 @@ class Summary:
             "doubled": len(self.verdict.doubled),
             "kills_in_window": self.in_window,
             "deliveries": {**self.deliveries, "versions": self.versions},
+            "scripts": dict(self.scripts),
+            "script_s": self.script_s,
             "crash_points": sorted(self.points),
             "missed_crash_points": self.missed_points,
             "back_s": self.back_s,

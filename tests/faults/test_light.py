@@ -12,9 +12,12 @@ from tests.faults.judge.history import judge_acks, read_journal
 from tests.faults.judge.reference import TOLERANCE, worst_difference
 from tests.faults.selftest import find_build
 from tests.faults.venues.crashes import (
+    AWAITED_POINTS,
+    NAME_POINTS,
     Kills,
     crash_at,
     crash_at_imports,
+    crash_at_names,
     crash_in_windows,
     lose_store,
 )
@@ -60,6 +63,18 @@ def test_kills_lose_and_double_nothing(
         _, entries = judge_acks(run.notes.acks(), run.notes.told, records)
         folder = run.root / "fp64"
         assert worst_difference(entries, run.trainer, model_folder, 11, folder) <= TOLERANCE
+
+
+@pytest.mark.more
+def test_a_version_is_named_once_whatever_is_killed(model_folder: Path) -> None:
+    """Named in the order of operations, with the weights of its place, which stay."""
+    kills = Kills()
+    with light_run(LightOptions(seed=15, model_folder=model_folder)) as run:
+        crash_at_names(run, kills)
+        verdict = run.finish()
+    assert (verdict.lost, verdict.doubled) == ([], [])
+    assert kills.missed == set()
+    assert kills.points == {*NAME_POINTS, *AWAITED_POINTS}
 
 
 @pytest.mark.more

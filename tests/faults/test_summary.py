@@ -27,6 +27,8 @@ from tests.faults.venues.deliveries import ROLES, DeliveryResult
 from tests.faults.venues.failover import PLACES, FailoverResult
 from tests.faults.venues.live import EVENTS, POINTS, LiveResult
 from tests.faults.venues.load import LoadResult, quiet_latencies
+from tests.faults.venues.scripts import ROLES as SCRIPT_ROLES
+from tests.faults.venues.scripts import ScriptResult
 from tests.hostile.fuzz import FuzzCounts
 
 HOSTILE = FuzzCounts(
@@ -57,6 +59,7 @@ def good() -> Summary:
     summary.add_deliveries(
         DeliveryResult(kills=kills, versions=2, operations=10, verdict=Verdict())
     )
+    summary.add_scripts(ScriptResult(kills=Counter(SCRIPT_ROLES), operations=10))
     summary.add_failovers(FailoverResult(failovers=2 * len(PLACES), forgotten=1))
     summary.add_cuts(CutResult(cuts=2 * len(SHARES), refused=1))
     summary.attacks = {name: [] for name in ATTACKS}
@@ -87,7 +90,7 @@ def test_a_good_run_is_good() -> None:
     assert summary.is_good
     assert summary.self_test_line() == "self-test: 6/6 faults found"
     assert summary.last_line() == (
-        "faults: 23 kills, 0 lost, 0 doubled, 3 torn files, 0 loaded, 10 hostile inputs, 0 crashes"
+        "faults: 28 kills, 0 lost, 0 doubled, 3 torn files, 0 loaded, 10 hostile inputs, 0 crashes"
     )
 
 
@@ -139,6 +142,8 @@ SPOILED: dict[str, Callable[[Summary], None]] = {
     "a crash point is missed": _less("points", CrashPoint.WORKER_IN_APPLY),
     "a process is not killed": _less("back_s", "raylet"),
     "no receiver is killed": _less("deliveries", "receiver"),
+    "no sampler is killed": _less("scripts", "sampler"),
+    "a script's step is lost": lambda summary: summary.add_scripts(ScriptResult(verdict=LOST)),
     "too few failovers": _set(failovers=2 * len(PLACES) - 1),
     "nothing is forgotten": _set(forgotten=0),
     "too few logs are cut": _set(cut_logs=2 * len(SHARES) - 1),
@@ -211,7 +216,7 @@ def test_the_operations_page_lists_the_fields_of_a_result_and_no_others() -> Non
 
 def test_what_was_acknowledged_under_load_is_counted_once() -> None:
     result = good().result()
-    assert result["operations"] == 121
+    assert result["operations"] == 131
     assert isinstance(result["load"], dict)
     assert "verdict" not in result["load"]
 

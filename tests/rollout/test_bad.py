@@ -12,7 +12,7 @@ import pytest
 
 from ratoon.errors import RatoonError
 from ratoon.rollout.bad import as_sent, bad_offenders, bad_rollouts
-from ratoon.rollout.batch import RolloutBatch, sent_field
+from ratoon.rollout.batch import RolloutBatch, sent_field, sent_index
 from ratoon.rollout.offenders import MAX_OFFENDERS, offenders
 from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.routes import RouteSizes
@@ -182,6 +182,7 @@ def test_what_is_left_keeps_its_place_in_the_request() -> None:
         (2, "c", 0),
     ]
     assert sent_field(batch, 1) == "groups[1].rollouts[2]"
+    assert [sent_index(batch, sequence) for sequence in range(3)] == [3, 4, 5]
     offsets, values = as_sent(batch, np.arange(10, dtype=np.float32))
     np.testing.assert_array_equal(offsets, [0, 3, 7, 12, 15, 19, 22])
     np.testing.assert_array_equal(values, [*[_NAN] * 12, *range(10)])

@@ -17,8 +17,9 @@ from ratoon.model import layers
 from ratoon.model.loader import read_model
 from ratoon.model.spec import FolderBase, ModelDtype
 from ratoon.planner.waves import cut_into_stages
-from ratoon.rollout.batch import RolloutBatch, sequence_lengths
+from ratoon.rollout.batch import RolloutBatch, sent_field, sequence_lengths
 from ratoon.rollout.forest import build_forest
+from ratoon.rollout.validate import validate_groups
 from ratoon.train import passes, self_check
 from ratoon.train.gradient_window import WindowState
 from ratoon.train.micro_batches import to_device
@@ -41,7 +42,9 @@ from tests.tiny_models import write_folder
 from tests.train.test_equivalence_mutations import _mask_off_by_one, _packed_index_as_position
 from tests.train.trainer_runs import (
     FROZEN,
+    SHORT,
     assert_equal,
+    bad_groups,
     gradients_of,
     make_batch,
     make_loss,
@@ -161,14 +164,15 @@ def test_a_fault_of_the_backward_alone_is_seen(base: FolderBase, monkeypatch: Pa
         return train_rows(model, packed, batch, given, clock)
 
     monkeypatch.setattr(passes, "train_rows", scaled)
-    report = run(trainer, make_batch(50), LossKind.GRPO)
+    batch = make_batch(50)
+    report = run(trainer, batch, LossKind.GRPO)
     found = self_check_of(report)
     assert found.logprob_max_difference <= LIMITS[ModelDtype.FLOAT32].logprob_max
     assert found.gradient_difference == pytest.approx(0.01, rel=1e-3)
     assert found.worst_parameter in trainer.model.named_trainable()
     (alarm,) = alarms(report)
     assert "gradient difference 0.01 > 0.001" in alarm
-    assert f"rollout {found.sequence} " in alarm
+    assert f"{sent_field(batch, found.sequence)} is" in alarm
 
 
 def test_the_gradient_is_that_of_the_rollout_alone(base: FolderBase) -> None:
@@ -336,6 +340,29 @@ def test_a_rollout_without_advantage_is_not_drawn(base: FolderBase) -> None:
     assert drawn == {0, 3}
     nothing = replace(batch, advantages=np.zeros_like(some))
     assert run(trainer, nothing, LossKind.GRPO).self_check is None
+
+
+def test_a_rollout_is_named_as_its_caller_numbered_it(base: FolderBase, monkeypatch: Patch) -> None:
+    """Rollouts before it that the call drops count too."""
+    sent, _ = bad_groups()
+    batch = validate_groups(sent, SHORT, drops_bad=True)
+    trainer = watched(base, dtype=ModelDtype.FLOAT32, tokens=1000)
+    _packed_index_as_position(monkeypatch)
+    places = [(g, r) for g, group in enumerate(sent) for r in range(len(group.rollouts))]
+    drawn: set[int] = set()
+    for version in range(10, 18):
+        trainer.version = version
+        report = run(trainer, batch, LossKind.GRPO)
+        found = self_check_of(report)
+        group, rollout = places[found.sequence]
+        drawn.add(found.sequence)
+        assert found.tokens == len(sent[group].rollouts[rollout].segments[0].tokens)
+        assert (group, rollout) not in [(bad.group, bad.rollout) for bad in report.bad_rollouts]
+        for warning in report.warnings:
+            if warning.kind == "self_check_exceeded":
+                assert f" groups[{group}].rollouts[{rollout}] " in warning.message
+                assert [(who.group, who.rollout) for who in warning.offenders] == [(group, rollout)]
+    assert max(drawn) > batch.num_sequences
 
 
 def test_where_every_rollout_runs_alone_there_is_none(base: FolderBase) -> None:

@@ -1301,7 +1301,8 @@ class SelfCheckReport:
     """
 
     sequence: int = 0
-    """Index of the rollout in request order, and its trained tokens."""
+    """Index of the rollout among all of the request, dropped ones included, and its trained tokens.
+    """
     tokens: int = 0
     logprob_max_difference: float = 0.0
     """|log-prob packed - alone| over those tokens, in nats."""

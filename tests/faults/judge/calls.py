@@ -21,6 +21,8 @@ from ratoon.rollout.validate import BatchLimits, validate_groups
 LEARNING_RATE = 1e-3
 # A version that no run reaches: the call fails at its turn.
 NO_VERSION = 1_000_000
+# Every PublishVersion moves this name to the version of its place.
+NAME = "named"
 # File with all weights of a model as small as this one.
 WEIGHTS_FILE = "model.safetensors"
 _LIMITS = BatchLimits(
@@ -37,6 +39,7 @@ class Kind(StrEnum):
     SAVE_CHECKPOINT = "save_checkpoint"
     LOAD_CHECKPOINT = "load_checkpoint"
     IMPORT_WEIGHTS = "import_weights"
+    PUBLISH_VERSION = "publish_version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +191,8 @@ def segments(seed: int) -> Iterator[list[Call]]:
 
 
 def _segment(rng: np.random.Generator, first: int, index: int, saved: list[str]) -> list[Call]:
-    """Windows with what may befall them, imports, Updates, a Forward and two losses taking it."""
+    """Windows with what may befall them, imports, a name for a version, Updates, a Forward and two
+    losses taking it."""
     calls: list[Call] = []
 
     def add(kind: Kind, **fields: object) -> Call:
@@ -201,6 +205,7 @@ def _segment(rng: np.random.Generator, first: int, index: int, saved: list[str])
     name = f"mid-{first}"
     add(Kind.SAVE_CHECKPOINT, checkpoint_id=name)
     kept.append(add(Kind.FORWARD_BACKWARD).number)
+    add(Kind.PUBLISH_VERSION)
     add(Kind.FORWARD_BACKWARD, is_cancelled=True)
     if index % 2:
         add(Kind.FORWARD_BACKWARD, is_refused=True)

@@ -47,6 +47,7 @@ from ratoon_proto.types import (
 )
 from tests.faults.judge.calls import (
     LEARNING_RATE,
+    NAME,
     WEIGHTS_FILE,
     Call,
     Kind,
@@ -79,7 +80,7 @@ class _Part:
 class Oracle:
     """Owns a trainer that is new, its window and its checkpoints below `folder`.
 
-    `digests`: by version, of the file of its weights.
+    `digests`: by version, of the file of its weights. `named`: the version that has the name.
     """
 
     def __init__(self, trainer: Trainer, seed: int, folder: Path) -> None:
@@ -92,6 +93,7 @@ class Oracle:
         self._forward_versions: dict[int, int] = {}
         self._max_version = 0
         self.digests: dict[int, str] = {}
+        self.named: int | None = None
         folder.mkdir(parents=True)
         self._export()
 
@@ -128,6 +130,9 @@ class Oracle:
                 return self._load(call)
             case Kind.IMPORT_WEIGHTS:
                 return self._import(call)
+            case Kind.PUBLISH_VERSION:
+                self.named = self.trainer.version
+                return self._done({"name": NAME, "version": self.named})
 
     def checkpoint(self, name: str) -> Path:
         """The folder of a checkpoint that was saved under this name."""
@@ -290,7 +295,7 @@ def judge(
     if verdict.is_good:
         last = entries[-1].call.checkpoint_id
         verdict.add(judge_history(entries, oracle, paths.checkpoint(last)))
-        _judge_published(verdict, paths.weights, oracle.digests)
+        _judge_published(verdict, paths.weights, oracle)
     return verdict
 
 
@@ -341,7 +346,8 @@ def _differences(entry: Entry, expected: Expected, digest: str) -> list[str]:
         return []
     got = plain(entry.record.result)
     wanted = expected.result
-    if entry.call.kind is Kind.SAVE_CHECKPOINT and isinstance(wanted, dict):
+    if entry.call.kind in (Kind.SAVE_CHECKPOINT, Kind.PUBLISH_VERSION):
+        assert isinstance(wanted, dict)
         got = {name: got.get(name) for name in wanted}
     return [] if got == wanted else [f"result {_first_difference(got, wanted)}"]
 
@@ -354,11 +360,14 @@ def _first_difference(got: object, wanted: object) -> str:
     return f"{got}, expected {wanted}"
 
 
-def _judge_published(verdict: Verdict, weights: Path, expected: Mapping[int, str]) -> None:
-    """Each version that is still there has the oracle's weights."""
-    for version in list_versions(weights):
+def _judge_published(verdict: Verdict, weights: Path, oracle: Oracle) -> None:
+    """Each version that is still there has the oracle's weights, and the named one is there."""
+    versions = list_versions(weights)
+    if oracle.named is not None and oracle.named not in versions:
+        verdict.lost.append(f"version {oracle.named} has a name, and is gone")
+    for version in versions:
         digests = {file.name: file.digest for file in read_manifest(weights, version).files}
-        if digests[WEIGHTS_FILE] != expected.get(version):
+        if digests[WEIGHTS_FILE] != oracle.digests.get(version):
             verdict.lost.append(f"version {version} was published with other weights")
 
 

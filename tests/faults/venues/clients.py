@@ -20,6 +20,7 @@ from ratoon_client.values import FromForward
 from ratoon_proto.types import Operation
 from tests.faults.judge.calls import (
     LEARNING_RATE,
+    NAME,
     NO_VERSION,
     Call,
     Kind,
@@ -158,6 +159,8 @@ class Player:
                     expected_version=expected,
                     **key,
                 )
+            case Kind.PUBLISH_VERSION:
+                return await session.publish_version(name=NAME, overwrite=True, **key)
 
     def _groups(self, call: Call) -> list[Group]:
         return [

@@ -24,6 +24,7 @@ WINDOW_ROLES = ("worker", "engine", "engine", "worker", "worker", "engine")
 _WINDOW_NUMBERS = 1_000_000
 _STORE_NUMBERS = 2_000_000
 _IMPORT_NUMBERS = 3_000_000
+_NAME_NUMBERS = 4_000_000
 # Points that the two processes reach; the real service reaches the others (`live`).
 POINTS = tuple(point for point in CrashPoint if not point.startswith(("ingress-", "rank-")))
 # Points of a policy that is put away.
@@ -43,6 +44,23 @@ IMPORT_POINTS = tuple(
         CrashPoint.ENGINE_IN_REPLAY,
         CrashPoint.WORKER_IN_APPLY,
     )
+)
+
+
+# Points that a PublishVersion reaches, and those of the publication that it waits for.
+NAME_POINTS = (
+    CrashPoint.ENGINE_BEFORE_ACCEPT,
+    CrashPoint.ENGINE_AFTER_ACCEPT,
+    CrashPoint.WORKER_BEFORE_APPLY,
+    CrashPoint.WORKER_AFTER_APPLY,
+    CrashPoint.ENGINE_BEFORE_END,
+    CrashPoint.ENGINE_AFTER_END,
+)
+AWAITED_POINTS = (
+    CrashPoint.ENGINE_BEFORE_PUBLISH,
+    CrashPoint.WORKER_BEFORE_PUBLISH,
+    CrashPoint.WORKER_AFTER_PUBLISH,
+    CrashPoint.ENGINE_AFTER_PUBLISH,
 )
 
 
@@ -82,6 +100,22 @@ def crash_at_imports(run: LightRun, kills: Kills) -> None:
     for point in IMPORT_POINTS:
         run.pair.arm(point, 1)
         _play_until_killed(run, kills, point, play)
+
+
+def crash_at_names(run: LightRun, kills: Kills) -> None:
+    """A version is named, and a kill at each point that this comes to, or waits for."""
+    numbers = itertools.count(_NAME_NUMBERS)
+
+    def play(*kinds: Kind) -> None:
+        run.play([Call(number=next(numbers), kind=kind) for kind in kinds])
+
+    for point in NAME_POINTS:
+        play(Kind.UPDATE)
+        run.pair.arm(point, 1)
+        _play_until_killed(run, kills, point, lambda: play(Kind.PUBLISH_VERSION))
+    for point in AWAITED_POINTS:
+        run.pair.arm(point, 1)
+        _play_until_killed(run, kills, point, lambda: play(Kind.UPDATE, Kind.PUBLISH_VERSION))
 
 
 def _play_until_killed(

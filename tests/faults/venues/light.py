@@ -25,6 +25,7 @@ from ratoon.engine.commands import (
     LoadCheckpointCommand,
     OperationKey,
     OptimStepCommand,
+    PublishVersionCommand,
     RequestKey,
     SaveCheckpointCommand,
     SeqKey,
@@ -59,6 +60,7 @@ from ratoon_proto.types import (
 )
 from tests.faults.judge.calls import (
     LEARNING_RATE,
+    NAME,
     NO_VERSION,
     Call,
     Kind,
@@ -237,6 +239,8 @@ class LightRun:
                     reset_optimizer=call.resets,
                     expected_version=expected,
                 )
+            case Kind.PUBLISH_VERSION:
+                return PublishVersionCommand(name=NAME, overwrite=True)
 
 
 @contextmanager

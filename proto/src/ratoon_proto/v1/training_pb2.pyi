@@ -1010,7 +1010,7 @@ class SelfCheckReport(_message.Message):
     EXCEEDS_LIMITS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Index of the rollout in request order, and its trained tokens."""
+    """Index of the rollout among all of the request, dropped ones included, and its trained tokens."""
     tokens: _builtins.int
     logprob_max_difference: _builtins.float
     """|log-prob packed - alone| over those tokens, in nats."""

@@ -381,7 +381,13 @@ class PolicyService:
 
         `base`: sample from the base of this spec, which need be no policy's.
         """
-        weights, params = await self.to_sample(request, base)
+        return await self.sampled(request, await self.to_sample(request, base))
+
+    async def sampled(
+        self, request: service_pb2.SampleRequest, how: tuple[Weights, SamplingParams]
+    ) -> sampling_pb2.SampleResult:
+        """Sequences of a request for which `to_sample` has returned `how`."""
+        weights, params = how
         result = await self._sampler.sample(weights, tuple(request.prompt), params)
         return await asyncio.to_thread(write, sampling_pb2.SampleResult(), result)
 

@@ -131,6 +131,16 @@ def sent_field(batch: RolloutBatch, sequence: int) -> str:
     return f"groups[{group_S[sequence]}].rollouts[{rollout_S[sequence]}]"
 
 
+def sent_index(batch: RolloutBatch, sequence: int) -> int:
+    """Index of a sequence among all rollouts of the request, those that were dropped included."""
+    if batch.bad_rollouts is None:
+        return sequence
+    group, rollout = (int(place_S[sequence]) for place_S in sent_places(batch))
+    bad_group, bad_rollout = batch.bad_rollouts[:, :2].T
+    is_before = (bad_group < group) | ((bad_group == group) & (bad_rollout < rollout))
+    return sequence + int(np.count_nonzero(is_before))
+
+
 def prompt_lengths(batch: RolloutBatch) -> NDArray[np.int64]:
     """Tokens of each sequence's prompt, int64 [S]."""
     return np.diff(batch.prompt_offsets)[group_of_sequence(batch)]

@@ -28,7 +28,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from ratoon.planner.planning import cpu_planner
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, sent_field, sent_index
 from ratoon.rollout.offenders import offenders
 from ratoon.rollout.selection import trained_lengths
 from ratoon.shards.parts import origin_of
@@ -121,11 +121,11 @@ def run_self_check(
     exceeded = _exceeded(report, model)
     report = replace(
         report,
-        sequence=sequence,
+        sequence=sent_index(prepared.batch, sequence),
         exceeds_limits=bool(exceeded),
         seconds=time.perf_counter() - started,
     )
-    warnings = (_warning(report, exceeded, prepared.batch),) if exceeded else ()
+    warnings = (_warning(sequence, exceeded, prepared.batch),) if exceeded else ()
     return SelfCheckOutcome(report=report, warnings=warnings)
 
 
@@ -241,10 +241,10 @@ def _exceeded(report: SelfCheckReport, model: PolicyModel) -> list[str]:
     ]
 
 
-def _warning(report: SelfCheckReport, exceeded: list[str], batch: RolloutBatch) -> StepWarning:
-    problem = ", ".join(exceeded)
+def _warning(sequence: int, exceeded: list[str], batch: RolloutBatch) -> StepWarning:
+    place, problem = sent_field(batch, sequence), ", ".join(exceeded)
     return warn(
         WarningKind.SELF_CHECK_EXCEEDED,
-        f"self-check: rollout {report.sequence} is not the same packed as alone: {problem}",
-        offenders(batch, np.array([report.sequence])),
+        f"self-check: {place} is not the same packed as alone: {problem}",
+        offenders(batch, np.array([sequence])),
     )

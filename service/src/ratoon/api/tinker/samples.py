@@ -33,13 +33,17 @@ from ratoon.api.tinker.sample_messages import sample_answer, sample_request
 from ratoon.config import TinkerConfig
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
 from ratoon.model.spec import PRESET_NAMES
+from ratoon.sampler.port import Weights
 from ratoon_proto.tinker import tinker_pb2
+from ratoon_proto.types import SamplingParams
 from ratoon_proto.v1 import policy_pb2, sampling_pb2, service_pb2
 
 # Seconds for which a sample that nobody waits for goes on: its client asks again at once.
 GRACE_S = 3.0
 # Seconds for which an engine that is away is waited for, and between two questions.
 AWAY_S, _AGAIN_S = 20.0, 0.5
+# As `PolicyService.to_sample` returns it.
+_How = tuple[Weights, SamplingParams]
 _FUTURE = re.compile(r"sample\.([0-9a-f]{12})\.[0-9a-f]{16}")
 
 
@@ -58,6 +62,8 @@ class Samples:
     def __init__(self, service: PolicyService, gate: Gate, config: TinkerConfig) -> None:
         self._service, self._gate, self._config = service, gate, config
         self._running: dict[str, _Running] = {}
+        # What was found out of a request, for its future, which mostly comes here and at once.
+        self._found: dict[str, _How] = {}
 
     async def create_session(
         self, authorized: AuthorizedCall, body: bodies.CreateSamplingSession
@@ -82,10 +88,10 @@ class Samples:
         else:
             sampler = self._named(body, "", owner)
         request, targets = await asyncio.to_thread(sample_request, body, sampler)
-        base = self._base(sampler.base_model)
+        base, how = self._base(sampler.base_model), list[_How]()
 
         async def check(request: service_pb2.SampleRequest) -> service_pb2.SampleRequest:
-            await self._service.to_sample(request, base)
+            how.append(await self._service.to_sample(request, base))
             return request
 
         # What its future would be refused with is refused now.
@@ -95,6 +101,8 @@ class Samples:
         )
         name = secrets.token_hex(8)
         request_id = await asyncio.to_thread(future_id, f"sample.{owner}.{name}", note)
+        (self._found[request_id],) = how
+        asyncio.get_running_loop().call_later(GRACE_S, self._found.pop, request_id, None)
         ids = [f"{name}-{index}" for index in range(body.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
@@ -139,7 +147,8 @@ class Samples:
         running = self._running.get(request_id)
         if running is None:
             running = self._running[request_id] = _Running()
-            running.task = loop.create_task(self._sampled(running, request, base))
+            how = self._found.pop(request_id, None)
+            running.task = loop.create_task(self._sampled(running, request, base, how))
         task = running.task
         assert task is not None, "set as it is made"
         running.waiters += 1
@@ -168,14 +177,20 @@ class Samples:
         running: _Running,
         request: service_pb2.SampleRequest,
         base: policy_pb2.PolicySpec | None,
+        how: _How | None,
     ) -> sampling_pb2.SampleResult:
-        """Sample once there is room, and an engine. Raises UNAVAILABLE where it stays away."""
+        """Sample once there is room, and an engine. Raises UNAVAILABLE where it stays away.
+
+        `how`: what was found out of the request a moment ago; weights may have gone since.
+        """
         clock = asyncio.get_running_loop().time
         away_until = clock() + AWAY_S
         while True:
             try:
-                return await self._service.sample(request, base)
+                how = how or await self._service.to_sample(request, base)
+                return await self._service.sampled(request, how)
             except RatoonError as error:
+                how = None
                 # Without a resource it is the request that is too large.
                 if "resource" in error.details:
                     running.is_paused = True
