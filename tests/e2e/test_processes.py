@@ -19,6 +19,7 @@ import pytest
 from ray import serve
 
 from ratoon import app
+from ratoon.cluster import worker_start
 from ratoon.ray_serve import APP_NAME
 from ratoon_client import OperationHandle, RatoonApiError, RatoonClient, StepResult
 from ratoon_proto.tinker import tinker_pb2
@@ -57,6 +58,12 @@ def test_no_process_of_the_wires_loads_torch(service: Service) -> None:
     for process in [*replicas, *_ours("ray::Gateway"), *_ours("ray::ProxyActor")]:
         assert not _has_torch(process), process.cmdline()
     assert any(_has_torch(process) for process in _ours("ray::Worker"))
+
+
+@pytest.mark.usefixtures("policy")
+def test_workers_are_forks_of_one_process() -> None:
+    (parent,) = {worker.ppid() for worker in _ours("ray::Worker")}
+    assert worker_start.__name__ in psutil.Process(parent).cmdline()
 
 
 async def test_counters_of_two_replicas_are_the_journals(

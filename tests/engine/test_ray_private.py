@@ -35,7 +35,7 @@ def test_one_module_names_what_ray_does_not_promise() -> None:
     [
         (RayParams.__init__, {
             "node_ip_address", "num_cpus", "object_store_memory", "temp_dir", "include_dashboard",
-            "include_log_monitor", "no_monitor", "_system_config",
+            "include_log_monitor", "no_monitor", "setup_worker_path", "_system_config",
         }),
         (Node.__init__, {"head", "shutdown_at_exit", "spawn_reaper", "ray_init_cluster"}),
         (Node.kill_all_processes, {"check_alive", "allow_graceful"}),

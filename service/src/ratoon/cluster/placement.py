@@ -33,6 +33,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ratoon.cluster.ray_private import HEAD_RESOURCE, free_resources_by_node
+from ratoon.cluster.worker_start import FORKED
 from ratoon.config import interface_of
 from ratoon.engine.settings import EngineSettings
 from ratoon.errors import ErrorCode, RatoonError
@@ -53,6 +54,8 @@ GPU_ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
+# Variables of a worker on a CPU, which its ranks take over, and of a sampler.
+CPU_ENVIRONMENT = {FORKED: "1"}
 # Distributions that must be the same on all nodes, for a policy's bits or for its processes to
 # understand one another.
 _DISTRIBUTIONS = ("ratoon", "ratoon-kernels", "torch", "transformers", "numpy")

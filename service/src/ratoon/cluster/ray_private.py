@@ -11,6 +11,8 @@ what `tests/engine/test_ray_private.py` checks; if it does not, this is the modu
 from __future__ import annotations
 
 import logging
+import subprocess  # nosec B404
+import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -28,6 +30,8 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._private.state import available_resources_per_node
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+
+from ratoon.cluster import worker_start
 
 # The resource that only the head has.
 HEAD_RESOURCE = HEAD_NODE_RESOURCE_NAME
@@ -90,6 +94,7 @@ class LocalRay:
             num_cpus=num_cpus,
             object_store_memory=object_store_bytes,
             temp_dir=temp_folder,
+            setup_worker_path=worker_start.__file__,
             include_dashboard=False,
             include_log_monitor=cast("Any", False),  # Ray declares it as text.
             no_monitor=True,
@@ -103,6 +108,12 @@ class LocalRay:
             spawn_reaper=True,
             ray_init_cluster=True,
         )
+        self._forks: subprocess.Popen[bytes] | None = None
+
+    def start_forks(self) -> None:
+        """Start the server of which workers on CPUs are forks. On macOS they are none."""
+        if sys.platform == "linux":
+            self._forks = worker_start.start_server(self.session_folder)
 
     @property
     def address(self) -> str:
@@ -121,6 +132,9 @@ class LocalRay:
     def end(self, *, is_orderly: bool) -> None:
         """End Ray's processes, and with them all workers. `is_orderly`: ask them to stop first."""
         self._node.kill_all_processes(check_alive=False, allow_graceful=is_orderly)
+        if self._forks is not None:
+            with self._forks:
+                self._forks.kill()
 
 
 class _Head(Node):

@@ -21,7 +21,12 @@ from ray import ObjectRef
 from ray.actor import exit_actor
 
 from ratoon.cluster.bootstrap import connect
-from ratoon.cluster.placement import GPU_ENVIRONMENT, ON_HEAD, free_gpus_by_node
+from ratoon.cluster.placement import (
+    CPU_ENVIRONMENT,
+    GPU_ENVIRONMENT,
+    ON_HEAD,
+    free_gpus_by_node,
+)
 from ratoon.cluster.ray_calls import ActorLostError, ask, find_actor
 from ratoon.config import RatoonConfig, SamplerConfig
 from ratoon.engine.client import Engine, EngineClient
@@ -209,7 +214,10 @@ class RaySampler:
         found = find_actor(SAMPLER_NAME, settings.namespace)
         if found is not None:
             return cast("ActorProxy[SamplerActor]", found)
-        options: dict[str, Any] = {"resources": ON_HEAD}
+        options: dict[str, Any] = {
+            "resources": ON_HEAD,
+            "runtime_env": {"env_vars": CPU_ENVIRONMENT},
+        }
         if settings.sampler.device != "cpu":
             free = max(free_gpus_by_node().values(), default=0.0)
             if free < 1:

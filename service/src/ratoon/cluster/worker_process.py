@@ -8,8 +8,9 @@ of its own. All calls of trainers run on "compute", which is one thread, so they
 any time. Processes that look the actor up import this module, so torch is imported by the
 constructor.
 
-Importing torch and transformers takes a process seconds. So on CPUs a spare is started ahead; the
-first policy that looks for a worker takes it, and keeps it until it ends.
+Importing torch and transformers takes a process seconds. So on CPUs a worker is a fork
+(`worker_start`), where Ray is this machine's own, and a spare is started ahead; the first policy
+that looks for a worker takes it, and keeps it until it ends.
 
 A lost worker raises `WorkerLostError`. A worker that stays silent for too long counts as lost.
 """
@@ -31,7 +32,7 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ratoon.cluster.placement import GPU_ENVIRONMENT, free_gpus, place
+from ratoon.cluster.placement import CPU_ENVIRONMENT, GPU_ENVIRONMENT, free_gpus, place
 from ratoon.cluster.ray_calls import START_S, ActorLostError, ask_living
 from ratoon.cluster.worker_places import (
     SPARE,
@@ -209,7 +210,8 @@ def make_worker(
 
 def make_spare(settings: EngineSettings) -> Worker:
     """The spare, which may have tenants by now."""
-    return make_worker("", SPARE, 1, settings)
+    environment = {"env_vars": CPU_ENVIRONMENT}
+    return make_worker("", SPARE, 1, settings, runtime_env=environment)
 
 
 class Houses:
@@ -340,7 +342,7 @@ class RayWorker:
         return await told(host, host.worker.take.remote(*args), self._settings.namespace)
 
     async def _make(self, name: str, policy_id: str, *, on_one_node: bool) -> Worker:
-        options: dict[str, object] = {}
+        options: dict[str, object] = {"runtime_env": {"env_vars": CPU_ENVIRONMENT}}
         if self._on_gpus:
             group = await place(policy_id or name, self._num_workers, on_one_node=on_one_node)
             options["num_gpus"] = 1
