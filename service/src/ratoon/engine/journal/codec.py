@@ -94,6 +94,8 @@ _ADDED: dict[type, frozenset[str]] = {
     ForwardCommand: frozenset({"num_teacher_tokens", "with_teacher_logprobs"}),
     proto.LossConfig: frozenset({"distillation"}),
     proto.StepReport: frozenset({"teacher_kl", "teacher_mass", "policy_mass"}),
+    proto.LoraTuning: frozenset({"use_rslora"}),
+    proto.PublishConfig: frozenset({"merged"}),
 }
 _PLAIN = (bool, int, float, str)
 
