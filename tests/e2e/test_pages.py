@@ -405,7 +405,11 @@ class Samplers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
         body: dict[str, Any] = json.loads(self.rfile.read(length))
-        answers = {"/v1/completions": self._vllm, "/generate": self._sglang}
+        answers = {
+            "/v1/completions": self._vllm,
+            "/inference/v1/generate": self._vllm_nucleus,
+            "/generate": self._sglang,
+        }
         data = json.dumps(answers[self.path](body)).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -425,6 +429,24 @@ class Samplers(BaseHTTPRequestHandler):
                     "finish_reason": "stop" if tokens[-1] == EOS_TOKEN else "length",
                 }
                 for tokens, logprobs in self._samples(body["n"])
+            ]
+        }
+
+    def _vllm_nucleus(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A sample of two tokens each, at most."""
+        sampling = body["sampling_params"]
+        assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.0, 0.95, 64)
+        assert "n" not in sampling
+        assert all(isinstance(token, int) for token in body["token_ids"])
+        ((tokens, _),) = self._samples(1)
+        masks = [[token, DIGITS[0]] if token != DIGITS[0] else [token] for token in tokens]
+        return {
+            "choices": [
+                {
+                    "token_ids": tokens,
+                    "logprobs": {"content": [{"logprob": -math.log(len(mask))} for mask in masks]},
+                    "sampling_mask": masks,
+                }
             ]
         }
 
@@ -483,6 +505,7 @@ def test_every_recipe_runs(run: Run, sampler: str) -> None:
     assert losses == sorted(losses, reverse=True), "three steps on the same demonstrations"
     for recipe in (
         "grpo",
+        "nucleus",
         "sft",
         "turns",
         "asynchronous",

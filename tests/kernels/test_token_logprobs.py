@@ -122,6 +122,22 @@ def test_a_row_that_keeps_one_token_has_its_log_prob_and_no_gradient(dtype: torc
         assert not value.any(), name
 
 
+def test_a_mask_of_some_rows_is_counted_from_the_first_of_them() -> None:
+    rows, tokens = torch.tensor([1, 1, 3], dtype=torch.int32), torch.tensor([4, 6, 5]).int()
+    mask = SamplingMask(token_N=tokens, row_N=rows, first_R1=torch.tensor([0, 0, 2, 2, 3]))
+    for span, kept, row, first in (
+        (slice(None), [4, 6, 5], [1, 1, 3], [0, 0, 2, 2, 3]),
+        (slice(1, 3), [4, 6], [0, 0], [0, 2, 2]),
+        (slice(2, 4), [5], [1], [0, 0, 1]),
+    ):
+        part = mask.of_rows(span)
+        assert part is not None
+        found = part.token_N.tolist(), part.row_N.tolist(), part.first_R1.tolist()
+        assert found == (kept, row, first)
+    assert mask.of_rows(slice(0, 1)) is None
+    assert mask.of_rows(slice(2, 2)) is None
+
+
 @pytest.mark.usefixtures("chunk_rows")
 def test_a_mask_of_all_tokens_changes_no_bit() -> None:
     case = make_case(9, 37, 20, torch.float32)

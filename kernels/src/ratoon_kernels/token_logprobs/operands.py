@@ -40,13 +40,14 @@ class SamplingMask:
 
     def of_rows(self, rows: slice) -> "SamplingMask | None":
         """The mask of some rows, counted from the first of them; None: they keep all tokens."""
-        first_R1 = self.first_R1[rows.start : rows.stop + 1]
+        first, last, _ = rows.indices(len(self.first_R1) - 1)
+        first_R1 = self.first_R1[first : last + 1]
         start, stop = int(first_R1[0]), int(first_R1[-1])
         if start == stop:
             return None
         return SamplingMask(
             token_N=self.token_N[start:stop],
-            row_N=self.row_N[start:stop] - rows.start,
+            row_N=self.row_N[start:stop] - first,
             first_R1=first_R1 - start,
         )
 

@@ -202,7 +202,7 @@ def number_masks(
     number_L = np.zeros(len(row_L), np.int64)
     if not len(row_L):
         return number_L
-    data, size = memoryview(kept.tokens.view(np.uint8)), kept.tokens.itemsize
+    data, size = kept.tokens.view(np.uint8).data, kept.tokens.itemsize
     # Most rows have one term, whose mask is their only one.
     several = np.flatnonzero(np.bincount(row_L)[row_L] > 1)
     starts = (kept.offsets[token_L[several]] * size).tolist()
