@@ -1535,9 +1535,9 @@ class StepReport(bases.StepReportMethods):
     bad_rollouts: tuple[BadRollout, ...] = ()
     """All of them in request order; not of an OptimStep."""
     teacher_kl: float | None = None
-    """Of a loss with distillation, whatever its divergence: KL(policy || teacher) over the
-    teacher's K tokens and all others as one more, and the mass of the K by the teacher and by the
-    policy.
+    """KL(policy || teacher) over the teacher's K tokens and all others as one more, and the mass of
+    the K by the teacher and by the policy, whatever divergence the loss takes; absent where it
+    distils nothing.
     """
     teacher_mass: float | None = None
     policy_mass: float | None = None

@@ -1542,8 +1542,8 @@ class StepReport(_message.Message):
     dropped_bad: _builtins.int
     """Rollouts that on_bad_rollout dropped; no other figure counts them."""
     teacher_kl: _builtins.float
-    """Of a loss with distillation, whatever its divergence: KL(policy || teacher) over the teacher's K
-    tokens and all others as one more, and the mass of the K by the teacher and by the policy.
+    """KL(policy || teacher) over the teacher's K tokens and all others as one more, and the mass of the K
+    by the teacher and by the policy, whatever divergence the loss takes; absent where it distils nothing.
     """
     teacher_mass: _builtins.float
     policy_mass: _builtins.float
