@@ -23,7 +23,7 @@ NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-more test-slow lint type audit fmt release lock proto proto-check bench bench-cpu bench-gpu bench-step-gpu \
-	bench-experts-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-wires bench-verl bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl env-verl env-compat env-cookbook compat
+	bench-experts-gpu bench-distillation-gpu bench-families-gpu bench-ranks-gpu bench-states-gpu bench-service-gpu bench-hostile bench-floor bench-see bench-wires bench-verl bench-streams bench-scale faults test-gpu test-multigpu up down clean env env-dev env-proto env-trl env-verl env-compat env-cookbook compat
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -119,6 +119,9 @@ bench-step-gpu: env-dev ## whole steps on an H200, a section at a time; after te
 
 bench-experts-gpu: env-dev ## steps with routed experts on an H200; after test-gpu
 	@$(BIN)/python -m benchmarks.step.experts --out benchmarks/results/h200/experts.json $(ARGS)
+
+bench-distillation-gpu: env-dev ## a teacher's 64 likeliest tokens against GRPO on an H200; after test-gpu
+	@$(BIN)/python -m benchmarks.step.distillation --out benchmarks/results/h200/distillation.json $(ARGS)
 
 bench-families-gpu: env-dev ## families of models on an H200: operators, layers, precision; needs fla-core 0.6; after test-gpu
 	@$(BIN)/python -m benchmarks.families.main --out benchmarks/results/h200/families.json $(ARGS)

@@ -205,11 +205,11 @@ class _SeededLoss:
     weight_L: Tensor
     logprob_L: Tensor
 
-    def of(self, terms: NDArray[np.int64], _logprob_L: Tensor, _entropy_L: Tensor) -> LossGradients:
+    def of(self, terms: NDArray[np.int64], *_outputs: Tensor | None) -> LossGradients:
         index_L = put_index(terms, self.weight_L.device)
         return LossGradients(grad_logprob_L=self.weight_L[index_L], grad_entropy_L=None)
 
-    def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, _entropy_L: Tensor) -> Tensor:
+    def sums(self, terms: NDArray[np.int64], logprob_L: Tensor, *_others: Tensor | None) -> Tensor:
         self.logprob_L[put_index(terms, self.weight_L.device)] = logprob_L
         return pack_sums({}, None, torch.zeros(0))
 

@@ -94,6 +94,7 @@ REQUIRED = {
     "CheckpointSource": {"policy_id", "checkpoint_id"},
     "CorrectionMask": {"level", "low", "high"},
     "CreatePolicyRequest": {"spec"},
+    "DistillationConfig": {"divergence"},
     "ForwardBackwardRequest": {"loss"},
     "GetGradientManifestRequest": {"names"},
     "KlConfig": {"kind", "coefficient", "reference"},

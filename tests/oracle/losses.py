@@ -131,7 +131,7 @@ def _weighted(value: Tensor, logp: Tensor, old: Tensor, reference: Tensor, kind:
 
 
 def divergence(counted: Counted, loss: OracleLoss, rows: Tensor) -> Tensor:
-    """Of each response token, float64 [R], from the policy's log-probs `rows`, [R, V].
+    """The divergence at each response token, float64 [R], from log-probs `rows`, [R, V].
 
     Forward and reverse KL, and GKD's divergence (arXiv 2306.13649, eq. 1), of the teacher's K
     tokens and one more, whose probability is that of all others; it is 1e-5 at least.

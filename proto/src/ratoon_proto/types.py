@@ -1616,9 +1616,9 @@ class StepReport(bases.StepReportMethods):
     tokens_outside_mask: int = 0
     """Tokens that were not trained because they are outside of their own sampling mask."""
     teacher_kl: float | None = None
-    """Of a loss with distillation, whatever its divergence: KL(policy || teacher) over the
-    teacher's K tokens and all others as one more, and the mass of the K by the teacher and by the
-    policy.
+    """KL(policy || teacher) over the teacher's K tokens and all others as one more, and the mass of
+    the K by the teacher and by the policy, whatever divergence the loss takes; absent where it
+    distils nothing.
     """
     teacher_mass: float | None = None
     policy_mass: float | None = None

@@ -1550,8 +1550,8 @@ class StepReport(_message.Message):
     tokens_outside_mask: _builtins.int
     """Tokens that were not trained because they are outside of their own sampling mask."""
     teacher_kl: _builtins.float
-    """Of a loss with distillation, whatever its divergence: KL(policy || teacher) over the teacher's K
-    tokens and all others as one more, and the mass of the K by the teacher and by the policy.
+    """KL(policy || teacher) over the teacher's K tokens and all others as one more, and the mass of the K
+    by the teacher and by the policy, whatever divergence the loss takes; absent where it distils nothing.
     """
     teacher_mass: _builtins.float
     policy_mass: _builtins.float

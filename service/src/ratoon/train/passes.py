@@ -317,7 +317,7 @@ def _reference(
     if kl.reference is ReferenceKind.GIVEN:
         assert prepared.batch.reference_logprobs is not None
         return put(prepared.batch.reference_logprobs[item.packed.term_token], model.device)
-    # Of the reference nobody asks for the candidates.
+    # Candidates are asked of the policy alone.
     batch = replace(batch, candidate_LK=None)
     with torch.no_grad(), model.reference():
         outputs = add_up(_outputs(model, item, batch, group), group)

@@ -95,7 +95,7 @@ class PreparedForward:
 
     @property
     def num_candidates(self) -> int:
-        """Of each token: those given, or to be found; 0: none are asked for."""
+        """How many candidates a token has, given or to be found; 0: none are asked for."""
         given_JK = self.candidates_JK
         return self.num_best if given_JK is None else given_JK.shape[1]
 
