@@ -152,7 +152,7 @@ def test_a_state_that_is_loaded_goes_on_with_its_bits(kind: OptimizerStates) -> 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
 def test_parts_are_whole_matrices_and_change_no_bit(kind: OptimizerStates) -> None:
-    """But of experts: how many are multiplied at a time decides bits, and ranks do not decide it."""
+    """But of experts: how many are multiplied at a time decides bits, and no rank decides it."""
     matrices = {"experts": (8, 32), "dense": (12, 64)}
 
     def run(part: int) -> dict[str, Tensor]:
