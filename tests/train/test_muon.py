@@ -60,7 +60,7 @@ from tests.train.rank_runs import weights_of as whole_weights
 from tests.train.trainer_runs import assert_equal, make_trainer, state_of, update, weights_of
 
 MUON = replace(CONFIG, muon=MuonConfig())
-# Of `make_parameters`.
+# The matrices of `make_parameters`.
 MATRICES: Matrices = {"whole": (40, 128), "broken": (37, 131)}
 RATE, DECAY = 1e-2, 0.3
 STEP = optim_step(RATE, weight_decay=DECAY, max_grad_norm=math.inf)
