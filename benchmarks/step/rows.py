@@ -14,6 +14,7 @@ from benchmarks.step.costs import fit_rates, fitted_rows, worst_error
 from benchmarks.step.memory import ACTIVATIONS
 from benchmarks.step.run import Row
 from benchmarks.step.subjects import REPLICATED, STREAMED
+from benchmarks.step.updates import BY_MUON
 
 Cell = dict[str, Row]
 OURS = ("cuda", "reference")
@@ -98,6 +99,7 @@ MIN_PROMPT = 131_072
 MAX_PREDICTION_ERROR = 0.10
 MAX_ACTIVATION_SHARE = 0.5
 MAX_UPDATE_RATIO = 1.15
+MAX_MUON_RATIO = 2.5
 MAX_GAP_SHARE = 0.03
 MAX_STREAMED_RATIO = 1.05
 MAX_LINEAR_ERROR = 0.05
@@ -218,6 +220,14 @@ def _updates(rows: list[Row]) -> Iterator[Target]:
         ratio = update_ratio(row) if "error" not in row else None
         if ratio is not None:
             yield at_most(f"updates {row['case']}: update over step", MAX_UPDATE_RATIO, ratio)
+    seconds = {
+        (row["model"], row["algorithm"]): row["optimizer_s"] for row in rows if "error" not in row
+    }
+    for (model, algorithm), taken_s in seconds.items():
+        adamw_s = seconds.get((model, algorithm.removesuffix(BY_MUON)))
+        if algorithm.endswith(BY_MUON) and adamw_s is not None:
+            name = f"updates {algorithm} {model}: Muon's step over AdamW's"
+            yield at_most(name, MAX_MUON_RATIO, taken_s / adamw_s)
 
 
 def at_least(name: str, bound: float, reached: float) -> Target:

@@ -45,7 +45,7 @@ class Scale:
         cost_model: For `costs`.
         costs: The groups of `costs`, and how each is cut.
         update_models: For `updates`.
-        updates: Groups per algorithm; `-kl` adds a reference pass.
+        updates: Groups per algorithm; `-kl` adds a reference pass, `-muon` is by Muon.
     """
 
     dtype: torch.dtype
@@ -124,6 +124,7 @@ FULL = Scale(
     updates={
         "grpo": (_PAPER,),
         "grpo-kl": (_PAPER,),
+        "grpo-muon": (_PAPER,),
         "dapo": tuple(
             Group(prompt=2000, responses=tuple(200 + (1300 * (8 * g + i)) // 127 for i in range(8)))
             for g in range(16)
@@ -155,6 +156,7 @@ SMALL = Scale(
     updates={
         "grpo": (Group(prompt=12, responses=(5, 3, 7)),),
         "grpo-kl": (Group(prompt=12, responses=(5, 3, 7)),),
+        "grpo-muon": (Group(prompt=12, responses=(5, 3, 7)),),
         "dapo": (Group(prompt=9, responses=(2, 5)), Group(prompt=6, responses=(4, 3))),
     },
 )

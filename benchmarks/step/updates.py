@@ -41,6 +41,7 @@ from ratoon_proto.types import (
     KlKind,
     LossConfig,
     LossKind,
+    MuonConfig,
     OldLogprobs,
     OldLogprobsKind,
     OptimStepConfig,
@@ -53,6 +54,7 @@ MAX_FP32_PARAMETERS = 3e9
 KL_COEFFICIENT = 1e-3
 LEARNING_RATE = 1e-6
 WITH_KL = "-kl"
+BY_MUON = "-muon"
 # The forward's share of the work of forward and backward.
 FORWARD_SHARE = {"weights": 2 / 6, "pairs": 4 / 14}
 
@@ -79,7 +81,7 @@ def measure(run: Run, wanted: list[str]) -> Iterator[tuple[str, list[Row]]]:
 def _measure_update(run: Run, size: ModelSize, algorithm: str, batch: RolloutBatch) -> Row:
     require_time(run.stop_at, 0.0)
     ways = Ways(run, size)
-    is_compared = batch.num_groups == 1 and not algorithm.endswith(WITH_KL)
+    is_compared = batch.num_groups == 1 and not algorithm.endswith((WITH_KL, BY_MUON))
     step = _plain_step(ways, batch) if is_compared else {}
     update = open_update(ways, algorithm, batch)
     reports: list[dict[str, float]] = []
@@ -187,7 +189,7 @@ def open_update(
     has_reference = algorithm.endswith(WITH_KL)
     kl = KlConfig(kind=KlKind.K3, coefficient=KL_COEFFICIENT, reference=ReferenceKind.FROZEN)
     request = LossConfig(
-        kind=LossKind(algorithm.removesuffix(WITH_KL)),
+        kind=LossKind(algorithm.removesuffix(WITH_KL).removesuffix(BY_MUON)),
         kl=kl if has_reference else None,
         old_logprobs=OldLogprobs(kind=OldLogprobsKind.FROM_FORWARD, forward_operation_id="old"),
     )
@@ -197,11 +199,20 @@ def open_update(
     )
     is_large = sum(p.numel() for p in ways.module.parameters()) > MAX_FP32_PARAMETERS
     fitting = OptimizerStates.BF16_8BIT if is_large else OptimizerStates.FP32
-    trainer = open_trainer(ways, states or fitting, has_reference=has_reference)
+    optimizer = AdamWConfig(muon=MuonConfig() if algorithm.endswith(BY_MUON) else None)
+    trainer = open_trainer(
+        ways, states or fitting, has_reference=has_reference, optimizer=optimizer
+    )
     return Update(trainer=trainer, batch=batch, loss=loss, on_policy=on_policy)
 
 
-def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) -> Trainer:
+def open_trainer(
+    ways: Ways,
+    states: OptimizerStates,
+    *,
+    has_reference: bool,
+    optimizer: AdamWConfig = AdamWConfig(),  # noqa: B008 - it is frozen
+) -> Trainer:
     """The service's trainer, limited to free memory; float32 weights always get float32 states."""
     run, module = ways.run, ways.module
     # Built anew: a copy would share the layers' `forward`s.
@@ -210,7 +221,7 @@ def open_trainer(ways: Ways, states: OptimizerStates, *, has_reference: bool) ->
     is_narrow = policy.spec.dtype is ModelDtype.BFLOAT16
     spec = TrainerSpec(
         model=policy.spec,
-        optimizer=AdamWConfig(),
+        optimizer=optimizer,
         deterministic=False,
         micro_batch_tokens=None,
         keep_reference=has_reference,

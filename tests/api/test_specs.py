@@ -18,6 +18,7 @@ from tests.api.conftest import Api
 from tests.api.wires import refused_by
 
 AdamW, Guard = policy_pb2.AdamWConfig, policy_pb2.NumericsGuard
+Muon = policy_pb2.MuonConfig
 Lora, Parallel = policy_pb2.LoraTuning, policy_pb2.ParallelLayout
 Source, Schedule = policy_pb2.CheckpointSource, policy_pb2.LearningRateSchedule
 CONSTANT: dict[str, Any] = {"kind": "SCHEDULE_KIND_CONSTANT", "learning_rate": 0.0}
@@ -104,6 +105,29 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
             ("final_share", {**LINEAR, "total_steps": 9, "final_share": 2.0}),
         )
     ),
+    *(
+        (f"optimizer.muon.{field}", {"optimizer": AdamW(muon=Muon(**{field: value}))})
+        for field, value in (
+            ("momentum", -0.1),
+            ("momentum", 1.0),
+            ("momentum", float("nan")),
+            ("ns_steps", 0),
+            ("ns_steps", 21),
+        )
+    ),
+    ("optimizer.muon", {"optimizer": AdamW(muon=Muon()), "lora": Lora(rank=4, alpha=1.0)}),
+    *(
+        (f"optimizer.groups[1].{field}", {"optimizer": AdamW(groups=[{"pattern": "a"}, changes])})
+        for field, changes in (
+            ("pattern", {"lr_factor": 1.0}),
+            ("pattern", {"pattern": "x" * 257}),
+            *(
+                ("lr_factor", {"pattern": "b", "lr_factor": factor})
+                for factor in (-0.5, 2e4, float("inf"), float("nan"))
+            ),
+        )
+    ),
+    ("optimizer.groups", {"optimizer": AdamW(groups=[{"pattern": "a"}] * 65)}),
     ("lora.rank", {"lora": Lora(rank=-1, alpha=1.0)}),
     ("lora.alpha", {"lora": Lora(rank=4, alpha=-1.0)}),
     ("publish.every_n", {"publish": policy_pb2.PublishConfig(every_n=4)}),

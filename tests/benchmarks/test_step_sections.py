@@ -295,7 +295,7 @@ def test_a_prompt_that_the_budget_does_not_reach_says_so(monkeypatch: pytest.Mon
 
 def test_updates_are_whole_and_change_the_weights() -> None:
     found = _rows(step_updates)
-    assert list(found) == ["grpo tiny", "grpo-kl tiny", "dapo tiny"]
+    assert list(found) == ["grpo tiny", "grpo-kl tiny", "grpo-muon tiny", "dapo tiny"]
     rows = {case: row for case, (row,) in found.items()}
     for row in rows.values():
         assert "error" not in row
@@ -312,6 +312,7 @@ def test_updates_are_whole_and_change_the_weights() -> None:
     assert not rows["grpo tiny"]["has_reference"]
     assert rows["grpo-kl tiny"]["has_reference"]
     assert rows["grpo-kl tiny"]["step"] == {}, "a plain step has no reference to compare with"
+    assert rows["grpo-muon tiny"]["step"] == {}, "what it is beside is the update by AdamW"
     assert rows["dapo tiny"]["step"] == {}, "several groups need not fit at once"
 
 

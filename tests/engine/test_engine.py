@@ -29,9 +29,11 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import ModelDtype, PresetBase
 from ratoon.train.spec import TrainerSpec
 from ratoon_proto.types import (
+    AdamWConfig,
     BackendInfo,
     CheckpointSource,
     LoraTuning,
+    MuonConfig,
     OperationState,
     PolicyState,
     Recovery,
@@ -261,6 +263,15 @@ async def test_a_source_that_does_not_fit_is_refused_by_field(
     with pytest.raises(RatoonError) as caught:
         await house.engine.create_policy(replace(spec, model=replace(spec.model, **changes)))
     assert caught.value.field == field
+    assert [policy.spec.policy_id for policy in await house.engine.policies()] == ["a", "b"]
+
+
+async def test_a_source_without_a_momentum_is_refused(house: House) -> None:
+    await _saved(house)
+    muon = AdamWConfig(muon=MuonConfig())
+    spec = policy_spec("c", from_checkpoint=CheckpointSource("a", "sft"), optimizer=muon)
+    with raises(ErrorCode.INVALID_ARGUMENT, match=r"spec\.optimizer\.muon"):
+        await house.engine.create_policy(spec)
     assert [policy.spec.policy_id for policy in await house.engine.policies()] == ["a", "b"]
 
 

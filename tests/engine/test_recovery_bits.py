@@ -38,9 +38,11 @@ from ratoon_proto.types import (
     LearningRateSchedule,
     LossConfig,
     LossKind,
+    MuonConfig,
     NumericsGuard,
     OperationState,
     OptimStepConfig,
+    ParameterGroup,
     Recovery,
     ScheduleKind,
     SkipReason,
@@ -311,6 +313,33 @@ def test_a_policy_that_comes_back_from_failed_has_the_moments_of_its_checkpoint(
     whole = asyncio.run(failed_and_back(tmp_path / "whole", is_failed=False))
     failed = asyncio.run(failed_and_back(tmp_path / "failed", is_failed=True))
     assert failed == whole
+
+
+async def stepped_by_muon(folder: Path, *, is_killed: bool) -> Bits:
+    """Updates around a checkpoint, some of them run again after a kill."""
+    groups = (ParameterGroup("*.mlp.*", lr_factor=0.5, decays=False),)
+    drive = Drive(folder, optimizer=AdamWConfig(muon=MuonConfig(), groups=groups))
+    machine = await drive.machine.start()
+    optim = OptimStepConfig(learning_rate=1e-3)
+    await drive.run(update(0, optim=optim))
+    await drive.run(save("one"))
+    for _ in range(2):
+        await drive.run(update(0, optim=optim))
+    if is_killed:
+        await drive.kill()
+    await drive.run(update(0, optim=optim))
+    bits = await drive.bits()
+    await machine.controller.close(1.0)
+    return bits
+
+
+def test_muon_is_replayed_to_the_same_bits(tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = asyncio.run(stepped_by_muon(tmp_path / "whole", is_killed=False))
+    killed = asyncio.run(stepped_by_muon(tmp_path / "killed", is_killed=True))
+    assert killed == whole
+    assert whole.version >= 3
 
 
 SCHEDULE = LearningRateSchedule(ScheduleKind.LINEAR, 2**-11, warmup_steps=1, total_steps=5)

@@ -60,7 +60,7 @@ from tests.train.rank_runs import weights_of as whole_weights
 from tests.train.trainer_runs import assert_equal, make_trainer, state_of, update, weights_of
 
 MUON = replace(CONFIG, muon=MuonConfig())
-# Of `make_parameters`.
+# The matrices of `make_parameters`.
 MATRICES: Matrices = {"whole": (40, 128), "broken": (37, 131)}
 RATE, DECAY = 1e-2, 0.3
 STEP = optim_step(RATE, weight_decay=DECAY, max_grad_norm=math.inf)
@@ -152,7 +152,7 @@ def test_a_state_that_is_loaded_goes_on_with_its_bits(kind: OptimizerStates) -> 
 
 @pytest.mark.parametrize("kind", list(OptimizerStates))
 def test_parts_are_whole_matrices_and_change_no_bit(kind: OptimizerStates) -> None:
-    """But of experts: how many are multiplied at a time decides bits, and ranks do not decide it."""
+    """But of experts: how many are multiplied at a time decides bits, and no rank decides it."""
     matrices = {"experts": (8, 32), "dense": (12, 64)}
 
     def run(part: int) -> dict[str, Tensor]:

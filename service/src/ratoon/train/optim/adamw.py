@@ -188,7 +188,7 @@ class MasterAdamW(Optimizer):
         self._masters = dict(parameters)
         self._config = config
         self._matrices = matrices
-        # Of the masters that Muon steps.
+        # What is kept of the masters that Muon steps.
         self._momentum = {
             name: torch.zeros_like(master)
             for name, master in self._masters.items()

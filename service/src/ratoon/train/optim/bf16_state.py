@@ -64,7 +64,7 @@ class Views:
 def initial_state(
     weights: Mapping[str, Tensor], kind: OptimizerStates, matrices: Matrices = NO_MATRICES
 ) -> OptimizerState:
-    """That before the first step, on the device of `weights` (bfloat16), parameters or parts.
+    """The state before the first step, on the device of `weights` (bfloat16), parameters or parts.
 
     Those that consist of `matrices` have no second moments.
     """
@@ -194,7 +194,7 @@ def read_momentum(moments: Tensors) -> Tensor:
 
 
 def write_momentum(moments: Tensors, updated: Tensor, words: Words) -> None:
-    """Of a weight without a second moment."""
+    """Store the momentum of a weight without a second moment."""
     momentum, *scales = moments
     if words is None or momentum.dtype is torch.float32:
         momentum.copy_(updated)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ratoon_proto.types import MuonAdjustLr, MuonConfig
 
-# Of the quintic iteration, chosen by Jordan for its slope at zero: singular values end between 0.7
+# Jordan chose these of the quintic iteration for its slope at zero: singular values end between 0.7
 # and 1.2, and none is ever above 1.3.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # A smaller Frobenius norm counts as this one.
