@@ -108,7 +108,7 @@ class Item:
 
 
 def test_a_part_leaves_out_tests_marked_more_alone() -> None:
-    """Those of each file are of one part; all others are of every part."""
+    """A file is of one part, and its other tests are of every part."""
     items: Any = [Item(file, marker) for file in all_test_files() for marker in ("", "more")]
     seen: list[Item] = []
     for number in range(1, 4):

@@ -117,7 +117,7 @@ def part_of(seconds: Mapping[str, float], number: int, num_parts: int) -> set[st
 
 
 def keep_part(config: pytest.Config, items: list[pytest.Item], part: str) -> None:
-    """Deselect tests marked `more`, but those of the files of `part`: "2/3", the second of three."""
+    """Deselect tests marked `more`, but of files of `part`: "2/3" for the second of three."""
     try:
         number, num_parts = map(int, part.split("/"))
     except ValueError:
