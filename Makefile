@@ -2,11 +2,13 @@
 #   PYTHON       the interpreter of the virtual environment (python3)
 #   TORCH_INDEX  where no NVIDIA device is found, torch comes from this package index; with an index of
 #                CPU wheels it comes without the CUDA libraries
+#   UV           yes: uv, which reads no settings of pip, installs all but torch, in a third of the time
 #   WORKERS      processes that run tests (3, as tests that wait leave two cores idle)
 #   ARGS         more arguments for the command that a target runs: make test ARGS='-k codec'
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+UV ?=
 WORKERS ?= 3
 ARGS ?=
 
@@ -15,9 +17,12 @@ STAMPS := .venv/.stamps
 DISTRIBUTIONS := proto kernels clients/python service
 PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
+HAS_UV := { [ -x $(BIN)/uv ] || $(PIP) -c constraints.txt uv; }
+INSTALL := $(if $(UV),$(HAS_UV) && $(BIN)/uv pip install -q --python $(BIN)/python,$(PIP))
 
 # Two make processes must not fill one environment; without flock (macOS) that is up to the caller.
 LOCKED = $(shell command -v flock >/dev/null 2>&1 && echo flock $(1).lock) $(MAKE) -s --no-print-directory
+OTHER_TORCH = $(if $(and $(TORCH_INDEX),$(if $(NVIDIA),,none)),--index-url $(TORCH_INDEX))
 NVIDIA = $(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
@@ -187,25 +192,25 @@ $(STAMPS)/venv:
 
 $(STAMPS)/env: $(STAMPS)/venv $(PYPROJECTS) constraints.txt
 	@echo "make: installing Ratoon into .venv: minutes, once (sizes: README.md)"
-	@$(if $(and $(TORCH_INDEX),$(if $(NVIDIA),,none)),$(PIP) --no-deps --index-url $(TORCH_INDEX) -c constraints.txt torch)
-	@$(PIP) -c constraints.txt $(DISTRIBUTIONS:%=-e ./%)
+	@$(if $(or $(UV),$(OTHER_TORCH)),$(PIP) --no-deps $(OTHER_TORCH) -c constraints.txt torch)
+	@$(INSTALL) -c constraints.txt $(DISTRIBUTIONS:%=-e ./%)
 	@touch $@
 
 $(STAMPS)/env-dev: $(STAMPS)/env requirements-dev.txt
-	@$(PIP) -c constraints.txt -r requirements-dev.txt
+	@$(INSTALL) -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
 # Without their dependencies: those of TRL and verl are in .venv, but for those that the files name.
 .venv-trl/.stamp .venv-verl/.stamp: .venv-%/.stamp: requirements-%.txt
-	@$(PIP) --no-deps --upgrade --target .venv-$* -r $<
+	@$(INSTALL) --no-deps --upgrade --target .venv-$* -r $<
 	@touch $@
 
 .compat/tinker-%/.stamp: requirements-compat.txt
-	@$(PIP) --no-deps --upgrade --target $(@D) tinker==$* -r $<
+	@$(INSTALL) --no-deps --upgrade --target $(@D) tinker==$* -r $<
 	@touch $@
 
 .compat/cookbook/.stamp: requirements-cookbook.txt
-	@$(PIP) --no-deps --upgrade --target $(@D) -r $<
+	@$(INSTALL) --no-deps --upgrade --target $(@D) -r $<
 	@touch $@
 
 .compat/cookbook-%/.stamp:

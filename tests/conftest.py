@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-images", action="store_true", help=help_text)
     help_text = "record how long the test files take, in tests/durations.json"
     parser.addoption("--write-durations", action="store_true", help=help_text)
-    help_text = "run a part of the files alone, 2/3 for the second of three that take as long"
+    help_text = "of tests marked more, run those of a part of the files: 2/3, the second of three"
     parser.addoption("--part", metavar="K/N", help=help_text)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 from tests.work_units import (
     all_test_files,
+    keep_part,
     longest_first,
     mistaken,
     part_of,
@@ -90,6 +94,33 @@ def test_parts_have_each_file_once_and_take_as_long() -> None:
         seconds = [sum(recorded[file] for file in part) for part in parts]
         assert max(seconds) <= min(seconds) + max(recorded.values())
         assert max(seconds) <= 1.1 * sum(recorded.values()) / num_parts
+
+
+class Item:
+    """What `keep_part` looks at."""
+
+    def __init__(self, file: str, marker: str = "") -> None:
+        self.nodeid = f"{file}::test"
+        self._marker = marker
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return self._marker if self._marker == name else None
+
+
+def test_a_part_leaves_out_tests_marked_more_alone() -> None:
+    """A file is of one part, and its other tests are of every part."""
+    items: Any = [Item(file, marker) for file in all_test_files() for marker in ("", "more")]
+    seen: list[Item] = []
+    for number in range(1, 4):
+        kept, dropped = list(items), list[Item]()
+        hook = SimpleNamespace(pytest_deselected=lambda items, into=dropped: into.extend(items))
+        keep_part(cast("Any", SimpleNamespace(hook=hook)), kept, f"{number}/3")
+        assert [item for item in items if item in kept or item in dropped] == items
+        assert len(kept) + len(dropped) == len(items)
+        assert not [item for item in dropped if not item.get_closest_marker("more")]
+        assert dropped
+        seen += [item for item in kept if item.get_closest_marker("more")]
+    assert sorted(map(id, seen)) == sorted(map(id, items[1::2]))
 
 
 def test_a_file_that_takes_far_longer_than_recorded_is_named() -> None:

@@ -117,7 +117,7 @@ def part_of(seconds: Mapping[str, float], number: int, num_parts: int) -> set[st
 
 
 def keep_part(config: pytest.Config, items: list[pytest.Item], part: str) -> None:
-    """Deselect the tests of files that are not of `part`, "2/3" for the second of three."""
+    """Deselect tests marked `more`, but of files of `part`: "2/3" for the second of three."""
     try:
         number, num_parts = map(int, part.split("/"))
     except ValueError:
@@ -126,10 +126,13 @@ def keep_part(config: pytest.Config, items: list[pytest.Item], part: str) -> Non
         raise pytest.UsageError(f"--part must be as 2/3, got {part!r}")
     recorded = read_durations()["more"]
     files = part_of({file: recorded.get(file, 0.0) for file in all_test_files()}, number, num_parts)
-    dropped = [item for item in items if _file_of(item.nodeid) not in files]
+    kept, dropped = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        is_kept = item.get_closest_marker("more") is None or _file_of(item.nodeid) in files
+        (kept if is_kept else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if _file_of(item.nodeid) in files]
+        items[:] = kept
 
 
 def all_test_files() -> set[str]:

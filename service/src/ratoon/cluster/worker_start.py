@@ -68,13 +68,14 @@ def launch(arguments: list[str]) -> None:
 def _is_forked(command: list[str], variables: dict[str, str]) -> bool:
     """Whether the server starts the process."""
     options = dict(each.removeprefix("--").split("=", 1) for each in command if "=" in each)
-    asked = {
-        "command": command,
-        "variables": variables,
-        "group": os.getpgrp(),
-        "oom_score": _OOM_SCORE.read_text("ascii"),
-    }
+    # On macOS there is neither such a socket nor such a file.
     with suppress(OSError), _socket() as server:
+        asked = {
+            "command": command,
+            "variables": variables,
+            "group": os.getpgrp(),
+            "oom_score": _OOM_SCORE.read_text("ascii"),
+        }
         server.connect(_address(Path(options["temp-dir"], options["session-name"])))
         socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
         if server.recv(len(_TAKEN)) == _TAKEN:
