@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from ratoon.model.export import export_weights, exported_values
+from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import WEIGHTS_NAME, FileContent, write_files
-from ratoon.model.spec import PRESET_NAMES, ModelDtype, PresetBase
+from ratoon.model.spec import PRESET_NAMES, FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.stream.files import digest_file
 from ratoon_client.weights.export import merge_adapter
 from ratoon_proto.types import LoraTuning
@@ -271,9 +272,7 @@ def test_a_merged_version_is_a_whole_model_with_the_adapter(
 ) -> None:
     """In float64, against the adapter's own forward; names, files and words are a full policy's."""
     folder = write_folder(tmp_path / "base", architecture)
-    model = load(folder, tuning=tuning)
-    # A folder's files are known to a policy that publishes whole models.
-    model.base = load(folder).base
+    model = load(folder, tuning=tuning, publishes_merged=True)
     randomize(model, seed=6)
     (tmp_path / "out").mkdir()
     export_weights(model, tmp_path / "out", is_merged=True)
@@ -364,6 +363,29 @@ def test_adapter_is_described_in_words_that_every_peft_knows(tmp_path: Path) -> 
         target_modules=sorted(written["target_modules"]),
     )
     assert read == own.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("qwen", "qwen"),
+        ("models--Qwen--Qwen3-8B/snapshots/0123", "Qwen/Qwen3-8B"),
+        ("models--gpt2/snapshots/0123", "gpt2"),
+    ],
+)
+def test_an_adapter_names_its_base_as_a_hub_does(tmp_path: Path, place: str, name: str) -> None:
+    """It had the folder's last name, by which nothing loads."""
+    root = tmp_path / "root"
+    (root / place).parent.mkdir(parents=True)
+    folder = write_folder(root / place, "qwen3")
+    spec = ModelSpec(
+        base=FolderBase(folder=str(folder)), tuning=LORA, dtype=ModelDtype.FLOAT32, seed=1
+    )
+    model = read_model(spec, models_root=root).place(torch.device("cpu"))
+    export(model, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == name
 
 
 def test_export_says_nothing_of_the_server(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ class WeightsCopy:
         # Small tensors come first, one after the other.
         self._values: dict[str, Tensor] = {}
         self._small: list[str] = []
+        # Whether what an adapter leaves as it is has been copied, which never changes.
+        self._has_base = False
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         # Events by file, after which its tensors are on the host.
         self._arrivals: dict[str, torch.cuda.Event] = {}
@@ -115,8 +117,7 @@ class WeightsCopy:
 
         weights, shards = merged_weights(self._model.module), self._model.shards
         own = [name for names in self._parameters.values() for name in names]
-        is_first = not self._values
-        if own and is_first:
+        if own and not self._values:
             dtype = TORCH_DTYPES[self._model.spec.dtype]
             shapes = {name: weights[name].parameter.shape for name in own}
             _check_host(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
@@ -125,7 +126,7 @@ class WeightsCopy:
             for file, names in self._parameters.items():
                 for name in names:
                     weight = weights[name]
-                    if weight.adapted is None and not is_first:
+                    if weight.adapted is None and self._has_base:
                         continue
                     base = weight.parameter
                     if shards is not None and weight.name in shards:
@@ -134,6 +135,7 @@ class WeightsCopy:
                     value = base if weight.adapted is None else weight.of(base)
                     self._values[name].copy_(value, non_blocking=True)
                 self._arrived(file)
+        self._has_base = True
 
     def _arrived(self, file: str) -> None:
         if self._stream is not None:

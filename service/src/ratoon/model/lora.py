@@ -270,7 +270,7 @@ def export_config(adapter: PeftModel, folder: Path, *, is_wrapped: bool = False)
     """
     config = adapter.peft_config["default"]
     fields = {name: value for name, value in config.to_dict().items() if name in _EARLY_FIELDS}
-    if config.use_rslora:
+    if cast("LoraConfig", config).use_rslora:
         fields["use_rslora"] = True
     targets: set[str] = {*fields["target_modules"]}
     if _EXPERTS in targets:
