@@ -133,9 +133,7 @@ def test_a_teacher_whose_tokens_may_be_outside_of_a_mask_is_refused(pair: Pair) 
     )
     distillation = DistillationConfig(divergence=Divergence.REVERSE_KL)
     request = make_request(LossKind.GRPO, distillation=distillation)
-    with pytest.raises(
-        RatoonError, match="with a sampling_mask, expected rollouts without"
-    ):
+    with pytest.raises(RatoonError, match="with a sampling_mask, expected rollouts without"):
         resolve_loss(request, batch, has_frozen_reference=False)
     resolve_loss(request, replace(batch, sampling_mask=None), has_frozen_reference=False)
 
