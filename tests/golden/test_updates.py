@@ -113,11 +113,16 @@ def test_three_updates(golden: Golden, kind: str, tmp_path: Path) -> None:
     found = {"digests": digests, "reports": reports, "numerics": numerics}
     name = f"updates_{kind}"
     if KINDS[kind][1] is ModelDtype.BFLOAT16:
-        name += f"_{numerics['device_model'].split()[-1].lower()}"
+        name += f"_{numerics['device_model'].split()[1].lower()}"
     if not golden.has(name):
         pytest.skip(f"nothing is recorded of {numerics['device_model']}")
     recorded = cast("dict[str, Any]", golden.recorded(name, found))
-    if recorded["numerics"] == numerics:
+    # Records of CPUs with AVX2 do not say whose they are.
+    device, of_record = numerics["device_model"], recorded["numerics"]["device_model"]
+    if (
+        device.startswith(of_record)
+        and {**recorded["numerics"], "device_model": device} == numerics
+    ):
         assert digests == recorded["digests"]
     # A kind that was not at hand when reports changed has digests alone.
     if "reports" in recorded:

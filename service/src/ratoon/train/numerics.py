@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import platform
 import resource
+from functools import cache
 from importlib.metadata import version
 from itertools import permutations
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +20,9 @@ from ratoon.train.spec import TrainerSpec
 # Share of a device kept for its context, kernels' workspaces and fragments of the allocator.
 _UNPLANNED_SHARE = 0.04
 _BUDGET_STEP = 256 * 2**20
+_CPUINFO = Path("/proc/cpuinfo")
+# Those of x86-64 and of ARM.
+_CPU_FIELDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 
 
 def configure_torch(spec: TrainerSpec) -> None:
@@ -63,10 +68,24 @@ def _layout(spec: TrainerSpec) -> str:
 
 
 def device_model(device: torch.device) -> str:
-    """The name of a GPU, or which instructions a CPU has."""
+    """The name of a GPU; or which instructions a CPU has, its vendor, family and model.
+
+    MKL and oneDNN choose kernels by all of these, and so the order of sums.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
+
+
+@cache
+def _cpu_model() -> str:
+    """Words of the first processor's entry in Linux's list; elsewhere what Python knows."""
+    if not _CPUINFO.is_file():
+        return platform.processor()
+    entry = _CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0]
+    parts = (line.partition(":") for line in entry.splitlines())
+    values = {name.strip(): value.strip() for name, _, value in parts}
+    return " ".join(values[name] for name in _CPU_FIELDS if name in values)
 
 
 def total_bytes(device: torch.device) -> int | None:
