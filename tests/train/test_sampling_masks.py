@@ -18,6 +18,7 @@ from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.selection import predicted_mask
+from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.ranks.rank import Rank
 from ratoon.train.step_probe import probe_of
@@ -183,13 +184,13 @@ def test_a_mask_of_the_whole_vocabulary_changes_no_bit(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("cut", ["whole", "streamed"])
-def test_the_same_batch_gives_the_same_bits(pair: Pair, cut: str) -> None:
+def test_a_batch_and_its_journaled_body_give_the_same_bits(pair: Pair, cut: str) -> None:
     batch = masked_batch_near(pair, 45)
     loss = resolve_loss(GRPO, batch, has_frozen_reference=True)
+    plan = plan_of(batch, *CUTS[cut])
     found = []
-    for _ in range(2):
-        prepared = pair.trainer.prepare(batch, loss, plan_of(batch, *CUTS[cut]))
-        pair.trainer.forward_backward(prepared)
+    for each in (batch, batch_from_bytes(batch_to_bytes(batch))):
+        pair.trainer.forward_backward(pair.trainer.prepare(each, loss, plan))
         found.append({name: grad.clone() for name, grad in pair.gradients().items()})
         pair.discard()
     assert all(torch.equal(found[0][name], grad) for name, grad in found[1].items())

@@ -79,7 +79,7 @@ def recorded_masks(
     sent_N = join_tokens([mask.token_ids for mask in given if mask is not None])
 
     def judge(is_bad_N: NDArray[np.bool_], error_of: Callable[[int, str], RatoonError]) -> None:
-        """Each token of whose kept ones one is bad."""
+        """Judge the response tokens that keep a bad id."""
         is_bad_J = _any_of(token_N[is_bad_N], len(lengths_J))
 
         def error_at(j: int) -> RatoonError:
