@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ratoon_kernels import SamplingMask, select_backend, token_logprobs
+from ratoon_kernels import SamplingMask, best_tokens, select_backend, token_logprobs
 from ratoon_kernels.token_logprobs import fused
 from ratoon_kernels.token_logprobs.operands import Operands, Upstream
 from tests.kernels import one_pass
@@ -192,6 +192,18 @@ def test_each_row_serves_the_128_best_tokens_of_a_teacher(dtype: torch.dtype) ->
     row_M = torch.arange(rows, device="cuda").repeat_interleave(k)
     case = replace(case, targets_M=best.reshape(-1), row_of_target_M=row_M)
     assert_as_exact(run(fused_op, case), truth(case), run(dense, case), "K best")
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_best_tokens_are_those_of_the_dense_distribution(dtype: torch.dtype) -> None:
+    case = make_case((133, 5003, 0, 64), dtype)
+    logits_RV = case.hidden_RD.double() @ case.lm_head_VD.double().T
+    found_RB = best_tokens(case.hidden_RD, case.lm_head_VD, 64)
+    assert torch.equal(found_RB, best_tokens(case.hidden_RD, case.lm_head_VD, 64))
+    best = logits_RV.topk(64, dim=1).values
+    torch.testing.assert_close(logits_RV.gather(1, found_RB), best, rtol=1e-4, atol=1e-4)
+    assert all(len(row.unique()) == 64 for row in found_RB)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ratoon_kernels import (
     KernelArgumentError,
     SamplingMask,
+    best_tokens,
     token_logprobs,
     token_logprobs_forward_backward,
 )
@@ -428,6 +429,30 @@ def test_no_rows_give_zeros() -> None:
     found = case.in_one_pass(never)
     assert found.logprob_M.shape == found.entropy_R.shape == (0,)
     assert not found.dlm_head_VD.any()
+
+
+@pytest.mark.usefixtures("chunk_rows")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_best_tokens_are_those_of_the_dense_distribution(dtype: torch.dtype) -> None:
+    """The likeliest first, of every row, whatever their number."""
+    case = make_case(13, 37, 0, dtype)
+    logits_RV = case.hidden_RD.double() @ case.lm_head_VD.double().T
+    for num_tokens in (1, 5, 37):
+        found_RB = best_tokens(case.hidden_RD, case.lm_head_VD, num_tokens)
+        assert found_RB.dtype == torch.int64
+        best = logits_RV.topk(num_tokens, dim=1)
+        # Tokens may tie but for rounding.
+        torch.testing.assert_close(logits_RV.gather(1, found_RB), best.values, rtol=1e-5, atol=1e-5)
+        assert all(len(row.unique()) == num_tokens for row in found_RB)
+    empty = best_tokens(case.hidden_RD[:0], case.lm_head_VD, 3)
+    assert empty.shape == (0, 3)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 38])
+def test_more_tokens_than_there_are_is_refused(num_tokens: int) -> None:
+    case = make_case(2, 37, 0, torch.float32)
+    with pytest.raises(KernelArgumentError, match="expected 1 to 37"):
+        best_tokens(case.hidden_RD, case.lm_head_VD, num_tokens)
 
 
 def _nothing(_rows: slice, _logprob_M: Tensor, _entropy_R: Tensor) -> tuple[None, None]:

@@ -52,6 +52,8 @@ def _term(
     weight: float,
 ) -> float:
     advantage = float(counted.advantages[token])
+    if loss.kind == "distillation":
+        return 0.0
     if loss.kind == "cross_entropy":
         weights = counted.path.weights
         return -logp * (1.0 if weights is None else float(weights[token]))

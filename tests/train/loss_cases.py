@@ -22,6 +22,7 @@ from ratoon.train.loss.kinds import (
     ClipObjective,
     IpoObjective,
     LogprobObjective,
+    NoObjective,
     Objective,
     RatioObjective,
     SapoObjective,
@@ -53,6 +54,8 @@ def make_objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
     clip = LOSSES[kind].clip
     if kind is LossKind.SAPO:
         return SapoObjective(tau_positive=1.0, tau_negative=1.05)
+    if kind is LossKind.DISTILLATION:
+        return NoObjective()
     if clip is None:
         return RatioObjective() if LOSSES[kind].has_ratio else LogprobObjective()
     if kind is LossKind.GSPO:

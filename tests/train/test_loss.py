@@ -170,8 +170,8 @@ def _run(
         (kind, correction)
         for kind in LossKind
         for correction in range(len(_CORRECTIONS))
-        # resolve_loss refuses a correction of cross_entropy, which has no sampler.
-        if kind is not LossKind.CROSS_ENTROPY or correction == 0
+        # resolve_loss refuses a correction of a loss without a sampler.
+        if LOSSES[kind].advantage is not None or correction == 0
     ],
 )
 def test_loss_equals_oracle_with_every_option(kind: LossKind, correction: int) -> None:
