@@ -220,14 +220,11 @@ def _updates(rows: list[Row]) -> Iterator[Target]:
         ratio = update_ratio(row) if "error" not in row else None
         if ratio is not None:
             yield at_most(f"updates {row['case']}: update over step", MAX_UPDATE_RATIO, ratio)
-    seconds = {
-        (row["model"], row["algorithm"]): row["optimizer_s"] for row in rows if "error" not in row
-    }
-    for (model, algorithm), taken_s in seconds.items():
-        adamw_s = seconds.get((model, algorithm.removesuffix(BY_MUON)))
-        if algorithm.endswith(BY_MUON) and adamw_s is not None:
-            name = f"updates {algorithm} {model}: Muon's step over AdamW's"
-            yield at_most(name, MAX_MUON_RATIO, taken_s / adamw_s)
+    seconds = {row["case"]: row["optimizer_s"] for row in rows if "error" not in row}
+    for case, taken_s in seconds.items():
+        adamw_s = seconds.get(case.replace(BY_MUON, ""))
+        if BY_MUON in case and adamw_s is not None:
+            yield at_most(f"updates {case}: step over AdamW's", MAX_MUON_RATIO, taken_s / adamw_s)
 
 
 def at_least(name: str, bound: float, reached: float) -> Target:
