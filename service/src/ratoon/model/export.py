@@ -132,8 +132,7 @@ class WeightsCopy:
                     if shards is not None and weight.name in shards:
                         base = torch.empty_like(base)
                         shards.read(weight.name, base)
-                    value = base if weight.adapted is None else weight.of(base)
-                    self._values[name].copy_(value, non_blocking=True)
+                    weight.write(base, self._values[name])
                 self._arrived(file)
         self._has_base = True
 

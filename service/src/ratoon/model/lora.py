@@ -64,6 +64,8 @@ _OF_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # Name by which peft finds the experts.
 _EXPERTS = "experts"
+# Elements of a weight that an adapter is merged into at once.
+_BLOCK_ELEMENTS = 2**24
 # An adapter's term is scaled by alpha / rank, which must neither round to zero nor be unbounded.
 MIN_ALPHA, MAX_ALPHA = 2.0**-20, 2.0**20
 
@@ -205,8 +207,11 @@ def covered(
     in the part where it has the other factor, where `targets` name the map, or if it has none.
     """
     maps = {name: name.rpartition(".lora_")[0] for name in expected}
-    there = {maps[name] for name in found if name in maps}
-    there |= {each for each in maps.values() for target in targets if each.endswith(f".{target}")}
+    there, listed = {maps[name] for name in found if name in maps}, {*targets}
+    for each in {*maps.values()}:
+        parts = each.split(".")
+        if any(".".join(parts[start:]) in listed for start in range(len(parts))):
+            there.add(each)
     return {name: like for name, like in expected.items() if maps[name] in there} or {**expected}
 
 
@@ -222,30 +227,48 @@ class MergedWeight:
     parameter: nn.Parameter
     adapted: nn.Module | None
 
-    def of(self, base: Tensor) -> Tensor:
-        """W + scale * B A of the base's values, in `base`'s dtype: computed in float32, or float64
-        for that dtype, and rounded once."""
-        merged = base.clone()
-        for part, a_RD, b_FR, scale in self._terms():
-            rows = merged[part]
-            wide = accumulation_dtype(rows.dtype)
-            rows.copy_(torch.addmm(rows.to(wide), b_FR.to(wide), a_RD.to(wide), alpha=scale))
-        return merged
+    @torch.no_grad()
+    def write(self, base: Tensor, into: Tensor) -> None:
+        """Write the base's values or, where it is adapted, W + scale * B A: computed in float32, or
+        float64 for that dtype, and rounded once.
 
-    def _terms(self) -> Iterator[tuple[Any, Tensor, Tensor, float]]:
-        """Index of a matrix of the weight, its A and B, and their scale."""
+        `into`: of the shape and dtype of `base`, on the host or its device. Blocks of rows take the
+        little memory of the device that activations leave.
+        """
+        if self.adapted is None:
+            into.copy_(base, non_blocking=True)
+            return
+        wide, shape = accumulation_dtype(base.dtype), (-1, *base.shape[-2:])
+        whole_EFD, into_EFD, first = base.view(shape), into.view(shape), 0
+        for a_ERD, b_EFR, scale in self._factors():
+            (num_experts, num_rows, _), width = b_EFR.shape, a_ERD.shape[2]
+            for experts, rows in _blocks(num_experts, num_rows, width):
+                own = slice(first + rows.start, first + rows.stop)
+                base_EFD, b, a = whole_EFD[experts, own], b_EFR[experts, rows], a_ERD[experts]
+                sums = torch.baddbmm(base_EFD.to(wide), b.to(wide), a.to(wide), alpha=scale)
+                into_EFD[experts, own].copy_(sums.to(base.dtype), non_blocking=True)
+            first += num_rows
+
+    def _factors(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """A [E, R, D], B [E, F, R] and the scale of the next F rows of the weight; E is 1 for a
+        linear map."""
         adapted = cast("Any", self.adapted)
         if not isinstance(adapted, LoraExperts):
             a, b = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight
-            yield ..., a, b, adapted.scaling["default"]
+            yield a[None], b[None], adapted.scaling["default"]
             return
         fused = [adapted.gate_proj, adapted.up_proj]
-        for factors in fused if self.name.endswith("gate_up_proj") else [adapted.down_proj]:
-            num_rows = factors.lora_B.weight.shape[1]
-            rows = slice(num_rows, None) if factors is adapted.up_proj else slice(num_rows)
-            for expert in range(len(factors.lora_A.weight)):
-                a, b = (each.weight[expert] for each in (factors.lora_A, factors.lora_B))
-                yield (expert, rows), a, b, factors.scale
+        for each in fused if self.name.endswith("gate_up_proj") else [adapted.down_proj]:
+            yield each.lora_A.weight, each.lora_B.weight, each.scale
+
+
+def _blocks(num_experts: int, num_rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Experts and rows of blocks of [E, F, D] with `_BLOCK_ELEMENTS` at most, or one row."""
+    rows_each = min(num_rows, max(1, _BLOCK_ELEMENTS // width))
+    experts_each = max(1, _BLOCK_ELEMENTS // (rows_each * width))
+    for expert in range(0, num_experts, experts_each):
+        for row in range(0, num_rows, rows_each):
+            yield slice(expert, expert + experts_each), slice(row, min(row + rows_each, num_rows))
 
 
 def merged_weights(module: PreTrainedModel) -> dict[str, MergedWeight]:

@@ -84,8 +84,7 @@ class TrainerSpec:
         process = self.device, self.num_threads, self.deterministic
         memory = self.host_activation_bytes, self.max_tenants
         kind = model.base, model.tuning, model.dtype, seed, self.attention_backend
-        kind = *kind, self.publishes_merged
-        return repr((*kind, *process, *memory))
+        return repr((*kind, self.publishes_merged, *process, *memory))
 
     @property
     def num_workers(self) -> int:
