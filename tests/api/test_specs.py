@@ -12,6 +12,7 @@ from ratoon.api.convert.policy import SpecDefaults, policy_spec, spec_message
 from ratoon.config import WorkerConfig
 from ratoon.engine.journal.codec import from_text, to_text
 from ratoon.errors import RatoonError
+from ratoon_proto.types import FullTuning
 from ratoon_proto.v1 import policy_pb2, service_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -107,6 +108,8 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
     ("lora.rank", {"lora": Lora(rank=-1, alpha=1.0)}),
     ("lora.alpha", {"lora": Lora(rank=4, alpha=-1.0)}),
     ("publish.every_n", {"publish": policy_pb2.PublishConfig(every_n=4)}),
+    # There is nothing to merge.
+    ("publish.merged", {"publish": policy_pb2.PublishConfig(merged=True)}),
     ("parallel.num_workers", {"parallel": Parallel(num_workers=-1)}),
     ("parallel.sequence_ranks", {"parallel": Parallel(num_workers=4, sequence_ranks=3)}),
     ("numerics_guard.max_skipped_in_row", {"numerics_guard": Guard(max_skipped_in_row=-1)}),
@@ -127,6 +130,29 @@ async def test_a_bad_spec_is_refused(api: Api, wire_name: str) -> None:
         assert (detail.code, detail.field) == ("INVALID_ARGUMENT", f"spec.{field}"), changes
         assert str(api.models_root) not in detail.message
         assert api.engine.known_policies == {}
+
+
+def test_all_linear_maps_are_what_no_names_mean(tmp_path: Path) -> None:
+    defaults = SpecDefaults(models_root=tmp_path, micro_batch_tokens=None)
+
+    def tuning(*targets: str) -> object:
+        lora = Lora(rank=4, alpha=8.0, target_modules=targets)
+        return policy_spec(requests.spec(lora=lora), defaults).model.tuning
+
+    assert tuning("all-linear") == tuning()
+    # Beside others it is refused by its place, once the model is known.
+    assert tuning("q_proj", "all-linear") != tuning()
+
+
+def test_a_version_has_a_whole_model_where_the_adapter_is_merged(tmp_path: Path) -> None:
+    defaults = SpecDefaults(models_root=tmp_path, micro_batch_tokens=None)
+    for is_merged in (False, True):
+        publish = policy_pb2.PublishConfig(merged=is_merged)
+        message = requests.spec(lora=Lora(rank=4, alpha=8.0, use_rslora=True), publish=publish)
+        spec = policy_spec(message, defaults)
+        assert isinstance(spec.published_model.tuning, FullTuning) == is_merged
+        assert spec_message(spec, tmp_path).publish.merged == is_merged
+        assert spec_message(spec, tmp_path).lora.use_rslora
 
 
 def test_tokens_that_nobody_says_are_each_plans_own(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-def adapter_of(service: FakeService) -> dict[str, torch.Tensor]:
+def adapter_of(service: FakeService, **fields: object) -> dict[str, torch.Tensor]:
     """Publish an adapter of rank 2 and alpha 8, and give its factors."""
     torch.manual_seed(0)
     stem = f"base_model.model.{WEIGHT.removesuffix('.weight')}"
@@ -47,7 +47,7 @@ def adapter_of(service: FakeService) -> dict[str, torch.Tensor]:
     # What is added to the first two weights is half a step of bfloat16.
     down[0, :2], up[0] = 1.0, torch.tensor([2.0**-10, 0.0])
     config = {"r": 2, "lora_alpha": 8.0, "base_model_name_or_path": None, "peft_type": "LORA"}
-    files = {"adapter_config.json": json.dumps(config).encode()}
+    files = {"adapter_config.json": json.dumps(config | fields).encode()}
     service.publish(3, files | {"adapter_model.safetensors": save(factors)})
     return factors
 
@@ -115,15 +115,25 @@ def test_an_adapter_names_its_base_and_has_its_tokenizer(
         assert all(torch.equal(sent[key], value) for key, value in factors.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "use_rslora"),
+    [
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        (torch.float16, False),
+    ],
+)
 def test_an_adapter_is_merged_in_float32_and_rounded_once(
     service: FakeService,
     client: RatoonClient,
     tmp_path: Path,
     base: Path,
     dtype: torch.dtype,
+    use_rslora: bool,
 ):
-    factors = adapter_of(service)
+    factors = adapter_of(service, use_rslora=use_rslora)
+    scale = 8.0 / (2**0.5 if use_rslora else 2)
     down, up = (value.float() for value in factors.values())
     weights = {WEIGHT: torch.randn(4, 5).to(dtype), HEAD: torch.randn(3, 5).to(dtype)}
     weights[WEIGHT][0, :2] = torch.tensor([1.0, 1 + 2.0**-7])
@@ -132,7 +142,7 @@ def test_an_adapter_is_merged_in_float32_and_rounded_once(
     out = client.export_weights("p", tmp_path / "out", base=base, merge=True).folder
     assert (base / "model.safetensors").read_bytes() == before
     merged = load((out / "model.safetensors").read_bytes())
-    expected = weights[WEIGHT].double() + 4.0 * (up.double() @ down.double())
+    expected = weights[WEIGHT].double() + scale * (up.double() @ down.double())
     exact = expected.to(torch.float32).to(dtype)
     rounding = 2e-6 if dtype is torch.float32 else 0.0
     torch.testing.assert_close(merged[WEIGHT], exact, rtol=rounding, atol=rounding)

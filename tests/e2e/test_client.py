@@ -29,6 +29,7 @@ from ratoon_client import (
     NumericsGuard,
     Operation,
     Optim,
+    Publish,
     RatoonApiError,
     RatoonClient,
     SamplingParams,
@@ -75,11 +76,21 @@ def policies(clients: dict[str, RatoonClient]) -> Iterator[dict[str, str]]:
         clients[name].delete_policy(f"client-{name}").result()
 
 
-def test_samples_are_those_of_the_trainers_weights(clients: dict[str, RatoonClient]) -> None:
-    """A full policy and one with an adapter, by the process that the first sample starts."""
-    for name, lora in (("sampled", None), ("sampled-lora", Lora(rank=4, alpha=8.0))):
+def test_samples_are_those_of_the_trainers_weights(
+    clients: dict[str, RatoonClient], tmp_path: Path
+) -> None:
+    """A full policy, one with an adapter, and one that publishes whole models with its adapter
+    merged, by the process that the first sample starts."""
+    rslora = Lora(rank=4, alpha=8.0, target_modules="all-linear", use_rslora=True)
+    for name, lora, publish in (
+        ("sampled", None, None),
+        ("sampled-lora", Lora(rank=4, alpha=8.0), None),
+        ("sampled-merged", rslora, Publish(merged=True)),
+    ):
         client = clients["gateway"]
-        client.create_policy(name, preset="tiny", seed=3, lora=lora, keep_versions=2).result()
+        client.create_policy(
+            name, preset="tiny", seed=3, lora=lora, keep_versions=2, publish=publish
+        ).result()
         client.policy(name).update(batch(), loss=Loss("grpo"), optim=OPTIM).result()
         prompt = [72, 101, 108, 108, 111]
         sampling = SamplingParams(num_samples=3, max_tokens=8, ignore_eos=True, temperature=0.5)
@@ -101,6 +112,10 @@ def test_samples_are_those_of_the_trainers_weights(clients: dict[str, RatoonClie
         assert first.sequences == base.sequences != answers[0].sequences
         with pytest.raises(RatoonApiError, match="WEIGHTS_NOT_FOUND"):
             client.sample(name, prompt, version=5)
+        pulled = client.pull_weights(name, tmp_path / name)
+        is_adapter = name == "sampled-lora"
+        assert pulled.manifest.kind == ("adapter" if is_adapter else "full")
+        assert (pulled.folder / "config.json").exists() == (not is_adapter)
         client.delete_policy(name).result()
 
 

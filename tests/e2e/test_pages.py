@@ -490,6 +490,7 @@ def test_every_recipe_runs(run: Run, sampler: str) -> None:
         "gspo",
         "kl",
         "lora",
+        "merged",
         "export",
         "custom",
     ):

@@ -387,7 +387,7 @@ class FakeTrainer:
         text = json.dumps({"weights": self.weights, "version": self.version})
         return FakeSnapshot(self.version, self.state_digest(), text, self.faults)
 
-    def read_weights(self, folder: Path, digest: str) -> FakeImport:
+    def read_weights(self, folder: Path, digest: str, *, adds: bool = False) -> FakeImport:
         if self.faults.reads is not None:
             self.faults.reads.wait()
         try:

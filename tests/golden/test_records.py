@@ -119,6 +119,11 @@ SPECS = {
         optimizer=AdamWConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2),
         publish=PublishConfig(kind=PublishKind.EVERY_N, every_n=3, deltas=True),
     ),
+    "lora.merged": replace(
+        SPEC,
+        model=replace(SPEC.model, tuning=LoraTuning(rank=4, alpha=8.0, use_rslora=True)),
+        publish=PublishConfig(merged=True),
+    ),
 }
 CHECKPOINT = CheckpointInfo(
     checkpoint_id="c", version=1, seq=2, replay_from_seq=1, created_at=1.5, size_bytes=9

@@ -33,6 +33,7 @@ def load(
     seed: int = 1,
     attention_backend: str = "",
     keep_reference: bool = False,
+    publishes_merged: bool = False,
     compile_layers: bool = False,
     deterministic: bool = True,
     device: str = "cpu",
@@ -43,7 +44,8 @@ def load(
         dtype=dtype,
         seed=seed,
     )
-    return read_model(spec, keep_reference=keep_reference).place(
+    host = read_model(spec, keep_reference=keep_reference, publishes_merged=publishes_merged)
+    return host.place(
         torch.device(device),
         attention_backend=attention_backend,
         deterministic=deterministic,

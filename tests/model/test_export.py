@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from ratoon.model import lora
 from ratoon.model.export import export_weights, exported_values
+from ratoon.model.loader import read_model
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.safetensors_files import WEIGHTS_NAME, FileContent, write_files
-from ratoon.model.spec import PRESET_NAMES, ModelDtype, PresetBase
+from ratoon.model.spec import PRESET_NAMES, FolderBase, ModelDtype, ModelSpec, PresetBase
 from ratoon.stream.files import digest_file
 from ratoon_client.weights.export import merge_adapter
 from ratoon_proto.types import LoraTuning
@@ -257,6 +259,89 @@ def test_a_merged_adapter_is_the_model_with_it(
     assert len(changed) == 2 * (7 if family == "qwen3" else 6), "fused experts count as two"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "tuning"),
+    [
+        *((name, LORA) for name in ("qwen3", "llama", "gemma3", "qwen3_5", "qwen3_moe")),
+        ("qwen3", replace(LORA, use_rslora=True)),
+        ("qwen3_moe", replace(LORA, use_rslora=True)),
+        ("gpt_oss", LORA_ATTENTION),
+    ],
+)
+def test_a_merged_version_is_a_whole_model_with_the_adapter(
+    tmp_path: Path, architecture: str, tuning: LoraTuning
+) -> None:
+    """In float64, against the adapter's own forward; names, files and words are a full policy's."""
+    folder = write_folder(tmp_path / "base", architecture)
+    model = load(folder, tuning=tuning, publishes_merged=True)
+    randomize(model, seed=6)
+    (tmp_path / "out").mkdir()
+    export_weights(model, tmp_path / "out", is_merged=True)
+    (tmp_path / "full").mkdir()
+    export_weights(load(folder), tmp_path / "full")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in (tmp_path / "full").iterdir()
+    }
+    config, full = (tmp_path / name / "config.json" for name in ("out", "full"))
+    assert json.loads(config.read_text()) == json.loads(full.read_text())
+    merged, base = (load_file(tmp_path / name / WEIGHTS_NAME) for name in ("out", "full"))
+    assert {name: value.shape for name, value in merged.items()} == {
+        name: value.shape for name, value in base.items()
+    }
+    sequence = branching_sequences(0)[0]
+    ours = hidden_of(model, pack([sequence]))
+    theirs = hidden_of(load(tmp_path / "out"), pack([sequence]))
+    assert (ours - theirs).norm() <= 1e-12 * ours.norm()
+    plain = hidden_of(load(folder), pack([sequence]))
+    assert (ours - plain).norm() > 1e-2 * ours.norm()
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_a_merged_version_has_the_weights_that_peft_merges(
+    tmp_path: Path, use_rslora: bool
+) -> None:
+    from peft import PeftModel
+
+    folder = write_folder(tmp_path / "base", "qwen3")
+    model = load(folder, tuning=replace(LORA, use_rslora=use_rslora))
+    randomize(model, seed=6)
+    export(model, tmp_path / "adapter")
+    (tmp_path / "out").mkdir()
+    export_weights(model, tmp_path / "out", is_merged=True)
+    base = cast("Any", AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float64)
+    adapted = PeftModel.from_pretrained(
+        base, str(tmp_path / "adapter"), autocast_adapter_dtype=False
+    )
+    expected = cast("Any", adapted).merge_and_unload().state_dict()
+    for name, value in load_file(tmp_path / "out" / WEIGHTS_NAME).items():
+        assert (value - expected[name]).norm() <= 1e-14 * value.norm(), name
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_a_merged_weight_is_rounded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """In blocks of three rows, of which the last is shorter."""
+    monkeypatch.setattr(lora, "_BLOCK_ELEMENTS", 48)
+    folder = write_folder(tmp_path / "base", architecture)
+    narrow = load(folder, tuning=LORA, dtype=ModelDtype.BFLOAT16)
+    randomize(narrow, seed=6)
+    wide = load(folder, tuning=LORA)
+    base = dict(narrow.module.named_parameters())
+    with torch.no_grad():
+        for name, parameter in wide.module.named_parameters():
+            parameter.copy_(base[name])
+    for name, model in (("narrow", narrow), ("wide", wide)):
+        (tmp_path / name).mkdir()
+        export_weights(model, tmp_path / name, is_merged=True)
+    found, exact = (load_file(tmp_path / name / WEIGHTS_NAME) for name in ("narrow", "wide"))
+    for name, value in found.items():
+        assert value.dtype is torch.bfloat16
+        # A sum in float32 may be on the other side of a tie.
+        assert (value.double() - exact[name]).abs().le(exact[name].abs() * 2**-8 * 1.001).all()
+        assert (value != exact[name].bfloat16()).double().mean() < 1e-3, name
+
+
 # The fields of peft's first LoraConfig; up to peft 0.13 any other field was a TypeError of its
 # readers.
 EARLY_FIELDS = {
@@ -283,6 +368,29 @@ def test_adapter_is_described_in_words_that_every_peft_knows(tmp_path: Path) -> 
         target_modules=sorted(written["target_modules"]),
     )
     assert read == own.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("qwen", "qwen"),
+        ("models--Qwen--Qwen3-8B/snapshots/0123", "Qwen/Qwen3-8B"),
+        ("models--gpt2/snapshots/0123", "gpt2"),
+    ],
+)
+def test_an_adapter_names_its_base_as_a_hub_does(tmp_path: Path, place: str, name: str) -> None:
+    """It had the folder's last name, by which nothing loads."""
+    root = tmp_path / "root"
+    (root / place).parent.mkdir(parents=True)
+    folder = write_folder(root / place, "qwen3")
+    spec = ModelSpec(
+        base=FolderBase(folder=str(folder)), tuning=LORA, dtype=ModelDtype.FLOAT32, seed=1
+    )
+    model = read_model(spec, models_root=root).place(torch.device("cpu"))
+    export(model, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == name
 
 
 def test_export_says_nothing_of_the_server(tmp_path: Path) -> None:

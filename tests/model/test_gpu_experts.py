@@ -112,7 +112,7 @@ def _experts(
 
 def _adapted(dtype: torch.dtype, rank: int) -> LoraExperts:
     """Frozen experts with adapters, the same in any dtype, to its rounding to bfloat16."""
-    module = LoraExperts(_experts(EXPERTS_NAME, dtype), "default", r=rank, lora_alpha=2.0 * rank)
+    module = LoraExperts(_experts(EXPERTS_NAME, dtype), "default", r=rank, scale=2.0)
     module.base_layer.requires_grad_(requires_grad=False)
     generator = _generator(7)
     for parameter in module.parameters():

@@ -39,18 +39,21 @@ def _gradients(model: PolicyModel) -> dict[str, Tensor]:
     return grads
 
 
-def test_a_copy_on_the_host_is_of_when_it_was_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tuning", "is_merged"), [(FULL, False), (LORA, True)])
+def test_a_copy_on_the_host_is_of_when_it_was_taken(
+    tmp_path: Path, tuning: FullTuning | LoraTuning, is_merged: bool
+) -> None:
     """In pinned memory, which is used again. Weights that change behind `settle` wait for it, and
     the host for nothing."""
     folder = write_folder(tmp_path / "base", "qwen3")
-    model = load(folder, dtype=ModelDtype.BFLOAT16, device="cuda")
-    copy = WeightsCopy(model)
+    model = load(folder, tuning=tuning, dtype=ModelDtype.BFLOAT16, device="cuda")
+    copy = WeightsCopy(model, is_merged=is_merged)
     for number in range(3):
         randomize(model, number)
         written, copied = tmp_path / f"written-{number}", tmp_path / f"copied-{number}"
         for each in (written, copied):
             each.mkdir()
-        export_weights(model, written)
+        export_weights(model, written, is_merged=is_merged)
         assert copy._stream is not None
         with torch.cuda.stream(copy._stream):
             torch.cuda._sleep(_LONG)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ratoon.errors import ErrorCode
@@ -57,6 +58,20 @@ def test_default_targets_of_a_model_with_experts_are_these_too(
     assert targets(list(trained)) == ATTENTION | MLP
     assert len(trained) == 2 * 2 * len(ATTENTION | MLP)
     assert all((p.ndim == 3) == (".experts." in name) for name, p in trained.items())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3", "olmo3", "qwen3_5"])
+def test_default_targets_of_a_dense_model_are_all_linear_of_peft(
+    tmp_path: Path, architecture: str
+) -> None:
+    """The wire's `all-linear` is the default."""
+    folder = write_folder(tmp_path / "base", architecture)
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    theirs = get_peft_model(stock, config)
+    names = {name for name, p in theirs.named_parameters() if p.requires_grad}
+    assert names
+    assert {*load(folder, tuning=LORA).named_trainable()} == names
 
 
 def test_experts_alone_are_adapted_by_name(tmp_path: Path) -> None:
@@ -200,9 +215,10 @@ def test_factors_of_experts_begin_as_those_of_linear_maps(tmp_path: Path) -> Non
     assert len(seen) == 2 * 3 * 4
 
 
-def test_adapter_scale_is_alpha_over_rank() -> None:
-    """y = W x + alpha / rank * B A x, at one projection of known input."""
-    model = load(TINY, tuning=LoraTuning(rank=4, alpha=10.0))
+@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 10.0 / 4), (True, 10.0 / 2)])
+def test_adapter_scale_is_alpha_over_rank_or_its_root(use_rslora: bool, scale: float) -> None:
+    """y = W x + scale * B A x, at one projection of known input."""
+    model = load(TINY, tuning=LoraTuning(rank=4, alpha=10.0, use_rslora=use_rslora))
     layer = model.module.get_submodule("model.layers.0.self_attn.q_proj")
     a_RD = model.named_trainable()[
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
@@ -214,7 +230,7 @@ def test_adapter_scale_is_alpha_over_rank() -> None:
         b_DR.fill_(0.25)
     x_TD = torch.randn(3, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weight = layer.get_submodule("base_layer").get_parameter("weight")
-    expected = x_TD @ weight.T + (10.0 / 4) * (x_TD @ a_RD.T) @ b_DR.T
+    expected = x_TD @ weight.T + scale * (x_TD @ a_RD.T) @ b_DR.T
     assert torch.allclose(layer(x_TD), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -239,7 +255,7 @@ def _experts(case: Case, dtype: torch.dtype = torch.float64) -> LoraExperts:
     config = Qwen3MoeConfig(num_experts=case.num_experts, hidden_size=D, moe_intermediate_size=F)
     config._experts_implementation = EXPERTS_NAME
     base = Qwen3MoeExperts(config).to(dtype)
-    layer = LoraExperts(base, "default", r=RANK, lora_alpha=ALPHA)
+    layer = LoraExperts(base, "default", r=RANK, scale=ALPHA / RANK)
     base.requires_grad_(requires_grad=False)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

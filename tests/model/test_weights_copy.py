@@ -27,26 +27,29 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tuning"),
+    ("architecture", "tuning", "is_merged"),
     [
-        *((architecture, FULL) for architecture in ARCHITECTURES),
-        ("qwen3", LORA),
-        ("qwen3_moe", LORA),
+        *((architecture, FULL, False) for architecture in ARCHITECTURES),
+        *(
+            (architecture, LORA, is_merged)
+            for architecture in ("qwen3", "qwen3_moe")
+            for is_merged in (False, True)
+        ),
     ],
 )
 def test_a_copy_is_written_as_the_weights_were_when_it_was_taken(
-    tmp_path: Path, architecture: str, tuning: FullTuning | LoraTuning
+    tmp_path: Path, architecture: str, tuning: FullTuning | LoraTuning, is_merged: bool
 ) -> None:
     """Twice: the second copy is in the memory of the first."""
     base = write_folder(tmp_path / "base", architecture)
     model = load(base, tuning=tuning, dtype=ModelDtype.BFLOAT16)
-    copy = WeightsCopy(model)
+    copy = WeightsCopy(model, is_merged=is_merged)
     for number in (1, 2):
         randomize(model, number)
         written, copied = tmp_path / f"written-{number}", tmp_path / f"copied-{number}"
         written.mkdir()
         copied.mkdir()
-        export_weights(model, written)
+        export_weights(model, written, is_merged=is_merged)
         copy.take()
         randomize(model, 10 + number)
         copy.write(copied)
@@ -56,14 +59,19 @@ def test_a_copy_is_written_as_the_weights_were_when_it_was_taken(
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 7])
 @pytest.mark.parametrize(
-    ("architecture", "tuning"),
-    [("qwen3", FULL), ("qwen3_moe", FULL), ("qwen3", LORA), ("qwen3_moe", LORA)],
+    ("architecture", "tuning", "is_merged"),
+    [
+        (architecture, *case)
+        for architecture in ("qwen3", "qwen3_moe")
+        for case in ((FULL, False), (LORA, False), (LORA, True))
+    ],
 )
 def test_ranks_write_each_file_once_and_copy_what_they_write(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     architecture: str,
     tuning: FullTuning | LoraTuning,
+    is_merged: bool,
     num_ranks: int,
 ) -> None:
     monkeypatch.setattr(safetensors_files, "_MIN_FILE_BYTES", 10_000)
@@ -73,8 +81,8 @@ def test_ranks_write_each_file_once_and_copy_what_they_write(
     whole, shared = tmp_path / "whole", tmp_path / "shared"
     whole.mkdir()
     shared.mkdir()
-    expected = export_weights(model, whole)
-    copies = [WeightsCopy(model, rank, num_ranks) for rank in range(num_ranks)]
+    expected = export_weights(model, whole, is_merged=is_merged)
+    copies = [WeightsCopy(model, rank, num_ranks, is_merged=is_merged) for rank in range(num_ranks)]
     for copy in copies:
         copy.take()
     randomize(model, 2)
@@ -83,10 +91,11 @@ def test_ranks_write_each_file_once_and_copy_what_they_write(
     assert {name: digest for each in digests for name, digest in each.items()} == expected
     assert _digests(shared) == _digests(whole)
     held = [sum(value.nbytes for value in copy._values.values()) for copy in copies]
-    if tuning is LORA:
+    if tuning is LORA and not is_merged:
         assert [len(each) for each in digests] == [1] + [0] * (num_ranks - 1)
     elif architecture == "qwen3":
-        assert sum(held) == sum(value.nbytes for value in model.named_trainable().values())
+        own = dict(model.module.named_parameters())
+        assert sum(held) == sum(p.nbytes for name, p in own.items() if ".lora_" not in name)
 
 
 class _Operations(TorchDispatchMode):

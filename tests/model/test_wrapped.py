@@ -285,6 +285,30 @@ def test_an_adapter_reaches_the_decoder_alone(folder: Path, tmp_path: Path) -> N
     assert all(torch.equal(v, model.named_trainable()[name]) for name, v in read.values.items())
 
 
+def test_a_merged_version_is_the_folder_with_another_decoder(folder: Path, tmp_path: Path) -> None:
+    """Tower and words are the folder's; what differs is what the adapter reaches."""
+    before = tensors_of(folder)
+    model = load(folder, tuning=LORA_ATTENTION, dtype=ModelDtype.FLOAT32, publishes_merged=True)
+    randomize(model, seed=6)
+    (tmp_path / "out").mkdir()
+    export_weights(model, tmp_path / "out", is_merged=True)
+    after = tensors_of(tmp_path / "out")
+    assert after.keys() == before.keys()
+    changed = {name for name, each in after.items() if not same_bytes(each, before[name])}
+    ends = tuple(f"{target}.weight" for target in LORA_ATTENTION.target_modules)
+    assert changed == {n for n in before if "language_model." in n and n.endswith(ends)}
+    said, published = (
+        json.loads((at / "config.json").read_text()) for at in (folder, tmp_path / "out")
+    )
+    for words in (said, said["text_config"]):
+        words |= {"dtype": "float32"} if "dtype" in words else {}
+    assert published == said
+    sequence = branching_sequences(0, vocab_size=IMAGE_TOKEN)[0]
+    ours = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
+    theirs = cast(Any, whole(tmp_path / "out"))(input_ids=torch.tensor([sequence])).logits[0]
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
 def test_a_folder_without_its_tower_is_refused(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     decoder = {n: v for n, v in tensors.items() if "language_model." in n or n.startswith("lm_")}

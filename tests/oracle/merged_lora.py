@@ -21,7 +21,8 @@ from torch.func import functional_call
 def merge(model: nn.Module, adapter: FilePath) -> nn.Module:
     """`model` with the folder's adapter, in place."""
     config = json.loads((adapter / "adapter_config.json").read_text())
-    scale = config["lora_alpha"] / config["r"]
+    rank = config["r"]
+    scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
     tensors = load_file(adapter / "adapter_model.safetensors")
     dtype = next(model.parameters()).dtype
     model.requires_grad_(requires_grad=False)

@@ -185,6 +185,7 @@ def test_text_and_lists_become_what_the_class_declares() -> None:
     assert loss.old_logprobs == types.OldLogprobs(types.OldLogprobsKind.ON_POLICY)
     assert loss.token_weight is types.TokenWeight.PER_TOKEN
     assert types.LoraTuning(8, 16.0, target_modules=["q_proj"]).target_modules == ("q_proj",)
+    assert types.LoraTuning(8, 16.0, target_modules="all-linear").target_modules == ("all-linear",)
     wrong = types.LossConfig("grop")  # pyright: ignore[reportArgumentType]
     with pytest.raises(FieldError, match=r"loss\.kind: got 'grop', expected one of grpo,"):
         to_proto(training_pb2.LossConfig, wrong, "loss")

@@ -65,6 +65,7 @@ from tests.train.equivalence_runs import (
 from tests.work_units import rows
 
 LORA = LoraTuning(rank=3, alpha=6.0)
+RSLORA = LoraTuning(rank=3, alpha=4.0, use_rslora=True)
 LORA_ATTENTION = LoraTuning(
     rank=3, alpha=6.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")
 )
@@ -118,8 +119,15 @@ def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
             *((name, LORA) for name in ("qwen3", "llama", "gemma3", "qwen3_moe", "qwen3_5")),
             *((name, LORA_ATTENTION) for name in ("qwen3_moe", "glm4_moe", "gpt_oss")),
             *((name, LORA_LATENT) for name in ("glm4_moe_lite",)),
+            *((name, RSLORA) for name in ("qwen3", "qwen3_moe")),
         ),
-        now=(("qwen3", LORA), ("qwen3_moe", LORA), ("glm4_moe_lite", LORA_LATENT)),
+        now=(
+            ("qwen3", LORA),
+            ("qwen3_moe", LORA),
+            ("glm4_moe_lite", LORA_LATENT),
+            ("qwen3", RSLORA),
+            ("qwen3_moe", RSLORA),
+        ),
     ),
 )
 def test_three_steps_of_lora(tmp_path: Path, architecture: str, tuning: LoraTuning) -> None:

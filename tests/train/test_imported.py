@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.export import export_weights
@@ -21,6 +24,9 @@ from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
 from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LoraTuning
+from tests.model.builders import hidden_of
+from tests.model.packing import pack
+from tests.oracle import hf
 from tests.tiny_models import ARCHITECTURES, write_folder
 from tests.train.optimizer_runs import masters_of, moments_of
 from tests.train.trainer_runs import (
@@ -57,7 +63,7 @@ def export(trainer: Trainer, folder: Path) -> Path:
 
 
 def take(trainer: Trainer, folder: Path, *, adds: bool = False, resets: bool = False) -> str:
-    weights = trainer.read_weights(folder, "")
+    weights = trainer.read_weights(folder, "", adds=adds)
     trainer.import_weights(weights, adds=adds, resets_optimizer=resets)
     return weights.digest
 
@@ -530,6 +536,13 @@ def adapted(base: FolderBase, tmp_path_factory: pytest.TempPathFactory) -> tuple
         (_config(lora_alpha=8.0), "lora_alpha"),
         (_config(use_rslora=True), "use_rslora"),
         (_config(alpha_pattern={"q_proj": 8}), "alpha_pattern"),
+        (_config(use_dora=True), "adapter_config.json: use_dora: got True"),
+        (_config(bias="all"), "bias"),
+        (_config(modules_to_save=["lm_head"]), "modules_to_save"),
+        (_config(alora_invocation_tokens=[1]), "alora_invocation_tokens"),
+        (_config(peft_type="ADALORA"), "peft_type"),
+        (_config(init_lora_weights="pissa"), "init_lora_weights"),
+        (_config(of_tomorrow=True), "of_tomorrow"),
         (_config(r=3), ": r:"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "adapter_config.json"),
@@ -547,6 +560,143 @@ def test_an_adapter_that_means_something_else_is_refused(
     with pytest.raises(RatoonError) as refused:
         take(trainer, folder)
     assert named in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (_config(use_dora=True), ErrorCode.UNSUPPORTED),
+        (_config(init_lora_weights="pissa_niter_16"), ErrorCode.UNSUPPORTED),
+        (_config(use_rslora=True), ErrorCode.INVALID_ARGUMENT),
+    ],
+)
+def test_another_function_is_unsupported_and_another_scale_invalid(
+    adapted: tuple[Trainer, Path],
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    code: ErrorCode,
+) -> None:
+    trainer, folder = adapted[0], shutil.copytree(adapted[1], tmp_path / "one")
+    change(folder)
+    with pytest.raises(RatoonError) as refused:
+        take(trainer, folder)
+    assert refused.value.code is code
+
+
+def _of_peft(base: FolderBase, folder: Path, **fields: Any) -> Path:
+    """An adapter folder that peft made and saved, with random factors."""
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        stock = AutoModelForCausalLM.from_pretrained(base.folder, dtype=torch.float32)
+        fields = {"r": 2, "lora_alpha": 4, "init_lora_weights": "gaussian"} | fields
+        config = LoraConfig(task_type="CAUSAL_LM", **fields)
+        made = get_peft_model(stock, config)
+        for name, parameter in made.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    made.save_pretrained(str(folder))
+    return folder
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "projections": {"target_modules": ["q_proj", "v_proj"]},
+    "layers": {"target_modules": ["o_proj", "up_proj"], "layers_to_transform": [1]},
+    "pattern": {"target_modules": r".*\.mlp\.(up|down)_proj"},
+    "whole": {"target_modules": "all-linear", "lora_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_adapter_of_peft_on_a_part_of_the_linear_maps_is_the_same_function(
+    base: FolderBase, tmp_path: Path, part: str
+) -> None:
+    """What it lacks adds nothing, whatever the policy had there, and is trained from there on."""
+    folder = _of_peft(base, tmp_path / "theirs", **PARTS[part])
+    trainer = make_trainer(base, tuning=LORA)
+    update(trainer, 0)
+    take(trainer, folder)
+    sequence, model = [3, 1, 4, 1, 5, 9, 2, 6], trainer.model
+    ours_TV = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
+    theirs = hf.with_adapter(hf.load(Path(base.folder), dtype=torch.float64), folder)
+    with hf.double_names():
+        logits_TV = theirs.double().eval()(input_ids=torch.tensor([sequence])).logits[0]
+    assert (ours_TV - logits_TV).norm() <= 1e-10 * logits_TV.norm()
+    found, fresh = model.named_trainable(), model.new_adapter(trainer.spec.model.seed)
+    there = {name.replace(".weight", ".default.weight") for name in _tensors(folder)}
+    absent = found.keys() - there
+    assert bool(absent) == (part != "whole")
+    assert all(torch.equal(found[name], fresh[name]) for name in absent)
+    before = {name: p.clone() for name, p in found.items()}
+    update(trainer, 1)
+    changed = {name for name, p in found.items() if not torch.equal(p, before[name])}
+    assert {name for name in found if ".lora_B." in name} <= changed
+
+
+def test_a_delta_of_a_part_leaves_the_others(base: FolderBase, tmp_path: Path) -> None:
+    folder = _of_peft(base, tmp_path / "theirs", **PARTS["projections"])
+    trainer = make_trainer(base, tuning=LORA)
+    update(trainer, 0)
+    before = {name: p.clone() for name, p in trainer.model.named_trainable().items()}
+    take(trainer, folder, adds=True)
+    theirs = {n.replace(".weight", ".default.weight"): v for n, v in _tensors(folder).items()}
+    for name, parameter in trainer.model.named_trainable().items():
+        added = theirs.get(name, torch.zeros(()))
+        assert torch.equal(parameter, before[name] + added), name
+
+
+def test_an_adapter_of_some_experts_leaves_the_others_to_the_base(tmp_path: Path) -> None:
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", "qwen3_moe")))
+    trainer = trainer_of(base, tuning=LORA)
+    update(trainer, 0)
+    folder = export(trainer, tmp_path / "one")
+    _config(target_modules=".*experts.*")(folder)
+    path = folder / "adapter_model.safetensors"
+    kept = {n: v for n, v in load_file(path).items() if ".experts.3." in n}
+    save_file(kept, path)
+    take(trainer, folder)
+    for name, parameter in trainer.model.named_trainable().items():
+        if ".lora_B." in name:
+            is_kept = torch.tensor([".experts." in name and e == 3 for e in range(len(parameter))])
+            assert parameter[~is_kept].count_nonzero() == 0
+    again = load_file(export(trainer, tmp_path / "two") / "adapter_model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in kept.items())
+
+
+def _without(*ends: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        save_file({n: v for n, v in load_file(path).items() if not n.endswith(ends)}, path)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        # Half of a pair.
+        ("layers.0.self_attn.q_proj.lora_A.weight",),
+        # A pair that the configuration lists.
+        ("layers.0.self_attn.q_proj.lora_A.weight", "layers.0.self_attn.q_proj.lora_B.weight"),
+        # All.
+        ("weight",),
+    ],
+)
+def test_an_adapter_without_what_it_must_have_is_refused_by_tensor(
+    adapted: tuple[Trainer, Path], tmp_path: Path, ends: tuple[str, ...]
+) -> None:
+    trainer, folder = adapted[0], shutil.copytree(adapted[1], tmp_path / "one")
+    before = trainer.state_digest()
+    _without(*ends)(folder)
+    with pytest.raises(RatoonError) as refused:
+        take(trainer, folder)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+    assert "lora_" in str(refused.value.field)
+    assert trainer.state_digest() == before
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return {name: tensor.double() for name, tensor in tensors.items()}
 
 
 def test_a_full_model_for_an_adapter_and_back_is_refused(base: FolderBase, tmp_path: Path) -> None:

@@ -440,8 +440,14 @@ def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("tuning", "num_ranks", "shard"),
-    [(None, 2, Shard.STATES), (None, 3, Shard.WEIGHTS), (_LORA, 2, Shard.STATES)],
+    ("tuning", "num_ranks", "shard", "is_merged"),
+    [
+        (None, 2, Shard.STATES, False),
+        (None, 3, Shard.WEIGHTS, False),
+        (_LORA, 2, Shard.STATES, False),
+        (_LORA, 2, Shard.STATES, True),
+        (_LORA, 2, Shard.WEIGHTS, True),
+    ],
 )
 def test_a_version_is_written_by_shares(
     base: FolderBase,
@@ -450,21 +456,23 @@ def test_a_version_is_written_by_shares(
     tuning: LoraTuning | None,
     num_ranks: int,
     shard: Shard,
+    is_merged: bool,
 ) -> None:
     """As the weights were when they were held, in the bytes that one rank writes."""
     monkeypatch.setattr(safetensors_files, "_MIN_FILE_BYTES", FILE_BYTES)
     for name in ("whole", "shared", "again"):
         (tmp_path / name).mkdir()
     options = {} if tuning is None else {"tuning": tuning}
-    with ranked(alone_of(base, **options).spec, num_ranks, 100, shard) as (trainer, _):
+    spec = replace(alone_of(base, **options).spec, publishes_merged=is_merged)
+    with ranked(spec, num_ranks, 100, shard) as (trainer, _):
         update_over(trainer, 0, tuple(range(num_ranks)))
-        expected = export_weights(trainer.model, tmp_path / "whole")
+        expected = export_weights(trainer.model, tmp_path / "whole", is_merged=is_merged)
         held = trainer.copy_weights()
         update_over(trainer, 1, tuple(range(num_ranks)))
         assert held.write(tmp_path / "shared") == expected
         shares = trainer.ranks.all(Rank.write_weights, str(tmp_path / "again"))
     assert sum(len(share) for share in shares) == len(expected)
-    assert all(shares) == (tuning is None)
+    assert all(shares) == (tuning is None or is_merged)
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "shared" / path.name).read_bytes() == path.read_bytes(), path.name
 

@@ -173,12 +173,15 @@ def test_architectures_are_exact(tmp_path: Path, architecture: str) -> None:
     _check(pair, random_batch_near(pair, 3), GRPO, budget=14)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "qwen3_5"])
-def test_lora_is_exact(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "use_rslora"),
+    [("qwen3", False), ("qwen3_moe", False), ("qwen3_5", False), ("qwen3_moe", True)],
+)
+def test_lora_is_exact(tmp_path: Path, architecture: str, use_rslora: bool) -> None:
     pair = make_pair(
         write_folder(tmp_path / "base", architecture),
         scratch=tmp_path / "adapter",
-        tuning=LoraTuning(rank=3, alpha=6.0),
+        tuning=LoraTuning(rank=3, alpha=6.0, use_rslora=use_rslora),
     )
     _check(pair, random_batch_near(pair, 4), GRPO, budget=14)
 

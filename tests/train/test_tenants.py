@@ -249,6 +249,7 @@ def test_who_shares_a_model_is_said_by_its_key(tmp_path: Path) -> None:
         replace(spec, model=replace(spec.model, tuning=LoraTuning(rank=8, alpha=8.0))),
         replace(spec, num_threads=2),
         replace(spec, max_tenants=4),
+        replace(spec, publishes_merged=True),
     )
     assert len({one.host_key for one in (spec, *others)}) == 1 + len(others)
     for unshared in (

@@ -58,12 +58,14 @@ def as_declared(value: object, **kinds: type[Any]) -> None:
 
     Args:
         value: A frozen dataclass, in its `__post_init__`.
-        **kinds: For each field its class: an enum of its text, `tuple` of a list, or a class that
-            text alone describes. What is none of them stays as it is: `to_proto` refuses it, and
-            names the field.
+        **kinds: For each field its class: an enum of its text, `tuple` of a list or of one text, or
+            a class that text alone describes. What is none of them stays as it is: `to_proto`
+            refuses it, and names the field.
     """
     for name, kind in kinds.items():
         given = getattr(value, name)
+        if kind is tuple and isinstance(given, str):
+            given = [given]
         if isinstance(given, list if kind is tuple else str) and not isinstance(given, kind):
             with suppress(ValueError):  # An enum has no such value.
                 object.__setattr__(value, name, kind(given))

@@ -559,9 +559,13 @@ class LoraTuning:
     """Scale of the adapters, in [2^-20, 2^20]: what they add is multiplied by alpha / rank."""
     _: KW_ONLY
     target_modules: tuple[str, ...] = ()
-    """The projections to adapt. Default: every linear projection of attention and MLP. An expert
-    has factors of its own for each of gate_proj, up_proj and down_proj, which are named together or
-    not at all.
+    """The projections to adapt. Default, and what `all-linear` alone means: every linear projection
+    of attention and MLP. An expert has factors of its own for each of gate_proj, up_proj and
+    down_proj, which are named together or not at all.
+    """
+    use_rslora: bool = False
+    """Whether what the adapters add is multiplied by alpha / sqrt(rank) instead (rsLoRA, arXiv
+    2312.03732).
     """
 
     if TYPE_CHECKING:
@@ -572,6 +576,7 @@ class LoraTuning:
             alpha: float,
             *,
             target_modules: Sequence[str] = (),
+            use_rslora: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -654,6 +659,9 @@ class PublishConfig:
     """Whether to publish with each version the delta to it from the newest one before it, where
     that is less than half as large.
     """
+    merged: bool = False
+    """Whether the adapter is merged into each version, which is a whole model then. For LoRA alone.
+    """
 
     if TYPE_CHECKING:
 
@@ -663,6 +671,7 @@ class PublishConfig:
             *,
             every_n: int = 0,
             deltas: bool = False,
+            merged: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:

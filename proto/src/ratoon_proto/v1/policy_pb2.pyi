@@ -311,15 +311,20 @@ class LoraTuning(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     TARGET_MODULES_FIELD_NUMBER: _builtins.int
+    USE_RSLORA_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank of the adapters, at most the smallest dimension of the matrices that are adapted."""
     alpha: _builtins.float
     """Scale of the adapters, in [2^-20, 2^20]: what they add is multiplied by alpha / rank."""
+    use_rslora: _builtins.bool
+    """Whether what the adapters add is multiplied by alpha / sqrt(rank) instead (rsLoRA, arXiv
+    2312.03732).
+    """
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The projections to adapt. Default: every linear projection of attention and MLP. An expert has
-        factors of its own for each of gate_proj, up_proj and down_proj, which are named together or not
-        at all.
+        """The projections to adapt. Default, and what `all-linear` alone means: every linear projection of
+        attention and MLP. An expert has factors of its own for each of gate_proj, up_proj and down_proj,
+        which are named together or not at all.
         """
 
     def __init__(
@@ -328,10 +333,11 @@ class LoraTuning(_message.Message):
         rank: _builtins.int = ...,
         alpha: _builtins.float = ...,
         target_modules: _abc.Iterable[_builtins.str] | None = ...,
+        use_rslora: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "target_modules", b"target_modules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "rank", b"rank", "target_modules", b"target_modules", "use_rslora", b"use_rslora"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -444,22 +450,26 @@ class PublishConfig(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     EVERY_N_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
+    MERGED_FIELD_NUMBER: _builtins.int
     kind: Global___PublishKind.ValueType
     every_n: _builtins.int
     deltas: _builtins.bool
     """Whether to publish with each version the delta to it from the newest one before it, where that is
     less than half as large.
     """
+    merged: _builtins.bool
+    """Whether the adapter is merged into each version, which is a whole model then. For LoRA alone."""
     def __init__(
         self,
         *,
         kind: Global___PublishKind.ValueType = ...,
         every_n: _builtins.int = ...,
         deltas: _builtins.bool = ...,
+        merged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "every_n", b"every_n", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "every_n", b"every_n", "kind", b"kind", "merged", b"merged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -399,7 +399,7 @@ class PolicyService:
             self._facts[model] = info
         else:
             policy = await self._policy(request.policy_id)
-            model, info = policy.spec.model, policy.info
+            model, info = policy.spec.published_model, policy.info
             if info is None:
                 raise policy_not_ready(policy.spec.policy_id, policy.state, policy.failure)
         params = await asyncio.to_thread(sampling_params, request, info)

@@ -123,6 +123,7 @@ class RayCluster:
             guard=spec.numerics_guard,
             keep_rollouts=spec.keep_rollouts,
             keep_rollouts_bytes=spec.keep_rollouts_bytes,
+            publishes_merged=spec.publish.merged,
             max_tenants=self._settings.max_tenants,
             models_root=self._settings.models_root,
         )

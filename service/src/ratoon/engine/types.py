@@ -6,7 +6,7 @@ are complete.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ratoon.model.spec import ModelInfo, ModelSpec
 from ratoon.train.spec import DEFAULT_GUARD
@@ -14,6 +14,7 @@ from ratoon_proto.types import (
     AdamWConfig,
     CheckpointSource,
     EmptyResult,
+    FullTuning,
     ImportResult,
     KeepRollouts,
     NumericsGuard,
@@ -58,6 +59,11 @@ class PolicySpec:
     # Seconds without work until it is put away, and without a call until it ends; None: never.
     idle_release_s: float | None = None
     idle_ttl_s: float | None = None
+
+    @property
+    def published_model(self) -> ModelSpec:
+        """The model whose weights a version has: a whole one if the adapter is merged into it."""
+        return replace(self.model, tuning=FullTuning()) if self.publish.merged else self.model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,14 +60,20 @@ class WeightsCopy:
     `take` runs between two steps, `write` on any thread while later steps run. A GPU copies while
     later work runs, so `settle` must be called before weights change, and `finish` on all ranks
     before any rank's weights do.
+
+    With `is_merged` it is of the whole model, with the adapter merged into it.
     """
 
-    def __init__(self, model: PolicyModel, rank: int = 0, num_ranks: int = 1) -> None:
-        self._model = model
+    def __init__(
+        self, model: PolicyModel, rank: int = 0, num_ranks: int = 1, *, is_merged: bool = False
+    ) -> None:
+        self._model, self._is_merged = model, is_merged
         self._rank, self._num_ranks = rank, num_ranks
         # Small tensors come first, one after the other.
         self._values: dict[str, Tensor] = {}
         self._small: list[str] = []
+        # Whether what an adapter leaves as it is has been copied, which never changes.
+        self._has_base = False
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         # Events by file, after which its tensors are on the host.
         self._arrivals: dict[str, torch.cuda.Event] = {}
@@ -78,6 +84,9 @@ class WeightsCopy:
 
         Raises RESOURCE_EXHAUSTED if the host has no memory for a first copy.
         """
+        if self._is_merged:
+            self._take_merged()
+            return
         trainable, shards = self._model.named_trainable(), self._model.shards
         own = [name for names in self._parameters.values() for name in names]
         if own and not self._values:
@@ -101,9 +110,36 @@ class WeightsCopy:
                         shards.read(name, self._values[name])
                     else:
                         self._values[name].copy_(trainable[name], non_blocking=True)
-                if self._stream is not None:
-                    self._arrivals[file] = torch.cuda.Event(blocking=True)
-                    self._arrivals[file].record()
+                self._arrived(file)
+
+    def _take_merged(self) -> None:
+        from ratoon.model.lora import merged_weights
+
+        weights, shards = merged_weights(self._model.module), self._model.shards
+        own = [name for names in self._parameters.values() for name in names]
+        if own and not self._values:
+            dtype = TORCH_DTYPES[self._model.spec.dtype]
+            shapes = {name: weights[name].parameter.shape for name in own}
+            _check_host(sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
+            self._values = _host_tensors(shapes, dtype, self._model.device)
+        with self._beside():
+            for file, names in self._parameters.items():
+                for name in names:
+                    weight = weights[name]
+                    if weight.adapted is None and self._has_base:
+                        continue
+                    base = weight.parameter
+                    if shards is not None and weight.name in shards:
+                        base = torch.empty_like(base)
+                        shards.read(weight.name, base)
+                    weight.write(base, self._values[name])
+                self._arrived(file)
+        self._has_base = True
+
+    def _arrived(self, file: str) -> None:
+        if self._stream is not None:
+            self._arrivals[file] = torch.cuda.Event(blocking=True)
+            self._arrivals[file].record()
 
     def finish(self) -> None:
         """Wait until no copy reads from other ranks any more: they may then change their
@@ -151,13 +187,13 @@ class WeightsCopy:
 
     @cached_property
     def _files(self) -> dict[str, list[str]]:
-        return _planned_files(self._model)
+        return _planned_files(self._model, is_merged=self._is_merged)
 
     # The content's layout is the same for each version, so it is made once: a model of many experts
     # has tens of thousands of tensors to name.
     @cached_property
     def _content(self) -> dict[str, FileContent]:
-        tensors = exported_values(self._model, self._values)
+        tensors = exported_values(self._model, self._values, is_merged=self._is_merged)
         return {
             file: FileContent.of({name: tensors[name] for name in names})
             for file, names in self._own_files.items()
@@ -165,12 +201,12 @@ class WeightsCopy:
 
     @cached_property
     def _rest(self) -> dict[str, bytes]:
-        return _rest_of(self._model, self._files)
+        return _rest_of(self._model, self._files, is_merged=self._is_merged)
 
     @cached_property
     def _own_files(self) -> dict[str, list[str]]:
         """This rank's files in the order in which they are written, the largest first."""
-        like = exported_like(self._model)
+        like = exported_like(self._model, is_merged=self._is_merged)
         trained = {file: names for file, names in self._files.items() if like.keys() >= {*names}}
         sizes = [sum(like[name].nbytes for name in names) for names in trained.values()]
         owners = _owners(sizes, self._num_ranks)
@@ -181,7 +217,8 @@ class WeightsCopy:
     @cached_property
     def _parameters(self) -> dict[str, list[str]]:
         """Parameters in files of this rank, even if only in part, by the first such file."""
-        tensors, found = exported_tensors(self._model), dict[str, str]()
+        tensors = exported_tensors(self._model, is_merged=self._is_merged)
+        found = dict[str, str]()
         for file, names in self._own_files.items():
             for name in names:
                 found.setdefault(tensors[name].parameter, file)
@@ -191,20 +228,21 @@ class WeightsCopy:
         return by_file
 
 
-def export_weights(model: PolicyModel, folder: Path) -> dict[str, str]:
+def export_weights(model: PolicyModel, folder: Path, *, is_merged: bool = False) -> dict[str, str]:
     """Write the current weights to `folder`, overwriting its weight files, if any.
 
-    Returns the digests of the weight files by name.
+    `is_merged`: those of the whole model, with the adapter merged into it. Returns the digests of
+    the weight files by name.
     """
-    copy = WeightsCopy(model)
+    copy = WeightsCopy(model, is_merged=is_merged)
     copy.take()
     return copy.write(folder)
 
 
-def _planned_files(model: PolicyModel) -> dict[str, list[str]]:
+def _planned_files(model: PolicyModel, *, is_merged: bool) -> dict[str, list[str]]:
     """The names of exported tensors by file."""
-    like, aside = exported_like(model), model.base.aside
-    if model.adapter is not None:
+    like, aside = exported_like(model, is_merged=is_merged), model.base.aside
+    if model.adapter is not None and not is_merged:
         return {_ADAPTER_NAME: sorted(like)}
     return plan_files(like, sorted(aside.digests) if aside else ())
 
@@ -220,11 +258,13 @@ def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return [middle * num_ranks // (2 * total + 1) for middle in middles]
 
 
-def _rest_of(model: PolicyModel, files: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
+def _rest_of(
+    model: PolicyModel, files: Mapping[str, Sequence[str]], *, is_merged: bool
+) -> dict[str, bytes]:
     """Configuration and tokenizer, and the index of several weight files, by name."""
     with TemporaryDirectory() as aside:
         folder = Path(aside)
-        if model.adapter is not None:
+        if model.adapter is not None and not is_merged:
             from ratoon.model.lora import export_config
 
             is_wrapped = model.base.names.form is not None
@@ -240,7 +280,8 @@ def _rest_of(model: PolicyModel, files: Mapping[str, Sequence[str]]) -> dict[str
             if len(files) > 1:
                 aside = model.base.aside
                 others = (aside.num_elements, aside.num_bytes) if aside else (0, 0)
-                write_index(folder, files, exported_like(model), others)
+                like = exported_like(model, is_merged=is_merged)
+                write_index(folder, files, like, others)
             if isinstance(model.spec.base, PresetBase):
                 write_tokenizer(folder)
         taken_over = {name: each for name, each in model.base.files.items() if name != CONFIG_NAME}
@@ -299,28 +340,31 @@ def _pinned(num_bytes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedTensor:
-    """A tensor of exported weights, of `num_elements`: the trained `parameter`, or a part of it."""
+    """A tensor of exported weights, of `num_elements`: the `parameter`, or a part of it."""
 
     parameter: str
     num_elements: int
 
 
-def exported_tensors(model: PolicyModel) -> dict[str, ExportedTensor]:
+def exported_tensors(model: PolicyModel, *, is_merged: bool = False) -> dict[str, ExportedTensor]:
     """Tensors that `export_weights` writes, by name: several for a fused parameter."""
     found: dict[str, ExportedTensor] = {}
-    for name, tensor in _on_meta(model).items():
-        for exported, part in exported_values(model, {name: tensor}).items():
+    for name, tensor in _on_meta(model, is_merged=is_merged).items():
+        for exported, part in exported_values(model, {name: tensor}, is_merged=is_merged).items():
             found[exported] = ExportedTensor(parameter=name, num_elements=part.numel())
     return found
 
 
-def exported_values(model: PolicyModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Values of trained parameters, all or some, by the names and in the shapes of an export.
+def exported_values(
+    model: PolicyModel, values: dict[str, Tensor], *, is_merged: bool = False
+) -> dict[str, Tensor]:
+    """Values of parameters, all or some, by the names and in the shapes of an export.
 
-    All are the values themselves or, for fused experts, dense views of them.
+    They are those that are trained or, with `is_merged`, those of the whole model. All are the
+    values themselves or, for fused experts, dense views of them.
     """
     names = model.base.names
-    if model.adapter is None:
+    if model.adapter is None or is_merged:
         own = values if names.is_fused else family_of(model.config).exported(values)
         return {names.there(name): value for name, value in own.items()}
     parted = _part_adapters(values)
@@ -348,9 +392,10 @@ def _part_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return parted
 
 
-def exported_like(model: PolicyModel) -> dict[str, Tensor]:
+def exported_like(model: PolicyModel, *, is_merged: bool = False) -> dict[str, Tensor]:
     """Names and shapes of all that `export_weights` writes, on the meta device."""
-    return exported_values(model, _on_meta(model))
+    like = _on_meta(model, is_merged=is_merged)
+    return exported_values(model, like, is_merged=is_merged)
 
 
 def importable_like(model: PolicyModel) -> dict[str, Tensor]:
@@ -381,5 +426,10 @@ def _imported(model: PolicyModel, name: str, like: Tensor, tensors: Mapping[str,
     return fused
 
 
-def _on_meta(model: PolicyModel) -> dict[str, Tensor]:
-    return {name: p.detach().to("meta") for name, p in model.named_trainable().items()}
+def _on_meta(model: PolicyModel, *, is_merged: bool = False) -> dict[str, Tensor]:
+    parameters: Mapping[str, Tensor] = model.named_trainable()
+    if is_merged:
+        from ratoon.model.lora import merged_weights
+
+        parameters = {n: each.parameter for n, each in merged_weights(model.module).items()}
+    return {name: p.detach().to("meta") for name, p in parameters.items()}

@@ -36,6 +36,8 @@ TORCH_DTYPES = {
     ModelDtype.BFLOAT16: torch.bfloat16,
     ModelDtype.FLOAT64: torch.float64,
 }
+# A folder of the hub's cache is called models--OWNER--NAME.
+_CACHED = "models--"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +96,16 @@ class HostModel:
 
 
 def read_model(
-    spec: ModelSpec, *, keep_reference: bool = False, models_root: Path | None = None
+    spec: ModelSpec,
+    *,
+    keep_reference: bool = False,
+    publishes_merged: bool = False,
+    models_root: Path | None = None,
 ) -> HostModel:
     """Build or load the model of `spec`.
 
     `keep_reference` copies the initial weights (LoRA needs no copy: its reference is the base).
+    `publishes_merged`: whether versions are whole models with the adapter merged into them.
     Links in a folder below `models_root` may lead to any place below that root; where it is None, a
     link may not leave the folder.
     Raises INVALID_ARGUMENT (no such preset, unreadable folder, wrong adapter settings) and
@@ -112,9 +119,9 @@ def read_model(
         module, name = build_preset(spec.base.name, spec.seed), spec.base.name
     else:
         folder = ModelFolder.of(Path(spec.base.folder), models_root)
-        name = folder.path.name
+        name = _base_name(folder)
         # The reader of an adapter has its base's files.
-        module, base = load_folder(folder, dtype, is_published=is_full)
+        module, base = load_folder(folder, dtype, is_published=is_full or publishes_merged)
     _cast_parameters(module, dtype)
     # Nothing is padded: the padding token is trained like any other.
     cast("Any", module.get_input_embeddings()).padding_idx = None
@@ -131,6 +138,16 @@ def read_model(
         num_copies=num_copies,
         base=base,
     )
+
+
+def _base_name(folder: ModelFolder) -> str:
+    """Name by which a reader of an adapter finds its base: a folder in a cache of the hub's is a
+    repository, any other has its place below the models root, where folders may be named so."""
+    for part in folder.path.parts:
+        if part.startswith(_CACHED):
+            return part.removeprefix(_CACHED).replace("--", "/")
+    place = folder.path.relative_to(folder.root)
+    return str(place) if place.parts else folder.path.name
 
 
 def placed_bytes(module: PreTrainedModel, num_sharing: int = 1, num_copies: int = 1) -> int:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +30,7 @@ from ratoon.model.experts import grouped_experts, grouped_linear
 from ratoon.model.families import family_of
 from ratoon.model.folder import ModelFolder, file_field
 from ratoon.model.presets import tensor_generator
+from ratoon_kernels.precision import accumulation_dtype
 from ratoon_proto.types import LoraTuning
 
 CONFIG_NAME = "adapter_config.json"
@@ -47,11 +50,22 @@ _EARLY_FIELDS = (
     "task_type",
 )
 _MAX_CONFIG_BYTES = 2**20
-# Fields of the configuration that decide how its tensors enter the model.
-_MEANING = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
+# Fields of the configuration that decide a term's scale, and those that say which linear maps have
+# one: the tensors do so, too.
+_SCALE = ("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora")
+_PLACES = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
+# Fields that change no term of an adapter whose values are there.
+_NEUTRAL = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "revision"),
+    *("peft_version", "task_type", "megatron_config", "megatron_core", "eva_config"),
+)
+# First values that leave the base as it is. Others (PiSSA, OLoRA, CorDA) take them out of it.
+_OF_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # Name by which peft finds the experts.
 _EXPERTS = "experts"
+# Elements of a weight that an adapter is merged into at once.
+_BLOCK_ELEMENTS = 2**24
 # An adapter's term is scaled by alpha / rank, which must neither round to zero nor be unbounded.
 MIN_ALPHA, MAX_ALPHA = 2.0**-20, 2.0**20
 
@@ -63,10 +77,10 @@ class LoraExperts(nn.Module, BaseTunerLayer):
     """
 
     def __init__(
-        self, base_layer: nn.Module, _adapter: str, *, r: int, lora_alpha: float, **_: Any
+        self, base_layer: nn.Module, _adapter: str, *, r: int, scale: float, **_: Any
     ) -> None:
-        """Signature that peft calls; the factors have the base's dtype and device, and no
-        values."""
+        """Signature that peft calls, but for `scale`; the factors have the base's dtype and device,
+        and no values."""
         super().__init__()
         self.base_layer = base_layer
         # The attribute belongs to the instance: if peft set the class's, a compiled layer would be
@@ -74,7 +88,6 @@ class LoraExperts(nn.Module, BaseTunerLayer):
         self._disable_adapters = False
         down_EDF = cast("Tensor", base_layer.down_proj)
         _num_experts, hidden, features = down_EDF.shape
-        scale = lora_alpha / r
         self.gate_proj = _Adapter(down_EDF, hidden, features, r, scale)
         self.up_proj = _Adapter(down_EDF, hidden, features, r, scale)
         self.down_proj = _Adapter(down_EDF, features, hidden, r, scale)
@@ -91,11 +104,11 @@ class _Adapter(nn.Module):
         num_experts = like.shape[0]
         self.lora_A = _GroupedLinear(like.new_empty(num_experts, rank, inputs))
         self.lora_B = _GroupedLinear(like.new_empty(num_experts, outputs, rank))
-        self._scale = scale
+        self.scale = scale
 
     def forward(self, y_SF: Tensor, x_SD: Tensor, stop_E: Tensor) -> Tensor:
         # The scale multiplies where rows are narrowest.
-        return y_SF + self.lora_B(self._scale * self.lora_A(x_SD, stop_E), stop_E)
+        return y_SF + self.lora_B(self.scale * self.lora_A(x_SD, stop_E), stop_E)
 
 
 class _GroupedLinear(nn.Module):
@@ -145,9 +158,13 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
         bias="none",
         target_modules=sorted(targets),
         init_lora_weights=False,
+        use_rslora=tuning.use_rslora,
     )
     if experts is not None:
-        config._register_custom_module({experts: LoraExperts})
+        # As peft scales the terms of linear maps.
+        divisor = math.sqrt(tuning.rank) if tuning.use_rslora else tuning.rank
+        made = partial(LoraExperts, scale=tuning.alpha / divisor)
+        config._register_custom_module({experts: cast("Any", made)})
     with torch.random.fork_rng(devices=[]):
         model = get_peft_model(cast("Any", module), config, autocast_adapter_dtype=False)
     assert isinstance(model, PeftModel)
@@ -155,28 +172,129 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
     return model
 
 
-def check_adapter_config(adapter: PeftModel, folder: ModelFolder) -> None:
+def check_adapter_config(adapter: PeftModel, folder: ModelFolder) -> tuple[str, ...]:
     """Check that an adapter folder's values mean there what they mean here.
 
-    Raises INVALID_ARGUMENT for another rank or scale, and if adapter_config.json is unreadable.
+    Returns the names, or ends of names, of linear maps that the folder must have factors of, as far
+    as its configuration lists them. Raises INVALID_ARGUMENT for another rank or scale, and if
+    adapter_config.json is unreadable; UNSUPPORTED for a field that makes the adapter another
+    function (`use_dora`, say), and for values that belong to a changed base.
     """
     given = folder.read_object(CONFIG_NAME, _MAX_CONFIG_BYTES)
-    got = {name: given.get(name) for name in _MEANING}
-    config = adapter.peft_config["default"]
-    for name, value in got.items():
-        own = getattr(config, name)
-        if (value or None) != (own or None):
-            raise invalid(f"{file_field(CONFIG_NAME)}: {name}", shown(value), f"{own}")
+    config = adapter.peft_config["default"].to_dict()
+    for name in (*_SCALE, *sorted(given.keys() - {*_SCALE, *_PLACES, *_NEUTRAL})):
+        value, own = given.get(name), config.get(name)
+        field = f"{file_field(CONFIG_NAME)}: {name}"
+        if name == "init_lora_weights":
+            if value not in _OF_THE_BASE:
+                expected = "values for the base as it is: save them converted to LoRA"
+                raise unsupported(field, shown(value), expected)
+        elif (value or None) != (own or None):
+            refusal = invalid if name in _SCALE else unsupported
+            raise refusal(field, shown(value), f"{own}")
+    targets = given.get("target_modules")
+    if not isinstance(targets, list) or any(given.get(name) for name in _PLACES[1:]):
+        return ()
+    return tuple(str(target) for target in cast("list[object]", targets))
+
+
+def covered(
+    expected: Mapping[str, Tensor], found: Collection[str], targets: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """The part of an adapter's `expected` tensors that a folder with those of `found` must have.
+
+    An adapter may be of some of the linear maps: of those it has both factors. What it lacks stays
+    in the part where it has the other factor, where `targets` name the map, or if it has none.
+    """
+    maps = {name: name.rpartition(".lora_")[0] for name in expected}
+    there, listed = {maps[name] for name in found if name in maps}, {*targets}
+    for each in {*maps.values()}:
+        parts = each.split(".")
+        if any(".".join(parts[start:]) in listed for start in range(len(parts))):
+            there.add(each)
+    return {name: like for name, like in expected.items() if maps[name] in there} or {**expected}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedWeight:
+    """A weight of the base, and what the adapter adds to it.
+
+    `name`: of its parameter in the adapted module. `adapted`: the module that adapts it; None: the
+    adapter leaves it as it is.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    adapted: nn.Module | None
+
+    @torch.no_grad()
+    def write(self, base: Tensor, into: Tensor) -> None:
+        """Write the base's values or, where it is adapted, W + scale * B A: computed in float32, or
+        float64 for that dtype, and rounded once.
+
+        `into`: of the shape and dtype of `base`, on the host or its device. Blocks of rows take the
+        little memory of the device that activations leave.
+        """
+        if self.adapted is None:
+            into.copy_(base, non_blocking=True)
+            return
+        wide, shape = accumulation_dtype(base.dtype), (-1, *base.shape[-2:])
+        whole_EFD, into_EFD, first = base.view(shape), into.view(shape), 0
+        for a_ERD, b_EFR, scale in self._factors():
+            (num_experts, num_rows, _), width = b_EFR.shape, a_ERD.shape[2]
+            for experts, rows in _blocks(num_experts, num_rows, width):
+                own = slice(first + rows.start, first + rows.stop)
+                base_EFD, b, a = whole_EFD[experts, own], b_EFR[experts, rows], a_ERD[experts]
+                sums = torch.baddbmm(base_EFD.to(wide), b.to(wide), a.to(wide), alpha=scale)
+                into_EFD[experts, own].copy_(sums.to(base.dtype), non_blocking=True)
+            first += num_rows
+
+    def _factors(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """A [E, R, D], B [E, F, R] and the scale of the next F rows of the weight; E is 1 for a
+        linear map."""
+        adapted = cast("Any", self.adapted)
+        if not isinstance(adapted, LoraExperts):
+            a, b = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight
+            yield a[None], b[None], adapted.scaling["default"]
+            return
+        fused = [adapted.gate_proj, adapted.up_proj]
+        for each in fused if self.name.endswith("gate_up_proj") else [adapted.down_proj]:
+            yield each.lora_A.weight, each.lora_B.weight, each.scale
+
+
+def _blocks(num_experts: int, num_rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Experts and rows of blocks of [E, F, D] with `_BLOCK_ELEMENTS` at most, or one row."""
+    rows_each = min(num_rows, max(1, _BLOCK_ELEMENTS // width))
+    experts_each = max(1, _BLOCK_ELEMENTS // (rows_each * width))
+    for expert in range(0, num_experts, experts_each):
+        for row in range(0, num_rows, rows_each):
+            yield slice(expert, expert + experts_each), slice(row, min(row + rows_each, num_rows))
+
+
+def merged_weights(module: PreTrainedModel) -> dict[str, MergedWeight]:
+    """Weights of an adapted module by the names that they have without an adapter."""
+    found: dict[str, MergedWeight] = {}
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name:
+            continue
+        owner, inner, field = name.rpartition(".base_layer.")
+        adapted = module.get_submodule(owner) if inner and field != "bias" else None
+        own = name.replace(".base_layer.", ".")
+        found[own] = MergedWeight(name=name, parameter=parameter, adapted=adapted)
+    return found
 
 
 def export_config(adapter: PeftModel, folder: Path, *, is_wrapped: bool = False) -> None:
     """Write an adapter's configuration with only the fields that every peft knows.
 
-    Earlier versions of peft fail on fields of later ones, which all have their defaults here.
+    Earlier versions of peft fail on fields of later ones, which have their defaults here but for
+    `use_rslora`.
     `is_wrapped`: the base's folder has a tower, whose linear maps may have the same names.
     """
     config = adapter.peft_config["default"]
     fields = {name: value for name, value in config.to_dict().items() if name in _EARLY_FIELDS}
+    if cast("LoraConfig", config).use_rslora:
+        fields["use_rslora"] = True
     targets: set[str] = {*fields["target_modules"]}
     if _EXPERTS in targets:
         # The file names the experts' projections like those of an MLP.
@@ -206,7 +324,7 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
     if not requested and (of_experts & linear or not of_experts <= named):
         raise unsupported(
             "tuning.lora.target_modules",
-            "none for a model whose experts, or dense MLPs beside them, no adapter reaches",
+            "all, of a model whose experts, or dense MLPs beside them, no adapter reaches",
             f"projections by name, of {shown_names}",
         )
     for index, target in enumerate(requested):

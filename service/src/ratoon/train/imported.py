@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ratoon.errors import invalid
 from ratoon.model.aside import Aside
-from ratoon.model.export import importable_like, imported_values
+from ratoon.model.export import exported_values, importable_like, imported_values
 from ratoon.model.families import family_of
 from ratoon.model.families.wrapped import Names
 from ratoon.model.folder import FIELD, ModelFolder
@@ -60,9 +60,13 @@ class ImportedWeights:
     dtypes: tuple[str, ...]
 
 
-def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> ImportedWeights:
+def read_weights(
+    model: PolicyModel, folder: ModelFolder, digest: str, *, adds: bool = False
+) -> ImportedWeights:
     """Read `folder` for `model`; `digest`: of the files that it must have, "": any.
 
+    An adapter's folder may have factors of some of the linear maps alone. Those of the others are
+    then as at the policy's creation, which adds nothing to the base, or with `adds` zeros.
     Takes as much of the host's memory as all files and the largest of them. Raises what
     `weight_files` raises, and INVALID_ARGUMENT or UNSUPPORTED naming the file or tensor: names and
     shapes must be those of the model's export, where experts may be fused and the decoder's names
@@ -75,10 +79,11 @@ def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> Import
     if digest:
         # First, for a folder that was changed may not even load.
         _check_digest(_digest({name: _digest_of(folder, name) for name in files}), digest)
+    targets: tuple[str, ...] = ()
     if model.adapter is not None:
         from ratoon.model.lora import check_adapter_config
 
-        check_adapter_config(model.adapter, folder)
+        targets = check_adapter_config(model.adapter, folder)
     stored: dict[str, Stored] = {}
     digests: dict[str, str] = {}
     for name, size in files.items():
@@ -89,9 +94,13 @@ def read_weights(model: PolicyModel, folder: ModelFolder, digest: str) -> Import
         _check_digest(_digest(digests), digest)
     _check_others(folder, files, stored)
     trained = _trained(stored, aside)
+    if model.adapter is not None:
+        from ratoon.model.lora import covered
+
+        expected = covered(expected, trained, targets)
     tensors = _checked(model, trained, expected)
     return ImportedWeights(
-        values=imported_values(model, tensors),
+        values=imported_values(model, _uncovered(model, tensors, adds=adds) | tensors),
         digest=_digest(digests),
         num_tensors=len(tensors),
         size_bytes=sum(files.values()),
@@ -105,6 +114,16 @@ def _expected(model: PolicyModel) -> dict[str, Tensor]:
     if model.adapter is None and model.config.tie_word_embeddings:
         expected[HEAD] = expected[_EMBEDDING]
     return expected
+
+
+def _uncovered(model: PolicyModel, tensors: Collection[str], *, adds: bool) -> dict[str, Tensor]:
+    """Values of the tensors that an adapter's folder does not have, as `read_weights` says."""
+    absent = importable_like(model).keys() - {*tensors}
+    if not absent:
+        return {}
+    fresh = {name: p.detach().cpu() for name, p in model.new_adapter(model.spec.seed).items()}
+    own = exported_values(model, fresh)
+    return {name: torch.zeros_like(own[name]) if adds else own[name] for name in absent}
 
 
 def _sizes(folder: ModelFolder, names: Collection[str], most: int) -> dict[str, int]:

@@ -66,6 +66,8 @@ class TrainerSpec:
     # Which rollouts are kept on disk, and how many bytes of them.
     keep_rollouts: KeepRollouts = KeepRollouts.NONE
     keep_rollouts_bytes: int = 0
+    # Whether versions have the adapter merged into the whole model.
+    publishes_merged: bool = False
 
     @property
     def host_key(self) -> str:
@@ -82,7 +84,7 @@ class TrainerSpec:
         process = self.device, self.num_threads, self.deterministic
         memory = self.host_activation_bytes, self.max_tenants
         kind = model.base, model.tuning, model.dtype, seed, self.attention_backend
-        return repr((*kind, *process, *memory))
+        return repr((*kind, self.publishes_merged, *process, *memory))
 
     @property
     def num_workers(self) -> int:

@@ -439,13 +439,14 @@ class Trainer:
         self.ranks.all(Rank.take_states)
         self.version = manifest.version
 
-    def read_weights(self, folder: Path, digest: str) -> ImportedWeights:
+    def read_weights(self, folder: Path, digest: str, *, adds: bool = False) -> ImportedWeights:
         """Read a folder's weights, for `import_weights`; changes nothing.
 
         Raises:
             RatoonError: What `ModelFolder.of` and `imported.read_weights` raise.
         """
-        return read_weights(self.model, ModelFolder.of(folder, self.spec.models_root), digest)
+        place = ModelFolder.of(folder, self.spec.models_root)
+        return read_weights(self.model, place, digest, adds=adds)
 
     def import_weights(
         self, weights: ImportedWeights, *, adds: bool, resets_optimizer: bool

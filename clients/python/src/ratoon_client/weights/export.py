@@ -2,8 +2,8 @@
 
 In: a version, and for an adapter its base. Out: a new folder with weights, config, tokenizer and
 README.md, which gets its name once it is whole. An adapter names its base, or is merged into it:
-each adapted weight is W + alpha / r B A, computed in float32 and rounded once to W's dtype. The
-base and the pulled files are never written to.
+each adapted weight is W + alpha / r B A (rsLoRA: alpha / sqrt(r)), computed in float32 and rounded
+once to W's dtype. The base and the pulled files are never written to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import prod, sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -161,7 +161,9 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
     dtype; the folder's weights are then of no use.
     """
     config = _json(adapter / _ADAPTER_CONFIG)
-    scale = np.float32(config["lora_alpha"] / config["r"])
+    rank = config["r"]
+    divisor = sqrt(rank) if config.get("use_rslora") else rank
+    scale = np.float32(config["lora_alpha"] / divisor)
     factors = _tensors(adapter / _ADAPTER)
     weights: dict[str, _Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -46,6 +46,8 @@ from ratoon_proto.types import (
 )
 from ratoon_proto.v1 import policy_pb2 as wire
 
+# peft's name of all linear maps but the head.
+_ALL_LINEAR = "all-linear"
 _GUARD_LIMITS = (
     "max_grad_norm_to_step",
     "max_reference_kl_to_step",
@@ -84,7 +86,7 @@ def policy_spec(message: wire.PolicySpec, defaults: SpecDefaults) -> PolicySpec:
         deterministic=spec.deterministic,
         recovery=spec.recovery,
         on_changed_numerics=spec.on_changed_numerics,
-        publish=_publish(spec.publish),
+        publish=_publish(spec.publish, spec.lora),
         keep_versions=at_least("spec.keep_versions", spec.keep_versions, 1),
         micro_batch_tokens=(
             None if tokens is None else at_least("spec.micro_batch_tokens", tokens, 1)
@@ -136,7 +138,8 @@ def _tuning(lora: LoraTuning | None) -> FullTuning | LoraTuning:
         return FullTuning()
     at_least("spec.lora.rank", lora.rank, 1)
     positive("spec.lora.alpha", lora.alpha)
-    return lora
+    # It means what no targets mean, and has one form.
+    return replace(lora, target_modules=()) if lora.target_modules == (_ALL_LINEAR,) else lora
 
 
 def _optimizer(config: AdamWConfig) -> AdamWConfig:
@@ -146,7 +149,9 @@ def _optimizer(config: AdamWConfig) -> AdamWConfig:
     return config
 
 
-def _publish(publish: PublishConfig) -> PublishConfig:
+def _publish(publish: PublishConfig, lora: LoraTuning | None) -> PublishConfig:
+    if publish.merged and lora is None:
+        raise invalid("spec.publish.merged", "true", "false: the policy has no adapter")
     every_n = publish.every_n
     if publish.kind is PublishKind.EVERY_N:
         at_least("spec.publish.every_n", every_n, 1)

@@ -85,6 +85,12 @@ TAGS: dict[str, type] = {
     "bad_rollout": proto.BadRollout,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
+# Fields that came after values had been hashed: left out at their default, so that a value without
+# them has the text that it had.
+_ADDED: dict[type, frozenset[str]] = {
+    proto.LoraTuning: frozenset({"use_rslora"}),
+    proto.PublishConfig: frozenset({"merged"}),
+}
 _PLAIN = (bool, int, float, str)
 
 
@@ -116,7 +122,12 @@ def _encode(value: object) -> object:
     if value is None or cls in _PLAIN:
         return value
     if cls in _TAG_OF:
-        items = {name: _encode(getattr(value, name)) for name in _names(cls)}
+        added, found = _added(cls), {name: getattr(value, name) for name in _names(cls)}
+        items = {
+            name: _encode(item)
+            for name, item in found.items()
+            if name not in added or item != added[name]
+        }
         return {_TAG: _TAG_OF[cls], **items}
     if isinstance(value, StrEnum):
         return str(value)
@@ -162,6 +173,13 @@ def _decode_object(mapping: dict[str, object]) -> object:
 @cache
 def _names(cls: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(cls))
+
+
+@cache
+def _added(cls: type) -> dict[str, object]:
+    """Defaults of the fields of `_ADDED`."""
+    names = _ADDED.get(cls, frozenset())
+    return {field.name: field.default for field in fields(cls) if field.name in names}
 
 
 @cache

@@ -118,7 +118,9 @@ class TaskRunner:
 
     @property
     def weight_kind(self) -> WeightKind:
-        is_adapter = isinstance(self._spec.model.tuning, LoraTuning)
+        is_adapter = (
+            isinstance(self._spec.model.tuning, LoraTuning) and not self._spec.publishes_merged
+        )
         return WeightKind.ADAPTER if is_adapter else WeightKind.FULL
 
     def plan(self, task: Task) -> PlannedTask:
@@ -302,7 +304,9 @@ class TaskRunner:
     def _plan_import(self, task: Task, command: ImportWeightsCommand) -> PlannedTask:
         """Read the folder, whose bytes must be those of the task's choices, where it has them."""
         folder = model_folder("model_folder", command.folder, task.paths.models_root)
-        weights = self.trainer.read_weights(folder, task.choices.folder_digest)
+        weights = self.trainer.read_weights(
+            folder, task.choices.folder_digest, adds=command.mode is ImportMode.DELTA
+        )
         choices = replace(task.choices, folder_digest=weights.digest)
         return PlannedTask(task=replace(task, choices=choices), weights=weights)
 

@@ -47,7 +47,12 @@ def load(spec: TrainerSpec) -> tuple[TrainerSpec, PolicyModel]:
     """
     configure_torch(spec)
     place, device = Copies.joined(), torch.device(spec.device)
-    read = read_model(spec.model, keep_reference=spec.keep_reference, models_root=spec.models_root)
+    read = read_model(
+        spec.model,
+        keep_reference=spec.keep_reference,
+        publishes_merged=spec.publishes_merged,
+        models_root=spec.models_root,
+    )
     sharing = {
         shard: spec.num_workers if shard is Shard.WEIGHTS else 1
         for shard in _possible_shards(spec, place, has_adapter=read.adapter is not None)

@@ -115,7 +115,9 @@ class Rank:
         self._held: dict[int, OptimizerState] = {}
         self._read: OptimizerState | None = None
         self._values: dict[str, Tensor] = {}
-        self._weights_copy = WeightsCopy(model, copies.rank, copies.size)
+        self._weights_copy = WeightsCopy(
+            model, copies.rank, copies.size, is_merged=spec.publishes_merged
+        )
         # Bytes lent to activations, of the device and of the host.
         self._lent: tuple[int | None, int] = None, 0
         self._only: OnlyBackward | None = None
