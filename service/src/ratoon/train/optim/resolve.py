@@ -59,12 +59,13 @@ def check_optim(request: OptimStepConfig, policy: AdamWConfig) -> None:
         raise invalid("optim.divide_constant", "none", _RANGE)
     own = request.weight_decay
     decay = policy.weight_decay if own is None else own
-    rate *= max_lr_factor(policy)
-    if rate * decay > 1:
+    factor = max_lr_factor(policy)
+    if rate * factor * decay > 1:
         # More would turn the sign of every weight.
         name, got, other = ("learning_rate", rate, f"weight_decay, {decay:g}, here the policy's")
         if own is not None:
             name, got, other = ("weight_decay", own, f"learning_rate, {rate:g}")
+        other += f", and lr_factor, {factor:g}" if factor > 1 else ""
         raise invalid(f"optim.{name}", got, f"at most 1 when multiplied by {other}")
 
 
