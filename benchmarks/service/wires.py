@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(seed: int, parts: tuple[str, ...], out: Path | None) -> dict[str, Any]:
     """The figures of `WHAT`, and what they were made of; `out` has those that there are so far.
 
-    `parts`: names of some, as `Parts` has them; (): all. Raises `RuntimeError` for a script that
+    `parts`: names of some, as `_parts` has them; (): all. Raises `RuntimeError` for a script that
     fails, `SystemExit` without the SDK.
     """
     if not are_installed([*OTHERS, *(recipe.site for recipe in RECIPES.values())]):

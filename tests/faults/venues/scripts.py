@@ -59,9 +59,7 @@ class _Run:
     error: str
 
 
-def run_scripts(
-    model_folder: Path, seed: int, kills: int, roles: tuple[str, ...] = ROLES
-) -> ScriptResult:
+def run_scripts(model_folder: Path, seed: int, kills: int) -> ScriptResult:
     """At least `kills` kills of one service, at moments that `seed` decides."""
     result, rng = ScriptResult(), random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="rt-scripts-", dir="/tmp") as folder:
@@ -74,8 +72,8 @@ def run_scripts(
             if expected.error:
                 raise RuntimeError(expected.error)
             while result.kills.total() < kills:
-                moments = rng.sample(range(NUM_STEPS - 1), len(roles))
-                plan = dict(zip(moments, rng.sample(roles, len(roles)), strict=True))
+                moments = rng.sample(range(NUM_STEPS - 1), len(ROLES))
+                plan = dict(zip(moments, rng.sample(ROLES, len(ROLES)), strict=True))
                 _judge(_run(service, plan, result, rng.random), expected, result)
     return result
 
