@@ -64,9 +64,8 @@ lint: env-dev env-proto ## check format, lint, imports between layers, insecure 
 	@$(BIN)/lint-imports --no-cache
 	@scripts/proto.sh --check
 
-# It takes 4.4 GB. With node's own bound on its heap, of 4 GB or less, it forgets types and infers them again.
 type: env-dev ## check types
-	@NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/basedpyright $(ARGS)
+	@$(BIN)/basedpyright $(ARGS)
 
 audit: env-dev ## look up known vulnerabilities of what is installed; asks a service on the network
 	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[^ ]*$$//' >$(STAMPS)/installed.txt

@@ -39,6 +39,7 @@ COOKBOOK = SITES / "cookbook"
 OTHERS = [COOKBOOK, NEWEST, ROOT / ".venv-trl"]
 SCRIPT = Path(__file__).with_name("wires_script.py")
 MODEL = "Qwen/Qwen3-8B-Base"
+HEAD_SCALE = 5.0
 PATIENCE_S = 600.0
 
 
@@ -169,7 +170,13 @@ def write_folder(work: Path, models: Path, seed: int) -> None:
     from ratoon.model.presets import byte_tokenizer, preset_config
 
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(cast("Any", preset_config("tiny"))).save_pretrained(models / MODEL)
+    config = cast("Any", preset_config("tiny"))
+    config.tie_word_embeddings = False
+    model = Qwen3ForCausalLM(config)
+    # Adapters leave the head as it is: as small as it is drawn, it hardly lets logits move.
+    with torch.no_grad():
+        model.lm_head.weight.mul_(HEAD_SCALE)
+    model.save_pretrained(models / MODEL)
     byte_tokenizer().save_pretrained(models / MODEL)
     work.mkdir()
     (work / "Qwen").symlink_to(models / "Qwen")
