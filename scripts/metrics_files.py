@@ -66,6 +66,8 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         "loss",
         "entropy",
         ("KL", "kl", "old_kl", "sampler_kl"),
+        ("KL to the teacher", "teacher_kl"),
+        ("Mass of the teacher's tokens", "teacher_mass", "policy_mass"),
         ("Gradient norm", "grad_norm"),
         "learning_rate",
         ("Norms of update and weights", "update_norm", "weight_norm"),

@@ -38,8 +38,8 @@ SHARED_CLUSTER = (
 FORKED_RANKS = tuple(
     f"tests/train/test_{name}.py"
     for name in (
-        *("load_balance", "only_backward", "ranks", "ranks_dropped", "ranks_lost", "route_replay"),
-        *("router_reports", "sequence_ranks"),
+        *("distillation", "load_balance", "muon", "only_backward", "ranks", "ranks_dropped"),
+        *("ranks_lost", "route_replay", "router_reports", "sampling_masks", "sequence_ranks"),
     )
 )
 RECORDED_LIFE = tuple(f"tests/durability/test_{name}.py" for name in ("power_cut", "torn_files"))

@@ -104,11 +104,13 @@ REQUIRED = {
     "OldLogprobs": {"kind"},
     "OptimStepRequest": {"optim"},
     "OverlongPenalty": {"max_tokens", "buffer_tokens", "scale"},
+    "ParameterGroup": {"pattern"},
     "PolicySpec": {"policy_id"},
     "RolloutBatch": {"groups"},
     "RolloutCorrection": {"mode", "level", "high"},
     "RolloutGroup": {"group_id"},
     "SampleRequest": {"prompt"},
+    "SamplingMask": {"token_ids", "lengths"},
     "Segment": {"tokens"},
     "SentModel": {"files"},
     "StalenessConfig": {"max_versions", "action"},
@@ -138,6 +140,8 @@ def test_plain_lists_are_taken_where_the_contract_says_so() -> None:
         "sampler_logprobs", "old_logprobs", "reference_logprobs", "advantages", "token_weights"
     )  # fmt: skip
     assert lists == {
+        ("SamplingMask", "token_ids"): "int32",
+        ("SamplingMask", "lengths"): "int32",
         ("Segment", "tokens"): "int32",
         ("Rollout", "response"): "int32",
         ("Rollout", "loss_mask"): "bool",

@@ -95,6 +95,8 @@ def _completed(message: Any) -> None:
             setattr(message, field.name, 0.0)
         if field.name in ("loss", "optim", "spec", "tokens") and field.message_type:
             value.SetInParent()
+        if message.DESCRIPTOR.name == "SamplingMask" and field.message_type:
+            value.SetInParent()
         children = value if field.is_repeated else [value]
         if not field.message_type or field.message_type.GetOptions().map_entry:
             continue

@@ -120,6 +120,7 @@ class FakeForward:
     logprobs: NDArray[np.floating]
     entropy: NDArray[np.floating] | None
     report: StepReport
+    teacher: None = None
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,9 @@ class FakeTrainer:
         plan = plan or self._plan()
         return FakePrepared(batch, plan, loss, number, logprobs_of=logprobs_of)
 
-    def prepare_forward(self, batch: RolloutBatch, plan: UpdatePlan | None = None) -> FakePrepared:
+    def prepare_forward(
+        self, batch: RolloutBatch, plan: UpdatePlan | None = None, **_options: object
+    ) -> FakePrepared:
         return FakePrepared(batch, plan or self._plan())
 
     def _plan(self) -> UpdatePlan:

@@ -211,8 +211,8 @@ def test_the_caller_that_is_killed_does_not_stop_its_update(engine: RayEngine) -
 def test_a_cancelled_update_leaves_the_weights(engine: RayEngine) -> None:
     async def main(client: EngineClient) -> None:
         before = await manifest_digest(client)
-        # An update of 40 groups was sometimes done before it could be cancelled.
-        large = await client.submit(submission(11, update(0), random_batch(11, 200)))
+        # An update of 200 groups was sometimes done before it could be cancelled.
+        large = await client.submit(submission(11, update(0), random_batch(11, 1000)))
         queued = await client.submit(submission(12, update(0), random_batch(12)))
         cancelled = await client.call(Engine.cancel_operation, queued.operation_id)
         assert cancelled.state is OperationState.CANCELLED

@@ -118,7 +118,8 @@ _SCALED = training_pb2.OptimStepConfig(
 
 
 def small_groups(outcome: str = "reward") -> list[rollout_pb2.RolloutGroup]:
-    """Two rollouts of two and three tokens, with every per-token column but the outcome's."""
+    """Two rollouts of two and three tokens, with every per-token column but the outcome's; or,
+    where the outcome is `teacher`, with a teacher's two likeliest tokens in its place."""
     rollouts: list[rollout_pb2.Rollout] = []
     for index, tokens in enumerate(([4, 5], [4, 6, 7])):
         column = [-1.0 - 0.25 * place - index for place in range(len(tokens))]
@@ -132,6 +133,11 @@ def small_groups(outcome: str = "reward") -> list[rollout_pb2.RolloutGroup]:
         )
         if outcome == "reward":
             rollout.reward = 1.0 - 0.5 * index
+        elif outcome == "teacher":
+            likeliest = np.tile(np.array([[4, 6]], np.int32), (len(tokens), 1))
+            rollout.teacher_tokens.CopyFrom(encode_array(likeliest))
+            masses = np.log(np.full(likeliest.shape, 0.4, np.float32))
+            rollout.teacher_logprobs.CopyFrom(encode_array(masses))
         else:
             getattr(rollout, outcome).CopyFrom(requests.floats(column))
         rollouts.append(rollout)
@@ -144,7 +150,7 @@ def small_losses() -> list[training_pb2.LossConfig]:
     plain = [
         training_pb2.LossConfig(kind=number, old_logprobs=_ON_POLICY if "GSPO" in name else None)
         for name, number in kinds
-        if number
+        if number and "DISTILLATION" not in name
     ]
     rich = training_pb2.LossConfig(
         kind=training_pb2.LOSS_KIND_DAPO,
@@ -190,7 +196,13 @@ def small_losses() -> list[training_pb2.LossConfig]:
             reference=training_pb2.REFERENCE_KIND_FROZEN,
         ),
     )
-    return [*plain, rich, rich, rich, sapo, frozen]
+    distilled = training_pb2.LossConfig(
+        kind=training_pb2.LOSS_KIND_DISTILLATION,
+        distillation=training_pb2.DistillationConfig(
+            divergence=training_pb2.DIVERGENCE_JENSEN_SHANNON, coefficient=0.5, beta=0.3
+        ),
+    )
+    return [*plain, rich, rich, rich, sapo, frozen, distilled]
 
 
 def small_updates() -> list[service_pb2.UpdateRequest]:
@@ -202,6 +214,8 @@ def small_updates() -> list[service_pb2.UpdateRequest]:
             outcome = "token_weights"
         elif loss.kind == training_pb2.LOSS_KIND_IMPORTANCE_SAMPLING:
             outcome = "advantages"
+        elif loss.HasField("distillation"):
+            outcome = "teacher"
         request = requests.update(batch=small_groups(outcome))
         request.loss.CopyFrom(loss)
         if loss.kind == training_pb2.LOSS_KIND_DR_GRPO:

@@ -29,6 +29,8 @@ CALLS = {
     "runpy.run_path",
     "runpy.run_module",
 }
+# By file. Ray's own script of a worker, in a fork, by the command that Ray gave.
+ALLOWED = {"worker_start.py": "calls runpy.run_path"}
 LOADERS = {"from_pretrained", "snapshot_download", "hf_hub_download"}
 
 
@@ -86,8 +88,13 @@ def _sources(part: str) -> list[Path]:
 def test_no_source_runs_what_it_reads(part: str) -> None:
     sources = _sources(part)
     assert len(sources) > 2
-    found = {str(path): findings(path.read_text(encoding="utf-8")) for path in sources}
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    found = {
+        f"{path}:{line}"
+        for path in sources
+        for line in findings(path.read_text(encoding="utf-8"))
+        if not line.endswith(ALLOWED.get(path.name, "\0"))
+    }
+    assert found == set()
 
 
 @pytest.mark.parametrize(

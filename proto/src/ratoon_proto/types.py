@@ -1613,8 +1613,6 @@ class StepReport(bases.StepReportMethods):
     """Rollouts that on_bad_rollout dropped; no other figure counts them."""
     bad_rollouts: tuple[BadRollout, ...] = ()
     """All of them in request order; not of an OptimStep."""
-    tokens_outside_mask: int = 0
-    """Tokens that were not trained because they are outside of their own sampling mask."""
     teacher_kl: float | None = None
     """KL(policy || teacher) over the teacher's K tokens and all others as one more, and the mass of
     the K by the teacher and by the policy, whatever divergence the loss takes; absent where it
@@ -1622,6 +1620,8 @@ class StepReport(bases.StepReportMethods):
     """
     teacher_mass: float | None = None
     policy_mass: float | None = None
+    tokens_outside_mask: int = 0
+    """Tokens that were not trained because they are outside of their own sampling mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -276,6 +276,10 @@ REPORT_GAUGES: Mapping[str, tuple[Metric, str]] = {
         old_kl="KL(old || policy), k3 estimate, nats per token: drift of the steps since "
         "`old_logprobs`.",
         sampler_kl="KL(sampler || policy), k3 estimate, nats per token.",
+        teacher_kl="KL(policy || teacher) over the teacher's likeliest tokens and all others as "
+        "one, nats per token.",
+        teacher_mass="Mass of the teacher's likeliest tokens by the teacher, mean.",
+        policy_mass="Their mass by the policy, mean.",
         sampler_gap_mean="Log-prob minus the sampler's, signed mean, nats.",
         sampler_gap_abs_mean="Mean absolute value of that gap, nats.",
         sampler_gap_max="Largest absolute value of that gap, nats.",

@@ -1381,10 +1381,10 @@ class StepReport(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     DROPPED_BAD_FIELD_NUMBER: _builtins.int
     BAD_ROLLOUTS_FIELD_NUMBER: _builtins.int
-    TOKENS_OUTSIDE_MASK_FIELD_NUMBER: _builtins.int
     TEACHER_KL_FIELD_NUMBER: _builtins.int
     TEACHER_MASS_FIELD_NUMBER: _builtins.int
     POLICY_MASS_FIELD_NUMBER: _builtins.int
+    TOKENS_OUTSIDE_MASK_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Mean loss; absent from a Forward's report, and where no token counts; 0 where rollouts count but were not run."""
     policy_gradient_loss: _builtins.float
@@ -1547,14 +1547,14 @@ class StepReport(_message.Message):
     """Learning rate of the step that was asked for, taken or skipped; absent before an optimizer step."""
     dropped_bad: _builtins.int
     """Rollouts that on_bad_rollout dropped; no other figure counts them."""
-    tokens_outside_mask: _builtins.int
-    """Tokens that were not trained because they are outside of their own sampling mask."""
     teacher_kl: _builtins.float
     """KL(policy || teacher) over the teacher's K tokens and all others as one more, and the mass of the K
     by the teacher and by the policy, whatever divergence the loss takes; absent where it distils nothing.
     """
     teacher_mass: _builtins.float
     policy_mass: _builtins.float
+    tokens_outside_mask: _builtins.int
+    """Tokens that were not trained because they are outside of their own sampling mask."""
     @_builtins.property
     def seconds(self) -> Global___PhaseSeconds: ...
     @_builtins.property
@@ -1672,10 +1672,10 @@ class StepReport(_message.Message):
         learning_rate: _builtins.float | None = ...,
         dropped_bad: _builtins.int = ...,
         bad_rollouts: _abc.Iterable[Global___BadRollout] | None = ...,
-        tokens_outside_mask: _builtins.int = ...,
         teacher_kl: _builtins.float | None = ...,
         teacher_mass: _builtins.float | None = ...,
         policy_mass: _builtins.float | None = ...,
+        tokens_outside_mask: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage_mean", b"_advantage_mean", "_advantage_std", b"_advantage_std", "_attention_pair_reduction", b"_attention_pair_reduction", "_changed_share", b"_changed_share", "_clip_fraction_dual", b"_clip_fraction_dual", "_clip_fraction_high", b"_clip_fraction_high", "_clip_fraction_low", b"_clip_fraction_low", "_clip_fraction_negative", b"_clip_fraction_negative", "_clip_fraction_positive", b"_clip_fraction_positive", "_correction_ess_fraction", b"_correction_ess_fraction", "_correction_masked_fraction", b"_correction_masked_fraction", "_correction_truncated_fraction", b"_correction_truncated_fraction", "_correction_weight_mean", b"_correction_weight_mean", "_entropy", b"_entropy", "_grad_norm", b"_grad_norm", "_hardware_mfu", b"_hardware_mfu", "_kl", b"_kl", "_learning_rate", b"_learning_rate", "_logical_mfu", b"_logical_mfu", "_loss", b"_loss", "_old_kl", b"_old_kl", "_planned_memory_bytes", b"_planned_memory_bytes", "_policy_gradient_loss", b"_policy_gradient_loss", "_policy_mass", b"_policy_mass", "_rank_gap", b"_rank_gap", "_ratio_max", b"_ratio_max", "_ratio_mean", b"_ratio_mean", "_ratio_min", b"_ratio_min", "_ratio_p01", b"_ratio_p01", "_ratio_p50", b"_ratio_p50", "_ratio_p99", b"_ratio_p99", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "_reward_std", b"_reward_std", "_route_mismatch", b"_route_mismatch", "_router_aux_loss", b"_router_aux_loss", "_sampler_gap_abs_mean", b"_sampler_gap_abs_mean", "_sampler_gap_max", b"_sampler_gap_max", "_sampler_gap_mean", b"_sampler_gap_mean", "_sampler_kl", b"_sampler_kl", "_skip_reason", b"_skip_reason", "_staleness_max", b"_staleness_max", "_staleness_mean", b"_staleness_mean", "_step_kl", b"_step_kl", "_teacher_kl", b"_teacher_kl", "_teacher_mass", b"_teacher_mass", "_token_reduction", b"_token_reduction", "_token_staleness_mean", b"_token_staleness_mean", "_tokens_per_second", b"_tokens_per_second", "_update_norm", b"_update_norm", "_weight_norm", b"_weight_norm", "_zero_variance_fraction", b"_zero_variance_fraction", "advantage_mean", b"advantage_mean", "advantage_std", b"advantage_std", "attention_pair_reduction", b"attention_pair_reduction", "changed_share", b"changed_share", "clip_fraction_dual", b"clip_fraction_dual", "clip_fraction_high", b"clip_fraction_high", "clip_fraction_low", b"clip_fraction_low", "clip_fraction_negative", b"clip_fraction_negative", "clip_fraction_positive", b"clip_fraction_positive", "correction_ess_fraction", b"correction_ess_fraction", "correction_masked_fraction", b"correction_masked_fraction", "correction_truncated_fraction", b"correction_truncated_fraction", "correction_weight_mean", b"correction_weight_mean", "entropy", b"entropy", "grad_norm", b"grad_norm", "hardware_mfu", b"hardware_mfu", "kl", b"kl", "learning_rate", b"learning_rate", "logical_mfu", b"logical_mfu", "loss", b"loss", "old_kl", b"old_kl", "planned_memory_bytes", b"planned_memory_bytes", "policy_gradient_loss", b"policy_gradient_loss", "policy_mass", b"policy_mass", "rank_gap", b"rank_gap", "ratio_max", b"ratio_max", "ratio_mean", b"ratio_mean", "ratio_min", b"ratio_min", "ratio_p01", b"ratio_p01", "ratio_p50", b"ratio_p50", "ratio_p99", b"ratio_p99", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "reward_std", b"reward_std", "route_mismatch", b"route_mismatch", "router_aux_loss", b"router_aux_loss", "sampler_gap_abs_mean", b"sampler_gap_abs_mean", "sampler_gap_max", b"sampler_gap_max", "sampler_gap_mean", b"sampler_gap_mean", "sampler_kl", b"sampler_kl", "seconds", b"seconds", "self_check", b"self_check", "skip_reason", b"skip_reason", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step_kl", b"step_kl", "teacher_kl", b"teacher_kl", "teacher_mass", b"teacher_mass", "token_reduction", b"token_reduction", "token_staleness_mean", b"token_staleness_mean", "tokens_per_second", b"tokens_per_second", "update_norm", b"update_norm", "weight_norm", b"weight_norm", "zero_variance_fraction", b"zero_variance_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 FORKED = "RATOON_FORKED"
-_MODULES = ("ratoon.engine.worker.host", "ratoon.train.trainer")
+_HOST = "ratoon.engine.worker.host"
+_TRAINER = "ratoon.train.trainer"
 _SERVE = "--serve"
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 _TAKEN = b"taken"
@@ -94,8 +95,8 @@ def serve(listener: socket.socket) -> None:
     # Nobody waits for a fork's end.
     of_children = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with frozen_imports():
-        for name in _MODULES:
-            importlib.import_module(name)
+        importlib.import_module(_HOST)
+        importlib.import_module(_TRAINER)
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads > 1 or "ray" in sys.modules:
         sys.exit(f"fork server: {num_threads} threads, expected one, and no Ray")
