@@ -19,7 +19,8 @@ from tests.api.conftest import Api
 from tests.api.wires import refused_by
 
 AdamW, Guard = policy_pb2.AdamWConfig, policy_pb2.NumericsGuard
-Muon = policy_pb2.MuonConfig
+Muon, ParameterGroup = policy_pb2.MuonConfig, policy_pb2.ParameterGroup
+ALL = ParameterGroup(pattern="a")
 Lora, Parallel = policy_pb2.LoraTuning, policy_pb2.ParallelLayout
 Source, Schedule = policy_pb2.CheckpointSource, policy_pb2.LearningRateSchedule
 CONSTANT: dict[str, Any] = {"kind": "SCHEDULE_KIND_CONSTANT", "learning_rate": 0.0}
@@ -107,28 +108,28 @@ BAD_SPECS: list[tuple[str, dict[str, Any]]] = [
         )
     ),
     *(
-        (f"optimizer.muon.{field}", {"optimizer": AdamW(muon=Muon(**{field: value}))})
-        for field, value in (
-            ("momentum", -0.1),
-            ("momentum", 1.0),
-            ("momentum", float("nan")),
-            ("ns_steps", 0),
-            ("ns_steps", 21),
+        (f"optimizer.muon.{field}", {"optimizer": AdamW(muon=muon)})
+        for field, muon in (
+            ("momentum", Muon(momentum=-0.1)),
+            ("momentum", Muon(momentum=1.0)),
+            ("momentum", Muon(momentum=float("nan"))),
+            ("ns_steps", Muon(ns_steps=0)),
+            ("ns_steps", Muon(ns_steps=21)),
         )
     ),
     ("optimizer.muon", {"optimizer": AdamW(muon=Muon()), "lora": Lora(rank=4, alpha=1.0)}),
     *(
-        (f"optimizer.groups[1].{field}", {"optimizer": AdamW(groups=[{"pattern": "a"}, changes])})
-        for field, changes in (
-            ("pattern", {"lr_factor": 1.0}),
-            ("pattern", {"pattern": "x" * 257}),
+        (f"optimizer.groups[1].{field}", {"optimizer": AdamW(groups=[ALL, group])})
+        for field, group in (
+            ("pattern", ParameterGroup(lr_factor=1.0)),
+            ("pattern", ParameterGroup(pattern="x" * 257)),
             *(
-                ("lr_factor", {"pattern": "b", "lr_factor": factor})
+                ("lr_factor", ParameterGroup(pattern="b", lr_factor=factor))
                 for factor in (-0.5, 2e4, float("inf"), float("nan"))
             ),
         )
     ),
-    ("optimizer.groups", {"optimizer": AdamW(groups=[{"pattern": "a"}] * 65)}),
+    ("optimizer.groups", {"optimizer": AdamW(groups=[ALL] * 65)}),
     ("lora.rank", {"lora": Lora(rank=-1, alpha=1.0)}),
     ("lora.alpha", {"lora": Lora(rank=4, alpha=-1.0)}),
     ("publish.every_n", {"publish": policy_pb2.PublishConfig(every_n=4)}),

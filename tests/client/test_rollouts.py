@@ -247,7 +247,7 @@ def test_what_has_no_form_on_the_wire_is_refused_by_field(arguments, field: str)
         (
             lambda: policy_spec_message(
                 "p",
-                {"lora": Lora(rank=8, alpha=1.0, target_modules=3)},
+                {"lora": Lora(rank=8, alpha=1.0, target_modules=3)},  # pyright: ignore[reportArgumentType]
             ),
             "lora.target_modules",
         ),

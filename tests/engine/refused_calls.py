@@ -17,7 +17,7 @@ from ratoon.train.ranks.rank import Rank
 
 
 def of_ranks(ranks: RankGroup) -> None:
-    accepted: list[dict[str, float]] = ranks.all(Rank.norms, exactly=True)
+    accepted: list[dict[str, list[float]]] = ranks.all(Rank.norms, exactly=True)
     ranks.all(Rank.norm, True)  # pyright: ignore[reportAttributeAccessIssue]
     ranks.all(Rank.norms)  # pyright: ignore[reportCallIssue]
     ranks.all(Rank.norms, "yes")  # pyright: ignore[reportArgumentType]
