@@ -21,7 +21,7 @@ from ratoon.train.spec import TrainerSpec
 _UNPLANNED_SHARE = 0.04
 _BUDGET_STEP = 256 * 2**20
 _CPUINFO = Path("/proc/cpuinfo")
-# Those of x86-64 and of ARM.
+# Fields of x86-64 and of ARM.
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 
 
