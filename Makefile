@@ -40,7 +40,7 @@ demo: env ## train a tiny policy on this machine through the public client
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder
 NO_GPU = not gpu and not multigpu
 
-test: env-dev ## run the tests of the product, in twenty minutes on two cores
+test: env-dev ## run the tests of the product, in a quarter of an hour on two cores
 	@$(PYTEST) $(ARGS)
 
 test-more: env-dev env-trl env-verl env-compat ## run outages, power cuts, broken builds, lost ranks, long fuzz; CI runs a fifth of it a commit
