@@ -138,7 +138,8 @@ def trained(kind: Any, folder: Path, output: Path, **changes: Any) -> tuple[Any,
     trainer = Recorded(
         model=str(folder),
         reward_funcs=reward,
-        args=grpo_config(output, **changes),
+        # By default AdamW's first steps divide tiny gradients, and their rounding, by themselves.
+        args=grpo_config(output, adam_epsilon=1e-4, **changes),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
     )
     trainer.train()
@@ -207,7 +208,6 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_an_update_is_trls_own(folder: Path, tmp_path: Path, name: str) -> None:
-    """The rest is AdamW's first steps, which divide tiny gradients by themselves."""
     from trl import GRPOTrainer
 
     theirs, expected = trained(GRPOTrainer, folder, tmp_path / "trl", **ROWS[name])
@@ -223,7 +223,7 @@ def test_an_update_is_trls_own(folder: Path, tmp_path: Path, name: str) -> None:
     begun = load_file(folder / "model.safetensors")
     wanted = flat(theirs.model.state_dict())
     off = (flat(ours.model.state_dict()) - wanted).norm() / (wanted - flat(begun)).norm()
-    assert off <= 5e-5
+    assert off <= 2e-5
 
 
 # A configuration that has no counterpart, and the field that is named.
