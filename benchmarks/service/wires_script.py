@@ -4,7 +4,7 @@
     python wires_script.py learns MODEL FOLDER STEPS SEED true|false
 
 `shares` prints rho of the same datums in order and shuffled. `learns` is the cookbook's own loop on
-an environment whose reward is the share of lower-case letters in eight tokens; it prints the reward
+an environment whose reward is the share of lower-case letters in its characters; it prints the reward
 of held-out questions before and after. With `true` the rewards of each group are shuffled.
 """
 
@@ -73,7 +73,7 @@ def _datum(prompt: Any, response: Any, advantage: float) -> Any:
 
 
 class Letters(problem_env.ProblemEnv):
-    """Asks for letters; a sample's reward is what part of its tokens are lower-case ones."""
+    """Asks for letters; a sample's reward is the share of its characters that are lower-case ones."""
 
     def __init__(self, number: int, renderer: Any) -> None:
         super().__init__(renderer, format_coef=0.0)
@@ -83,7 +83,8 @@ class Letters(problem_env.ProblemEnv):
         return f"Write letters, number {self.number}."
 
     def check_answer(self, sample_str: str) -> float:
-        return sum(each in string.ascii_lowercase for each in sample_str) / MAX_TOKENS
+        letters = sum(each in string.ascii_lowercase for each in sample_str)
+        return letters / max(len(sample_str), 1)
 
     def check_format(self, sample_str: str) -> bool:
         return True
