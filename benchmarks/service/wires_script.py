@@ -4,7 +4,7 @@
     python wires_script.py learns MODEL FOLDER STEPS SEED true|false
 
 `shares` prints rho of the same datums in order and shuffled. `learns` is the cookbook's own loop on
-an environment whose reward is the share of lower-case letters in its characters; it prints the reward
+an environment whose reward is the share of lower-case letters in a sample; it prints the reward
 of held-out questions before and after. With `true` the rewards of each group are shuffled.
 """
 
