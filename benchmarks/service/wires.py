@@ -90,17 +90,17 @@ WHAT = {
     "rho_in_order": ("rho of 4 prompts with 8 samples, in order", ">=", 4.5),
     "rho_shuffled": ("the same datums shuffled", ">=", 4.5),
     "tenants_equal": (
-        f"of {NUM_TENANTS} scripts at once, with the bits that they have alone",
+        f"scripts of {NUM_TENANTS} at once that compute the bits they compute alone",
         ">=",
         8.0,
     ),
     "tenants_memory": (
-        f"memory of {NUM_TENANTS} models over one's, but for 16 bytes a parameter of adapters",
+        f"memory of {NUM_TENANTS} models over one model's, 16 bytes a parameter of adapters aside",
         "<=",
         1.2,
     ),
     "tenants_switch_ms": (
-        f"another model's turn, of the {TURN_TENSORS} tensors of 36 layers, ms",
+        f"switch to another model's adapter ({TURN_TENSORS} tensors, 36 layers), ms",
         "<=",
         1.0,
     ),
