@@ -73,7 +73,7 @@ def _datum(prompt: Any, response: Any, advantage: float) -> Any:
 
 
 class Letters(problem_env.ProblemEnv):
-    """Asks for letters; a sample's reward is the share of its characters that are lower-case ones."""
+    """Asks for letters; a sample's reward is the share of lower-case letters in it."""
 
     def __init__(self, number: int, renderer: Any) -> None:
         super().__init__(renderer, format_coef=0.0)
