@@ -1,4 +1,4 @@
-"""`ratoon keys` and `ratoon health`."""
+"""`ratoon keys`, `ratoon health` and the help of all commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 import ratoon
 from ratoon.auth.keys import KeyFile, Scope, is_secret_of, split_key
-from ratoon.cli import cli
+from ratoon.cli import cli, main
 from ratoon.config import KeyLimits
 from ratoon.edge.tls import CertificateFiles
 from ratoon.sole_service import free_port
@@ -152,3 +152,11 @@ def test_a_service_with_tls_is_well(
 
 def test_nobody_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _health(free_port(), monkeypatch, None) == 1
+
+
+def test_a_flag_shows_no_type(capsys: pytest.CaptureFixture[str]) -> None:
+    for each in ([], ["serve"], ["keys", "create"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*each, "--help"])
+        shown = capsys.readouterr().out
+        assert (ended.value.code, "--help" in shown, "bool>" in shown) == (0, True, False)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -35,6 +35,7 @@ cli = typer.Typer(
     name="ratoon",
     help="Policy-update service for RL post-training.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 keys = typer.Typer(
@@ -358,6 +359,17 @@ def _day(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def main() -> None:
-    """Entry point of the `ratoon` console script."""
-    cli()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line (default: the process's) and exit."""
+    command = typer.main.get_command(cli)
+    _name_no_type_of_flags(command)
+    command(args=arguments)
+
+
+def _name_no_type_of_flags(command: Any) -> None:
+    """Leave `<bool>` out of the help of flags, which take no value."""
+    for parameter in command.get_params(typer.Context(command)):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for child in getattr(command, "commands", {}).values():
+        _name_no_type_of_flags(child)
