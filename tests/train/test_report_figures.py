@@ -67,6 +67,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "overlong": OverlongPenalty(max_tokens=8, buffer_tokens=5, scale=2.0),
     },
     "gspo": {"kind": LossKind.GSPO, "old_logprobs": GIVEN_OLD},
+    "gmpo": {"kind": LossKind.GMPO},
     "cispo": {"kind": LossKind.CISPO},
     "importance_sampling": {"kind": LossKind.IMPORTANCE_SAMPLING},
     "reinforce": {"kind": LossKind.REINFORCE},
