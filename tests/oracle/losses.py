@@ -1,8 +1,8 @@
 """Every loss as a torch scalar of one path, so that autograd gives the gradient.
 
 Written from the papers: PPO (arXiv 1707.06347, eq. 7), dual clip (1912.09729), GRPO (2402.03300),
-DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO-token (2507.18071, eq. 14), GMPO (2507.20673), CISPO (2506.13585), SAPO
-(2511.20347), IPO (docs.primeintellect.ai/prime-rl/ipo), KL estimators k1, k2, k3
+DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO-token (2507.18071, eq. 14), GMPO (2507.20673), CISPO
+(2506.13585), SAPO (2511.20347), IPO (docs.primeintellect.ai/prime-rl/ipo), KL estimators k1, k2, k3
 (Schulman, 2020). Clamps are torch's own, with the bounds of verl: 20 for a log-ratio and for a KL
 gap, 10 for k3. Invariant: what leaves is a plain sum over the path's terms; nothing is divided by a
 counter here.

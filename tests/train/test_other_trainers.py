@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 import ratoon_client
 from ratoon.api.convert.checks import read
 from ratoon.api.submissions import loss_request
+from ratoon.api.tinker import losses as tinker_losses
 from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.raw import RawSamplingMask
 from ratoon.rollout.validate import validate_groups
@@ -48,6 +49,7 @@ from ratoon.train.prepare import prepare
 from ratoon.train.rollout_figures import TokenParts
 from ratoon_client import AdamW, Loss, Optim, grpo_config, verl_config
 from ratoon_client.wire import loss_message, optim_message
+from ratoon_proto.tinker import tinker_pb2
 from ratoon_proto.types import DivideBy, OldLogprobsKind, OptimStepConfig, TokenWeight
 from tests import builders
 from tests.oracle import peers
@@ -329,7 +331,20 @@ def _sent_mask(top_k: int, index: np.intp) -> RawSamplingMask:
 
 
 def _adapted(peer: str, settings: Fields) -> Fields:
-    """The loss and the divisor that the client's own adapter makes of the settings."""
+    """The loss and the divisor that an adapter of this project makes of the settings."""
+    batch = _batch()
+    if peer == "Tinker":
+        numbers = tinker_losses.LOSSES[settings["loss_fn"]].config
+        request = tinker_pb2.ForwardBackwardRequest(
+            loss_fn=settings["loss_fn"],
+            loss_fn_config={name: settings[name] for name in numbers},
+        )
+        served, message = tinker_losses.loss_of(request)
+        asked = loss_request(message)
+        sent: Fields = {one.name: getattr(asked, one.name) for one in fields(Loss)}
+        if "reference_logprobs" in served.columns.values():
+            sent["reference_logprobs"] = lambda group: batch.names(group)["sampler"]
+        return sent | {"divide_by": "none"}
     if peer == "verl":
         own = {name.removeprefix("actor."): value for name, value in settings.items()}
         own["policy_loss"] = {"loss_mode": own["policy_loss.loss_mode"]}
@@ -338,7 +353,6 @@ def _adapted(peer: str, settings: Fields) -> Fields:
         actor = SimpleNamespace(**own, optim=SimpleNamespace(clip_grad=1.0))
         loss, step = verl_config.loss_of(actor), verl_config.optim_of(actor, learning_rate=0.0)
     else:
-        batch = _batch()
         given = {
             "use_vllm": settings["vllm_importance_sampling_mode"] is not None,
             "vllm_importance_sampling_correction": True,
@@ -410,7 +424,7 @@ def _has_adapter(peer: str, cell: str) -> bool:
     """Whether it is of the loss alone: rows and advantages come from the other trainer."""
     if peer == "verl":
         return all(name.startswith("actor.") for name in _settings(cell))
-    return peer == "TRL" and "mask_truncated_completions" not in cell
+    return peer != "NeMo-RL" and "mask_truncated_completions" not in cell
 
 
 _ADAPTED = [case for case in _cases(_LOSSES) if _has_adapter(*case.values[:2])]
@@ -433,8 +447,10 @@ def test_an_adapter_makes_the_same_of_a_setting(peer: str, cell: str, here: str)
     def of_group(group: int) -> list[Floats]:
         return [by_rollout[index] for index in np.flatnonzero(batch.groups == group)]
 
-    sent = {"advantages": of_group, "temperature": settings[own.sampling[0]]}
-    loss, gradients, _ = _found(_adapted(peer, settings) | sent)
+    made = _adapted(peer, settings) | {"temperature": settings[own.sampling[0]]}
+    if made["advantage"] is not None:
+        made["advantages"] = of_group
+    loss, gradients, _ = _found(made)
     expected = _expected(peer, cell, sends_advantages=True)
     _close(loss, expected[0])
     _close(gradients, expected[1])
@@ -447,6 +463,7 @@ def test_every_value_that_an_adapter_takes_is_on_the_page() -> None:
     estimators = {name.removesuffix("+") for name in verl_config.KL_TYPES}
     assert taken - known == {"vanilla"}
     assert estimators <= known
+    assert TINKER in page
 
 
 def _refused() -> Iterator[tuple[str, str, Any]]:
