@@ -114,7 +114,8 @@ def _look_at(tokens: _Tokens, counted: Counted, loss: OracleLoss, logprob: Value
     trained = path.trained.tolist()
     whole_gap, mismatch = 0.0, np.zeros(len(path.response))
     if old is not None:
-        whole_gap = sum(logprob[t] - old[t] for t in trained) / len(trained)
+        gaps = [_held(float(logprob[t] - old[t]), counted.advantages[t], loss) for t in trained]
+        whole_gap = sum(gaps) / len(gaps)
         if path.sampler is not None:
             mismatch = old - path.sampler
     for t in np.flatnonzero(counted.own).tolist():
@@ -124,7 +125,7 @@ def _look_at(tokens: _Tokens, counted: Counted, loss: OracleLoss, logprob: Value
         if old is None:
             continue
         gap = float(logprob[t] - old[t])
-        ratio = math.exp(whole_gap if loss.kind == "gspo" else gap)
+        ratio = math.exp(whole_gap if loss.kind in ("gspo", "gmpo") else gap)
         tokens.old_gap.append(gap)
         tokens.ratio.append(ratio)
         dual = math.inf if loss.dual_clip is None else loss.dual_clip
@@ -132,6 +133,13 @@ def _look_at(tokens: _Tokens, counted: Counted, loss: OracleLoss, logprob: Value
         whole = sum(mismatch[i] for i in trained)
         logs = {"token": mismatch[t], "sequence": whole, "geometric": whole / len(trained)}
         tokens.weights.append({level: math.exp(value) for level, value in logs.items()})
+
+
+def _held(gap: float, advantage: float, loss: OracleLoss) -> float:
+    """A log-ratio as the sequence's mean has it."""
+    if loss.kind != "gmpo":
+        return gap
+    return max(gap, -loss.clip_low) if advantage < 0 else min(gap, loss.clip_high)
 
 
 def _of_ratio(tokens: _Tokens, loss: OracleLoss) -> dict[str, float | None]:

@@ -1,8 +1,8 @@
 """Every loss as a torch scalar of one path, so that autograd gives the gradient.
 
 Written from the papers: PPO (arXiv 1707.06347, eq. 7), dual clip (1912.09729), GRPO (2402.03300),
-DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO-token (2507.18071, eq. 14), CISPO (2506.13585), SAPO
-(2511.20347), IPO (docs.primeintellect.ai/prime-rl/ipo), KL estimators k1, k2, k3
+DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO-token (2507.18071, eq. 14), GMPO (2507.20673), CISPO
+(2506.13585), SAPO (2511.20347), IPO (docs.primeintellect.ai/prime-rl/ipo), KL estimators k1, k2, k3
 (Schulman, 2020). Clamps are torch's own, with the bounds of verl: 20 for a log-ratio and for a KL
 gap, 10 for k3. Invariant: what leaves is a plain sum over the path's terms; nothing is divided by a
 counter here.
@@ -83,6 +83,13 @@ def _policy_gradient(counted: Counted, loss: OracleLoss, logp: Tensor) -> Tensor
         log_sequence = (logp - old)[mask].mean() if mask.any() else torch.zeros(())
         ratio = (log_sequence.detach() + logp - logp.detach()).clamp(-20, 20).exp()
         terms = _clipped(ratio, advantage, loss)
+    elif loss.kind == "gmpo":
+        # The sequence's term, with all of its gradient, is each token's share of it.
+        mask = torch.as_tensor(counted.path.mask)
+        gap, sign = logp - old, torch.where(advantage < 0, -1.0, 1.0)
+        held = sign * torch.minimum(sign * gap, sign * gap.clamp(-loss.clip_low, loss.clip_high))
+        mean = held.detach()[mask].mean() if mask.any() else torch.zeros(())
+        terms = -(mean + held - held.detach()).clamp(-20, 20).exp() * advantage
     elif loss.kind == "reinforce":
         terms = -advantage * logp
     elif loss.kind == "cispo":

@@ -69,7 +69,7 @@ def _term(
         moved = math.exp(logp) - math.exp(old)
         is_kept = -loss.clip_low <= moved <= loss.clip_high
         return -weight * ratio * advantage * is_kept
-    if loss.kind == "importance_sampling":
+    if loss.kind in ("importance_sampling", "gmpo"):
         return -weight * ratio * advantage
     return -weight * _surrogate(ratio, advantage, loss)
 
@@ -80,7 +80,11 @@ def _ratios(counted: Counted, loss: OracleLoss, logp: Values) -> tuple[dict[int,
     old = {"sampler": path.sampler, "given": path.old, "on_policy": logp, "none": logp}[loss.old]
     assert old is not None
     logs = {int(token): float(logp[token] - old[token]) for token in path.trained}
-    if loss.kind == "gspo":
+    if loss.kind == "gmpo":
+        for token, log in logs.items():
+            is_bad = counted.advantages[token] < 0
+            logs[token] = max(log, -loss.clip_low) if is_bad else min(log, loss.clip_high)
+    if loss.kind in ("gspo", "gmpo"):
         mean = sum(logs.values()) / len(logs)
         logs = dict.fromkeys(logs, mean)
     return {token: math.exp(_within_20(value)) for token, value in logs.items()}, old

@@ -118,6 +118,7 @@ _DEFAULTS = {
     "dapo": (0.2, 0.28, "per_token", "tokens", "group_mean_std", "sampler"),
     "dr_grpo": (0.2, 0.2, "per_token", "constant", "group_mean", "sampler"),
     "gspo": (3e-4, 4e-4, "per_sequence", "sequences", "group_mean_std", "required"),
+    "gmpo": (0.4, 0.4, "per_sequence", "sequences", "group_mean_std", "sampler"),
     "cispo": (0.0, 5.0, "per_token", "tokens", "group_mean_std", "sampler"),
     "sapo": (0.0, 0.0, "per_sequence", "sequences", "group_mean_std", "sampler"),
     "ipo": (0.3, 0.3, "per_token", "tokens", "group_mean", "sampler"),

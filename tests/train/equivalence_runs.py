@@ -28,7 +28,9 @@ from ratoon.rollout.raw import RawGroup, RawRollout
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
 from ratoon.train.loss.resolve import resolve_loss
+from ratoon.train.loss.spec import Loss
 from ratoon.train.optim.resolve import resolve_optim
+from ratoon.train.ranks.rank import Rank
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
@@ -60,10 +62,19 @@ from tests.oracle import hf
 from tests.oracle.adamw import OracleTrainer, Sums
 from tests.oracle.paths import Correction, OracleLoss, Overlong, default_loss
 from tests.plans import make_plan
+from tests.train.rank_runs import ranked, together
+from tests.train.trainer_runs import make_trainer
 
 WHOLE = 1 << 20
 # Calls cost nothing, so whatever does not fit is streamed and every small prefix stays apart.
 EAGER = CostModel(pair=1e-3, row=0.1, call=0.0, resident=0.0)
+# At once, cut, and in stages of one node, or few, each.
+CUTS = {
+    "whole": (WHOLE, DEFAULT_COSTS),
+    "cut": (40, DEFAULT_COSTS),
+    "streamed": (16, EAGER),
+    "a token at a time": (1, EAGER),
+}
 ADAMW = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 VOCAB_SIZE = 64
 
@@ -83,9 +94,9 @@ class Pair:
         return "" if self.trainer.version else ".lora_A."
 
     def gradients(self) -> dict[str, Tensor]:
-        """The trainer's gradient sums by name."""
+        """Copies of the trainer's gradient sums by name."""
         return {
-            name: torch.zeros_like(p) if p.grad is None else p.grad
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in self.trainer.model.named_trainable().items()
         }
 
@@ -222,9 +233,11 @@ def oracle_loss(request: LossConfig, batch: RolloutBatch) -> OracleLoss:
 def plan_of(
     batch: RolloutBatch, budget: int, costs: CostModel = DEFAULT_COSTS, *, num_ranks: int = 1
 ) -> UpdatePlan:
-    """Micro-batches of so many tokens of all that is trained."""
+    """Micro-batches of so many tokens of all that is trained; with EAGER some are streamed."""
     kept_S, prefixes = prepare.has_trained_tokens(batch), sort_sequences(batch)
-    return make_plan(batch, prefixes, kept_S, budget, costs, num_ranks=num_ranks)
+    plan = make_plan(batch, prefixes, kept_S, budget, costs, num_ranks=num_ranks)
+    assert costs is not EAGER or any(part.stages for part in plan.micro_batches)
+    return plan
 
 
 def forward_backward(
@@ -233,19 +246,23 @@ def forward_backward(
     request: LossConfig,
     *,
     micro_batch_tokens: int = WHOLE,
+    plan: UpdatePlan | None = None,
     forward_logprobs_J: np.ndarray[Any, Any] | None = None,
     forward_entropy_J: np.ndarray[Any, Any] | None = None,
     oracle_batch: RolloutBatch | None = None,
     logprobs_of: LogprobsOf | None = None,
 ) -> tuple[StepReport, Sums]:
-    """One forward-backward on both sides. `oracle_batch`: what the oracle sees in its place."""
+    """One forward-backward on both sides, by `plan` or by one of micro-batches of so many tokens.
+
+    `oracle_batch`: what the oracle sees in the batch's place.
+    """
     loss = resolve_loss(request, batch, has_frozen_reference=True)
     trainer = pair.trainer
     prepared = prepare.prepare(
         batch,
         loss,
         version=trainer.version,
-        plan=cpu_planner(micro_batch_tokens),
+        plan=cpu_planner(micro_batch_tokens) if plan is None else plan,
         old_logprobs_J=forward_logprobs_J,
         entropy_J=forward_entropy_J,
         logprobs_of=logprobs_of,
@@ -308,10 +325,30 @@ def default_divisor(request: LossConfig, batch: RolloutBatch, sums: Sums) -> flo
 
 
 def check_gradients(
-    pair: Pair, batch: RolloutBatch, request: LossConfig, *, micro_batch_tokens: int = WHOLE
+    pair: Pair,
+    batch: RolloutBatch,
+    request: LossConfig,
+    *,
+    micro_batch_tokens: int = WHOLE,
+    plan: UpdatePlan | None = None,
 ) -> None:
-    """Loss, counters and every parameter's gradient sum are the oracle's; discards both after."""
-    report, sums = forward_backward(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
+    """`check_window`, of windows that are discarded after."""
+    check_window(pair, batch, request, micro_batch_tokens=micro_batch_tokens, plan=plan)
+    pair.discard()
+
+
+def check_window(
+    pair: Pair,
+    batch: RolloutBatch,
+    request: LossConfig,
+    *,
+    micro_batch_tokens: int = WHOLE,
+    plan: UpdatePlan | None = None,
+) -> None:
+    """Loss, counters and every parameter's gradient sum are the oracle's; windows stay open."""
+    report, sums = forward_backward(
+        pair, batch, request, micro_batch_tokens=micro_batch_tokens, plan=plan
+    )
     assert sums.counters.tokens > 0
     assert_close(pair.gradient_errors(), pair.tolerance)
     assert_same_report(
@@ -321,7 +358,30 @@ def check_gradients(
         token_weight=oracle_loss(request, batch).token_weight,
         tolerance=pair.tolerance,
     )
-    pair.discard()
+
+
+def run_two_ranks(
+    base: FolderBase, batch: RolloutBatch, loss: Loss, *, is_joint: bool
+) -> tuple[StepReport, StepReport]:
+    """Reports of two ranks and of one device, whose gradients are the same.
+
+    The ranks run micro-batches of their own, or all together, streamed.
+    """
+    alone = make_trainer(base)
+    with ranked(alone.spec, 2) as (many, _):
+        if is_joint:
+            plan = together(plan_of(batch, 16, EAGER), 2)
+        else:
+            plan = plan_of(batch, 40, num_ranks=2)
+            assert {part.rank for part in plan.micro_batches} == {0, 1}
+        report = many.forward_backward(many.prepare(batch, loss, plan))
+        sums = [*many.ranks.all(Rank.sums_of, [*many.model.named_trainable()])]
+    one = alone.forward_backward(alone.prepare(batch, loss, plan_of(batch, WHOLE)))
+    parameters = alone.model.named_trainable()
+    got = {name: sum(each[i] for each in sums) for i, name in enumerate(parameters)}
+    expected = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    assert_close(relative_errors(got, expected), FLOAT64_TOLERANCE)  # type: ignore[arg-type]
+    return report, one
 
 
 def check_step(pair: Pair, optim: OptimStepConfig, *, divide_by: str) -> None:

@@ -20,6 +20,7 @@ from ratoon.train.loss.kinds import (
     LOSSES,
     CispoObjective,
     ClipObjective,
+    GeometricClipObjective,
     IpoObjective,
     LogprobObjective,
     NoObjective,
@@ -60,6 +61,8 @@ def make_objective(kind: LossKind, *, dual_clip: float = math.inf) -> Objective:
         return RatioObjective() if LOSSES[kind].has_ratio else LogprobObjective()
     if kind is LossKind.GSPO:
         return SequenceClipObjective(clip_low=clip[0], clip_high=clip[1])
+    if kind is LossKind.GMPO:
+        return GeometricClipObjective(most_down=clip[0], most_up=clip[1])
     if kind is LossKind.CISPO:
         # Tighter than the default, so that both bounds are met.
         return CispoObjective(ratio_low=0.8, ratio_high=1.2)

@@ -6,7 +6,7 @@ and a Forward's likeliest tokens against the whole distribution.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from ratoon.model.spec import FolderBase
+from ratoon.planner.costs import DEFAULT_COSTS, CostModel
 from ratoon.rollout.batch import RolloutBatch
-from ratoon.rollout.prefixes import sort_sequences
-from ratoon.train import passes, prepare
+from ratoon.rollout.packed import UpdatePlan
+from ratoon.train import passes
 from ratoon.train.loss.divergences import LEAST_REST, divergence_terms
 from ratoon.train.loss.resolve import resolve_loss
 from ratoon.train.loss.spec import Distillation
@@ -42,7 +44,6 @@ from tests.equivalence import assert_close, paths_of
 from tests.oracle import hf
 from tests.oracle.advantages import select
 from tests.oracle.losses import divergence
-from tests.plans import make_plan
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (
     EAGER,
@@ -54,11 +55,12 @@ from tests.train.equivalence_runs import (
     forward_backward,
     make_pair,
     oracle_loss,
+    plan_of,
     random_batch_near,
 )
 from tests.train.rank_runs import ranked, together, weights_of
 from tests.train.trainer_runs import assert_close as assert_weights_close
-from tests.train.trainer_runs import gradients_of, make_step, make_trainer
+from tests.train.trainer_runs import make_step, make_trainer
 
 FORWARD, REVERSE, MIXED = Divergence
 GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
@@ -76,22 +78,24 @@ def _beside(kind: LossKind, divergence: Divergence, **changes: Any) -> LossConfi
     return LossConfig(kind=kind, old_logprobs=GIVEN_OLD, distillation=config, **changes)
 
 
-# The request, tokens of a teacher, and packed tokens of a micro-batch.
+BESIDE_GRPO = _beside(
+    LossKind.GRPO, REVERSE, shared_tokens=SharedTokens.ONCE, kl=KL, entropy_coefficient=0.1
+)
+BESIDE_GSPO = _beside(LossKind.GSPO, FORWARD)
+# The request, tokens of a teacher, and packed tokens of a micro-batch; EAGER: it is streamed.
 ROWS = {
-    "forward": (_alone(FORWARD), 5, 1),
-    "forward, one token": (_alone(FORWARD), 1, 30),
-    "reverse": (_alone(REVERSE, coefficient=2.5), 5, WHOLE),
-    "reverse, whole vocabulary": (_alone(REVERSE), VOCAB_SIZE, 30),
-    "mixed": (_alone(MIXED), 5, WHOLE),
-    "mixed, mostly the teacher": (_alone(MIXED, beta=0.9), 5, 30),
-    "beside grpo": (
-        _beside(
-            LossKind.GRPO, REVERSE, shared_tokens=SharedTokens.ONCE, kl=KL, entropy_coefficient=0.1
-        ),
-        5,
-        30,
-    ),
-    "beside gspo": (_beside(LossKind.GSPO, FORWARD), 5, 30),
+    "forward": (_alone(FORWARD), 5, (1, DEFAULT_COSTS)),
+    "forward, one token": (_alone(FORWARD), 1, (30, DEFAULT_COSTS)),
+    "reverse": (_alone(REVERSE, coefficient=2.5), 5, (WHOLE, DEFAULT_COSTS)),
+    "reverse, whole vocabulary": (_alone(REVERSE), VOCAB_SIZE, (30, DEFAULT_COSTS)),
+    "mixed": (_alone(MIXED), 5, (WHOLE, DEFAULT_COSTS)),
+    "mixed, mostly the teacher": (_alone(MIXED, beta=0.9), 5, (30, DEFAULT_COSTS)),
+    "beside grpo": (BESIDE_GRPO, 5, (30, DEFAULT_COSTS)),
+    "beside gspo": (BESIDE_GSPO, 5, (30, DEFAULT_COSTS)),
+    "reverse, streamed": (_alone(REVERSE, coefficient=2.5), 5, (12, EAGER)),
+    "mixed, a token at a time": (_alone(MIXED), 5, (1, EAGER)),
+    "beside grpo, streamed": (BESIDE_GRPO, 5, (12, EAGER)),
+    "beside gspo, streamed": (BESIDE_GSPO, 5, (12, EAGER)),
 }
 
 
@@ -104,9 +108,9 @@ def _batch(pair: Pair, seed: int, request: LossConfig, num_tokens: int) -> Rollo
 
 @pytest.mark.parametrize("name", ROWS)
 def test_loss_counters_and_gradients_are_the_oracles(pair: Pair, name: str) -> None:
-    request, num_tokens, micro_batch_tokens = ROWS[name]
+    request, num_tokens, cut = ROWS[name]
     batch = _batch(pair, 50, request, num_tokens)
-    check_gradients(pair, batch, request, micro_batch_tokens=micro_batch_tokens)
+    check_gradients(pair, batch, request, plan=plan_of(batch, *cut))
 
 
 def test_paths_that_meet_have_other_targets(pair: Pair) -> None:
@@ -119,36 +123,6 @@ def test_paths_that_meet_have_other_targets(pair: Pair) -> None:
             prefix = tuple(path.tokens[: len(path.prompt) + token + 1].tolist())
             targets.setdefault(prefix, set()).add(path.teacher_tokens[token].tobytes())
     assert max(map(len, targets.values())) > 1
-
-
-STREAMED = [("reverse", 12), ("mixed", 1), ("beside gspo", 12), ("beside grpo", 12)]
-
-
-def _check_streamed(pair: Pair, name: str, budget: int) -> None:
-    request, num_tokens, _ = ROWS[name]
-    batch = _batch(pair, 23, request, num_tokens)
-    loss = resolve_loss(request, batch, has_frozen_reference=True)
-    kept_S = prepare.has_trained_tokens(batch)
-    plan = make_plan(batch, sort_sequences(batch), kept_S, budget, EAGER)
-    assert any(part.stages for part in plan.micro_batches)
-    report = pair.trainer.forward_backward(pair.trainer.prepare(batch, loss, plan))
-    paths = paths_of(batch)
-    if request.kl is not None:
-        frozen = hf.all_logprobs(pair.initial, paths)
-        paths = [
-            replace(path, reference=logprob.numpy())
-            for path, (logprob, _) in zip(paths, frozen, strict=True)
-        ]
-    sums = pair.oracle.forward_backward(paths, oracle_loss(request, batch))
-    assert_close(pair.gradient_errors(), pair.tolerance)
-    assert report.trained_tokens == sums.counters.tokens
-
-
-@pytest.mark.parametrize(("name", "budget"), STREAMED)
-def test_streamed_gradients_are_those_of_each_rollout_alone(
-    pair: Pair, name: str, budget: int
-) -> None:
-    _check_streamed(pair, name, budget)
 
 
 def test_lora_is_exact_in_three_steps_of_two_calls(tmp_path: Path) -> None:
@@ -173,12 +147,11 @@ def test_ranks_that_run_a_micro_batch_together_give_the_same(
     request, num_tokens, _ = ROWS[name]
     batch = _batch(pair, 24, request, num_tokens)
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    kept_S = prepare.has_trained_tokens(batch)
     alone = make_trainer(base)
     step = make_step(alone, loss)
     with ranked(alone.spec, 2) as (two, _):
-        for budget in (12, WHOLE):
-            plan = make_plan(batch, sort_sequences(batch), kept_S, budget, EAGER)
+        for cut in ((12, EAGER), (WHOLE, DEFAULT_COSTS)):
+            plan = plan_of(batch, *cut)
             one = alone.update(alone.prepare(batch, loss, plan), step)
             both = two.update(two.prepare(batch, loss, together(plan, 2)), step)
             assert not one.skipped
@@ -201,7 +174,7 @@ def test_bits_are_those_of_two_phases_and_of_a_repeat(
     def run() -> dict[str, torch.Tensor]:
         pair.trainer.discard_gradients()
         pair.trainer.forward_backward(pair.trainer.prepare(batch, loss))
-        return {name: value.clone() for name, value in gradients_of(pair.trainer).items()}
+        return pair.gradients()
 
     first, again = run(), run()
     monkeypatch.setattr(passes, "is_of_single_tokens", lambda _loss: False)
@@ -288,56 +261,56 @@ def test_masses_that_leave_no_rest_stay_finite(kind: Divergence) -> None:
         assert value.item() > -2 * LEAST_REST
 
 
-def _forward(pair: Pair, batch: RolloutBatch, budget: int, **asked: Any) -> Any:
-    kept_S = prepare.has_trained_tokens(batch)
-    plan = make_plan(batch, sort_sequences(batch), kept_S, budget, EAGER)
+def _forward(pair: Pair, batch: RolloutBatch, plan: UpdatePlan, **asked: Any) -> Any:
     prepared = pair.trainer.prepare_forward(batch, plan, **asked)
     return pair.trainer.forward(prepared, with_entropy=True, use_reference=False)
 
 
-@pytest.mark.parametrize("budget", [9, WHOLE])
-def test_a_forward_answers_the_likeliest_tokens(pair: Pair, budget: int) -> None:
+def _distributions(
+    pair: Pair, batch: RolloutBatch
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+    """Places of each path's trained tokens, and log-probs of the vocabulary there."""
+    for path, start in zip(paths_of(batch), batch.response_offsets, strict=False):
+        if path.mask.any():
+            with torch.no_grad():
+                rows = hf.distributions(pair.oracle.model, path)
+            yield start + path.trained, rows[torch.as_tensor(path.trained)]
+
+
+@pytest.mark.parametrize("cut", [(9, EAGER), (WHOLE, DEFAULT_COSTS)])
+def test_a_forward_answers_the_likeliest_tokens(pair: Pair, cut: tuple[int, CostModel]) -> None:
     batch = random_batch_near(pair, 6)
-    found = _forward(pair, batch, budget, num_best=7)
+    plan = plan_of(batch, *cut)
+    found = _forward(pair, batch, plan, num_best=7)
     assert found.teacher is not None
     tokens_JK, logprobs_JK = found.teacher
-    plain = _forward(pair, batch, budget)
+    plain = _forward(pair, batch, plan)
     np.testing.assert_array_equal(found.logprobs, plain.logprobs)
     assert plain.teacher is None
-    for path, start in zip(paths_of(batch), batch.response_offsets, strict=False):
-        if not path.mask.any():
-            continue
-        with torch.no_grad():
-            best = hf.distributions(pair.oracle.model, path).topk(7, dim=1)
-        places = start + path.trained
-        np.testing.assert_array_equal(tokens_JK[places], best.indices.numpy()[path.trained])
-        expected = best.values.numpy()[path.trained]
-        np.testing.assert_allclose(logprobs_JK[places], expected, rtol=0, atol=1e-10)
+    for places, rows in _distributions(pair, batch):
+        best = rows.topk(7, dim=1)
+        np.testing.assert_array_equal(tokens_JK[places], best.indices)
+        np.testing.assert_allclose(logprobs_JK[places], best.values, rtol=0, atol=1e-10)
     assert not logprobs_JK[~batch.loss_mask].any()
     assert not tokens_JK[~batch.loss_mask].any()
 
 
 def test_a_forward_answers_chosen_tokens(pair: Pair) -> None:
     batch = random_batch_near(pair, 7, num_teacher_tokens=4)
-    found = _forward(pair, batch, 12, with_teacher=True)
+    found = _forward(pair, batch, plan_of(batch, 12, EAGER), with_teacher=True)
     assert found.teacher is not None
     tokens_JK, logprobs_JK = found.teacher
+    assert batch.teacher_tokens is not None
     np.testing.assert_array_equal(tokens_JK, batch.teacher_tokens)
-    for path, start in zip(paths_of(batch), batch.response_offsets, strict=False):
-        if not path.mask.any():
-            continue
-        with torch.no_grad():
-            rows = hf.distributions(pair.oracle.model, path)
-        expected = rows.gather(1, torch.as_tensor(path.teacher_tokens)).numpy()[path.trained]
-        found_here = logprobs_JK[start + path.trained]
-        np.testing.assert_allclose(found_here, expected, rtol=0, atol=1e-10)
+    for places, rows in _distributions(pair, batch):
+        chosen = rows.gather(1, torch.as_tensor(batch.teacher_tokens[places]).long())
+        np.testing.assert_allclose(logprobs_JK[places], chosen, rtol=0, atol=1e-10)
 
 
 def test_ranks_answer_the_likeliest_tokens_together(pair: Pair) -> None:
     batch = random_batch_near(pair, 8)
-    kept_S = prepare.has_trained_tokens(batch)
-    plan = make_plan(batch, sort_sequences(batch), kept_S, 20, EAGER)
-    one = _forward(pair, batch, 20, num_best=5)
+    plan = plan_of(batch, 20, EAGER)
+    one = _forward(pair, batch, plan, num_best=5)
     with ranked(pair.trainer.spec, 2) as (two, _):
         prepared = two.prepare_forward(batch, together(plan, 2), num_best=5)
         both = two.forward(prepared, with_entropy=False, use_reference=False)

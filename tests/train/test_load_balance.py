@@ -21,12 +21,13 @@ from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import ROUTED, write_folder
 from tests.train.equivalence_runs import (
+    CUTS,
     EAGER,
     WHOLE,
     Pair,
     default_divisor,
+    forward_backward,
     make_pair,
-    oracle_loss,
     plan_of,
     random_batch_near,
 )
@@ -35,18 +36,16 @@ from tests.train.recorded_routes import NUM_EXPERTS, TOP_K, routed
 from tests.train.trainer_runs import make_batch, make_step, make_trainer
 
 COEFFICIENT = 0.75
+OF_TOKENS = LossConfig(kind=LossKind.REINFORCE, router_aux_loss_coefficient=COEFFICIENT)
 REQUESTS = {
-    "of_tokens": LossConfig(kind=LossKind.REINFORCE),
-    "of_sequences": LossConfig(kind=LossKind.REINFORCE, token_weight=TokenWeight.PER_SEQUENCE),
-    "of_whole_sequences": LossConfig(kind=LossKind.REINFORCE, shared_tokens=SharedTokens.ONCE),
+    "of_tokens": OF_TOKENS,
+    "of_sequences": replace(OF_TOKENS, token_weight=TokenWeight.PER_SEQUENCE),
+    "of_whole_sequences": replace(OF_TOKENS, shared_tokens=SharedTokens.ONCE),
 }
-# At once, cut, and in stages of one node, or few, each.
-CUTS = [(WHOLE, DEFAULT_COSTS), (40, DEFAULT_COSTS), (16, EAGER), (1, EAGER)]
 
 
-def _loss(request: LossConfig, batch: RolloutBatch) -> Loss:
-    request = replace(request, router_aux_loss_coefficient=COEFFICIENT)
-    return resolve_loss(request, batch, has_frozen_reference=True)
+def _loss(batch: RolloutBatch) -> Loss:
+    return resolve_loss(OF_TOKENS, batch, has_frozen_reference=True)
 
 
 def _balance_alone(model: nn.Module, batch: RolloutBatch, weight_S: list[float]) -> float:
@@ -85,9 +84,9 @@ def _weights(request: LossConfig, batch: RolloutBatch) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "budget", "costs"),
     [
-        *(("of_tokens", *cut) for cut in CUTS),
-        ("of_sequences", *CUTS[1]),
-        ("of_whole_sequences", *CUTS[2]),
+        *(("of_tokens", *cut) for cut in CUTS.values()),
+        ("of_sequences", *CUTS["cut"]),
+        ("of_whole_sequences", *CUTS["streamed"]),
     ],
 )
 def test_loss_and_gradients_are_those_of_each_rollout_alone(
@@ -95,12 +94,8 @@ def test_loss_and_gradients_are_those_of_each_rollout_alone(
 ) -> None:
     request, batch = REQUESTS[name], random_batch_near(expert_pair, 1)
     plan = plan_of(batch, budget, costs)
-    assert (costs is EAGER) == any(part.stages for part in plan.micro_batches)
-    report = expert_pair.trainer.forward_backward(
-        expert_pair.trainer.prepare(batch, _loss(request, batch), plan)
-    )
+    report, sums = forward_backward(expert_pair, batch, request, plan=plan)
     assert report.unshared_tokens > report.packed_tokens
-    sums = expert_pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
     weight_S = _weights(request, batch)
     total = _balance_alone(expert_pair.oracle.model, batch, weight_S)
     assert_close(expert_pair.gradient_errors(), expert_pair.tolerance)
@@ -117,14 +112,11 @@ def test_loss_and_gradients_are_those_of_each_rollout_alone(
 def test_with_recorded_routes_it_counts_those(
     expert_pair: Pair, budget: int, costs: CostModel
 ) -> None:
-    request, batch = REQUESTS["of_tokens"], routed(random_batch_near(expert_pair, 1))
+    batch = routed(random_batch_near(expert_pair, 1))
     plan = plan_of(batch, budget, costs)
-    report = expert_pair.trainer.forward_backward(
-        expert_pair.trainer.prepare(batch, _loss(request, batch), plan)
-    )
+    report, _ = forward_backward(expert_pair, batch, OF_TOKENS, plan=plan)
     assert report.route_mismatch
-    expert_pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
-    weight_S = _weights(request, batch)
+    weight_S = _weights(OF_TOKENS, batch)
     total = _balance_alone(expert_pair.oracle.model, batch, weight_S)
     assert_close(expert_pair.gradient_errors(), expert_pair.tolerance)
     assert report.router_aux_loss == pytest.approx(total / sum(weight_S), rel=1e-10)
@@ -137,11 +129,9 @@ def test_routers_of_other_kinds_replay_and_are_balanced(tmp_path: Path, architec
     pair = make_pair(folder, scratch=tmp_path / "adapter")
     layers, num_experts = (2, 4) if architecture == "gpt_oss" else (1, 6)
     batch = routed(random_batch_near(pair, 1), layers=layers, num_experts=num_experts)
-    request, plan = REQUESTS["of_tokens"], plan_of(batch, 16, EAGER)
-    report = pair.trainer.forward_backward(pair.trainer.prepare(batch, _loss(request, batch), plan))
+    report, _ = forward_backward(pair, batch, OF_TOKENS, plan=plan_of(batch, 16, EAGER))
     assert report.route_mismatch
-    pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
-    weight_S = _weights(request, batch)
+    weight_S = _weights(OF_TOKENS, batch)
     total = _balance_alone(pair.oracle.model, batch, weight_S)
     assert_close(pair.gradient_errors(), pair.tolerance)
     assert report.router_aux_loss == pytest.approx(total / sum(weight_S), rel=1e-10)
@@ -157,13 +147,10 @@ def test_the_gradient_without_it_is_another(expert_pair: Pair) -> None:
 
 
 def _gradients(expert_pair: Pair, batch: RolloutBatch, coefficient: float) -> dict[str, Tensor]:
-    request = replace(REQUESTS["of_tokens"], router_aux_loss_coefficient=coefficient)
-    loss = resolve_loss(request, batch, has_frozen_reference=True)
-    report = expert_pair.trainer.forward_backward(
-        expert_pair.trainer.prepare(batch, loss, plan_of(batch, WHOLE))
-    )
+    request = replace(OF_TOKENS, router_aux_loss_coefficient=coefficient)
+    report, _ = forward_backward(expert_pair, batch, request)
     assert (report.router_aux_loss is None) == (coefficient == 0)
-    found = {name: grad.clone() for name, grad in expert_pair.gradients().items()}
+    found = expert_pair.gradients()
     expert_pair.discard()
     return found
 
@@ -172,19 +159,16 @@ def test_an_adapter_gets_its_gradient(tmp_path: Path) -> None:
     tuning = LoraTuning(rank=2, alpha=4.0, target_modules=("q_proj", "v_proj"))
     folder = write_folder(tmp_path / "base", "qwen3_moe")
     pair = make_pair(folder, scratch=tmp_path / "adapter", tuning=tuning)
-    request, batch = REQUESTS["of_tokens"], random_batch_near(pair, 2)
-    pair.trainer.forward_backward(
-        pair.trainer.prepare(batch, _loss(request, batch), plan_of(batch, 16, EAGER))
-    )
-    pair.oracle.forward_backward(paths_of(batch), oracle_loss(request, batch))
-    _balance_alone(pair.oracle.model, batch, _weights(request, batch))
+    batch = random_batch_near(pair, 2)
+    forward_backward(pair, batch, OF_TOKENS, plan=plan_of(batch, 16, EAGER))
+    _balance_alone(pair.oracle.model, batch, _weights(OF_TOKENS, batch))
     assert_close(pair.gradient_errors(), pair.tolerance)
 
 
 def test_rollouts_without_an_advantage_are_run(expert_pair: Pair) -> None:
     batch = random_batch_near(expert_pair, 3)
     batch = replace(batch, advantages=np.zeros_like(batch.advantages))
-    loss = _loss(REQUESTS["of_tokens"], batch)
+    loss = _loss(batch)
     prepared = expert_pair.trainer.prepare(batch, loss)
     assert not prepared.not_run_S.any()
     report = expert_pair.trainer.forward_backward(prepared)
@@ -217,7 +201,7 @@ def test_ranks_balance_as_one(
     """Each with micro-batches of its own; and each a share of the tokens of all nodes."""
     alone = make_trainer(FolderBase(folder=str(write_folder(tmp_path, architecture))))
     batch = make_batch(6, max_response=14)
-    loss = _loss(REQUESTS["of_tokens"], batch)
+    loss = _loss(batch)
     costs = EAGER if budget == 16 else DEFAULT_COSTS
     plan = plan_of(batch, budget, costs)
     many_plan = together(plan, 2) if is_joint else plan_of(batch, budget, costs, num_ranks=2)
@@ -234,6 +218,6 @@ def test_it_is_refused_where_nothing_routes(tmp_path: Path) -> None:
     trainer = make_trainer(FolderBase(folder=str(write_folder(tmp_path, "qwen3"))))
     batch = make_batch(0)
     with pytest.raises(RatoonError) as caught:
-        trainer.prepare(batch, _loss(REQUESTS["of_tokens"], batch))
+        trainer.prepare(batch, _loss(batch))
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     assert caught.value.field == "loss.router_aux_loss_coefficient"

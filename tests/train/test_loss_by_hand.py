@@ -74,6 +74,22 @@ def test_gspo_holds_the_whole_sequence_by_hand() -> None:
     assert summed(output).ratio_max == pytest.approx(2.0)
 
 
+def test_gmpo_holds_tokens_within_the_mean_by_hand() -> None:
+    """Log-ratios 0.9, 0, -0.6 under a clip of 0.4. A = 1: 0.4, 0, -0.6, and s = exp(-0.2 / 3); the
+    first has no gradient. A = -1: 0.9, 0, -0.4, and s = exp(0.5 / 3); the last has none."""
+    ratios = [math.exp(0.9), 1.0, math.exp(-0.6)]
+    output = _three(LossKind.GMPO, [1.0, 1.0, 1.0], ratios)
+    s = math.exp(-0.2 / 3)
+    assert summed(output).loss == pytest.approx(-3 * s)
+    assert output.grad_logprob_L.tolist() == pytest.approx([0.0, -s, -s])
+    assert (summed(output).clipped_low, summed(output).clipped_high) == (0, 1)
+    output = _three(LossKind.GMPO, [-1.0, -1.0, -1.0], ratios)
+    s = math.exp(0.5 / 3)
+    assert summed(output).loss == pytest.approx(3 * s)
+    assert output.grad_logprob_L.tolist() == pytest.approx([s, s, 0.0])
+    assert (summed(output).clipped_low, summed(output).clipped_high) == (1, 0)
+
+
 def test_cispo_keeps_every_gradient_by_hand() -> None:
     """-sg(min(r, 5)) A log p: weights 5, 1, 0.5 on log-probs -1, -2, -3."""
     objective = CispoObjective(ratio_low=0.0, ratio_high=5.0)

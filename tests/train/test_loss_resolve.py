@@ -14,6 +14,7 @@ from ratoon.rollout.raw import SamplerLogprobsKind
 from ratoon.train.loss.kinds import (
     CispoObjective,
     ClipObjective,
+    GeometricClipObjective,
     IpoObjective,
     LogprobObjective,
     Objective,
@@ -254,6 +255,13 @@ STD = AdvantageKind.GROUP_MEAN_STD
         (
             LossKind.GSPO,
             SequenceClipObjective(clip_low=0.0003, clip_high=0.0004),
+            MEAN,
+            DivideBy.SEQUENCES,
+            STD,
+        ),
+        (
+            LossKind.GMPO,
+            GeometricClipObjective(most_down=0.4, most_up=0.4),
             MEAN,
             DivideBy.SEQUENCES,
             STD,

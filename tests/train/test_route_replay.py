@@ -12,13 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from ratoon.model.spec import FolderBase
-from ratoon.planner.costs import DEFAULT_COSTS, CostModel
+from ratoon.planner.costs import CostModel
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
-from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.ranks.rank import Rank
 from ratoon_proto.types import (
     KlConfig,
     KlKind,
@@ -32,7 +30,7 @@ from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (
-    EAGER,
+    CUTS,
     WHOLE,
     Pair,
     check_gradients,
@@ -42,16 +40,15 @@ from tests.train.equivalence_runs import (
     oracle_loss,
     plan_of,
     random_batch_near,
+    run_two_ranks,
 )
-from tests.train.rank_runs import ranked, together
 from tests.train.recorded_routes import TOP_K, routed, with_routes
-from tests.train.trainer_runs import make_batch, make_loss, make_trainer
+from tests.train.trainer_runs import make_batch, make_loss
 
 REQUEST = LossConfig(
     kind=LossKind.REINFORCE,
     kl=KlConfig(kind=KlKind.K2, coefficient=0.1, reference=ReferenceKind.FROZEN),
 )
-CUTS = [(WHOLE, DEFAULT_COSTS), (40, DEFAULT_COSTS), (16, EAGER), (1, EAGER)]
 
 
 def _num_letters(batch: RolloutBatch, *, with_routes: bool) -> int:
@@ -70,23 +67,13 @@ def _num_letters(batch: RolloutBatch, *, with_routes: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("seed", "budget", "costs"), [(index % 2, *cut) for index, cut in enumerate(CUTS)]
+    ("seed", "budget", "costs"), [(index % 2, *cut) for index, cut in enumerate(CUTS.values())]
 )
 def test_loss_and_gradients_are_those_of_each_rollout_alone(
     expert_pair: Pair, seed: int, budget: int, costs: CostModel
 ) -> None:
     batch = routed(random_batch_near(expert_pair, seed))
-    loss = resolve_loss(REQUEST, batch, has_frozen_reference=True)
-    plan = plan_of(batch, budget, costs)
-    assert (costs is EAGER) == any(part.stages for part in plan.micro_batches)
-    report = expert_pair.trainer.forward_backward(expert_pair.trainer.prepare(batch, loss, plan))
-    paths = paths_of(batch)
-    frozen = hf.all_logprobs(expert_pair.initial, [replace(path, routes=None) for path in paths])
-    with_reference = [
-        replace(path, reference=logprob.numpy())
-        for path, (logprob, _) in zip(paths, frozen, strict=True)
-    ]
-    expert_pair.oracle.forward_backward(with_reference, oracle_loss(REQUEST, batch))
+    report, _ = forward_backward(expert_pair, batch, REQUEST, plan=plan_of(batch, budget, costs))
     assert_close(expert_pair.gradient_errors(), expert_pair.tolerance)
     packed = _num_letters(batch, with_routes=True)
     if budget == WHOLE:
@@ -131,7 +118,7 @@ def test_routes_of_the_model_itself_change_no_bit(expert_pair: Pair) -> None:
         rows.append((0, torch.stack([x.topk(TOP_K).indices for x in logits], dim=1).numpy()))
     batch = with_routes(plain, rows)
     report, _ = forward_backward(expert_pair, batch, REQUEST)
-    own = {name: grad.clone() for name, grad in expert_pair.gradients().items()}
+    own = expert_pair.gradients()
     expert_pair.discard()
     other, _ = forward_backward(expert_pair, plain, REQUEST)
     assert report.route_mismatch == 0
@@ -149,7 +136,7 @@ def test_routes_change_the_gradient(expert_pair: Pair) -> None:
     found = []
     for batch in (plain, routed(plain, agree=True)):
         forward_backward(expert_pair, batch, REQUEST)
-        found.append({name: grad.clone() for name, grad in expert_pair.gradients().items()})
+        found.append(expert_pair.gradients())
         expert_pair.discard()
     assert min(relative_errors(*found).values()) > 1e-3
 
@@ -184,25 +171,10 @@ def test_three_steps_are_those_of_hugging_face(tmp_path: Path, tuning: LoraTunin
 @pytest.mark.parametrize("is_joint", [False, True])
 def test_ranks_replay_as_one_device(tmp_path: Path, is_joint: bool) -> None:
     base = FolderBase(folder=str(write_folder(tmp_path, "qwen3_moe")))
-    alone, batch = make_trainer(base), routed(make_batch(6))
+    batch = routed(make_batch(6))
     loss = make_loss(batch, LossKind.REINFORCE)
-    with ranked(alone.spec, 2) as (many, _):
-        if is_joint:
-            plan = together(plan_of(batch, 16, EAGER), 2)
-        else:
-            plan = plan_of(batch, 40, num_ranks=2)
-            assert {part.rank for part in plan.micro_batches} == {0, 1}
-        report = many.forward_backward(many.prepare(batch, loss, plan))
-        sums = [*many.ranks.all(Rank.sums_of, [*many.model.named_trainable()])]
-    one = alone.forward_backward(alone.prepare(batch, loss, plan_of(batch, WHOLE)))
-    assert (report.route_mismatch, report.route_conflicts) == (
-        one.route_mismatch,
-        one.route_conflicts,
-    )
-    parameters = alone.model.named_trainable()
-    got = {name: sum(each[i] for each in sums) for i, name in enumerate(parameters)}
-    expected = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    assert_close(relative_errors(got, expected), 1e-10)  # type: ignore[arg-type]
+    both, one = run_two_ranks(base, batch, loss, is_joint=is_joint)
+    assert (both.route_mismatch, both.route_conflicts) == (one.route_mismatch, one.route_conflicts)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -27,8 +27,14 @@ from ratoon_proto.types import (
 from tests.equivalence import paths_of
 from tests.oracle import hf
 from tests.tiny_models import write_folder
-from tests.train.equivalence_runs import EAGER, WHOLE, Pair, plan_of, random_batch_near
-from tests.train.rank_runs import ranked, together
+from tests.train.equivalence_runs import (
+    EAGER,
+    WHOLE,
+    Pair,
+    plan_of,
+    random_batch_near,
+    run_two_ranks,
+)
 from tests.train.recorded_routes import NUM_EXPERTS, TOP_K
 from tests.train.trainer_runs import make_batch, make_step, make_trainer
 
@@ -72,7 +78,6 @@ def _run(
     trainer: Trainer, batch: RolloutBatch, budget: int = WHOLE, costs: CostModel = DEFAULT_COSTS
 ) -> StepReport:
     plan = plan_of(batch, budget, costs)
-    assert (costs is EAGER) == any(part.stages for part in plan.micro_batches)
     return trainer.forward_backward(trainer.prepare(batch, _loss(batch), plan))
 
 
@@ -131,16 +136,9 @@ def test_a_pass_that_stops_half_way_leaves_no_counts(expert_pair: Pair) -> None:
 def test_routers_of_ranks_add_up(tmp_path: Path, is_joint: bool) -> None:
     """Where ranks run micro-batches of their own, and where they run each together."""
     base = FolderBase(folder=str(write_folder(tmp_path, "qwen3_moe")))
-    alone = make_trainer(base)
     batch = make_batch(6)
-    with ranked(alone.spec, 2) as (many, _):
-        if is_joint:
-            plan = together(plan_of(batch, 16, EAGER), 2)
-        else:
-            plan = plan_of(batch, 40, num_ranks=2)
-            assert {part.rank for part in plan.micro_batches} == {0, 1}
-        report = many.forward_backward(many.prepare(batch, _loss(batch), plan))
-    _assert_routers(report, _run(alone, batch).routers)
+    both, one = run_two_ranks(base, batch, _loss(batch), is_joint=is_joint)
+    _assert_routers(both, one.routers)
 
 
 def test_layers_without_experts_have_no_router(tmp_path: Path) -> None:

@@ -13,14 +13,11 @@ import torch
 
 from ratoon.errors import RatoonError
 from ratoon.model.spec import FolderBase
-from ratoon.planner.costs import DEFAULT_COSTS, CostModel
-from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.rollout.selection import predicted_mask
 from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.ranks.rank import Rank
 from ratoon.train.step_probe import probe_of
 from ratoon_proto.types import (
     CorrectionLevel,
@@ -43,20 +40,18 @@ from tests.equivalence import assert_close, paths_of, relative_errors
 from tests.oracle import hf
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import (
-    EAGER,
+    CUTS,
     WHOLE,
     Pair,
-    assert_same_report,
     check_gradients,
     check_step,
-    default_divisor,
     forward_backward,
     make_pair,
     make_request,
     oracle_loss,
     plan_of,
+    run_two_ranks,
 )
-from tests.train.rank_runs import ranked, together
 from tests.train.recorded_masks import masked, masked_batch_near, split_tokens, with_kept
 from tests.train.trainer_runs import make_batch, make_loss, make_step, make_trainer
 
@@ -64,64 +59,39 @@ FROZEN_K3 = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FR
 FULL: dict[str, Any] = {"kl": FROZEN_K3, "entropy_coefficient": 0.05}
 GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 GRPO = LossConfig(kind=LossKind.GRPO, **FULL)
-CUTS = {
-    "whole": (WHOLE, DEFAULT_COSTS),
-    "cut": (40, DEFAULT_COSTS),
-    "streamed": (16, EAGER),
-    "a token at a time": (1, EAGER),
-}
 
 
-def _requests() -> Iterator[tuple[str, LossConfig]]:
-    for kind in LossKind:
-        if kind not in (LossKind.CROSS_ENTROPY, LossKind.DISTILLATION):
-            yield f"{kind}", make_request(kind, **FULL)
-    once = SharedTokens.ONCE
-    yield "grpo once", make_request(LossKind.GRPO, shared_tokens=once, **FULL)
-    yield "gspo once", make_request(LossKind.GSPO, shared_tokens=once, **FULL)
-    mask = CorrectionMask(level=CorrectionLevel.SEQUENCE, low=0.7, high=1.4)
+Row = tuple[LossConfig, int, str]
+
+
+def _rows() -> Iterator[tuple[str, Row]]:
+    """The request, the seed of its batch and a cut, by turns where the row is not about it."""
+    requests = {
+        f"{kind}": make_request(kind, **FULL)
+        for kind in LossKind
+        if kind not in (LossKind.CROSS_ENTROPY, LossKind.DISTILLATION)
+    }
+    for kind in (LossKind.GRPO, LossKind.GSPO):
+        requests[f"{kind} once"] = make_request(kind, shared_tokens=SharedTokens.ONCE, **FULL)
+        for cut in CUTS:
+            yield f"{kind} {cut}", (make_request(kind, **FULL), 42, cut)
     for level in (CorrectionLevel.TOKEN, CorrectionLevel.SEQUENCE):
-        rule = replace(mask, level=level)
-        yield (
-            f"grpo masked by {level}",
-            make_request(LossKind.GRPO, old_logprobs=GIVEN_OLD, correction_mask=rule),
+        rule = CorrectionMask(level=level, low=0.7, high=1.4)
+        requests[f"grpo masked by {level}"] = make_request(
+            LossKind.GRPO, old_logprobs=GIVEN_OLD, correction_mask=rule
         )
+    for index, (name, request) in enumerate(requests.items()):
+        yield name, (request, 40 + index % 2, list(CUTS)[index % len(CUTS)])
 
 
-REQUESTS = dict(_requests())
+ROWS = dict(_rows())
 
 
-def _check(
-    pair: Pair, batch: RolloutBatch, request: LossConfig, budget: int, costs: CostModel
-) -> None:
-    """The gradients of a plan, and its figures, are the oracle's."""
-    loss = resolve_loss(request, batch, has_frozen_reference=True)
-    plan = plan_of(batch, budget, costs)
-    assert costs is not EAGER or any(part.stages for part in plan.micro_batches)
-    report = pair.trainer.forward_backward(pair.trainer.prepare(batch, loss, plan))
-    paths = paths_of(batch)
-    frozen = hf.all_logprobs(pair.initial, paths)
-    paths = [
-        replace(path, reference=logprob.numpy())
-        for path, (logprob, _) in zip(paths, frozen, strict=True)
-    ]
-    sums = pair.oracle.forward_backward(paths, oracle_loss(request, batch))
-    assert_close(pair.gradient_errors(), pair.tolerance)
-    assert_same_report(
-        report,
-        sums,
-        default_divisor(request, batch, sums),
-        token_weight=oracle_loss(request, batch).token_weight,
-        tolerance=pair.tolerance,
-    )
-    pair.discard()
-
-
-@pytest.mark.parametrize("name", REQUESTS)
-def test_gradients_of_every_loss_are_those_of_each_rollout_alone(pair: Pair, name: str) -> None:
-    index = list(REQUESTS).index(name)
-    cut = list(CUTS.values())[index % len(CUTS)]
-    _check(pair, masked_batch_near(pair, 40 + index % 2), REQUESTS[name], *cut)
+@pytest.mark.parametrize("name", ROWS)
+def test_gradients_and_figures_are_those_of_each_rollout_alone(pair: Pair, name: str) -> None:
+    request, seed, cut = ROWS[name]
+    batch = masked_batch_near(pair, seed)
+    check_gradients(pair, batch, request, plan=plan_of(batch, *CUTS[cut]))
 
 
 def test_a_teacher_whose_tokens_may_be_outside_of_a_mask_is_refused(pair: Pair) -> None:
@@ -137,12 +107,6 @@ def test_a_teacher_whose_tokens_may_be_outside_of_a_mask_is_refused(pair: Pair) 
     with pytest.raises(RatoonError, match="with a sampling_mask, expected rollouts without"):
         resolve_loss(request, batch, has_frozen_reference=False)
     resolve_loss(request, replace(batch, sampling_mask=None), has_frozen_reference=False)
-
-
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("kind", [LossKind.GRPO, LossKind.GSPO])
-def test_gradients_are_the_same_however_it_is_cut(pair: Pair, kind: LossKind, cut: str) -> None:
-    _check(pair, masked_batch_near(pair, 42), make_request(kind, **FULL), *CUTS[cut])
 
 
 def test_batches_share_tokens_whose_masks_differ_and_tokens_whose_masks_agree(pair: Pair) -> None:
@@ -164,7 +128,7 @@ def test_masks_change_the_gradient(pair: Pair) -> None:
     found = []
     for each in (batch, replace(batch, sampling_mask=None, mask_offsets=None)):
         forward_backward(pair, each, GRPO)
-        found.append({name: grad.clone() for name, grad in pair.gradients().items()})
+        found.append(pair.gradients())
         pair.discard()
     assert min(relative_errors(*found).values()) > 1e-3
 
@@ -176,7 +140,7 @@ def test_a_mask_of_the_whole_vocabulary_changes_no_bit(pair: Pair) -> None:
     found = []
     for each in (whole, whole, replace(batch, sampling_mask=None, mask_offsets=None)):
         reports.append(forward_backward(pair, each, GRPO)[0])
-        found.append({name: grad.clone() for name, grad in pair.gradients().items()})
+        found.append(pair.gradients())
         pair.discard()
     for other in found[1:]:
         assert all(torch.equal(found[0][name], grad) for name, grad in other.items())
@@ -191,7 +155,7 @@ def test_a_batch_and_its_journaled_body_give_the_same_bits(pair: Pair, cut: str)
     found = []
     for each in (batch, batch_from_bytes(batch_to_bytes(batch))):
         pair.trainer.forward_backward(pair.trainer.prepare(each, loss, plan))
-        found.append({name: grad.clone() for name, grad in pair.gradients().items()})
+        found.append(pair.gradients())
         pair.discard()
     assert all(torch.equal(found[0][name], grad) for name, grad in found[1].items())
 
@@ -288,20 +252,7 @@ def test_other_architectures(tmp_path: Path, architecture: str) -> None:
 
 @pytest.mark.parametrize("is_joint", [False, True])
 def test_two_ranks_are_one_device(base: FolderBase, is_joint: bool) -> None:
-    """A micro-batch each, or each micro-batch together, streamed."""
-    alone, batch = make_trainer(base), masked(make_batch(6))
+    batch = masked(make_batch(6))
     loss = make_loss(batch, LossKind.GSPO, entropy_coefficient=0.1)
-    with ranked(alone.spec, 2) as (many, _):
-        if is_joint:
-            plan = together(plan_of(batch, 16, EAGER), 2)
-        else:
-            plan = plan_of(batch, 40, num_ranks=2)
-            assert {part.rank for part in plan.micro_batches} == {0, 1}
-        report = many.forward_backward(many.prepare(batch, loss, plan))
-        sums = [*many.ranks.all(Rank.sums_of, [*many.model.named_trainable()])]
-    one = alone.forward_backward(alone.prepare(batch, loss, plan_of(batch, WHOLE)))
-    assert report.entropy == pytest.approx(one.entropy, rel=1e-12)
-    parameters = alone.model.named_trainable()
-    got = {name: sum(each[i] for each in sums) for i, name in enumerate(parameters)}
-    expected = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    assert_close(relative_errors(got, expected), 1e-10)  # type: ignore[arg-type]
+    both, one = run_two_ranks(base, batch, loss, is_joint=is_joint)
+    assert both.entropy == pytest.approx(one.entropy, rel=1e-12)

@@ -19,7 +19,6 @@ from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import prepare
 from ratoon.train.loss.resolve import resolve_loss
-from ratoon.train.loss.spec import Loss
 from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMode,
@@ -35,8 +34,6 @@ from ratoon_proto.types import (
     RolloutCorrection,
     SharedTokens,
 )
-from tests.equivalence import assert_close, paths_of
-from tests.oracle import hf
 from tests.plans import make_plan
 from tests.rollout.stages import num_ancestors
 from tests.tiny_models import ROUTED, write_folder
@@ -44,11 +41,10 @@ from tests.train.equivalence_runs import (
     EAGER,
     WHOLE,
     Pair,
-    assert_same_report,
     check_step,
-    default_divisor,
+    check_window,
     make_pair,
-    oracle_loss,
+    plan_of,
     random_batch_near,
 )
 from tests.train.trainer_runs import assert_same_found
@@ -57,11 +53,6 @@ from tests.train.trainer_runs import assert_same_found
 JOINING = replace(EAGER, call=6.0)
 GIVEN_OLD = OldLogprobs(kind=OldLogprobsKind.GIVEN)
 GRPO = LossConfig(kind=LossKind.GRPO, old_logprobs=GIVEN_OLD, entropy_coefficient=0.01)
-
-
-def _plan(batch: RolloutBatch, loss: Loss, budget: int, costs: CostModel = EAGER) -> UpdatePlan:
-    kept_S = prepare.select(batch, loss, 0).kept_S & prepare.has_trained_tokens(batch)
-    return make_plan(batch, sort_sequences(batch), kept_S, budget, costs)
 
 
 def _depth(plan: UpdatePlan) -> int:
@@ -77,27 +68,9 @@ def _check(
     costs: CostModel = EAGER,
 ) -> UpdatePlan:
     """Streamed loss, counters and gradients are the oracle's; both windows stay open."""
-    loss = resolve_loss(request, batch, has_frozen_reference=True)
-    plan = _plan(batch, loss, budget, costs)
+    plan = plan_of(batch, budget, costs)
     assert _depth(plan) > 0, "nothing is streamed"
-    report = pair.trainer.forward_backward(pair.trainer.prepare(batch, loss, plan))
-    paths = paths_of(batch)
-    if request.kl is not None and request.kl.reference is ReferenceKind.FROZEN:
-        frozen = hf.all_logprobs(pair.initial, paths)
-        paths = [
-            replace(path, reference=logprob.numpy())
-            for path, (logprob, _) in zip(paths, frozen, strict=True)
-        ]
-    sums = pair.oracle.forward_backward(paths, oracle_loss(request, batch))
-    assert sums.counters.tokens > 0
-    assert_close(pair.gradient_errors(), pair.tolerance)
-    assert_same_report(
-        report,
-        sums,
-        default_divisor(request, batch, sums),
-        token_weight=oracle_loss(request, batch).token_weight,
-        tolerance=pair.tolerance,
-    )
+    check_window(pair, batch, request, plan=plan)
     return plan
 
 
@@ -151,7 +124,7 @@ def test_losses_that_span_stages_are_exact(pair: Pair, name: str) -> None:
     _check(pair, batch, request, budget=12)
     streamed = pair.trainer.found
     loss = resolve_loss(request, batch, has_frozen_reference=True)
-    whole = _plan(batch, loss, WHOLE)
+    whole = plan_of(batch, WHOLE)
     assert not any(part.stages for part in whole.micro_batches)
     pair.trainer.forward_backward(pair.trainer.prepare(batch, loss, whole))
     assert_same_found(streamed, pair.trainer.found)

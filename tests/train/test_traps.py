@@ -61,7 +61,7 @@ def _gradients(pair: Pair, batch: RolloutBatch, request: LossConfig) -> dict[str
     """Gradient sums of one forward-backward, copied; the window is empty again."""
     loss = resolve_loss(request, batch, has_frozen_reference=True)
     pair.trainer.forward_backward(pair.trainer.prepare(batch, loss))
-    copied = {name: grad.clone() for name, grad in pair.gradients().items()}
+    copied = pair.gradients()
     pair.trainer.discard_gradients()
     return copied
 

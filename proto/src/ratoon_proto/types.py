@@ -195,6 +195,7 @@ class LossKind(bases.WireEnum):
     IPO = "ipo"
     DISTILLATION = "distillation"
     """No policy gradient: `distillation` alone."""
+    GMPO = "gmpo"
 
 
 LossKindName = Literal[
@@ -210,6 +211,7 @@ LossKindName = Literal[
     "sapo",
     "ipo",
     "distillation",
+    "gmpo",
 ]
 
 
@@ -1146,7 +1148,8 @@ class LossConfig:
     advantage: AdvantageKind | None = None
     clip_low: float | None = None
     """Clip widths below (at most 1) and above 1; for cispo the ratio's bounds themselves, low <= 1
-    < high; for ipo how far the probability may have fallen and risen.
+    < high; for ipo how far the probability may have fallen and risen, for gmpo how far the log-prob
+    may.
     """
     clip_high: float | None = None
     dual_clip: float | None = None

@@ -46,45 +46,20 @@ LOSS_TYPES: Mapping[str, LossType] = MappingProxyType(
 _LEVELS: Mapping[str, str] = MappingProxyType({"token": "token", "sequence": "sequence"})
 _MODES: Mapping[str, str] = MappingProxyType({"truncate": "truncate", "mask": "mask"})
 
-# Fields that an Update says, and how.
-MAPPED: Mapping[str, str] = MappingProxyType(
-    {
-        "loss_type": "`kind`, `token_weight` and `divide_by`, as in *From verl and TRL*",
-        "importance_sampling_level": "`sequence`: the kind `gspo`, with its clips",
-        "epsilon": "`clip_low`, and `clip_high` without `epsilon_high`",
-        "epsilon_high": "`clip_high`; of `cispo` the ratio's upper bound",
-        "delta": "`dual_clip`",
-        "sapo_temperature_pos": "`tau_positive`",
-        "sapo_temperature_neg": "`tau_negative`",
-        "beta": "`kl` k3 of TRL's reference log-probs, which are sent",
-        "use_bias_correction_kl": "`kl.importance_weighted`",
-        "max_completion_length": "of `dr_grpo` the `divide_constant`",
-        "temperature": "of each rollout",
-        "top_p": "of each rollout, below 1",
-        "top_k": "of each rollout, above 0",
-        "num_iterations": "as many Updates of one batch, with old log-probs `given`",
-        "steps_per_generation": "the same, where it is not the window",
-        "generation_batch_size": "the same",
-        "gradient_accumulation_steps": "the micro-batches of one Update",
-        "per_device_train_batch_size": "rollouts of a micro-batch there; here what fits is planned",
-        "mask_truncated_completions": "sent untrained, and counted: `count_untrained`",
-        "vllm_importance_sampling_correction": "a `correction` by the sampler's log-probs",
-        "vllm_importance_sampling_mode": "`correction.mode` and `level`",
-        "vllm_importance_sampling_clip_max": "`correction.high`",
-        "vllm_importance_sampling_clip_min": "`correction.low` of a mask",
-        "vllm_importance_sampling_cap": "the older name of `..._clip_max`",
-        "learning_rate": "`learning_rate` of each step, by TRL's own schedule",
-        "lr_scheduler_type": "TRL's schedule says each step's `learning_rate`",
-        "lr_scheduler_kwargs": "as `lr_scheduler_type`",
-        "warmup_steps": "as `lr_scheduler_type`",
-        "adam_beta1": "`beta1`",
-        "adam_beta2": "`beta2`",
-        "adam_epsilon": "`eps`",
-        "weight_decay": "`weight_decay`, with `decay: matrices`",
-        "max_grad_norm": "`max_grad_norm`; 0 is off there too",
-        "save_total_limit": "as many of the policy's checkpoints stay, and one more",
-        "resume_from_checkpoint": "the policy goes back to its checkpoint of that step",
-    }
+# Fields that an Update says: docs/from-other-trainers.md has how.
+MAPPED = frozenset(
+    re.findall(
+        r"\w+",
+        """
+adam_beta1 adam_beta2 adam_epsilon beta delta epsilon epsilon_high generation_batch_size
+gradient_accumulation_steps importance_sampling_level learning_rate loss_type lr_scheduler_kwargs
+lr_scheduler_type mask_truncated_completions max_completion_length max_grad_norm num_iterations
+per_device_train_batch_size resume_from_checkpoint sapo_temperature_neg sapo_temperature_pos
+save_total_limit steps_per_generation temperature top_k top_p use_bias_correction_kl
+vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+vllm_importance_sampling_correction vllm_importance_sampling_mode warmup_steps weight_decay
+""",
+    )
 )
 
 
@@ -299,13 +274,11 @@ def adamw_of(args: Any) -> AdamW:
 
 
 def table() -> str:
-    """The fields that are mapped or refused, as the rows of docs/trl.md."""
-    rows = [f"| `{name}` | {here} |" for name, here in MAPPED.items()]
-    refused = [
+    """The fields that are refused, as the rows of docs/trl.md."""
+    return "\n".join(
         f"| `{name}` | only {_one_of(refusal.allowed, '`')}: {refusal.why} |"
         for name, refusal in REFUSED.items()
-    ]
-    return "\n".join([*rows, *refused])
+    )
 
 
 def _clip_high(args: Any) -> float:

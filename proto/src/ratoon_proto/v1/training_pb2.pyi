@@ -40,6 +40,7 @@ class _LossKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossKind.Val
     LOSS_KIND_IPO: _LossKind.ValueType  # 11
     LOSS_KIND_DISTILLATION: _LossKind.ValueType  # 12
     """No policy gradient: `distillation` alone."""
+    LOSS_KIND_GMPO: _LossKind.ValueType  # 13
 
 class LossKind(_LossKind, metaclass=_LossKindEnumTypeWrapper):
     """A loss; docs/api.md has its formula and defaults."""
@@ -58,6 +59,7 @@ LOSS_KIND_SAPO: LossKind.ValueType  # 10
 LOSS_KIND_IPO: LossKind.ValueType  # 11
 LOSS_KIND_DISTILLATION: LossKind.ValueType  # 12
 """No policy gradient: `distillation` alone."""
+LOSS_KIND_GMPO: LossKind.ValueType  # 13
 Global___LossKind: _TypeAlias = LossKind  # noqa: Y015
 
 class _AdvantageKind:
@@ -739,7 +741,7 @@ class LossConfig(_message.Message):
     advantage: Global___AdvantageKind.ValueType
     clip_low: _builtins.float
     """Clip widths below (at most 1) and above 1; for cispo the ratio's bounds themselves, low <= 1 < high;
-    for ipo how far the probability may have fallen and risen.
+    for ipo how far the probability may have fallen and risen, for gmpo how far the log-prob may.
     """
     clip_high: _builtins.float
     dual_clip: _builtins.float

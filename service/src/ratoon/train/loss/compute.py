@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ratoon.train.loss.divergences import divergence_terms
 from ratoon.train.loss.kinds import LOSSES
-from ratoon.train.loss.objectives import PolicyInputs, policy_terms
+from ratoon.train.loss.objectives import PolicyInputs, held_gap, policy_terms
 from ratoon.train.loss.ratios import (
     CorrectionTerms,
     Mismatch,
@@ -138,11 +138,12 @@ def compute_loss(
     logprob_L = logprob_L.detach().requires_grad_()
     entropy_L = entropy_L.detach().requires_grad_()
     old_L = logprob_L.detach() if columns.old_L is None else columns.old_L
-    log_ratio_L = (
-        sequence_log_ratio(logprob_L, old_L, columns.sequence_L, columns.num_sequences)
-        if loss.objective.ratio_is_of_sequence
-        else logprob_L - old_L
-    )
+    log_ratio_L = logprob_L - old_L
+    if loss.objective.ratio_is_of_sequence:
+        gap_L = held_gap(loss.objective, log_ratio_L.detach(), columns.advantage_L)
+        log_ratio_L = sequence_log_ratio(
+            logprob_L, gap_L, columns.sequence_L, columns.num_sequences
+        )
 
     # Only counted terms go on: an overflow in another path's term times 0 would still be NaN.
     counted_C = columns.counted_C

@@ -103,6 +103,24 @@ class SequenceClipObjective(Objective):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GeometricClipObjective(Objective):
+    """Log-ratios of tokens are held in [-most_down, most_up]; the ratio is the sequence's, of what
+    is held."""
+
+    most_down: float
+    most_up: float
+
+    options: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
+    clip_is_by_sign: ClassVar[bool] = True
+    ratio_is_of_sequence: ClassVar[bool] = True
+
+    @classmethod
+    def resolve(cls, request: LossConfig, clip: Bounds) -> GeometricClipObjective:
+        low, high = _bounds(request, clip)
+        return cls(most_down=low, most_up=high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CispoObjective(Objective):
     """The detached ratio is held in [ratio_low, ratio_high]."""
 
@@ -280,6 +298,13 @@ LOSSES: Mapping[LossKind, LossDefinition] = {
         divide_by=DivideBy.SEQUENCES,
         advantage=AdvantageKind.GROUP_MEAN_STD,
         needs_old_logprobs=True,
+    ),
+    LossKind.GMPO: LossDefinition(
+        objective=GeometricClipObjective,
+        clip=(0.4, 0.4),
+        token_weight=TokenWeight.PER_SEQUENCE,
+        divide_by=DivideBy.SEQUENCES,
+        advantage=AdvantageKind.GROUP_MEAN_STD,
     ),
     LossKind.CISPO: LossDefinition(
         objective=CispoObjective,

@@ -15,6 +15,7 @@ from torch import Tensor
 from ratoon.train.loss.kinds import (
     CispoObjective,
     ClipObjective,
+    GeometricClipObjective,
     IpoObjective,
     LogprobObjective,
     NoObjective,
@@ -75,6 +76,35 @@ def sequence_clip_terms(objective: SequenceClipObjective, inputs: PolicyInputs) 
     """
     low, high = 1.0 - objective.clip_low, 1.0 + objective.clip_high
     return _held_ratio(inputs, low=low, high=high, dual=math.inf)
+
+
+@policy_terms.register
+def geometric_clip_terms(objective: GeometricClipObjective, inputs: PolicyInputs) -> PolicyTerms:
+    """-s A, s the geometric mean of a path's held ratios: GMPO (arXiv 2507.20673, its objective).
+
+    The log-ratio is already the sequence's, of log-ratios as `held_gap` leaves them; a held token
+    is a constant factor of s, and has no gradient.
+    """
+    gap_L = (inputs.logprob_L - inputs.old_L).detach()
+    clipped_low_L = (inputs.advantage_L < 0) & (gap_L < -objective.most_down)
+    clipped_high_L = (inputs.advantage_L > 0) & (gap_L > objective.most_up)
+    log_ratio_L = inputs.log_ratio_L
+    is_held_L = clipped_low_L | clipped_high_L
+    ratio_L = torch.where(is_held_L, log_ratio_L.detach(), log_ratio_L).exp()
+    return PolicyTerms(
+        loss_L=-ratio_L * inputs.advantage_L,
+        clipped_low_L=clipped_low_L,
+        clipped_high_L=clipped_high_L,
+        clipped_dual_L=torch.zeros_like(is_held_L),
+    )
+
+
+def held_gap(objective: Objective, gap_L: Tensor, advantage_L: Tensor) -> Tensor:
+    """Log-ratios as the mean of their sequence takes them: GMPO clips each before, by its sign."""
+    if not isinstance(objective, GeometricClipObjective):
+        return gap_L
+    least_L, most_L = gap_L.clamp(min=-objective.most_down), gap_L.clamp(max=objective.most_up)
+    return torch.where(advantage_L < 0, least_L, most_L)
 
 
 @policy_terms.register
