@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import tempfile
 import uuid
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
@@ -43,7 +44,7 @@ from ratoon_client.verl_config import (
     loss_of,
     optim_of,
 )
-from ratoon_client.weights.hf_module import read_tensors
+from ratoon_client.verl_weights import Published, RatoonCheckpointEngine, device_tensors
 from ratoon_proto.types import StepReport
 
 _STATE_FILE = "ratoon.json"
@@ -120,15 +121,23 @@ class RatoonEngine(BaseEngine):
         self._actor: RatoonActorConfig = engine_config.ratoon_actor
         self._schedule = self._new_schedule() if self._is_trained else None
         self._policy_id = f"verl-{uuid.uuid4().hex[:8]}"
+        self._url = self._actor.ratoon_url or default_url()
         self._client: Any = None
         self._session: Any = None
         self._version = self._num_updates = 0
+        # What verl copies of the parameters, and would restore: which version they are.
+        self.module = nn.Module()
+        self.module.register_parameter(
+            "version", nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
+        )
         self._grad_norm = float("nan")
         self._mirror = tempfile.TemporaryDirectory(prefix="ratoon-")
+        if self._is_trained:
+            RatoonCheckpointEngine.source = weakref.WeakMethod(self.published)
 
     def initialize(self) -> None:
         """Connect; the policy is not created yet, as verl may load a checkpoint first."""
-        self._client = RatoonClient(self._actor.ratoon_url or default_url())
+        self._client = RatoonClient(self._url)
 
     def _begin(self) -> PolicySession:
         """The policy's session; without a policy it is created from the model's folder."""
@@ -166,7 +175,8 @@ class RatoonEngine(BaseEngine):
         self._num_updates += 1
         groups = groups_of(rows, name=str(self._num_updates))
         done = self._begin().update(groups, loss=loss, optim=optim).result()
-        self._version, report = done.version, done.report
+        self._reach(done.version)
+        report = done.report
         nan = float("nan")
         self._grad_norm = nan if report.grad_norm is None else report.grad_norm
         return {
@@ -175,7 +185,18 @@ class RatoonEngine(BaseEngine):
             "metrics": _metrics(report),
         }
 
+    def _reach(self, version: int) -> None:
+        self._version = version
+        self.module.get_parameter("version").fill_(version)
+
     def _forward(self, data: Any) -> dict[str, Any]:
+        wanted = int(self.module.get_parameter("version"))
+        if wanted != self._version:
+            raise InvalidArgumentError(
+                "trainer.v1.separate_async.parameter_sync_step",
+                f"log-probs of version {wanted} after {self._version}",
+                "1, or algorithm.rollout_correction.bypass_mode",
+            )
         rows = rows_of(data, with_values=False)
         # Answers are in the order of the groups' rollouts, which prompts have rearranged.
         first: dict[tuple[int, ...], int] = {}
@@ -216,7 +237,12 @@ class RatoonEngine(BaseEngine):
     def _parameters(self) -> Generator[tuple[str, Tensor]]:
         self._begin()
         pulled = self._client.pull_weights(self._policy_id, self._mirror.name, self._version)
-        yield from read_tensors(pulled.folder).items()
+        yield from device_tensors(pulled.folder)
+
+    def published(self) -> Published:
+        """The version of the last step, which rollouts pull with the checkpoint engine `ratoon`."""
+        self._begin()
+        return Published(url=self._url, policy_id=self._policy_id, version=self._version)
 
     def save_checkpoint(
         self,
@@ -257,7 +283,7 @@ class RatoonEngine(BaseEngine):
             expected = f"a checkpoint of this engine, with {_STATE_FILE}"
             raise InvalidArgumentError("trainer.resume_from_path", local_path, expected) from err
         session = self._client.policy(policy_id)
-        self._version = session.load_checkpoint(name).result().version
+        self._reach(session.load_checkpoint(name).result().version)
         self._policy_id, self._session = policy_id, session
         self._schedule = self._new_schedule()
         for _step in range(steps):
