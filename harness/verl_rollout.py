@@ -56,7 +56,7 @@ class Rollout(BaseRollout):
         shutil.copy(Path(self.model_config.local_path) / "config.json", folder)
         values = {name: value.clone() async for name, value in ensure_async_iterator(weights)}
         save_file(values, folder / "model.safetensors")
-        server = ray.get_actor(_server_name(self.replica_rank))
+        server: Any = ray.get_actor(_server_name(self.replica_rank))
         await server.load.remote(str(folder), global_steps)
 
     async def resume(self, tags: list[str]) -> None:

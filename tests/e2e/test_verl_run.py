@@ -56,9 +56,9 @@ def test_rewards_of_a_whole_run_rise_over_published_versions(
     assert [row["ratoon/version"] for row in rows] == list(range(1, NUM_STEPS + 1))
     with RatoonClient(url) as client:
         (policy_id,) = [
-            policy.policy_id
+            policy.spec.policy_id
             for policy in client.list_policies()
-            if policy.policy_id.startswith("verl-")
+            if policy.spec.policy_id.startswith("verl-")
         ]
         for version in (NUM_STEPS - 1, NUM_STEPS):
             folder = client.pull_weights(policy_id, tmp_path / "pulled", version).folder
