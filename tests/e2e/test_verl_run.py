@@ -40,15 +40,15 @@ def test_rewards_of_a_whole_run_rise_over_published_versions(
     model = write_model(tmp_path / "model")
     synced = tmp_path / "synced"
     (tmp_path / "reward.py").write_text(REWARD)
-    _write_prompts(tmp_path / "prompts.parquet")
+    _write_prompts(tmp_path / "prompts.jsonl")
     rows = _main_ppo(
         tmp_path,
         *_page_settings(url),
         f"actor_rollout_ref.model.path={model}",
         f"+actor_rollout_ref.rollout.custom.folder={synced}",
         f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
-        f"data.train_files={tmp_path / 'prompts.parquet'}",
-        f"data.val_files={tmp_path / 'prompts.parquet'}",
+        f"data.train_files={tmp_path / 'prompts.jsonl'}",
+        f"data.val_files={tmp_path / 'prompts.jsonl'}",
     )
     assert [row["training/global_step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     rewards = [row["critic/rewards/mean"] for row in rows]
@@ -117,6 +117,7 @@ def _main_ppo(folder: Path, *settings: str) -> list[dict[str, Any]]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(SITE))),
         "VERL_USE_EXTERNAL_MODULES": "harness.verl_rollout",
+        "VERL_LOGGING_LEVEL": "WARNING",
         "VERL_FILE_LOGGER_PATH": str(log),
         "TMPDIR": str(folder),
         "RAY_TMPDIR": "/tmp",
@@ -136,9 +137,6 @@ def _main_ppo(folder: Path, *settings: str) -> list[dict[str, Any]]:
 
 
 def _write_prompts(path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rows = [
         {
             "data_source": "ascii",
@@ -148,7 +146,7 @@ def _write_prompts(path: Path) -> None:
         }
         for number in range(NUM_PROMPTS * (NUM_STEPS + 2))
     ]
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _assert_same(got: Path, wanted: Path) -> None:

@@ -196,7 +196,13 @@ def test_what_has_no_counterpart_is_refused_when_the_configuration_is_made() -> 
     assert actor.engine.strategy == "ratoon"
     for name, n_gpus, model in (
         ("trainer.n_gpus_per_node", 2, {}),
-        ("actor_rollout_ref.model.lora_rank", 1, {"lora_rank": 8}),
+        (
+            "actor_rollout_ref.model.target_modules",
+            1,
+            {"lora_rank": 8, "target_modules": ".*_proj"},
+        ),
+        ("actor_rollout_ref.model.exclude_modules", 1, {"exclude_modules": "q_proj"}),
+        ("actor_rollout_ref.model.lora_adapter_path", 1, {"lora_adapter_path": "adapter"}),
         ("actor_rollout_ref.model.lora.rank", 1, {"lora": {"rank": 8}}),
         ("actor_rollout_ref.model.mtp.enable", 1, {"mtp": {"enable": True}}),
         ("actor_rollout_ref.model.override_config", 1, {"override_config": {"rope_theta": 1}}),
