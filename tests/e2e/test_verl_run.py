@@ -23,7 +23,7 @@ from tests.trl_site import write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.more, NEEDS_VERL]
 ROOT = Path(__file__).parents[2]
-NUM_STEPS, NUM_PROMPTS, NUM_RESPONSES, RESPONSE_TOKENS = 8, 8, 8, 8
+NUM_STEPS, NUM_PROMPTS, NUM_RESPONSES, RESPONSE_TOKENS = 8, 4, 16, 8
 TIMEOUT_S = 600.0
 # How much of a response is ASCII.
 REWARD = """
@@ -52,14 +52,12 @@ def test_rewards_of_a_whole_run_rise_over_published_versions(
     )
     assert [row["training/global_step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     rewards = [row["critic/rewards/mean"] for row in rows]
-    assert min(rewards[-2:]) > max(rewards[:2]) + 0.1, rewards
+    assert min(rewards[-2:]) > max(rewards[:2]) + 0.2, rewards
     assert [row["ratoon/version"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    _assert_same(synced / "step-0", model)
+    (mirror,) = tmp_path.glob("ratoon-*/verl/*")
+    policy_id = mirror.name
     with RatoonClient(url) as client:
-        (policy_id,) = [
-            policy.spec.policy_id
-            for policy in client.list_policies()
-            if policy.spec.policy_id.startswith("verl-")
-        ]
         for version in (NUM_STEPS - 1, NUM_STEPS):
             folder = client.pull_weights(policy_id, tmp_path / "pulled", version).folder
             _assert_same(synced / f"step-{version}", folder)
@@ -86,7 +84,7 @@ def _main_ppo(folder: Path, *settings: str) -> list[dict[str, Any]]:
         "verl.trainer.main_ppo",
         *settings,
         "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.lr=5e-2",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
