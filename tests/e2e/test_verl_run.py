@@ -65,7 +65,7 @@ def test_rewards_of_a_whole_run_rise_over_published_versions(
 
 
 def _page_settings(url: str) -> list[str]:
-    """Those of a run whose rollouts have GPUs of their own, with this service's URL."""
+    """Settings of the page for rollouts with GPUs of their own, with this service's URL."""
     page = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"main_ppo .*?\n\n", page, re.DOTALL)
     actor, rollouts = (re.findall(r"^ {8}(\+?[a-z_]+\.\S+=\S+)", b, re.MULTILINE) for b in blocks)

@@ -236,6 +236,24 @@ def test_a_reference_needs_no_optimizer_and_a_batch_is_text() -> None:
         rows_of(several, with_values=True)
 
 
+def test_logprobs_of_an_older_version_than_the_last_are_refused(tmp_path: Path) -> None:
+    """verl copies an actor's parameters to the host, and restores them for old log-probs."""
+    from verl.utils.fsdp_utils import fsdp1_sharded_save_to_cpu
+    from verl.workers.utils.losses import ppo_loss
+
+    actor = _actor()
+    engine = _engine(actor, write_folder(tmp_path / "model", "qwen3_untied"))
+    data = _batch(0, whole=False)
+    saved = fsdp1_sharded_save_to_cpu(engine.module)
+    assert saved
+    engine.train_batch(data, partial(ppo_loss, config=actor))
+    for name, parameter in engine.module.named_parameters():
+        parameter.data.copy_(saved[name])
+    text = r"^trainer\.v1\.separate_async\.parameter_sync_step: \S+ log-probs of version 0 after 1"
+    with pytest.raises(InvalidArgumentError, match=text):
+        engine.forward_backward_batch(data, None, forward_only=True)
+
+
 def test_weights_of_a_rollout_correction_multiply_advantages() -> None:
     from ratoon_client.verl import rows_of
 
