@@ -174,6 +174,7 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("kl_loss_type", {"use_kl_loss": True, "kl_loss_type": "abs"}),
     ("clip_ratio_c", {"clip_ratio_c": 1.1}),
     ("loss_agg_mode", {"mode": "sapo"}),
+    ("policy_options", {"policy_options": {"lora": {"rank": 8}}}),
     ("calculate_sum_pi_squared", {"calculate_sum_pi_squared": True}),
     ("freeze_vision_tower", {"freeze_vision_tower": True}),
     ("fsdp_config.dtype", {"dtype": "float16"}),

@@ -64,6 +64,8 @@ def check_actor(actor: Any) -> None:
     ):
         if is_on:
             raise _refused(name, True, "False: the service has no counterpart")
+    if "lora" in actor.policy_options:
+        raise _refused("policy_options", "lora", "actor_rollout_ref.model.lora_rank")
     loss_of(actor)
     if not actor.engine.forward_only:
         adamw_of(actor.optim)
