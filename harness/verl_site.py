@@ -43,7 +43,7 @@ def verl_on_path() -> Iterator[None]:
         import antlr4  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
         sys.path.append(sys.path.pop(0))
-        _use_cpu()
+        use_cpu()
         yield
     finally:
         sys.path.remove(str(SITE))
@@ -52,8 +52,8 @@ def verl_on_path() -> Iterator[None]:
             sys.modules["trl"] = trl
 
 
-def _use_cpu() -> None:
-    """verl has a platform for each accelerator, and none for the CPU."""
+def use_cpu() -> None:
+    """Give verl, which has a platform for each accelerator, one for the CPU."""
     from verl.plugin.platform import set_platform
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 

@@ -167,6 +167,7 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("kl_loss_type", {"use_kl_loss": True, "kl_loss_type": "abs"}),
     ("clip_ratio_c", {"clip_ratio_c": 1.1}),
     ("loss_agg_mode", {"mode": "sapo"}),
+    ("policy_options", {"policy_options": {"lora": {"rank": 8}}}),
     ("calculate_sum_pi_squared", {"calculate_sum_pi_squared": True}),
     ("freeze_vision_tower", {"freeze_vision_tower": True}),
     ("fsdp_config.dtype", {"dtype": "float16"}),
@@ -189,7 +190,13 @@ def test_what_has_no_counterpart_is_refused_when_the_configuration_is_made() -> 
     assert actor.engine.strategy == "ratoon"
     for name, n_gpus, model in (
         ("trainer.n_gpus_per_node", 2, {}),
-        ("actor_rollout_ref.model.lora_rank", 1, {"lora_rank": 8}),
+        (
+            "actor_rollout_ref.model.target_modules",
+            1,
+            {"lora_rank": 8, "target_modules": ".*_proj"},
+        ),
+        ("actor_rollout_ref.model.exclude_modules", 1, {"exclude_modules": "q_proj"}),
+        ("actor_rollout_ref.model.lora_adapter_path", 1, {"lora_adapter_path": "adapter"}),
         ("actor_rollout_ref.model.lora.rank", 1, {"lora": {"rank": 8}}),
         ("actor_rollout_ref.model.mtp.enable", 1, {"mtp": {"enable": True}}),
         ("actor_rollout_ref.model.override_config", 1, {"override_config": {"rope_theta": 1}}),
@@ -221,6 +228,24 @@ def test_a_reference_needs_no_optimizer_and_a_batch_is_text() -> None:
     several["multi_modal_inputs"] = [{"pixel_values": media}] * ROWS
     with pytest.raises(InvalidArgumentError, match=r"^multi_modal_inputs: "):
         rows_of(several, with_values=True)
+
+
+def test_logprobs_of_an_older_version_than_the_last_are_refused(tmp_path: Path) -> None:
+    """verl copies an actor's parameters to the host, and restores them for old log-probs."""
+    from verl.utils.fsdp_utils import fsdp1_sharded_save_to_cpu
+    from verl.workers.utils.losses import ppo_loss
+
+    actor = _actor()
+    engine = _engine(actor, write_folder(tmp_path / "model", "qwen3_untied"))
+    data = _batch(0, whole=False)
+    saved = fsdp1_sharded_save_to_cpu(engine.module)
+    assert saved
+    engine.train_batch(data, partial(ppo_loss, config=actor))
+    for name, parameter in engine.module.named_parameters():
+        parameter.data.copy_(saved[name])
+    text = r"^trainer\.v1\.separate_async\.parameter_sync_step: \S+ log-probs of version 0 after 1"
+    with pytest.raises(InvalidArgumentError, match=text):
+        engine.forward_backward_batch(data, None, forward_only=True)
 
 
 def test_weights_of_a_rollout_correction_multiply_advantages() -> None:

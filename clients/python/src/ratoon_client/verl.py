@@ -14,17 +14,20 @@ from __future__ import annotations
 import json
 import tempfile
 import uuid
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from peft import LoraConfig
+from torch import Tensor, nn
 from verl.utils import tensordict_utils
+from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngine
@@ -34,16 +37,18 @@ from ratoon_client.blocking import PolicySession, RatoonClient
 from ratoon_client.config import default_url
 from ratoon_client.errors import InvalidArgumentError
 from ratoon_client.rollouts import Row, groups_of, rollout
+from ratoon_client.values import Publish
 from ratoon_client.verl_config import (
     adamw_of,
     check_actor,
     check_model,
     check_processes,
     dtype_of,
+    lora_of,
     loss_of,
     optim_of,
 )
-from ratoon_client.weights.hf_module import read_tensors
+from ratoon_client.verl_weights import Published, RatoonCheckpointEngine, device_tensors
 from ratoon_proto.types import StepReport
 
 _STATE_FILE = "ratoon.json"
@@ -117,18 +122,30 @@ class RatoonEngine(BaseEngine):
         self.rank, self.optimizer_config = 0, optimizer_config
         self._model_folder = Path(model_config.local_path)
         self._is_trained = not engine_config.forward_only
+        self._lora = lora_of(model_config) if self._is_trained else None
+        # Whether rollouts take the adapter as a part of the whole model.
+        self._is_merged = bool((model_config.get("lora") or {}).get("merge"))
+        self._use_reference = False
         self._actor: RatoonActorConfig = engine_config.ratoon_actor
         self._schedule = self._new_schedule() if self._is_trained else None
         self._policy_id = f"verl-{uuid.uuid4().hex[:8]}"
+        self._url = self._actor.ratoon_url or default_url()
         self._client: Any = None
         self._session: Any = None
         self._version = self._num_updates = 0
+        # What verl copies of the parameters, and would restore: which version they are.
+        self.module = nn.Module()
+        self.module.register_parameter(
+            "version", nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
+        )
         self._grad_norm = float("nan")
         self._mirror = tempfile.TemporaryDirectory(prefix="ratoon-")
+        if self._is_trained:
+            RatoonCheckpointEngine.source = weakref.WeakMethod(self.published)
 
     def initialize(self) -> None:
         """Connect; the policy is not created yet, as verl may load a checkpoint first."""
-        self._client = RatoonClient(self._actor.ratoon_url or default_url())
+        self._client = RatoonClient(self._url)
 
     def _begin(self) -> PolicySession:
         """The policy's session; without a policy it is created from the model's folder."""
@@ -138,6 +155,13 @@ class RatoonEngine(BaseEngine):
                 "dtype": dtype_of(self._actor.engine),
                 **self._actor.policy_options,
             }
+            if self._lora is not None:
+                publish = options.get("publish") or Publish()
+                options |= {
+                    "lora": self._lora,
+                    "publish": replace(publish, merged=self._is_merged),
+                    "reference": "base",
+                }
             if options.get("model_folder") is None:
                 options["send_folder"] = self._model_folder
             self._client.create_policy(self._policy_id, **options).result()
@@ -166,7 +190,8 @@ class RatoonEngine(BaseEngine):
         self._num_updates += 1
         groups = groups_of(rows, name=str(self._num_updates))
         done = self._begin().update(groups, loss=loss, optim=optim).result()
-        self._version, report = done.version, done.report
+        self._reach(done.version)
+        report = done.report
         nan = float("nan")
         self._grad_norm = nan if report.grad_norm is None else report.grad_norm
         return {
@@ -175,7 +200,18 @@ class RatoonEngine(BaseEngine):
             "metrics": _metrics(report),
         }
 
+    def _reach(self, version: int) -> None:
+        self._version = version
+        self.module.get_parameter("version").fill_(version)
+
     def _forward(self, data: Any) -> dict[str, Any]:
+        wanted = int(self.module.get_parameter("version"))
+        if wanted != self._version:
+            raise InvalidArgumentError(
+                "trainer.v1.separate_async.parameter_sync_step",
+                f"log-probs of version {wanted} after {self._version}",
+                "1, or algorithm.rollout_correction.bypass_mode",
+            )
         rows = rows_of(data, with_values=False)
         # Answers are in the order of the groups' rollouts, which prompts have rearranged.
         first: dict[tuple[int, ...], int] = {}
@@ -184,7 +220,10 @@ class RatoonEngine(BaseEngine):
         order = sorted(range(len(rows)), key=lambda index: first[rows[index][0]])
         with_entropy = bool(tensordict_utils.get(data, "calculate_entropy", False))
         groups = groups_of(rows, name="forward")
-        result = self._begin().forward(groups, with_entropy=with_entropy).result()
+        forward = self._begin().forward(
+            groups, with_entropy=with_entropy, use_reference=self._use_reference
+        )
+        result = forward.result()
         offsets = data["input_ids"].offsets().cpu()
         outputs = {"log_probs": _nested(offsets, order, result.logprobs)}
         if result.entropy is not None:
@@ -209,14 +248,60 @@ class RatoonEngine(BaseEngine):
         self._schedule.step()
         return self._schedule.get_last_lr()[0]
 
-    def get_per_tensor_param(self, **_: Any) -> tuple[Generator[tuple[str, Tensor]], None]:
-        """Parameters of the version of the last step, by their names in the model's files."""
-        return self._parameters(), None
+    @contextmanager
+    def disable_adapter(self) -> Generator[None]:
+        """Within the context log-probs are those of the model without its adapter."""
+        self._use_reference = self._lora is not None
+        try:
+            yield
+        finally:
+            self._use_reference = False
+
+    def get_per_tensor_param(
+        self, base_sync_done: bool = False, **_: Any
+    ) -> tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]:
+        """Parameters of the version of the last step, by their names in the model's files.
+
+        Args:
+            base_sync_done: Of an adapter that is not merged: whether its factors are asked for, and
+                not what it stands on.
+
+        Returns:
+            Pairs of name and tensor, which are read as they are taken, and peft's configuration of
+            an adapter that is not merged.
+        """
+        if self._lora is None or self._is_merged:
+            return self._parameters(), None
+        folder = self._pull()
+        config = LoraConfig.from_pretrained(str(folder))
+        if base_sync_done:
+            return device_tensors(folder), config.to_dict()
+        base = device_tensors(self._model_folder)
+        named = ((replace_lora_wrapper(name, config), value) for name, value in base)
+        return named, config.to_dict()
 
     def _parameters(self) -> Generator[tuple[str, Tensor]]:
+        yield from device_tensors(self._pull())
+
+    def _pull(self) -> Path:
         self._begin()
-        pulled = self._client.pull_weights(self._policy_id, self._mirror.name, self._version)
-        yield from read_tensors(pulled.folder).items()
+        root = self._mirror.name
+        return self._client.pull_weights(self._policy_id, root, self._version).folder
+
+    def published(self) -> Published:
+        """The version of the last step, which rollouts pull with the checkpoint engine `ratoon`.
+
+        Raises:
+            InvalidArgumentError: It is an adapter alone.
+        """
+        if self._lora is not None and not self._is_merged:
+            raise InvalidArgumentError(
+                "actor_rollout_ref.model.lora.merge",
+                "False",
+                "True: a checkpoint engine brings rollouts whole models",
+            )
+        self._begin()
+        return Published(url=self._url, policy_id=self._policy_id, version=self._version)
 
     def save_checkpoint(
         self,
@@ -257,7 +342,7 @@ class RatoonEngine(BaseEngine):
             expected = f"a checkpoint of this engine, with {_STATE_FILE}"
             raise InvalidArgumentError("trainer.resume_from_path", local_path, expected) from err
         session = self._client.policy(policy_id)
-        self._version = session.load_checkpoint(name).result().version
+        self._reach(session.load_checkpoint(name).result().version)
         self._policy_id, self._session = policy_id, session
         self._schedule = self._new_schedule()
         for _step in range(steps):

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from ratoon_client.errors import InvalidArgumentError
-from ratoon_client.values import AdamW, Kl, Loss, Optim
+from ratoon_client.values import AdamW, Kl, Lora, Loss, Optim
 
 # `policy_loss.loss_mode`, and the kind that has its formula.
 LOSS_MODES: Mapping[str, str] = MappingProxyType(
@@ -64,6 +64,8 @@ def check_actor(actor: Any) -> None:
     ):
         if is_on:
             raise _refused(name, True, "False: the service has no counterpart")
+    if "lora" in actor.policy_options:
+        raise _refused("policy_options", "lora", "actor_rollout_ref.model.lora_rank")
     loss_of(actor)
     if not actor.engine.forward_only:
         adamw_of(actor.optim)
@@ -74,18 +76,37 @@ def check_model(model: Any) -> None:
     lora: dict[str, Any] = model.get("lora") or {}
     mtp: dict[str, Any] = model.get("mtp") or {}
     for name, value in (
-        ("lora_rank", model.get("lora_rank")),
         ("lora.rank", lora.get("rank")),
         ("lora_adapter_path", model.get("lora_adapter_path")),
+        ("target_parameters", model.get("target_parameters")),
+        ("exclude_modules", model.get("exclude_modules")),
         ("mtp.enable", mtp.get("enable")),
     ):
         if value:
-            raise _refused(name, value, "none: every parameter of the folder is trained", "model")
+            raise _refused(name, value, "none: the service has no counterpart", "model")
+    lora_of(model)
     # How verl's own engine computes attention.
     other = set(model.get("override_config") or {}) - {"attn_implementation"}
     if other:
         expected = "attn_implementation alone: the service reads config.json of model.path"
         raise _refused("override_config", sorted(other), expected, "model")
+
+
+def lora_of(model: Any) -> Lora | None:
+    """The adapter that is trained; None: every parameter of the folder is.
+
+    Raises:
+        InvalidArgumentError: `target_modules` is a pattern.
+    """
+    rank = model.get("lora_rank")
+    if not rank:
+        return None
+    targets = model.get("target_modules", "all-linear")
+    if isinstance(targets, str) and targets != "all-linear":
+        expected = "all-linear, or a list of projections"
+        raise _refused("target_modules", targets, expected, "model")
+    modules = (targets,) if isinstance(targets, str) else tuple(map(str, targets or ()))
+    return Lora(rank=rank, alpha=model.get("lora_alpha", 16), target_modules=modules)
 
 
 def check_processes(num_processes: int) -> None:

@@ -142,7 +142,7 @@ class AsyncWeightReceiver:
         self._policy_id = policy_id
         # Engines are told whole paths.
         self._root = Path(root).absolute()
-        self._receiver_id = receiver_id or _own_id(self._root)
+        self._receiver_id = receiver_id or own_id(self._root)
         self._folder = VersionsFolder(self._root)
         self._adapter = FolderAdapter() if adapter is None else adapter
         self._keep = keep
@@ -318,7 +318,7 @@ class AsyncWeightReceiver:
         await asyncio.sleep(max(end - time.monotonic(), 0.0))
 
 
-def _own_id(root: Path) -> str:
+def own_id(root: Path) -> str:
     """A name that stays after a restart: characters that the service takes, at most 64."""
     host = re.sub(r"[^a-zA-Z0-9._-]", "-", platform.node())[:47]
     return f"{host}-{xxhash.xxh3_64_hexdigest(str(root).encode())}"
