@@ -84,7 +84,7 @@ def read_enum(message: Message, name: str, kind: type[EnumT], path: str) -> Enum
 @cache
 def _absent_member(message: Descriptor, name: str, kind: type[EnumT]) -> EnumT | None:
     """The member that absence of an enum means; None: the field is required."""
-    field = cast("FieldDescriptor", message.fields_by_name[name])
+    field = message.fields_by_name[name]
     return None if is_required(field) else kind(default_text(field) or UNSPECIFIED)
 
 
