@@ -220,7 +220,12 @@ def write_markdown(result: dict[str, Any], path: Path, result_link: str) -> None
 
 
 def _cells(result: dict[str, Any]) -> list[list[str]]:
-    return [[what, f"{result[name]:.3g}", f"<= {TARGETS[name]:g}"] for name, what in WHAT.items()]
+    """A row of each figure that the result has: one of earlier sources may have fewer."""
+    return [
+        [what, f"{result[name]:.3g}", f"<= {TARGETS[name]:g}"]
+        for name, what in WHAT.items()
+        if name in result
+    ]
 
 
 if __name__ == "__main__":
