@@ -168,7 +168,7 @@ class RequestFields:
         """Sequences with a response token where `mask_J`, bool [J], holds; bool [S]."""
         starts = self.response_offsets[:-1]
         has_some_S = starts < self.response_offsets[1:]
-        # Of a sequence without tokens `reduceat` would give the next one's first.
+        # Where a sequence has no tokens, `reduceat` would give the next one's first.
         has_some_S[has_some_S] = np.logical_or.reduceat(mask_J, starts[has_some_S])
         return has_some_S
 
