@@ -55,23 +55,6 @@ async def test_an_update_is_written_three_times(
     assert writes.take() == 0
 
 
-async def test_a_new_seq_is_not_looked_up(machine: Machine) -> None:
-    """Its controller knows all seqs that are accepted, so the journal is read for retries alone."""
-    statements: list[str] = []
-
-    def note(_connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
-        statements.append(statement)
-
-    event.listen(machine.journal.store._engine, "before_cursor_execute", note)
-    looks = "WHERE operations.policy_id = ? AND operations.seq = ?"
-    await machine.submit(2, DISCARD, 0)
-    assert not any(looks in " ".join(each.split()) for each in statements)
-    first = await machine.submit(1, DISCARD, 0)
-    assert not any(looks in " ".join(each.split()) for each in statements)
-    assert (await machine.submit(1, DISCARD, 0)).operation_id == first.operation_id
-    assert any(looks in " ".join(each.split()) for each in statements)
-
-
 async def test_what_publishes_nothing_is_written_twice(make_machine: MakeMachine) -> None:
     machine = await make_machine(recovery=Recovery.REPLAY).start()
     writes = Writes(machine)

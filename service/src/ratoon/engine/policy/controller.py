@@ -21,7 +21,6 @@ from ratoon.engine.commands import (
     Holder,
     LoadCheckpointCommand,
     NoKey,
-    SeqKey,
     Submission,
 )
 from ratoon.engine.crash_points import CrashPoint
@@ -447,12 +446,10 @@ class Controller:
 
     async def _first(self, submission: Submission) -> OperationRecord | None:
         """The operation that this submission retries, if any."""
-        key, is_known = submission.key, self._turns.is_known and not self._lacks_seq
-        # What memory lacks, the journal has only from another controller, which fences this one.
-        is_new = is_known and isinstance(key, SeqKey) and self._run.sequencer.is_new(key.seq)
-        if isinstance(key, NoKey) or is_new:
+        if isinstance(submission.key, NoKey):
             return None
-        return await self._admission.find(key, payload_hash(submission.command))
+        payload = payload_hash(submission.command)
+        return await self._admission.find(submission.key, payload)
 
     async def _accept(self, operation_id: str, submission: Submission) -> OperationRecord:
         payload = payload_hash(submission.command)

@@ -90,10 +90,6 @@ class Sequencer:
         while self._free in self._waiting:
             self._free += 1
 
-    def is_new(self, seq: int) -> bool:
-        """Whether no operation has the seq: it is neither past nor accepted."""
-        return seq >= self._turn and seq not in self._waiting
-
     def next_free_after(self, seq: int) -> int:
         """The value of `next_free` once `seq` is accepted."""
         free = self._free
