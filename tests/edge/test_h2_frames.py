@@ -57,12 +57,12 @@ def _frames(places: _Places | None = None) -> Frames:
 
 def _fed(frames: Frames, data: bytes, cut: int | None = None, most: int = 10**6) -> bytes:
     """What goes to gRPC for `data`, which arrives in pieces of `cut` bytes."""
-    out, unseen, step = b"", bytearray(), cut or len(data)
+    out, unseen, step = b"", b"", cut or len(data)
     for at in range(0, len(data), step):
         unseen += data[at : at + step]
         while unseen:
             passed_on, num_bytes = frames.feed(unseen, most)
-            del unseen[:num_bytes]
+            unseen = unseen[num_bytes:]
             out += passed_on
             if not num_bytes:
                 break

@@ -92,7 +92,7 @@ def number_batch(number: float) -> RolloutBatch:
 
 @cache
 def number_body(number: float) -> bytes:
-    return batch_to_bytes(number_batch(number))
+    return bytes(batch_to_bytes(number_batch(number)))
 
 
 @dataclass(frozen=True)

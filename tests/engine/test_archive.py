@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from ratoon.engine.commands import LoadCheckpointCommand
+from ratoon.engine.commands import LoadCheckpointCommand, SentBody
 from ratoon.engine.files.archive import ArchivedBodyFiles, BlobArchive, open_archive
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.policy import turns
 from ratoon.errors import ErrorCode
+from ratoon.stream.files import temporary_name
 from ratoon.stream.object_store import FOLDER_MANIFEST
 from ratoon_proto.types import OperationState
 from tests.engine.archived_machine import ArchivedMachine, Store
@@ -140,6 +141,17 @@ async def test_what_is_needed_no_more_leaves_the_archive(tmp_path: Path, store: 
     assert store.names("policies/p/bodies") == (digest_of(2.0),)
     await again.reconcile({}, await again.names())
     await until(lambda: store.names("policies/p/bodies") == ())
+
+
+async def test_a_body_that_went_ahead_has_a_copy_too(tmp_path: Path, store: Store) -> None:
+    paths, digest = policy_paths(tmp_path / "disk", POLICY), digest_of(1.0)
+    make_policy_folders(paths)
+    bodies = ArchivedBodyFiles(paths, BlobArchive(store, paths))
+    sent = temporary_name(paths.body(digest))
+    sent.write_bytes(body_of(1.0))
+    await bodies.hold("p.1", digest, SentBody(name=sent.name, num_bytes=len(body_of(1.0))))
+    assert store.get(f"policies/p/bodies/{digest}", digest) == body_of(1.0)
+    assert not sent.exists()
 
 
 async def test_nobody_waits_while_the_store_deletes(

@@ -247,7 +247,7 @@ def specs() -> list[service_pb2.CreatePolicyRequest]:
 
 def batches() -> list[bytes]:
     return [
-        batch_to_bytes(builders.random_batch(np.random.default_rng(seed), num_groups=2))
+        bytes(batch_to_bytes(builders.random_batch(np.random.default_rng(seed), num_groups=2)))
         for seed in range(3)
     ]
 

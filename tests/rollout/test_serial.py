@@ -88,7 +88,7 @@ def test_the_digest_is_sha256() -> None:
 
 @functools.cache
 def _whole() -> bytes:
-    return batch_to_bytes(random_batch(np.random.default_rng(3)))
+    return bytes(batch_to_bytes(random_batch(np.random.default_rng(3))))
 
 
 @CHECKED
@@ -112,7 +112,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
     _assert_malformed(data)
 
 
-def _assert_malformed(data: bytes) -> None:
+def _assert_malformed(data: bytes | memoryview) -> None:
     with pytest.raises(RatoonError) as caught:
         batch_from_bytes(data)
     assert caught.value.code == ErrorCode.MALFORMED_BODY
@@ -127,10 +127,10 @@ def _sealed(header: bytes, arrays: bytes, *, header_size: int | None = None) -> 
     return body + xxhash.xxh3_128_digest(body)
 
 
-def _parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+def _parts(data: memoryview) -> tuple[dict[str, Any], bytes]:
     _, _, size = _PREFIX.unpack_from(data)
     start = _PREFIX.size + size
-    return json.loads(data[_PREFIX.size : start]), data[start + -start % 8 : -16]
+    return json.loads(bytes(data[_PREFIX.size : start])), bytes(data[start + -start % 8 : -16])
 
 
 def _canonical(header: dict[str, Any]) -> bytes:

@@ -7,7 +7,6 @@ than CodecError.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -104,13 +103,16 @@ def _check_rank(shape: Sequence[int]) -> None:
 def _declared_bytes(shape: Sequence[int], itemsize: int) -> int:
     """Bytes of an array of `shape`, in exact integers."""
     _check_rank(shape)
+    size_bytes = spanned_bytes = itemsize
     for axis, extent in enumerate(shape):
         if extent < 0:
             raise CodecError("shape", f"{extent} in dimension {axis}", "no negative extent")
-    # numpy refuses an overflow of the other extents even where one of them is 0.
-    if math.prod(max(extent, 1) for extent in shape) * itemsize > _MAX_SIZE_BYTES:
+        size_bytes *= extent
+        # numpy refuses an overflow of the other extents even where one of them is 0.
+        spanned_bytes *= extent or 1
+    if spanned_bytes > _MAX_SIZE_BYTES:
         raise CodecError("shape", str(list(shape)), f"at most {_MAX_SIZE_BYTES} bytes")
-    return math.prod(shape) * itemsize
+    return size_bytes
 
 
 def _check_bools(data: bytes) -> None:

@@ -59,6 +59,7 @@ def fields_of(message: Any) -> Iterable[FieldDescriptor]:
     return message.fields
 
 
+@cache
 def is_required(field: FieldDescriptor) -> bool:
     return cast("Any", field.GetOptions()).Extensions[options_pb2.required]
 
@@ -92,6 +93,7 @@ def http_route(method: MethodDescriptor) -> tuple[str, str] | None:
     return (verb, path) if path else None
 
 
+@cache
 def is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and field.message_type.GetOptions().map_entry
 

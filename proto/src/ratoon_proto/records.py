@@ -72,13 +72,20 @@ def read_enum(message: Message, name: str, kind: type[EnumT], path: str) -> Enum
     Raises:
         FieldError: The value is unknown, or missing from a required field.
     """
-    field = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[name])
     number = getattr(message, name)
-    if number:
-        return _member(field, kind, path, number, is_request=True)
-    if is_required(field):
+    if not number and (absent := _absent_member(message.DESCRIPTOR, name, kind)) is not None:
+        return absent
+    field = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[name])
+    if not number:
         raise _missing(field, path)
-    return kind(default_text(field) or UNSPECIFIED)
+    return _member(field, kind, path, number, is_request=True)
+
+
+@cache
+def _absent_member(message: Descriptor, name: str, kind: type[EnumT]) -> EnumT | None:
+    """The member that absence of an enum means; None: the field is required."""
+    field = message.fields_by_name[name]
+    return None if is_required(field) else kind(default_text(field) or UNSPECIFIED)
 
 
 @cache

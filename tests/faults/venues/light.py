@@ -185,7 +185,7 @@ class LightRun:
             self.notes.told[operation_id] = told(operation)
 
     def submission(self, call: Call, place: int) -> Submission:
-        body = batch_to_bytes(batch_of(call, self.options.seed)) if call.has_batch else b""
+        body = bytes(batch_to_bytes(batch_of(call, self.options.seed))) if call.has_batch else b""
         key: OperationKey = SeqKey(seq=place)
         if self.options.sequencing is Sequencing.SERVER:
             key = RequestKey(request_id=f"call-{call.number}")

@@ -204,7 +204,7 @@ class _ClientSide(_Splice):
         self.linger_s = proxy.bounds.stalled_s
         self._name = ""
         # Bytes that have arrived and are not forwarded yet.
-        self._unseen = bytearray()
+        self._unseen = memoryview(b"")
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
 
@@ -220,7 +220,8 @@ class _ClientSide(_Splice):
         )
 
     def data_received(self, data: bytes) -> None:
-        self._unseen += data
+        # Most bytes are forwarded as they came, without a copy.
+        self._unseen = memoryview(b"".join((self._unseen, data)) if self._unseen else data)
         if len(self._unseen) > _MAX_UNSEEN_BYTES:
             self.transport.pause_reading()
         if self.other is not None:
@@ -238,7 +239,7 @@ class _ClientSide(_Splice):
             self.abort()
         else:
             data, num_bytes = self.frames.feed(self._unseen, FRAMES_PER_TURN)
-            del self._unseen[:num_bytes]
+            self._unseen = self._unseen[num_bytes:]
             self.other.transport.write(data)
             if self.frames.cost.is_flood():
                 self._calm_down(self.other)
@@ -288,7 +289,7 @@ class _ClientSide(_Splice):
         asyncio.get_running_loop().call_later(_CALM_S, self.abort)
 
     def _end(self) -> None:
-        self._unseen.clear()
+        self._unseen = memoryview(b"")
         self.frames.end()
         self.share.end()
 

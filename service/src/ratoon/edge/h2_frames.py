@@ -195,7 +195,7 @@ class Frames(_Reader):
             arrival.end()
             arrival.leave()
 
-    def feed(self, data: bytes | bytearray, most: int) -> tuple[bytes, int]:
+    def feed(self, data: bytes | memoryview, most: int) -> tuple[bytes | memoryview, int]:
         """Process up to `most` frames; returns bytes for gRPC, and how many of `data` were used.
 
         It ends early after a call that was reset before the gate judged it, and where a call has
@@ -234,8 +234,8 @@ class Frames(_Reader):
                     start, self._head = at, b""
             if not self._left and self._end():
                 most = 0
-        out.append(view[start:at])
-        return b"".join(out), at
+        rest = view[start:at]
+        return b"".join([*out, rest]) if out else rest, at
 
     def calm_down(self) -> bytes:
         """Return a GOAWAY frame that says why the connection is closed (RFC 9113, 6.8)."""

@@ -344,18 +344,35 @@ NOBODY = Holder(key_id="", limits=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SentBody:
+    """A body that its sender has written beside the policy's bodies; it is not durable yet.
+
+    `name`: that of the file, which the sender deletes once the call has returned.
+    """
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """One sequenced call, validated: what the controller accepts, journals and hashes.
 
-    `body` is b"" for commands without a batch. The payload hash covers command and body, not the
-    key. `num_tokens` counts prompt and response of each rollout alone. `policy_created_at`: of the
-    policy that validated it, in seconds since the epoch; None: whichever has the id now.
+    `body` is b"" for commands without a batch, and where it was sent ahead (`sent`). The payload
+    hash covers command and body, not the key. `num_tokens` counts prompt and response of each
+    rollout alone. `policy_created_at`: of the policy that validated it, in seconds since the epoch;
+    None: whichever has the id now.
     """
 
     policy_id: str
     key: OperationKey
     command: Command
-    body: bytes
+    body: bytes | memoryview
     num_tokens: int = 0
     holder: Holder = NOBODY
     policy_created_at: float | None = None
+    sent: SentBody | None = None
+
+    @property
+    def body_bytes(self) -> int:
+        return len(self.body) if self.sent is None else self.sent.num_bytes

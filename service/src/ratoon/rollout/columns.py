@@ -25,7 +25,8 @@ from ratoon.rollout.raw import (
 )
 from ratoon_proto.types import BadRolloutReason
 
-_LAST_VERSION = np.iinfo(np.int64).max
+_LAST_VERSION = int(np.iinfo(np.int64).max)
+_LAST_TOP_K = int(np.iinfo(np.int32).max)
 # At a lower temperature vLLM takes the likeliest token; logits divided by one much lower overflow.
 _LEAST_TEMPERATURE = 1e-5
 # What float32 tells from 0.
@@ -42,13 +43,8 @@ def sampled_versions(
     The second is None if no rollout has spans. Raises INVALID_ARGUMENT naming span or version.
     """
     length_S = np.diff(fields.response_offsets)
-    version_S = np.array(
-        [
-            _oldest(rollout, int(length_S[s]), fields.sequence(s))
-            for s, rollout in enumerate(rollouts)
-        ],
-        np.int64,
-    )
+    oldest = [_oldest(rollout, s, fields) for s, rollout in enumerate(rollouts)]
+    version_S = np.array(oldest, np.int64)
     if not any(rollout.version_spans for rollout in rollouts):
         return version_S, None
     version_J = np.repeat(version_S, length_S)
@@ -79,13 +75,13 @@ def newest_versions(batch: RolloutBatch) -> NDArray[np.int64]:
     return newest_S
 
 
-def _oldest(rollout: RawRollout, num_tokens: int, path: str) -> int:
+def _oldest(rollout: RawRollout, s: int, fields: RequestFields) -> int:
     version = rollout.policy_version
-    if version is not None and not 0 <= version <= _LAST_VERSION:
-        raise invalid(f"{path}.policy_version", version, f"an integer in [0, {_LAST_VERSION}]")
+    _check_integer(version, _LAST_VERSION, s, "policy_version", fields)
     if not rollout.version_spans:
         return -1 if version is None else version
-    before = -1
+    path, before = fields.sequence(s), -1
+    num_tokens = int(fields.response_offsets[s + 1] - fields.response_offsets[s])
     for index, (first, of_span) in enumerate(rollout.version_spans):
         span = f"{path}.version_spans[{index}]"
         if index == 0 and first != 0:
@@ -142,23 +138,27 @@ def token_column(
     """
     reason = BadRolloutReason.REWARD if mask_J is None else BadRolloutReason.LOGPROB
     values: list[NDArray[np.floating] | None] = [getattr(rollout, name) for rollout in rollouts]
-    length_S = np.diff(fields.response_offsets)
-    needs_S = length_S > 0 if mask_J is None else fields.count_tokens(mask_J) > 0
+    is_given_S = np.array([value is not None for value in values])
+    if not is_given_S.any():
+        return None
+    lengths: list[int] = np.diff(fields.response_offsets).tolist()
+    needs_S = np.array(lengths) > 0 if mask_J is None else fields.with_some(mask_J)
     parts: list[NDArray[np.floating]] = []
     for s, value in enumerate(values):
         if value is None:
-            parts.append(np.zeros(int(length_S[s]), np.float32))
+            parts.append(np.zeros(lengths[s], np.float32))
         else:
             _check_values_array(value, name, s, fields)
             parts.append(value)
-    is_given_S = np.array([value is not None for value in values])
     if not (is_given_S & needs_S).any():
         return None
     check_even(name, is_given_S, needs_S, reason, fields)
     with np.errstate(over="ignore"):  # what overflows is refused below
-        column = np.concatenate(parts).astype(np.float32)
+        column = np.concatenate(parts, dtype=np.float32, casting="same_kind")
     is_bad_J = ~np.isfinite(column)
-    if mask_J is not None and is_bad_J.any():
+    if not is_bad_J.any():
+        return column
+    if mask_J is not None:
         is_absent_J = np.isnan(column) & ~mask_J
         column[is_absent_J] = 0.0
         is_bad_J &= ~is_absent_J
@@ -258,7 +258,7 @@ def sampling_settings(rollouts: Sequence[RawRollout], fields: RequestFields) -> 
     )
     is_raw = np.zeros(len(rollouts), np.bool_)
     for s, rollout in enumerate(rollouts):
-        _check_integer(rollout.top_k, np.iinfo(np.int32).max, s, "top_k", fields)
+        _check_integer(rollout.top_k, _LAST_TOP_K, s, "top_k", fields)
         if rollout.sampler_logprobs is None or temperature[s] == 1.0:
             continue
         if rollout.sampler_logprobs_kind == SamplerLogprobsKind.UNSPECIFIED:

@@ -164,11 +164,13 @@ class RequestFields:
         for s, token in places:
             self.faults.setdefault(s, (reason, token))
 
-    def count_tokens(self, mask_J: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Response tokens of each sequence where `mask_J`, bool [J], holds; int64 [S]."""
-        before = np.zeros(len(mask_J) + 1, np.int64)
-        np.cumsum(mask_J, out=before[1:])
-        return np.diff(before[self.response_offsets])
+    def with_some(self, mask_J: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Sequences with a response token where `mask_J`, bool [J], holds; bool [S]."""
+        starts = self.response_offsets[:-1]
+        has_some_S = starts < self.response_offsets[1:]
+        # Where a sequence has no tokens, `reduceat` would give the next one's first.
+        has_some_S[has_some_S] = np.logical_or.reduceat(mask_J, starts[has_some_S])
+        return has_some_S
 
     def check_count(self, s: int, column: str, num_values: int) -> None:
         """Raise `RatoonError` unless sequence s has `num_values` response tokens."""

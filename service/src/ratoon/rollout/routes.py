@@ -59,15 +59,14 @@ def recorded_routes(
     counts: list[int] = []
     parts: list[NDArray[np.unsignedinteger]] = []
     for s, rollout in enumerate(rollouts):
-        path, given = f"{fields.sequence(s)}.{NAME}", rollout.routed_experts
-        if given is None:
-            if rollout.routed_experts_start:
-                got = rollout.routed_experts_start
-                raise invalid(f"{path}_start", got, f"0: there is no {NAME}")
+        given, start = rollout.routed_experts, rollout.routed_experts_start
+        if given is None and not start:
             counts.append(0)
             continue
-        rows = _of_form(given, path, sizes)
-        start, length = rollout.routed_experts_start, int(length_S[s])
+        path = f"{fields.sequence(s)}.{NAME}"
+        if given is None:
+            raise invalid(f"{path}_start", start, f"0: there is no {NAME}")
+        rows, length = _of_form(given, path, sizes), int(length_S[s])
         if not 0 <= start <= length - len(rows):
             got = f"{start} + {len(rows)} rows = {start + len(rows)}"
             raise invalid(f"{path}_start", got, f"at most {length}, the tokens of the rollout")

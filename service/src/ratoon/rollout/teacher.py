@@ -111,7 +111,9 @@ def _column(
     """The column `name`, [J, K] in the widest dtype sent, zeros where `mask_J` is false."""
     values: list[NDArray[np.generic] | None] = [getattr(rollout, name) for rollout in rollouts]
     is_given_S = np.array([value is not None for value in values])
-    needs_S = fields.count_tokens(mask_J) > 0
+    if not is_given_S.any():
+        return None
+    needs_S = fields.with_some(mask_J)
     width = 0
     for s, value in enumerate(values):
         if value is not None:

@@ -87,7 +87,8 @@ def _judge_ids(
         expected = "a token of text: images and videos are not trained on"
         return invalid(path_of(index), f"{tokens[index]}, the {name} of the model", expected)
 
-    judge((tokens < 0) | (tokens >= limits.vocab_size), reason, unknown)
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < limits.vocab_size:
+        judge((tokens < 0) | (tokens >= limits.vocab_size), reason, unknown)
     for token in limits.media_tokens.values():
         judge(tokens == token, reason, media)
 

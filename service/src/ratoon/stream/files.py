@@ -68,7 +68,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     fsync_folder(folder.parent)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes | memoryview) -> None:
     """Write `data` to `path`, replacing it atomically: readers see all of the old or the new."""
     temporary = temporary_name(path)
     try:
@@ -80,6 +80,13 @@ def write_atomic(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    fsync_folder(path.parent)
+
+
+def keep_file(temporary: Path, path: Path) -> None:
+    """Give a file that another process has written its name, in the same folder, durably."""
+    fsync_file(temporary)
+    temporary.replace(path)
     fsync_folder(path.parent)
 
 

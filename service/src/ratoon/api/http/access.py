@@ -185,7 +185,12 @@ def authorized_of(request: Request) -> AuthorizedCall:
     return authorized
 
 
-AuthorizedCallOf = Annotated[AuthorizedCall, Depends(authorized_of)]
+async def _authorized(request: Request) -> AuthorizedCall:
+    """See `authorized_of`, which as a plain function FastAPI would run in a thread."""
+    return authorized_of(request)
+
+
+AuthorizedCallOf = Annotated[AuthorizedCall, Depends(_authorized)]
 
 
 def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> tuple[BaseRoute, str | None] | None:

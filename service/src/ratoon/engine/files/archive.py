@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ratoon.engine.commands import SentBody
 from ratoon.engine.files.paths import BodyFiles, PolicyPaths
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
@@ -251,12 +252,14 @@ class ArchivedBodyFiles(BodyFiles):
         self._archive = archive
         self._archived: set[str] = set()
 
-    async def hold(self, holder: str, digest: str, body: bytes) -> None:
+    async def hold(self, holder: str, digest: str, body: bytes | memoryview | SentBody) -> None:
         await super().hold(holder, digest, body)
         if digest in self._archived:
             return
         try:
-            await self._archive.keep_body(digest, body)
+            if isinstance(body, SentBody):
+                body = await asyncio.to_thread(self._paths.body(digest).read_bytes)
+            await self._archive.keep_body(digest, bytes(body))
         except BaseException:
             await super().release(holder, digest)
             raise

@@ -112,13 +112,15 @@ class Admission:
             except RatoonError as refusal:
                 return refusal
         if not self._is_awaited(submission.key):
+            # What was sent ahead is on the disk already.
             refusal = await self.disk_refusal(len(submission.body))
             if refusal is not None:
                 return refusal
         digest = submission.command.body_digest
         if digest:
             try:
-                await self._run.bodies.hold(operation_id, digest, submission.body)
+                body = submission.sent or submission.body
+                await self._run.bodies.hold(operation_id, digest, body)
             except FileNotFoundError as err:
                 # A newly started controller has removed the temporary file as a leftover.
                 raise superseded() from err
@@ -214,7 +216,7 @@ class Admission:
                 operation_id,
                 holder,
                 num_tokens=num_tokens,
-                body_bytes=len(submission.body),
+                body_bytes=submission.body_bytes,
                 now=now,
                 is_awaited=self._is_awaited(submission.key),
             )
@@ -235,7 +237,7 @@ class Admission:
         num_open, used = run.ledger.num_open, run.claims.open_bytes(run.policy_id)
         name = f"policy {run.policy_id}: open operations"
         check_room(name, "open_operations", num_open, 1, limits.max_open_operations)
-        name, wanted = f"policy {run.policy_id}: bytes of open operations", len(submission.body)
+        name, wanted = f"policy {run.policy_id}: bytes of open operations", submission.body_bytes
         check_room(name, "queued_bytes", used, wanted, limits.max_queued_bytes)
         seq, free = self._seq(submission.key), run.sequencer.next_free
         if seq > free + limits.max_open_operations:
@@ -256,7 +258,7 @@ class Admission:
             payload_hash=payload,
             command=command,
             body_digest=command.body_digest,
-            body_bytes=len(submission.body),
+            body_bytes=submission.body_bytes,
             key_id=submission.holder.key_id,
             created_at=self._run.ports.now(),
         )
