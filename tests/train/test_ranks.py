@@ -55,6 +55,7 @@ from tests.train.trainer_runs import (
     make_loss,
     make_step,
 )
+from tests.work_units import rows
 
 _LORA = LoraTuning(rank=2, alpha=4.0)
 
@@ -149,6 +150,7 @@ def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
         assert_close(weights_of(trainer), weights_of(alone))
 
 
+@pytest.mark.parametrize("rank_pair", rows(Shard, now=(Shard.GRADIENTS,)), indirect=True)
 def test_every_loss_in_a_window_of_two_calls(
     rank_pair: tuple[Trainer, Trainer], tmp_path: Path
 ) -> None:
