@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 # itself can fork no process that uses one.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+# Folders of tests are in memory where that has so much room, so that no database waits for a disk:
+# what a power cut leaves of one is told from recorded writes, in tests/durability.
+_MEMORY, _LEAST_FREE_BYTES = Path("/dev/shm"), 4 * 2**30
+if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _LEAST_FREE_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "write what became of every GPU test to this result file (JSON)"

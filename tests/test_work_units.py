@@ -66,7 +66,8 @@ def test_the_longest_units_begin_first(request: pytest.FixtureRequest) -> None:
     items = list(request.session.items)
     longest_first(items)
     units = list(dict.fromkeys(unit_of(item.nodeid) for item in items))
-    seconds = [seconds_of_units(items)[unit] for unit in units]
+    recorded = seconds_of_units(items)
+    seconds = [recorded[unit] for unit in units]
     assert seconds == sorted(seconds, reverse=True)
     places = {unit: place for place, unit in enumerate(units)}
     assert items == sorted(items, key=lambda item: places[unit_of(item.nodeid)])

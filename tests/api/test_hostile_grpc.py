@@ -138,7 +138,8 @@ async def _health_s(
 @pytest.mark.parametrize(
     ("name", "num_connections"),
     [
-        *(("resets", 1), ("calls", 1), ("resets", 8), ("calls", 8)),
+        *(("calls", 1), ("resets", 8)),
+        *(pytest.param(*row, marks=pytest.mark.more) for row in (("resets", 1), ("calls", 8))),
         *((name, 8) for name in _FRAMES_OF_ALL_KINDS),
         # Alike for the gateway: frames of a connection, of no call.
         *(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.durability.cuts import Recording, ram_folder, record_life
 from tests.durability.recorder import build_shim
+from tests.engine.conftest import small_collections  # noqa: F401 - a fixture
 from tests.tiny_models import write_folder
 
 

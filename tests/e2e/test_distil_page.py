@@ -25,12 +25,16 @@ SHUFFLED = """
 
 
 def _run(
-    service: Service, capsys: pytest.CaptureFixture[str], *changes: tuple[str, str]
+    service: Service, capsys: pytest.CaptureFixture[str], names: str, *changes: tuple[str, str]
 ) -> tuple[float, list[float]]:
-    """Agreement on held-out prompts, and the KL to the teacher of each step."""
+    """Agreement on held-out prompts, and the KL to the teacher of each step.
+
+    Policies have names that begin with `names`: tests share the service."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     code = "\n".join(blocks)
-    for old, new in (("grpc://127.0.0.1:8443", f"grpc://{service.addresses.grpc}"), *changes):
+    renamed = [(f'"{name}"', f'"{names}-{name}"') for name in ("teacher", "student")]
+    address = "grpc://127.0.0.1:8443", f"grpc://{service.addresses.grpc}"
+    for old, new in (address, *renamed, *changes):
         assert old in code
         code = code.replace(old, new)
     exec(code, {"__name__": "__main__"})  # noqa: S102
@@ -40,6 +44,22 @@ def _run(
     return float(agreement), [float(text) for text in kls]
 
 
+def test_a_student_comes_nearer_to_its_teacher(
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The page with a third of its steps."""
+    monkeypatch.chdir(tmp_path)
+    _, kls = _run(
+        service, capsys, "third", ("session.next_seq() <= 60", "session.next_seq() <= 20")
+    )
+    assert len(kls) == 20
+    assert kls[-1] < 0.6 * kls[0]
+
+
+@pytest.mark.more
 def test_a_student_answers_held_out_prompts_as_its_teacher_does(
     service: Service,
     tmp_path: Path,
@@ -47,7 +67,7 @@ def test_a_student_answers_held_out_prompts_as_its_teacher_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    agreement, kls = _run(service, capsys)
+    agreement, kls = _run(service, capsys, "whole")
     assert agreement >= 0.9
     assert len(kls) == 60
     assert kls[-1] < 0.1 * kls[0]
@@ -62,6 +82,5 @@ def test_a_student_of_shuffled_targets_does_not(
 ) -> None:
     """What the page shows is not what any targets would do."""
     monkeypatch.chdir(tmp_path)
-    names = [(f'"{name}"', f'"shuffled-{name}"') for name in ("teacher", "student")]
-    agreement, _ = _run(service, capsys, (TARGETS, SHUFFLED), *names)
+    agreement, _ = _run(service, capsys, "shuffled", (TARGETS, SHUFFLED))
     assert agreement <= 0.3

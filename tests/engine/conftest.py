@@ -41,10 +41,11 @@ def without_pauses() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_collections() -> Iterator[None]:
-    """A worker that loads collects what its process has frozen, too.
-
-    Where another test has compiled, these are the millions of objects of the whole session.
+    """A worker that loads collects what its process has frozen, too: the millions of objects of the
+    whole session. Here it looks at what the module's own tests have made.
     """
+    gc.collect()
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(worker, "collect_all", gc.collect)
         yield

@@ -150,6 +150,12 @@ class PostgresServer:
             )
 
 
+def _folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """Where pytest's are, but open to the server's own user."""
+    root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=root)
+
+
 @contextmanager
 def running_postgres() -> Iterator[PostgresServer]:
     """A server for as long as the block lasts; skips where PostgreSQL is not installed."""
@@ -158,7 +164,7 @@ def running_postgres() -> Iterator[PostgresServer]:
         # `.ci/run` installs it, so there its absence is a failure.
         assert not os.environ.get("CI"), "postgresql is not installed"
         pytest.skip("postgresql is not installed: scripts/install-test-services.sh")
-    with tempfile.TemporaryDirectory(prefix="ratoon-postgres-") as folder:
+    with _folder("ratoon-postgres-") as folder:
         server = PostgresServer(
             folder=Path(folder),
             commands=commands,
@@ -176,7 +182,7 @@ def running_postgres() -> Iterator[PostgresServer]:
 @contextmanager
 def pair_folder() -> Iterator[Path]:
     """For a standby, `folder / "standby"`, and a machine, `folder / "m"`."""
-    with tempfile.TemporaryDirectory(prefix="ratoon-standby-") as folder:
+    with _folder("ratoon-standby-") as folder:
         Path(folder).chmod(0o755)  # The server's own user may enter it.
         (Path(folder) / "m").mkdir()
         yield Path(folder)

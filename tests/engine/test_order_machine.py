@@ -6,6 +6,7 @@ A held call stays at the worker until it is let go, so that everything can happe
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 import threading
@@ -57,7 +58,7 @@ class OrderMachine(RuleBasedStateMachine):
 
     @initialize(every_operations=st.sampled_from((0, 3)))
     def start(self, every_operations: int) -> None:
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
         self.loop = asyncio.new_event_loop()
         self.model = OrderModel()
         self.machine = Machine(

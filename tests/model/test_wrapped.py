@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from ratoon_proto.types import WeightKind
 from tests.model.builders import LORA_ATTENTION, error_of, hidden_of, load, randomize
 from tests.model.packing import branching_sequences, pack
 from tests.tiny_models import IMAGE_TOKEN, WRAPPED, write_folder
+from tests.work_units import rows
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # What engines read images with.
@@ -108,8 +110,17 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_folder(tmp_path / "base", request.param)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize("dtype", [ModelDtype.FLOAT32, ModelDtype.BFLOAT16])
+# What is told of files is told of any model's.
+one_folder = pytest.mark.parametrize("folder", rows(WRAPPED, now=("mistral3",)), indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_sharded"),
+    rows(
+        product((ModelDtype.FLOAT32, ModelDtype.BFLOAT16), (False, True)),
+        now=((ModelDtype.FLOAT32, False), (ModelDtype.BFLOAT16, True)),
+    ),
+)
 def test_a_version_is_the_folder_with_another_decoder(
     folder: Path, tmp_path: Path, dtype: ModelDtype, *, is_sharded: bool
 ) -> None:
@@ -174,6 +185,7 @@ def test_what_is_not_trained_is_on_the_disk_once(folder: Path, tmp_path: Path) -
         first = there
 
 
+@one_folder
 @pytest.mark.parametrize("damage", ["bytes", "gone"])
 def test_a_damaged_file_is_not_linked(folder: Path, tmp_path: Path, damage: str) -> None:
     model = load(folder, dtype=ModelDtype.FLOAT32)
@@ -189,6 +201,7 @@ def test_a_damaged_file_is_not_linked(folder: Path, tmp_path: Path, damage: str)
     assert {name: (second / name).read_bytes() for name in before} == before
 
 
+@one_folder
 @pytest.mark.parametrize("change", ["values", "short", "gone", "header"])
 def test_a_folder_that_was_changed_is_not_published(
     folder: Path, tmp_path: Path, change: str

@@ -122,11 +122,9 @@ def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
             *((name, RSLORA) for name in ("qwen3", "qwen3_moe")),
         ),
         now=(
-            ("qwen3", LORA),
             ("qwen3_moe", LORA),
             ("glm4_moe_lite", LORA_LATENT),
             ("qwen3", RSLORA),
-            ("qwen3_moe", RSLORA),
         ),
     ),
 )
@@ -290,7 +288,7 @@ def test_four_updates_reuse_one_forward(
     assert all(ratio > 1.001 for ratio in ratios[1:])
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "olmo3"])
+@pytest.mark.parametrize("architecture", rows(("qwen2", "qwen3_moe", "olmo3"), now=("qwen2",)))
 def test_norms_and_biases_need_not_decay(tmp_path: Path, architecture: str) -> None:
     """The oracle tells them by the classes of their modules."""
     folder = write_folder(tmp_path / "base", architecture)

@@ -55,6 +55,7 @@ from tests.train.trainer_runs import (
     make_loss,
     make_step,
 )
+from tests.work_units import rows
 
 _LORA = LoraTuning(rank=2, alpha=4.0)
 
@@ -62,10 +63,10 @@ _LORA = LoraTuning(rank=2, alpha=4.0)
 @pytest.mark.parametrize(
     ("num_ranks", "part_elements", "shard"),
     [
-        (4, 100, Shard.STATES),
         (2, 1 << 25, Shard.STATES),
         (4, 100, Shard.GRADIENTS),
-        (2, 1 << 25, Shard.GRADIENTS),
+        pytest.param(4, 100, Shard.STATES, marks=pytest.mark.more),
+        pytest.param(2, 1 << 25, Shard.GRADIENTS, marks=pytest.mark.more),
         pytest.param(4, 100, Shard.WEIGHTS, marks=pytest.mark.more),
     ],
 )
@@ -149,6 +150,7 @@ def test_its_own_plans_give_every_rank_work(base: FolderBase) -> None:
         assert_close(weights_of(trainer), weights_of(alone))
 
 
+@pytest.mark.parametrize("rank_pair", rows(Shard, now=(Shard.GRADIENTS,)), indirect=True)
 def test_every_loss_in_a_window_of_two_calls(
     rank_pair: tuple[Trainer, Trainer], tmp_path: Path
 ) -> None:
@@ -273,7 +275,12 @@ def test_a_forward_is_that_of_one_rank(rank_pair: tuple[Trainer, Trainer]) -> No
 
 
 @pytest.mark.parametrize(
-    ("adds", "shard"), [(False, Shard.STATES), (True, Shard.STATES), (True, Shard.WEIGHTS)]
+    ("adds", "shard"),
+    [
+        (False, Shard.STATES),
+        (True, Shard.WEIGHTS),
+        pytest.param(True, Shard.STATES, marks=pytest.mark.more),
+    ],
 )
 def test_imported_weights_reach_every_rank(
     base: FolderBase, tmp_path: Path, adds: bool, shard: Shard
@@ -446,7 +453,7 @@ def test_a_checkpoint_that_fails_stops_no_pass_beside_it(base: FolderBase, tmp_p
         (None, 3, Shard.WEIGHTS, False),
         (_LORA, 2, Shard.STATES, False),
         (_LORA, 2, Shard.STATES, True),
-        (_LORA, 2, Shard.WEIGHTS, True),
+        pytest.param(_LORA, 2, Shard.WEIGHTS, True, marks=pytest.mark.more),
     ],
 )
 def test_a_version_is_written_by_shares(

@@ -245,9 +245,14 @@ def _selective(kept: Kept, wide_features: Collection[int], adapter_rank: int) ->
     named = str(kept), wide, str(adapter_rank)
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, *named))
     # Without this text torch would not cache graphs with this policy for the next start.
-    text = getsource(_policy) + getsource(_always_kept) + " ".join(named)
+    text = _policy_source() + " ".join(named)
     cast("Any", contexts).cache_hash = xxhash.xxh3_128_hexdigest(text.encode())
     return contexts
+
+
+@cache
+def _policy_source() -> str:
+    return getsource(_policy) + getsource(_always_kept)
 
 
 def _policy(
