@@ -20,6 +20,7 @@ from ratoon.model.aside import Base
 from ratoon.model.attention import PathAttention, SequenceAttention, TreeAttention
 from ratoon.model.families import family_of
 from ratoon.model.layers import DecoderLayers
+from ratoon.model.lm_head import LmHead
 from ratoon.model.router import RouteCounts, RoutedTokens
 from ratoon.model.safetensors_files import FUSED_EXPERTS
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
@@ -62,7 +63,8 @@ def _widen(value: Any) -> Any:
 def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
     """Sizes of a decoder; call it after adapters are attached and weights are frozen."""
     config = module.config
-    weight = cast("Any", module.get_output_embeddings()).weight
+    head = LmHead.of(cast("Any", module).get_output_embeddings())
+    weight = head.weight_VD
     kinds = family_of(config).layers(config)
     layers, known = list[Layer](), dict[tuple[int, int, int], Layer]()
     for kind, own in zip(kinds, cast("Any", module).get_decoder().layers, strict=True):
@@ -78,6 +80,7 @@ def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
         vocab_size=weight.shape[0],
         element_bytes=weight.element_size(),
         head_is_trained=weight.requires_grad,
+        head_adapter_size=0 if head.adapter is None else len(head.adapter.a_AD),
     )
 
 
@@ -152,7 +155,12 @@ class PolicyModel:
     @property
     def lm_head_VD(self) -> Tensor:  # noqa: N802
         """Weight of the logits, [V, D]; the embedding itself if the model ties them."""
-        return cast("Any", self._active.get_output_embeddings()).weight
+        return self.lm_head.weight_VD
+
+    @property
+    def lm_head(self) -> LmHead:
+        """The head of the weights that answer."""
+        return LmHead.of(cast("Any", self._active).get_output_embeddings())
 
     def forward_hidden(
         self,
