@@ -115,7 +115,7 @@ def relative_errors(
 ) -> dict[str, float]:
     """rel-L2 of each tensor, the floor being 1e-6 of the norm of all.
 
-    Every expected tensor must be non-zero, those excepted whose name has one of `may_be_zero` in it.
+    Every expected tensor must be non-zero, those excepted whose name has a part of `may_be_zero`.
     """
     assert list(got) == list(expected), "the two sides have other parameters"
     norms = {name: tensor.double().norm().item() for name, tensor in expected.items()}

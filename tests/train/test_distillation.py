@@ -151,11 +151,14 @@ def test_streamed_gradients_are_those_of_each_rollout_alone(
     _check_streamed(pair, name, budget)
 
 
-def test_lora_is_exact_in_three_steps_of_two_calls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [(), ("v_proj", "embed_tokens", "lm_head")])
+def test_lora_is_exact_in_three_steps_of_two_calls(
+    tmp_path: Path, targets: tuple[str, ...]
+) -> None:
     pair = make_pair(
         write_folder(tmp_path / "base", "qwen3"),
         scratch=tmp_path / "adapter",
-        tuning=LoraTuning(rank=3, alpha=6.0),
+        tuning=LoraTuning(rank=3, alpha=6.0, target_modules=targets),
     )
     for seed in range(3):
         for call, name in enumerate(("reverse", "mixed")):

@@ -166,9 +166,8 @@ def _with_cache(source: PreTrainedModel, spec: ModelSpec) -> tuple[Any, Any]:
 
         adapter = attach_adapter(module, spec.tuning, "")
     module.requires_grad_(requires_grad=False)
+    # Tied weights come as one, under two names.
     module.load_state_dict(source.state_dict(), strict=True, assign=True)
-    if config.tie_word_embeddings:
-        module.tie_weights()
     buffers = dict(source.named_buffers())
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:
