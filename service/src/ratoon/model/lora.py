@@ -173,7 +173,7 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
         made = partial(LoraExperts, scale=tuning.alpha / divisor)
         config._register_custom_module({experts: cast("Any", made)})
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # That tied weights have adapters apart, which is what they are to have.
+        # It warns that tied weights have adapters apart, as they are to have here.
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         model = get_peft_model(cast("Any", module), config, autocast_adapter_dtype=False)
     assert isinstance(model, PeftModel)

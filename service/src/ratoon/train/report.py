@@ -89,7 +89,7 @@ def geometry(model: PolicyModel) -> Geometry:
         outside |= {id(head.adapter.a_AD), id(head.adapter.b_VA)}
     all_layers = trained_layers = 0.0
     for name, parameter in model.module.named_parameters():
-        # Of an embedding's adapter, A is looked up, and B multiplied by each token's column.
+        # A of an embedding's adapter is looked up; B multiplies each token's column.
         if id(parameter) in outside or ".lora_embedding_A." in name:
             continue
         share = active if ".experts." in name else 1.0
