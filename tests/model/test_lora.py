@@ -174,7 +174,7 @@ def test_an_adapter_of_a_tied_weight_is_not_published_merged(
             load(folder, tuning=tuning, publishes_merged=True)
             continue
         error = error_of(lambda f=folder: load(f, tuning=tuning, publishes_merged=True))
-        assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "publish.merged")
+        assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "spec.publish.merged")
         load(folder, tuning=tuning)
         load(folder, tuning=replace(tuning, target_modules=("o_proj",)), publishes_merged=True)
 

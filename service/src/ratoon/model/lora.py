@@ -188,7 +188,7 @@ def check_merges(module: PreTrainedModel) -> None:
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     if module.config.tie_word_embeddings and any(isinstance(x, BaseTunerLayer) for x in layers):
         raise unsupported(
-            "publish.merged",
+            "spec.publish.merged",
             f"true, with an adapter of {_EMBEDDING} or {_HEAD}, which are one weight",
             "false: an adapter's folder has the adapter of each",
         )
