@@ -121,6 +121,8 @@ class PolicyModel:
         self._is_reference = False
         # Where the adapter's parameters are in their modules, and those that are there.
         self._slots = {} if adapter is None else _slots(adapter, self.named_trainable())
+        decoder = cast("Any", module).get_decoder()
+        self._trains_decoder = any(p.requires_grad for p in decoder.parameters())
         self._bound: Mapping[str, Parameter] | None = None
         self._attention_backend = attention_backend
         self.sizes = decoder_sizes(module)
@@ -186,15 +188,20 @@ class PolicyModel:
         attention: PathAttention,
         routed: RoutedTokens | None = None,
     ) -> Tensor:
-        """Hidden states of any tokens, [T, D]; `attention` knows what each token attends to."""
+        """Hidden states of any tokens, [T, D]; `attention` knows what each token attends to.
+
+        They have no graph where only an adapter of the LM head is trained.
+        """
         assert tokens_T.shape == position_T.shape, "one position a token"
-        kept = self._layers.kept = self._plan_activations(attention.held)
-        self._layers.fetched_at = None if kept is None else fetched_at(self.sizes, kept)
         decoder = cast("Any", self._active).get_decoder()
         if self._is_reference and routed is not None:
             routed = replace(routed, recorded_LTC=None)
-        routing = self.routes.routing(routed, is_counted=torch.is_grad_enabled())
-        with self._precision(), routing:
+        is_trained = torch.is_grad_enabled()
+        routing = self.routes.routing(routed, is_counted=is_trained)
+        has_graph = is_trained and self._trains_decoder
+        with torch.set_grad_enabled(has_graph), self._precision(), routing:
+            kept = self._layers.kept = self._plan_activations(attention.held)
+            self._layers.fetched_at = None if kept is None else fetched_at(self.sizes, kept)
             output = decoder(
                 input_ids=tokens_T[None],
                 position_ids=position_T[None],
