@@ -116,14 +116,14 @@ def masked(case: Case, is_kept_RV: Tensor) -> Case:
 
 
 def with_term(case: Case, rank: int = 3) -> Case:
-    """The case with a term of an adapter, as large as the logits."""
+    """The case with a term of an adapter, of variance 1 in each logit."""
     generator = torch.Generator().manual_seed(rank)
     sizes = (len(case.hidden_RD), rank), (len(case.lm_head_VD), rank)
     u_RA, b_VA = (
-        torch.randn(size, generator=generator, dtype=torch.float64).to(case.hidden_RD)
-        for size in sizes
+        torch.randn(size, generator=generator, dtype=torch.float64) * rank**-0.25 for size in sizes
     )
-    return replace(case, term=LowRankTerm(u_RA=u_RA, b_VA=b_VA))
+    term = LowRankTerm(u_RA=u_RA.to(case.hidden_RD), b_VA=b_VA.to(case.hidden_RD))
+    return replace(case, term=term)
 
 
 def leaves_of(case: Case) -> tuple[Case, dict[str, Tensor]]:
