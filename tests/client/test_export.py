@@ -16,6 +16,7 @@ from tests.client.test_pull_published import Publisher
 
 MODEL = {"model.safetensors": b"1" * 500, "config.json": b"{}", "tokenizer.json": b"[]"}
 WEIGHT, HEAD = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -149,6 +150,51 @@ def test_an_adapter_is_merged_in_float32_and_rounded_once(
     assert torch.equal(merged[HEAD], weights[HEAD])
     assert {path.name for path in out.iterdir()} == {*BASE_FILES, "model.safetensors", "README.md"}
     assert front(out) == f"\nlibrary_name: transformers\nbase_model: {base}\ntags: [lora]\n"
+
+
+def of_heads(service: FakeService) -> dict[str, torch.Tensor]:
+    """Publish an adapter of rank 2 and alpha 8 of the embedding and the LM head."""
+    torch.manual_seed(1)
+    factors = {
+        "base_model.model.model.embed_tokens.lora_embedding_A": torch.randn(2, 7),
+        "base_model.model.model.embed_tokens.lora_embedding_B": torch.randn(5, 2),
+        "base_model.model.lm_head.lora_A.weight": torch.randn(2, 5),
+        "base_model.model.lm_head.lora_B.weight": torch.randn(7, 2),
+    }
+    config = json.dumps({"r": 2, "lora_alpha": 8.0}).encode()
+    files = {"adapter_config.json": config, "adapter_model.safetensors": save(factors)}
+    service.publish(3, files)
+    return factors
+
+
+def test_an_adapter_of_embedding_and_head_is_merged(
+    service: FakeService, client: RatoonClient, tmp_path: Path, base: Path
+) -> None:
+    """The embedding's weight has a row for each token, its adapter a column."""
+    a, b, down, up = (value.double() for value in of_heads(service).values())
+    weights = {EMBEDDING: torch.randn(7, 5), HEAD: torch.randn(7, 5)}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    out = client.export_weights("p", tmp_path / "out", base=base, merge=True).folder
+    merged = load((out / "model.safetensors").read_bytes())
+    terms = {EMBEDDING: (b @ a).T, HEAD: up @ down}
+    for name, term in terms.items():
+        expected = (weights[name].double() + 4.0 * term).float()
+        torch.testing.assert_close(merged[name], expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("words", [{}, {"tie_word_embeddings": True}])
+def test_an_adapter_of_a_tied_weight_is_not_merged(
+    service: FakeService, client: RatoonClient, tmp_path: Path, base: Path, words: dict[str, bool]
+) -> None:
+    """What it adds to one use of the weight would be added to the other, too."""
+    of_heads(service)
+    weights = {EMBEDDING: torch.randn(7, 5)}
+    weights |= {HEAD: weights[EMBEDDING].clone()} if words else {}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    (base / "config.json").write_text(json.dumps(words))
+    with pytest.raises(InvalidArgumentError, match="ties"):
+        client.export_weights("p", tmp_path / "out", base=base, merge=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"base"}
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,10 @@ async def test_a_new_adapter_has_to_be_given_the_version(tmp_path: Path):
     assert tag == await adapter.tag() != await ModuleAdapter(llama(1)).tag()
 
 
-def _lora(seed: int, rank: int = 2) -> PeftModel:
+def _lora(seed: int, rank: int = 2, *others: str) -> PeftModel:
     """An adapter on the base of seed 1, whose halves are both random."""
-    config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    targets = ["q_proj", "v_proj", *others]
+    config = LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(llama(1), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -201,8 +202,15 @@ def _lora(seed: int, rank: int = 2) -> PeftModel:
     return cast("PeftModel", model).eval()
 
 
-async def test_a_lora_version_takes_the_place_of_the_one_before(tmp_path: Path):
-    folders = [save(_lora(seed), tmp_path / str(seed)) for seed in (1, 2, 3)]
+@pytest.mark.parametrize("others", [(), ("embed_tokens", "lm_head")])
+async def test_a_lora_version_takes_the_place_of_the_one_before(
+    tmp_path: Path, others: tuple[str, ...]
+):
+    folders = [save(_lora(seed, 2, *others), tmp_path / str(seed)) for seed in (1, 2, 3)]
+    for folder in folders:
+        # A version has the adapter alone, where peft saves the base's weights of these two, too.
+        path = folder / "adapter_model.safetensors"
+        save_file({n: v for n, v in load_file(path).items() if ".lora_" in n}, path)
     module = PeftModel.from_pretrained(llama(1), folders[0]).eval()
     adapter = ModuleAdapter(module)
     tokens = torch.arange(8)[None]
@@ -211,7 +219,7 @@ async def test_a_lora_version_takes_the_place_of_the_one_before(tmp_path: Path):
             folders[seed - 1], manifest(version, kind=WeightKind.ADAPTER), previous=None
         )
         assert len(module.peft_config) == 1
-        assert torch.equal(module(tokens).logits, _lora(seed)(tokens).logits)
+        assert torch.equal(module(tokens).logits, _lora(seed, 2, *others)(tokens).logits)
 
 
 async def test_a_lora_version_that_does_not_fit_leaves_the_one_before(tmp_path: Path):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ratoon_kernels import (
     DifferentiatedLogprobs,
+    LowRankTerm,
     SamplingMask,
     token_logprobs,
     token_logprobs_forward_backward,
@@ -24,6 +25,7 @@ class Case:
     dlogprob_M: Tensor
     dentropy_R: Tensor
     mask: SamplingMask | None = None
+    term: LowRankTerm | None = None
 
     @property
     def rest(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,6 +54,7 @@ class Case:
             seeds_of,
             needs_lm_head=needs_lm_head,
             mask=self.mask,
+            term=self.term,
         )
 
 
@@ -112,19 +115,49 @@ def masked(case: Case, is_kept_RV: Tensor) -> Case:
     return replace(case, mask=SamplingMask(**kept, first_R1=first_R1))
 
 
+def with_term(case: Case, rank: int = 3) -> Case:
+    """The case with a term of an adapter, of variance 1 in each logit."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = (len(case.hidden_RD), rank), (len(case.lm_head_VD), rank)
+    u_RA, b_VA = (
+        torch.randn(size, generator=generator, dtype=torch.float64) * rank**-0.25 for size in sizes
+    )
+    term = LowRankTerm(u_RA=u_RA.to(case.hidden_RD), b_VA=b_VA.to(case.hidden_RD))
+    return replace(case, term=term)
+
+
+def leaves_of(case: Case) -> tuple[Case, dict[str, Tensor]]:
+    """The case with new leaves, and these by the names of their gradients."""
+    hidden_RD, lm_head_VD = (
+        each.clone().requires_grad_() for each in (case.hidden_RD, case.lm_head_VD)
+    )
+    leaves, term = {"dhidden_RD": hidden_RD, "dlm_head_VD": lm_head_VD}, case.term
+    if term is not None:
+        u_RA, b_VA = (each.clone().requires_grad_() for each in (term.u_RA, term.b_VA))
+        leaves |= {"du_RA": u_RA, "db_VA": b_VA}
+        term = LowRankTerm(u_RA=u_RA, b_VA=b_VA)
+    return replace(case, hidden_RD=hidden_RD, lm_head_VD=lm_head_VD, term=term), leaves
+
+
+def results_of(found: DifferentiatedLogprobs) -> dict[str, Tensor]:
+    """By the names that `in_two_passes` has."""
+    names = ("logprob_M", "entropy_R", "dhidden_RD", "dlm_head_VD")
+    results = {name: getattr(found, name) for name in names}
+    if found.dterm is not None:
+        results |= {"du_RA": found.dterm.u_RA, "db_VA": found.dterm.b_VA}
+    return results
+
+
 def in_two_passes(case: Case, *, has_entropy: bool = True) -> dict[str, Tensor]:
     """By the differentiable op and autograd."""
-    hidden_RD = case.hidden_RD.clone().requires_grad_()
-    lm_head_VD = case.lm_head_VD.clone().requires_grad_()
-    logprob_M, entropy_R = token_logprobs(hidden_RD, lm_head_VD, *case.rest, mask=case.mask)
+    case, leaves = leaves_of(case)
+    logprob_M, entropy_R = token_logprobs(
+        case.hidden_RD, case.lm_head_VD, *case.rest, mask=case.mask, term=case.term
+    )
     heads, grads = [logprob_M], [case.dlogprob_M]
     if has_entropy:
         heads.append(entropy_R)
         grads.append(case.dentropy_R)
-    dhidden_RD, dlm_head_VD = torch.autograd.grad(heads, [hidden_RD, lm_head_VD], grads)
-    return {
-        "logprob_M": logprob_M.detach(),
-        "entropy_R": entropy_R.detach(),
-        "dhidden_RD": dhidden_RD,
-        "dlm_head_VD": dlm_head_VD,
-    }
+    gradients = torch.autograd.grad(heads, list(leaves.values()), grads)
+    results = {"logprob_M": logprob_M.detach(), "entropy_R": entropy_R.detach()}
+    return results | dict(zip(leaves, gradients, strict=True))

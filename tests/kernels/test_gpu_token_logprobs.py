@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ratoon_kernels import SamplingMask, best_tokens, select_backend, token_logprobs
+from ratoon_kernels import (
+    LowRankTerm,
+    SamplingMask,
+    best_tokens,
+    select_backend,
+    token_logprobs,
+)
 from ratoon_kernels.token_logprobs import fused
 from ratoon_kernels.token_logprobs.operands import Operands, Upstream
 from tests.kernels import one_pass
@@ -57,10 +63,14 @@ def dense(
     temperature_R: Tensor,
     *,
     mask: SamplingMask | None = None,
+    term: LowRankTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The op in torch: products in the dtype of the inputs, the rest in fp32 or fp64."""
     wide = torch.promote_types(hidden_RD.dtype, torch.float32)
-    logits_RV = (hidden_RD @ lm_head_VD.T).to(wide) / temperature_R[:, None].to(wide)
+    logits_RV = hidden_RD @ lm_head_VD.T
+    if term is not None:
+        logits_RV = logits_RV + term.u_RA @ term.b_VA.T
+    logits_RV = logits_RV.to(wide) / temperature_R[:, None].to(wide)
     is_kept_RV = torch.ones_like(logits_RV, dtype=torch.bool)
     if mask is not None:
         is_kept_RV[mask.row_N] = False
@@ -70,30 +80,37 @@ def dense(
     return logp_RV[row_of_target_M, targets_M], entropy_R
 
 
-def fused_op(*tensors: Tensor, mask: SamplingMask | None = None) -> tuple[Tensor, Tensor]:
+def fused_op(
+    *tensors: Tensor, mask: SamplingMask | None = None, term: LowRankTerm | None = None
+) -> tuple[Tensor, Tensor]:
     hidden_RD, lm_head_VD, *rest = tensors
-    return token_logprobs(hidden_RD, lm_head_VD, *rest, mask=mask, backend="fused")
+    return token_logprobs(hidden_RD, lm_head_VD, *rest, mask=mask, term=term, backend="fused")
 
 
 def run(function: Any, case: Case, *, reads: str = "both", frozen: bool = False) -> dict[str, Any]:
     """Results and gradients of a loss that reads both, log-probs alone or entropies alone."""
-    hidden_RD = case.hidden_RD.clone().requires_grad_()
-    lm_head_VD = case.lm_head_VD.clone().requires_grad_(not frozen)
-    logprob_M, entropy_R = function(hidden_RD, lm_head_VD, *case.rest, mask=case.mask)
+    case, leaves = one_pass.leaves_of(case)
+    if frozen:
+        leaves.pop("dlm_head_VD").requires_grad = False
+    logprob_M, entropy_R = function(
+        case.hidden_RD, case.lm_head_VD, *case.rest, mask=case.mask, term=case.term
+    )
     loss = logprob_M.new_zeros(())
     if reads in {"both", "logprob"}:
         loss = loss + (logprob_M * case.dlogprob_M).sum()
     if reads in {"both", "entropy"}:
         loss = loss + (entropy_R * case.dentropy_R).sum()
     loss.backward()
-    results = {"logprob": logprob_M, "entropy": entropy_R, "dhidden": hidden_RD.grad}
-    if not frozen:
-        results["dlm_head"] = lm_head_VD.grad
+    results = {"logprob": logprob_M, "entropy": entropy_R}
+    results |= {name.rpartition("_")[0]: leaf.grad for name, leaf in leaves.items()}
     return {name: value.detach() for name, value in results.items()}
 
 
 def truth(case: Case, *, reads: str = "both") -> dict[str, Any]:
     wide = replace(case, hidden_RD=case.hidden_RD.double(), lm_head_VD=case.lm_head_VD.double())
+    if case.term is not None:
+        term = LowRankTerm(u_RA=case.term.u_RA.double(), b_VA=case.term.b_VA.double())
+        wide = replace(wide, term=term)
     return run(dense, wide, reads=reads)
 
 
@@ -140,11 +157,14 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("reads", ["both", "logprob", "entropy"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("rank", [0, 5, 16])
 def test_results_and_gradients_are_as_exact_as_torch(
-    dtype: torch.dtype, reads: str, has_mask: bool
+    dtype: torch.dtype, reads: str, has_mask: bool, rank: int
 ) -> None:
+    """`rank`: of an adapter's term; 0: there is none."""
     for seed, shape in enumerate(SHAPES):
         case = make_case(shape, dtype, seed)
+        case = one_pass.with_term(case, rank) if rank else case
         if has_mask:
             case = one_pass.masked(case, one_pass.kept_tokens(case, seed))
         expected, in_torch = truth(case, reads=reads), run(dense, case, reads=reads)
@@ -155,8 +175,8 @@ def test_results_and_gradients_are_as_exact_as_torch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_large_odd_vocabulary(dtype: torch.dtype) -> None:
-    case = make_case(LARGE, dtype)
-    assert_as_exact(run(fused_op, case), truth(case), run(dense, case), "large")
+    for case in (make_case(LARGE, dtype), one_pass.with_term(make_case(LARGE, dtype), 32)):
+        assert_as_exact(run(fused_op, case), truth(case), run(dense, case), "large")
 
 
 @pytest.mark.usefixtures("chunks")
@@ -245,7 +265,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_inputs_give_the_same_bits(dtype: torch.dtype) -> None:
-    case = make_case((300, 5003, 6000, 64), dtype)
+    case = one_pass.with_term(make_case((300, 5003, 6000, 64), dtype), 16)
     first = run(fused_op, case)
     for _ in range(3):
         torch.full((2**22,), torch.nan, device="cuda")
@@ -255,7 +275,7 @@ def test_the_same_inputs_give_the_same_bits(dtype: torch.dtype) -> None:
 
 
 def test_nothing_waits_for_the_device() -> None:
-    case = make_case((133, 5003, 211, 64), torch.float16)
+    case = one_pass.with_term(make_case((133, 5003, 211, 64), torch.float16), 16)
     run(fused_op, case)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -288,9 +308,12 @@ def test_memory_is_bounded_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         row_of_target_M=case.row_of_target_M,
         temperature_R=case.temperature_R,
     )
+    rank = 16
+    with_term = replace(operands, term=one_pass.with_term(case, rank).term)
     _, entropy_R, lse_R = fused.forward(operands)
     assert _peak_mib(lambda: fused.forward(operands)) < 16 + 4
-    head_mib = vocab * width * 2 / 2**20
+    assert _peak_mib(lambda: fused.forward(with_term)) < 16 + 4
+    head_mib, term_mib = vocab * width * 2 / 2**20, vocab * rank * 2 / 2**20
     for needs_lm_head in (False, True):
         upstream = Upstream(
             dlogprob_M=case.dlogprob_M,
@@ -305,23 +328,29 @@ def test_memory_is_bounded_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
             assert peak < 2 * head_mib + max(16 + 32, head_mib) + 6
         else:
             assert peak < 16 + 8 + 6
+            peak = _peak_mib(lambda upstream=upstream: fused.backward(with_term, upstream))
+            assert peak < 16 + 8 + 3 * term_mib + 6
 
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_entropy", [False, True])
 @pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("has_term", [False, True])
 def test_one_pass_gives_the_bits_of_two(
-    dtype: torch.dtype, has_entropy: bool, has_mask: bool
+    dtype: torch.dtype, has_entropy: bool, has_mask: bool, has_term: bool
 ) -> None:
     """Seeds of rows that were not asked for yet are NaN."""
     for rows, vocab, targets, width in (*SHAPES, (3000, 20_011, 3100, 256)):
         case = one_pass.make_case(rows, vocab, targets, dtype, "cuda", width)
         if has_mask:
             case = one_pass.masked(case, one_pass.kept_tokens(case))
-        found = case.in_one_pass(case.late_seeds(has_entropy=has_entropy))
-        for name, value in one_pass.in_two_passes(case, has_entropy=has_entropy).items():
-            assert torch.equal(getattr(found, name), value), (name, rows)
+        case = one_pass.with_term(case, 16) if has_term else case
+        expected = one_pass.in_two_passes(case, has_entropy=has_entropy)
+        found = one_pass.results_of(case.in_one_pass(case.late_seeds(has_entropy=has_entropy)))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (name, rows)
 
 
 def test_one_pass_takes_the_memory_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,10 +370,15 @@ def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
     leaves = (case.hidden_RD.requires_grad_(), case.lm_head_VD.requires_grad_())
     args: Any = (*leaves, *case.rest, "fused")
     torch.library.opcheck(torch.ops.ratoon.token_logprobs.default, args)
+    term = one_pass.with_term(case).term
+    assert term is not None
+    factors = term.u_RA.detach().requires_grad_(), term.b_VA.detach().requires_grad_()
+    args = (*args, None, None, None, *factors)
+    torch.library.opcheck(torch.ops.ratoon.token_logprobs.default, args)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fused_op, fullgraph=True, backend=counter)
     for shape in ((6, 37, 9, 16), (5, 37, 20, 16), (9, 37, 3, 16)):
-        case = make_case(shape, torch.bfloat16)
+        case = one_pass.with_term(make_case(shape, torch.bfloat16))
         got, expected = run(compiled, case), run(fused_op, case)
         for name, value in expected.items():
             assert torch.equal(got[name], value), name

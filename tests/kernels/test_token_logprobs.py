@@ -1,5 +1,6 @@
 """Token log-probs of the reference backend: values, gradients, refusals; in one pass."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ratoon_kernels import (
     KernelArgumentError,
+    LowRankTerm,
     SamplingMask,
     best_tokens,
     token_logprobs,
@@ -20,7 +22,16 @@ from ratoon_kernels.token_logprobs import reference
 from ratoon_kernels.token_logprobs.operands import Operands
 from tests.kernels.forests import relative_error
 from tests.kernels.largest_tensor import LargestTensor
-from tests.kernels.one_pass import Case, in_two_passes, kept_tokens, make_case, masked
+from tests.kernels.one_pass import (
+    Case,
+    in_two_passes,
+    kept_tokens,
+    leaves_of,
+    make_case,
+    masked,
+    results_of,
+    with_term,
+)
 
 Function = Callable[..., tuple[Tensor, Tensor]]
 
@@ -33,8 +44,12 @@ def _dense(
     temperature_R: Tensor,
     *,
     mask: SamplingMask | None = None,
+    term: LowRankTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    logits_RV = hidden_RD.double() @ lm_head_VD.double().T / temperature_R.double()[:, None]
+    logits_RV = hidden_RD.double() @ lm_head_VD.double().T
+    if term is not None:
+        logits_RV = logits_RV + term.u_RA.double() @ term.b_VA.double().T
+    logits_RV = logits_RV / temperature_R.double()[:, None]
     is_kept_RV = torch.ones_like(logits_RV, dtype=torch.bool)
     if mask is not None:
         is_kept_RV[mask.row_N] = False
@@ -45,26 +60,18 @@ def _dense(
 
 
 def _run(function: Function, case: Case, *, reads: str = "both") -> dict[str, Tensor]:
-    hidden_RD = case.hidden_RD.clone().requires_grad_()
-    lm_head_VD = case.lm_head_VD.clone().requires_grad_()
+    case, leaves = leaves_of(case)
     logprob_M, entropy_R = function(
-        hidden_RD,
-        lm_head_VD,
-        case.targets_M,
-        case.row_of_target_M,
-        case.temperature_R,
-        mask=case.mask,
+        case.hidden_RD, case.lm_head_VD, *case.rest, mask=case.mask, term=case.term
     )
     loss = torch.zeros((), dtype=logprob_M.dtype)
     if reads in {"both", "logprob"}:
         loss = loss + logprob_M @ case.dlogprob_M.to(logprob_M.dtype)
     if reads in {"both", "entropy"}:
         loss = loss + entropy_R @ case.dentropy_R.to(entropy_R.dtype)
-    dhidden_RD, dlm_head_VD = torch.autograd.grad(loss, (hidden_RD, lm_head_VD))
-    return {
-        "logprob": logprob_M.detach(), "entropy": entropy_R.detach(),
-        "dhidden": dhidden_RD, "dlm_head": dlm_head_VD,
-    }  # fmt: skip
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    named = {name.rpartition("_")[0]: each for name, each in zip(leaves, gradients, strict=True)}
+    return {"logprob": logprob_M.detach(), "entropy": entropy_R.detach()} | named
 
 
 @pytest.fixture(params=[1, 3, 4096], ids=lambda rows: f"{rows}_rows_a_chunk")
@@ -76,10 +83,15 @@ def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("poisoned_memory", "chunk_rows")
 @pytest.mark.parametrize("reads", ["both", "logprob", "entropy"])
-def test_results_and_gradients_equal_dense_log_softmax(reads: str) -> None:
-    """Rows of many targets, of the same target twice, and of none; every row has a temperature."""
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_results_and_gradients_equal_dense_log_softmax(reads: str, rank: int) -> None:
+    """Rows of many targets, of the same target twice, and of none; every row has a temperature.
+
+    With a term of an adapter of each rank; 0: without.
+    """
     for seed, (rows, targets) in enumerate(((1, 1), (3, 9), (7, 5), (8, 200), (10, 3))):
         case = make_case(rows, 37, targets, seed=seed)
+        case = with_term(case, rank) if rank else case
         got, expected = _run(token_logprobs, case, reads=reads), _run(_dense, case, reads=reads)
         for name, value in expected.items():
             assert value.norm() > 0, name
@@ -93,7 +105,7 @@ def test_a_mask_leaves_a_row_the_softmax_of_what_it_keeps(reads: str) -> None:
     for seed, (rows, targets) in enumerate(((1, 1), (3, 9), (7, 5), (8, 30), (11, 3))):
         case = make_case(rows, 37, targets, seed=seed)
         is_kept_RV = kept_tokens(case, seed)
-        case = masked(case, is_kept_RV)
+        case = with_term(masked(case, is_kept_RV)) if seed % 2 else masked(case, is_kept_RV)
         got, expected = _run(token_logprobs, case, reads=reads), _run(_dense, case, reads=reads)
         for name, value in expected.items():
             assert value.norm() > 0, name
@@ -164,23 +176,23 @@ def test_masked_rows_of_any_temperature_are_finite(temperature: float, dtype: to
 @pytest.mark.usefixtures("poisoned_memory", "chunk_rows")
 @pytest.mark.parametrize(("rows", "targets"), [(0, 0), (4, 0)])
 def test_no_rows_and_no_targets_give_empty_results(rows: int, targets: int) -> None:
-    case = make_case(rows, 37, targets)
+    case = with_term(make_case(rows, 37, targets))
     got, expected = _run(token_logprobs, case), _run(_dense, case)
     assert got["logprob"].shape == (0,)
-    for name in ("entropy", "dhidden", "dlm_head"):
+    for name in ("entropy", "dhidden", "dlm_head", "du", "db"):
         torch.testing.assert_close(got[name], expected[name], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_results_of_other_dtypes_are_fp32_and_as_exact(dtype: torch.dtype) -> None:
     """Trap: log-probs stored in bf16 put 0.4% of noise on every ratio."""
-    case = make_case(40, 501, 90, dtype=dtype)
+    case = with_term(make_case(40, 501, 90, dtype=dtype))
     got, expected = _run(token_logprobs, case), _run(_dense, case)
     assert (got["logprob"].dtype, got["entropy"].dtype) == (torch.float32, torch.float32)
     assert relative_error(got["logprob"], expected["logprob"]) < 1e-6
     assert relative_error(got["entropy"], expected["entropy"]) < 1e-6
     half_ulp = torch.finfo(dtype).eps / 2
-    for name in ("dhidden", "dlm_head"):
+    for name in ("dhidden", "dlm_head", "du", "db"):
         assert got[name].dtype == dtype
         assert relative_error(got[name], expected[name]) < 2 * half_ulp + 1e-6, name
 
@@ -196,7 +208,7 @@ def test_extreme_logits_stay_finite() -> None:
 
 @pytest.mark.usefixtures("chunk_rows")
 def test_the_same_inputs_give_the_same_bits() -> None:
-    case = make_case(60, 37, 5000, dtype=torch.float32)
+    case = with_term(make_case(60, 37, 5000, dtype=torch.float32))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -240,13 +252,14 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none(monkeypatch: pytest.Monke
 
 def test_nothing_of_rows_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "LOGIT_BYTES", 10 * 300 * 8)
-    case = make_case(400, 300, 50)
+    case = with_term(make_case(400, 300, 50))
     operands = Operands(
         hidden_RD=case.hidden_RD,
         lm_head_VD=case.lm_head_VD,
         targets_M=case.targets_M,
         row_of_target_M=case.row_of_target_M,
         temperature_R=case.temperature_R,
+        term=case.term,
     )
     with LargestTensor() as largest:
         reference.forward(operands)
@@ -263,6 +276,10 @@ def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
     assert mask is not None
     kept = mask.token_N, mask.row_N, mask.first_R1
     torch.library.opcheck(torch.ops.ratoon.token_logprobs.default, (*args, *kept))
+    term = with_term(case).term
+    assert term is not None
+    factors = term.u_RA.detach().requires_grad_(), term.b_VA.detach().requires_grad_()
+    torch.library.opcheck(torch.ops.ratoon.token_logprobs.default, (*args, *kept, *factors))
     tensors = [x.detach() for x in (hidden_RD, lm_head_VD)]
     operands = Operands(
         hidden_RD=tensors[0],
@@ -277,10 +294,12 @@ def test_the_op_passes_opcheck_and_compiles_as_a_full_graph() -> None:
         op = torch.ops.ratoon.token_logprobs_backward.default
         torch.library.opcheck(op, (*args, "reference"))
         torch.library.opcheck(op, (*args, "reference", *kept))
+        factors = term.u_RA.detach(), term.b_VA.detach()
+        torch.library.opcheck(op, (*args, "reference", None, None, None, *factors))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(token_logprobs, fullgraph=True, backend=counter)
     for rows, targets in ((6, 9), (5, 20), (9, 3)):
-        case = make_case(rows, 37, targets, dtype=torch.float32)
+        case = with_term(make_case(rows, 37, targets, dtype=torch.float32))
         got, expected = _run(compiled, case), _run(token_logprobs, case)
         for name, value in expected.items():
             assert torch.equal(got[name], value), name
@@ -351,26 +370,65 @@ def test_a_wrong_mask_is_refused_by_name(
     assert refusal.value.argument == f"mask.{name}"
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("u_RA", lambda x: x[:5], "expected torch.float32 of shape .6, 3."),
+        ("u_RA", lambda x: x[0], "expected torch.float32 of shape .6, 1."),
+        ("u_RA", lambda x: x[:, :0], "expected torch.float32 of shape .6, 1."),
+        ("u_RA", lambda x: x.double(), "float64"),
+        ("b_VA", lambda x: x[:, :2], "expected torch.float32 of shape .37, 3."),
+        ("b_VA", lambda x: x.T, "shape .3, 37."),
+        ("b_VA", lambda x: x.to("meta"), "on meta"),
+    ],
+)
+def test_a_wrong_term_is_refused_by_name(
+    name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    case = with_term(make_case(6, 37, 9, dtype=torch.float32))
+    assert case.term is not None
+    term = replace(case.term, **{name: change(getattr(case.term, name))})
+    with pytest.raises(KernelArgumentError, match=message) as refusal:
+        token_logprobs(case.hidden_RD, case.lm_head_VD, *case.rest, term=term)
+    assert refusal.value.argument == f"term.{name}"
+
+
+def test_a_term_of_zeros_changes_no_bit() -> None:
+    case = make_case(13, 37, 29, torch.float32)
+    term = with_term(case).term
+    assert term is not None
+    none = replace(case, term=replace(term, b_VA=torch.zeros_like(term.b_VA)))
+    plain, found = (_run(token_logprobs, each) for each in (case, none))
+    for name, value in plain.items():
+        assert torch.equal(found[name], value), name
+    assert not found["du"].any()
+    assert found["db"].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows_a_chunk", [1, 3, 100])
 @pytest.mark.parametrize("has_entropy", [False, True])
 @pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("has_term", [False, True])
 def test_bits_are_those_of_two_passes(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     rows_a_chunk: int,
     has_entropy: bool,
     has_mask: bool,
+    has_term: bool,
 ) -> None:
     case = make_case(13, 37, 29, dtype)
+    case = with_term(case) if has_term else case
     if has_mask:
         case = masked(case, kept_tokens(case))
     accumulated = torch.promote_types(dtype, torch.float32)
     monkeypatch.setattr(reference, "LOGIT_BYTES", rows_a_chunk * 37 * accumulated.itemsize)
     expected = in_two_passes(case, has_entropy=has_entropy)
-    found = case.in_one_pass(case.late_seeds(has_entropy=has_entropy))
+    found = results_of(case.in_one_pass(case.late_seeds(has_entropy=has_entropy)))
+    assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(getattr(found, name), value), name
+        assert torch.equal(found[name], value), name
 
 
 def test_each_run_of_rows_is_asked_for_once_and_its_results_are_there(
@@ -435,10 +493,13 @@ def test_no_rows_give_zeros() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_best_tokens_are_those_of_the_dense_distribution(dtype: torch.dtype) -> None:
     """The likeliest first, of every row, whatever their number."""
-    case = make_case(13, 37, 0, dtype)
-    logits_RV = case.hidden_RD.double() @ case.lm_head_VD.double().T
-    for num_tokens in (1, 5, 37):
-        found_RB = best_tokens(case.hidden_RD, case.lm_head_VD, num_tokens)
+    case = with_term(make_case(13, 37, 0, dtype))
+    assert case.term is not None
+    plain_RV = case.hidden_RD.double() @ case.lm_head_VD.double().T
+    term_RV = case.term.u_RA.double() @ case.term.b_VA.double().T
+    for num_tokens, term in itertools.product((1, 5, 37), (None, case.term)):
+        logits_RV = plain_RV if term is None else plain_RV + term_RV
+        found_RB = best_tokens(case.hidden_RD, case.lm_head_VD, num_tokens, term=term)
         assert found_RB.dtype == torch.int64
         best = logits_RV.topk(num_tokens, dim=1)
         # Tokens may tie but for rounding.

@@ -17,6 +17,7 @@ from torch import Tensor
 from ratoon_kernels import BackendUnavailableError, list_backends, select_backend
 from ratoon_kernels.token_logprobs import fused, reference
 from ratoon_kernels.token_logprobs.operands import (
+    LowRankTerm,
     Operands,
     SamplingMask,
     Upstream,
@@ -102,6 +103,13 @@ def _mask(operands: Operands) -> SamplingMask:
     return SamplingMask(token_N=token_N.int(), row_N=row_N.int(), first_R1=first_R1)
 
 
+def _term(operands: Operands) -> LowRankTerm:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (len(operands.hidden_RD), 5), (VOCAB, 5)
+    u_RA, b_VA = (torch.randn(size, generator=generator) for size in sizes)
+    return LowRankTerm(u_RA=u_RA, b_VA=b_VA)
+
+
 def _wide(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.double()
 
@@ -109,8 +117,12 @@ def _wide(tensor: Tensor | None) -> Tensor | None:
 def _truth(
     operands: Operands, dlogprob_M: Tensor | None, dentropy_R: Tensor | None
 ) -> list[Tensor]:
+    term = operands.term
+    if term is not None:
+        term = LowRankTerm(u_RA=term.u_RA.double(), b_VA=term.b_VA.double())
     wide = replace(
         operands,
+        term=term,
         hidden_RD=operands.hidden_RD.double(),
         lm_head_VD=operands.lm_head_VD.double(),
         temperature_R=operands.temperature_R.double(),
@@ -123,15 +135,24 @@ def _truth(
         lse_R=lse_R,
         needs_lm_head=True,
     )
-    return [logprob_M, entropy_R, lse_R, *reference.backward(wide, upstream)]
+    dhidden_RD, dlm_head_VD, dterm = reference.backward(wide, upstream)
+    factors = [] if dterm is None else [dterm.u_RA, dterm.b_VA]
+    return [logprob_M, entropy_R, lse_R, dhidden_RD, *factors, dlm_head_VD]
 
 
 @pytest.mark.usefixtures("twins", "poisoned_memory")
 @pytest.mark.parametrize(("chunk_rows", "group_rows"), [(1, 1), (2, 8), (8, 2), (4, 4), (64, 64)])
 @pytest.mark.parametrize("reads", ["both", "logprob", "entropy"])
-@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize(
+    ("has_mask", "has_term"), [(False, False), (True, False), (False, True), (True, True)]
+)
 def test_chunks_and_groups_of_any_size_give_what_the_reference_gives(
-    reads: str, chunk_rows: int, group_rows: int, has_mask: bool, monkeypatch: pytest.MonkeyPatch
+    reads: str,
+    chunk_rows: int,
+    group_rows: int,
+    has_mask: bool,
+    has_term: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fused, "LOGIT_BYTES", chunk_rows * VOCAB * 4)
     monkeypatch.setattr(fused, "DLOGIT_BYTES", group_rows * VOCAB * 4)
@@ -142,6 +163,8 @@ def test_chunks_and_groups_of_any_size_give_what_the_reference_gives(
         operands = replace(operands, hidden_RD=operands.hidden_RD.repeat(1, 2)[:, :12])
         if has_mask:
             operands = replace(operands, mask=_mask(operands))
+        if has_term:
+            operands = replace(operands, term=_term(operands))
         dlogprob_M = None if reads == "entropy" else torch.randn(targets)
         dentropy_R = None if reads == "logprob" else torch.tensor(0.7).expand(rows)
         truth = _truth(operands, dlogprob_M, dentropy_R)
@@ -154,8 +177,10 @@ def test_chunks_and_groups_of_any_size_give_what_the_reference_gives(
                 lse_R=lse_R,
                 needs_lm_head=needs_lm_head,
             )
-            dhidden_RD, dlm_head_VD = fused.backward(operands, upstream)
-            got = [logprob_M, entropy_R, lse_R, dhidden_RD, dlm_head_VD]
+            dhidden_RD, dlm_head_VD, dterm = fused.backward(operands, upstream)
+            assert (dterm is not None) == has_term
+            factors = [] if dterm is None else [dterm.u_RA, dterm.b_VA]
+            got = [logprob_M, entropy_R, lse_R, dhidden_RD, *factors, dlm_head_VD]
             if not needs_lm_head:
                 assert got.pop().shape == (0, 12)
             for value, expected in zip(got, truth, strict=False):
@@ -166,6 +191,7 @@ def test_chunks_and_groups_of_any_size_give_what_the_reference_gives(
 @pytest.mark.usefixtures("twins", "poisoned_memory")
 def test_no_rows_give_empty_results_and_a_zero_gradient_of_the_head() -> None:
     operands = _operands(0, 0)
+    operands = replace(operands, term=_term(operands))
     logprob_M, entropy_R, lse_R = fused.forward(operands)
     assert logprob_M.shape == entropy_R.shape == lse_R.shape == (0,)
     upstream = Upstream(
@@ -175,9 +201,12 @@ def test_no_rows_give_empty_results_and_a_zero_gradient_of_the_head() -> None:
         lse_R=lse_R,
         needs_lm_head=True,
     )
-    dhidden_RD, dlm_head_VD = fused.backward(operands, upstream)
+    dhidden_RD, dlm_head_VD, dterm = fused.backward(operands, upstream)
     assert dhidden_RD.shape == (0, 12)
     assert torch.equal(dlm_head_VD, torch.zeros(VOCAB, 12))
+    assert dterm is not None
+    assert dterm.u_RA.shape == (0, 5)
+    assert torch.equal(dterm.b_VA, torch.zeros(VOCAB, 5))
 
 
 def test_targets_are_sorted_by_row_and_token_and_equal_ones_keep_their_order() -> None:

@@ -21,6 +21,7 @@ from tests.model.packing import Packed
 FULL = FullTuning()
 LORA = LoraTuning(rank=3, alpha=6.0)
 LORA_ATTENTION = dataclasses.replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+LORA_HEADS = dataclasses.replace(LORA, target_modules=("v_proj", "embed_tokens", "lm_head"))
 LORA_EXPERTS = dataclasses.replace(LORA, target_modules=("gate_proj", "up_proj", "down_proj"))
 TINY = PresetBase(name="tiny")
 
@@ -55,6 +56,13 @@ def load(
 
 def hidden_of(model: PolicyModel, packed: Packed) -> Tensor:
     return model.forward_hidden(packed.tokens_T, packed.position_T, packed.layout)
+
+
+def logits_of(model: PolicyModel, packed: Packed) -> Tensor:
+    """Logits [T, V], with what an adapter of the LM head adds."""
+    hidden_TD, head = hidden_of(model, packed), model.lm_head
+    logits_TV, term = hidden_TD @ head.weight_VD.T, head.term(hidden_TD)
+    return logits_TV if term is None else logits_TV + term.u_RA @ term.b_VA.T
 
 
 def least_bytes(model: PolicyModel, packed: Packed) -> int:

@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ratoon.model.attention import ATTENTION_NAME, register_tree_attention
-from ratoon.model.policy_model import PolicyModel
+from ratoon.model.lora import add_adapter
+from ratoon.model.policy_model import PolicyModel, trained_parameters
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon_kernels import token_logprobs
-from ratoon_proto.types import FullTuning
+from ratoon_proto.types import FullTuning, LoraTuning
 from tests.kernels.forests import Forest
 
 DEVICE = torch.device("cuda")
@@ -31,8 +32,9 @@ def make_policy(
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "cuda",
     is_deterministic: bool = False,
+    tuning: LoraTuning | None = None,
 ) -> PolicyModel:
-    """Heads of 128, two of them of keys and values."""
+    """Heads of 128, two of them of keys and values; an adapter has values for B, too."""
     register_tree_attention()
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -51,10 +53,20 @@ def make_policy(
             config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
         )
     spec = ModelSpec(
-        base=PresetBase(name="test"), tuning=FullTuning(), dtype=ModelDtype.BFLOAT16, seed=0
+        base=PresetBase(name="test"),
+        tuning=tuning or FullTuning(),
+        dtype=ModelDtype.BFLOAT16,
+        seed=0,
     )
+    adapter = None
+    if tuning is not None:
+        adapter = add_adapter(module, tuning, 0, "test")
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in trained_parameters(module, adapter).values():
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return PolicyModel(
-        spec=spec, module=module.to(dtype), adapter=None, frozen=None, attention_backend=backend,
+        spec=spec, module=module.to(dtype), adapter=adapter, frozen=None, attention_backend=backend,
         deterministic=is_deterministic, compile_layers=is_compiled,
     )  # fmt: skip
 

@@ -30,9 +30,11 @@ from tests.model.builders import (
     LORA,
     LORA_ATTENTION,
     LORA_EXPERTS,
+    LORA_HEADS,
     TINY,
     hidden_of,
     load,
+    logits_of,
     randomize,
 )
 from tests.model.packing import branching_sequences, pack
@@ -218,11 +220,17 @@ def test_adapter_of_experts_is_the_same_function_to_peft(tmp_path: Path, archite
     assert (ours - base).norm() > 0.1 * base.norm()
 
 
-def test_adapter_export_loads_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "tuning"),
+    [("qwen3_moe", LORA_ATTENTION), *((name, LORA_HEADS) for name in ("qwen3", "llama", "gemma3"))],
+)
+def test_adapter_export_loads_bit_for_bit(
+    tmp_path: Path, architecture: str, tuning: LoraTuning
+) -> None:
     from peft import PeftModel
 
-    folder = write_folder(tmp_path / "base", "qwen3_moe")
-    model = load(folder, tuning=LORA_ATTENTION, dtype=ModelDtype.FLOAT32)
+    folder = write_folder(tmp_path / "base", architecture)
+    model = load(folder, tuning=tuning, dtype=ModelDtype.FLOAT32)
     randomize(model, seed=6)
     names = export(model, tmp_path / "out")
     assert names == ["adapter_config.json", "adapter_model.safetensors"]
@@ -234,12 +242,14 @@ def test_adapter_export_loads_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(parameter, loaded[name]), name
 
     sequence = branching_sequences(0)[0]
-    ours = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
+    ours = logits_of(model, pack([sequence]))
     theirs = adapted(input_ids=torch.tensor([sequence])).logits[0]
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
-@pytest.mark.parametrize(("family", "tuning"), [("qwen3", LORA), ("qwen3_moe", LORA)])
+@pytest.mark.parametrize(
+    ("family", "tuning"), [("qwen3", LORA), ("qwen3_moe", LORA), ("llama", LORA_HEADS)]
+)
 def test_a_merged_adapter_is_the_model_with_it(
     tmp_path: Path, family: str, tuning: LoraTuning
 ) -> None:
@@ -251,12 +261,13 @@ def test_a_merged_adapter_is_the_model_with_it(
     shutil.copytree(folder, tmp_path / "merged")
     merge_adapter(tmp_path / "out", tmp_path / "merged")
     sequence = branching_sequences(0)[0]
-    ours = hidden_of(model, pack([sequence])) @ model.lm_head_VD.T
+    ours = logits_of(model, pack([sequence]))
     merged = cast("Any", reload(tmp_path / "merged"))
     theirs = merged(input_ids=torch.tensor([sequence])).logits[0]
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
     changed = [name for name, value in merged.state_dict().items() if (value != before[name]).any()]
-    assert len(changed) == 2 * (7 if family == "qwen3" else 6), "fused experts count as two"
+    expected = {"qwen3": 2 * 7, "qwen3_moe": 2 * 6, "llama": 2 + 2}
+    assert len(changed) == expected[family], "fused experts count as two"
 
 
 @pytest.mark.parametrize(
@@ -266,6 +277,7 @@ def test_a_merged_adapter_is_the_model_with_it(
         ("qwen3", replace(LORA, use_rslora=True)),
         ("qwen3_moe", replace(LORA, use_rslora=True)),
         ("gpt_oss", LORA_ATTENTION),
+        ("llama", LORA_HEADS),
     ],
 )
 def test_a_merged_version_is_a_whole_model_with_the_adapter(
@@ -289,10 +301,10 @@ def test_a_merged_version_is_a_whole_model_with_the_adapter(
         name: value.shape for name, value in base.items()
     }
     sequence = branching_sequences(0)[0]
-    ours = hidden_of(model, pack([sequence]))
-    theirs = hidden_of(load(tmp_path / "out"), pack([sequence]))
+    ours = logits_of(model, pack([sequence]))
+    theirs = logits_of(load(tmp_path / "out"), pack([sequence]))
     assert (ours - theirs).norm() <= 1e-12 * ours.norm()
-    plain = hidden_of(load(folder), pack([sequence]))
+    plain = logits_of(load(folder), pack([sequence]))
     assert (ours - plain).norm() > 1e-2 * ours.norm()
 
 

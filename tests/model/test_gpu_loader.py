@@ -15,7 +15,7 @@ from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import ModelDtype
 from ratoon.planner.activation_plan import Kept
 from ratoon_proto.types import FullTuning, LoraTuning
-from tests.model.builders import FULL, LORA, hidden_of, load, randomize
+from tests.model.builders import FULL, LORA, LORA_HEADS, hidden_of, load, randomize
 from tests.model.packing import branching_sequences, pack
 from tests.tiny_models import write_folder
 
@@ -39,13 +39,16 @@ def _gradients(model: PolicyModel) -> dict[str, Tensor]:
     return grads
 
 
-@pytest.mark.parametrize(("tuning", "is_merged"), [(FULL, False), (LORA, True)])
+@pytest.mark.parametrize(
+    ("architecture", "tuning", "is_merged"),
+    [("qwen3", FULL, False), ("qwen3", LORA, True), ("llama", LORA_HEADS, True)],
+)
 def test_a_copy_on_the_host_is_of_when_it_was_taken(
-    tmp_path: Path, tuning: FullTuning | LoraTuning, is_merged: bool
+    tmp_path: Path, architecture: str, tuning: FullTuning | LoraTuning, is_merged: bool
 ) -> None:
     """In pinned memory, which is used again. Weights that change behind `settle` wait for it, and
     the host for nothing."""
-    folder = write_folder(tmp_path / "base", "qwen3")
+    folder = write_folder(tmp_path / "base", architecture)
     model = load(folder, tuning=tuning, dtype=ModelDtype.BFLOAT16, device="cuda")
     copy = WeightsCopy(model, is_merged=is_merged)
     for number in range(3):
@@ -73,6 +76,7 @@ def test_a_copy_on_the_host_is_of_when_it_was_taken(
     [
         ("qwen3", ModelDtype.BFLOAT16, FULL, 0.1),
         ("llama", ModelDtype.BFLOAT16, LORA, 0.1),
+        ("llama", ModelDtype.BFLOAT16, LORA_HEADS, 0.1),
         # In bfloat16 a token may go to other experts: no bound.
         ("qwen3_moe", ModelDtype.BFLOAT16, FULL, math.inf),
         ("qwen3_moe", ModelDtype.FLOAT32, FULL, 1e-4),
@@ -89,7 +93,7 @@ def test_a_folder_is_trained_as_the_service_loads_it(
     folder = write_folder(tmp_path / "base", architecture)
     model = load(folder, dtype=dtype, tuning=tuning, compile_layers=True, device="cuda")
     truth = load(folder, dtype=ModelDtype.FLOAT32, tuning=tuning)
-    if tuning is LORA:
+    if isinstance(tuning, LoraTuning):
         # Larger ones make attention so sharp that rounding the weights alone changes a third of it.
         for each in (model, truth):
             randomize(each, seed=3, scale=0.1)

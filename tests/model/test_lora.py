@@ -24,10 +24,12 @@ from tests.model.builders import (
     LORA,
     LORA_ATTENTION,
     LORA_EXPERTS,
+    LORA_HEADS,
     TINY,
     error_of,
-    hidden_of,
     load,
+    logits_of,
+    randomize,
 )
 from tests.model.packing import branching_sequences, pack
 from tests.model.test_experts import CASES, Case, D, F, each_case
@@ -126,11 +128,61 @@ def test_named_targets_are_the_only_ones() -> None:
     assert targets(list(model.named_trainable())) == {"q_proj", "v_proj"}
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3", "qwen3_moe"])
+def test_embedding_and_head_are_adapted_by_name_alone(tmp_path: Path, architecture: str) -> None:
+    """As peft names and shapes them; tied or not, each has factors of its own."""
+    folder = write_folder(tmp_path / "base", architecture)
+    model = load(folder, tuning=LORA_HEADS)
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig(r=3, target_modules=[*LORA_HEADS.target_modules], task_type="CAUSAL_LM")
+    theirs = get_peft_model(stock, config)
+    shapes = {name: p.shape for name, p in theirs.named_parameters() if p.requires_grad}
+    assert {name: p.shape for name, p in model.named_trainable().items()} == shapes
+    assert targets([*shapes]) == {"v_proj", "embed_tokens", "lm_head"}
+    if architecture != "qwen3_moe":
+        assert targets([*load(folder, tuning=LORA).named_trainable()]) == ATTENTION | MLP
+
+
+def test_tied_adapters_warn_nobody(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """The service has them apart on purpose."""
+    load(write_folder(tmp_path / "base", "qwen3"), tuning=LORA_HEADS)
+    assert not [each for each in recwarn if "tie_word_embeddings" in str(each.message)]
+
+
+def test_an_embedding_begins_as_peft_has_it(tmp_path: Path) -> None:
+    """A zero and B normal, of the seed: the gradient of A is the first that is not zero."""
+    folder = write_folder(tmp_path / "base", "llama")
+    first, again, other = (
+        load(folder, tuning=LORA_HEADS, seed=seed).named_trainable() for seed in (1, 1, 2)
+    )
+    stem = "base_model.model.model.embed_tokens.lora_embedding"
+    assert first[f"{stem}_A.default"].count_nonzero() == 0
+    assert 0.5 < first[f"{stem}_B.default"].std() < 1.5
+    assert torch.equal(first[f"{stem}_B.default"], again[f"{stem}_B.default"])
+    assert not torch.equal(first[f"{stem}_B.default"], other[f"{stem}_B.default"])
+
+
+@pytest.mark.parametrize("targets", [("lm_head",), ("embed_tokens",), ("o_proj", "lm_head")])
+def test_an_adapter_of_a_tied_weight_is_not_published_merged(
+    tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    """The weight has two uses, of which the adapter changes one."""
+    tuning = replace(LORA, target_modules=targets)
+    for architecture, is_tied in (("qwen3", True), ("llama", False)):
+        folder = write_folder(tmp_path / architecture, architecture)
+        if not is_tied:
+            load(folder, tuning=tuning, publishes_merged=True)
+            continue
+        error = error_of(lambda f=folder: load(f, tuning=tuning, publishes_merged=True))
+        assert (error.code, error.field) == (ErrorCode.UNSUPPORTED, "spec.publish.merged")
+        load(folder, tuning=tuning)
+        load(folder, tuning=replace(tuning, target_modules=("o_proj",)), publishes_merged=True)
+
+
 @pytest.mark.parametrize(
     ("architecture", "target"),
     [
-        ("qwen3", "lm_head"),
-        ("qwen3", "embed_tokens"),
+        ("qwen3", "norm"),
         ("qwen3", "proj"),
         ("qwen3", "q_norm"),
         ("qwen3_moe", "experts"),
@@ -176,7 +228,14 @@ def test_rank_and_alpha_out_of_range_are_refused(rank: int, alpha: float, field:
 
 
 @pytest.mark.parametrize(
-    ("targets", "most"), [((), 16), (("gate_proj", "up_proj", "down_proj"), 16), (("q_proj",), 16)]
+    ("targets", "most"),
+    [
+        ((), 16),
+        (("gate_proj", "up_proj", "down_proj"), 16),
+        (("q_proj",), 16),
+        (("lm_head",), 16),
+        (("embed_tokens",), 16),
+    ],
 )
 def test_a_rank_goes_up_to_the_smallest_dimension_of_what_is_adapted(
     tmp_path: Path, targets: tuple[str, ...], most: int
@@ -190,10 +249,23 @@ def test_a_rank_goes_up_to_the_smallest_dimension_of_what_is_adapted(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-def test_fresh_adapter_changes_nothing(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize("tuning", [LORA, LORA_HEADS])
+def test_fresh_adapter_changes_nothing(
+    tmp_path: Path, architecture: str, tuning: LoraTuning
+) -> None:
     packed, folder = pack(branching_sequences(0)), write_folder(tmp_path / "base", architecture)
-    plain = hidden_of(load(folder), packed)
-    assert torch.equal(hidden_of(load(folder, tuning=LORA), packed), plain)
+    plain = logits_of(load(folder), packed)
+    assert torch.equal(logits_of(load(folder, tuning=tuning), packed), plain)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3"])
+def test_the_reference_of_an_adapted_head_is_the_base(tmp_path: Path, architecture: str) -> None:
+    packed, folder = pack(branching_sequences(0)), write_folder(tmp_path / "base", architecture)
+    plain, model = logits_of(load(folder), packed), load(folder, tuning=LORA_HEADS)
+    randomize(model, seed=3)
+    assert (logits_of(model, packed) - plain).norm() > 0.1 * plain.norm()
+    with model.reference():
+        assert torch.equal(logits_of(model, packed), plain)
 
 
 def test_factors_of_experts_begin_as_those_of_linear_maps(tmp_path: Path) -> None:

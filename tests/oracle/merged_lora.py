@@ -30,12 +30,13 @@ def merge(model: nn.Module, adapter: FilePath) -> nn.Module:
         found = {
             key.removeprefix(f"base_model.model.{name}."): tensors.pop(key).to(dtype)
             for key in list(tensors)
-            if isinstance(module, nn.Linear) or name.endswith(".experts")
+            if isinstance(module, (nn.Linear, nn.Embedding)) or name.endswith(".experts")
             if key.startswith(f"base_model.model.{name}.")
         }
         if found:
             parent, _, leaf = name.rpartition(".")
             kind = _Linear if isinstance(module, nn.Linear) else _Experts
+            kind = _Embedding if isinstance(module, nn.Embedding) else kind
             setattr(model.get_submodule(parent), leaf, kind(module, found, scale))
     assert not tensors, sorted(tensors)
     return _Adapted(model)
@@ -72,6 +73,21 @@ class _Linear(nn.Module):
         a, b = (cast("Any", factor)["default"].weight for factor in (self.lora_A, self.lora_B))
         weight = cast("Any", self.base_layer).weight + self._scale * (b @ a)
         return functional_call(self.base_layer, {"weight": weight}, (x,))
+
+
+class _Embedding(nn.Module):
+    def __init__(self, base_layer: nn.Module, tensors: dict[str, Tensor], scale: float) -> None:
+        super().__init__()
+        self.base_layer, self._scale = base_layer, scale
+        for factor in ("lora_embedding_A", "lora_embedding_B"):
+            leaf = nn.Parameter(tensors.pop(factor))
+            setattr(self, factor, nn.ParameterDict({"default": leaf}))
+        assert not tensors
+
+    def forward(self, ids: Tensor) -> Tensor:
+        a, b = (cast("Any", f)["default"] for f in (self.lora_embedding_A, self.lora_embedding_B))
+        weight = cast("Any", self.base_layer).weight + self._scale * (b @ a).T
+        return functional_call(self.base_layer, {"weight": weight}, (ids,))
 
 
 class _Experts(nn.Module):

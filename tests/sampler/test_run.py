@@ -26,9 +26,11 @@ from tests.model.builders import (
     LORA,
     LORA_ATTENTION,
     LORA_EXPERTS,
+    LORA_HEADS,
     TINY,
     error_of,
     load,
+    logits_of,
 )
 from tests.model.packing import pack
 from tests.tiny_models import ARCHITECTURES, write_folder
@@ -75,10 +77,8 @@ def forward_logprobs(
     model: PolicyModel, tokens: Sequence[int], temperature: float
 ) -> NDArray[np.float64]:
     """The trainer's packed forward: [T - 1, V], what each token but the last predicts."""
-    packed = pack([[*tokens]])
     with torch.no_grad():
-        hidden = model.forward_hidden(packed.tokens_T, packed.position_T, packed.layout)
-        logits = (hidden @ model.lm_head_VD.T)[:-1] / temperature
+        logits = logits_of(model, pack([[*tokens]]))[:-1] / temperature
         return logits.log_softmax(-1).double().numpy()
 
 
@@ -147,7 +147,14 @@ def test_logprobs_are_the_trainers(architecture: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "tuning"),
-    [("qwen3", LORA), ("qwen3_moe", LORA_EXPERTS), ("qwen3_5", LORA), ("gpt_oss", LORA_ATTENTION)],
+    [
+        ("qwen3", LORA),
+        ("qwen3_moe", LORA_EXPERTS),
+        ("qwen3_5", LORA),
+        ("gpt_oss", LORA_ATTENTION),
+        ("qwen3", LORA_HEADS),
+        ("llama", LORA_HEADS),
+    ],
 )
 def test_logprobs_of_adapters_are_the_trainers(
     architecture: str, tuning: LoraTuning, tmp_path: Path

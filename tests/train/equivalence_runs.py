@@ -89,9 +89,10 @@ class Pair:
     tolerance: float
 
     @property
-    def may_be_zero(self) -> str:
-        """Names that contain it may have zero gradients: LoRA's A while its B is zero."""
-        return "" if self.trainer.version else ".lora_A."
+    def may_be_zero(self) -> tuple[str, ...]:
+        """Names with one of them may have zero gradients: LoRA's A while its B is zero, and an
+        embedding's B while its A is."""
+        return () if self.trainer.version else (".lora_A.", ".lora_embedding_B.")
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the trainer's gradient sums by name."""

@@ -66,6 +66,11 @@ def written(_written: tuple[Trainer, Path], tmp_path: Path) -> tuple[Trainer, Pa
         ("qwen3", FullTuning(), ModelDtype.FLOAT32),
         ("qwen3", FullTuning(), ModelDtype.BFLOAT16),
         ("qwen3", LoraTuning(rank=2, alpha=4.0), ModelDtype.FLOAT32),
+        (
+            "qwen3",
+            LoraTuning(rank=2, alpha=4.0, target_modules=("embed_tokens", "lm_head")),
+            ModelDtype.BFLOAT16,
+        ),
         ("qwen3_moe", LoraTuning(rank=2, alpha=4.0), ModelDtype.BFLOAT16),
     ],
 )

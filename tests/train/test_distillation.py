@@ -126,11 +126,14 @@ def test_paths_that_meet_have_other_targets(pair: Pair) -> None:
     assert max(map(len, targets.values())) > 1
 
 
-def test_lora_is_exact_in_three_steps_of_two_calls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [(), ("v_proj", "embed_tokens", "lm_head")])
+def test_lora_is_exact_in_three_steps_of_two_calls(
+    tmp_path: Path, targets: tuple[str, ...]
+) -> None:
     pair = make_pair(
         write_folder(tmp_path / "base", "qwen3"),
         scratch=tmp_path / "adapter",
-        tuning=LoraTuning(rank=3, alpha=6.0),
+        tuning=LoraTuning(rank=3, alpha=6.0, target_modules=targets),
     )
     for seed in range(3):
         for call, name in enumerate(("reverse", "mixed")):
@@ -290,8 +293,8 @@ def test_a_forward_answers_the_likeliest_tokens(pair: Pair, cut: tuple[int, Cost
     plain = _forward(pair, batch, plan)
     np.testing.assert_array_equal(found.logprobs, plain.logprobs)
     assert plain.teacher is None
-    for places, rows in _distributions(pair, batch):
-        best = rows.topk(7, dim=1)
+    for places, own in _distributions(pair, batch):
+        best = own.topk(7, dim=1)
         np.testing.assert_array_equal(tokens_JK[places], best.indices)
         np.testing.assert_allclose(logprobs_JK[places], best.values, rtol=0, atol=1e-10)
     assert not logprobs_JK[~batch.loss_mask].any()
@@ -305,8 +308,8 @@ def test_a_forward_answers_chosen_tokens(pair: Pair) -> None:
     tokens_JK, logprobs_JK = found.teacher
     assert batch.teacher_tokens is not None
     np.testing.assert_array_equal(tokens_JK, batch.teacher_tokens)
-    for places, rows in _distributions(pair, batch):
-        chosen = rows.gather(1, torch.as_tensor(batch.teacher_tokens[places]).long())
+    for places, own in _distributions(pair, batch):
+        chosen = own.gather(1, torch.as_tensor(batch.teacher_tokens[places]).long())
         np.testing.assert_allclose(logprobs_JK[places], chosen, rtol=0, atol=1e-10)
 
 

@@ -74,6 +74,17 @@ LORA_LATENT = LoraTuning(
     alpha=6.0,
     target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 )
+# The LM head and the embedding, tied or not, alone and beside other maps.
+LORA_HEAD = LoraTuning(rank=3, alpha=6.0, target_modules=("lm_head",))
+LORA_EMBEDDING = LoraTuning(rank=3, alpha=6.0, target_modules=("embed_tokens", "q_proj"))
+LORA_BOTH = LoraTuning(
+    rank=3, alpha=4.0, use_rslora=True, target_modules=("down_proj", "embed_tokens", "lm_head")
+)
+LORA_BOTH_EXPERTS = LoraTuning(
+    rank=3,
+    alpha=6.0,
+    target_modules=("gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"),
+)
 FROZEN_K3 = KlConfig(kind=KlKind.K3, coefficient=0.2, reference=ReferenceKind.FROZEN)
 GRPO = LossConfig(kind=LossKind.GRPO, kl=FROZEN_K3, entropy_coefficient=0.01)
 # Clipping and weight decay change from step to step.
@@ -120,11 +131,19 @@ def test_three_steps_of_full_tuning(tmp_path: Path, architecture: str) -> None:
             *((name, LORA_ATTENTION) for name in ("qwen3_moe", "glm4_moe", "gpt_oss")),
             *((name, LORA_LATENT) for name in ("glm4_moe_lite",)),
             *((name, RSLORA) for name in ("qwen3", "qwen3_moe")),
+            *((name, LORA_HEAD) for name in ("qwen3", "llama")),
+            *((name, LORA_EMBEDDING) for name in ("qwen3", "llama", "gemma3")),
+            *((name, LORA_BOTH) for name in ("qwen3", "llama", "gemma3", "qwen3_5")),
+            ("qwen3_moe", LORA_BOTH_EXPERTS),
         ),
         now=(
             ("qwen3_moe", LORA),
             ("glm4_moe_lite", LORA_LATENT),
             ("qwen3", RSLORA),
+            ("qwen3", LORA_HEAD),
+            ("llama", LORA_BOTH),
+            ("gemma3", LORA_BOTH),
+            ("qwen3_moe", LORA_BOTH_EXPERTS),
         ),
     ),
 )

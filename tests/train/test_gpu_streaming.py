@@ -15,6 +15,7 @@ from ratoon.planner.activation_plan import Kept, peak_bytes
 from ratoon.planner.stage_plan import least_plan, plan_forward
 from ratoon.planner.waves import peak_tokens
 from ratoon.rollout.packed import PackedBatch, Stage
+from ratoon_proto.types import LoraTuning
 from tests.model.gpu_policies import DEVICE, make_policy
 from tests.rollout.stages import held_tokens
 from tests.train.gpu_streams import cut_stages, make_batch, pack_batch, stream_gradients
@@ -49,6 +50,27 @@ def test_streamed_gradients_are_as_near_to_float32_as_packed_ones() -> None:
             found = stream_gradients(policy, packed, stages, is_of_rows=is_of_rows)
             error = _error(found, truth)
             assert 0 < error <= 1.25 * at_once, (kept, is_of_rows, error, at_once)
+
+
+def test_adapters_of_head_and_embedding_are_as_near_to_float32_streamed_as_packed() -> None:
+    """By the fused head in one pass and in two, and the same bits each time."""
+    targets = ("q_proj", "embed_tokens", "lm_head")
+    tuning = LoraTuning(rank=16, alpha=16.0, target_modules=targets)
+    packed = pack_batch(make_batch(700, 8, 150))
+    stages = cut_stages(packed, wave=2)
+    exact = make_policy(is_compiled=False, dtype=torch.float32, backend="reference", tuning=tuning)
+    truth = stream_gradients(exact, packed, ())
+    assert truth
+    assert all(gradient.any() for gradient in truth.values())
+    policy = make_policy(is_compiled=True, is_deterministic=True, tuning=tuning)
+    at_once = _error(stream_gradients(policy, packed, ()), truth)
+    for is_of_rows in (True, False):
+        found = stream_gradients(policy, packed, stages, is_of_rows=is_of_rows)
+        assert found.keys() == truth.keys()
+        error = _error(found, truth)
+        assert 0 < error <= 1.25 * at_once, (is_of_rows, error, at_once)
+        again = stream_gradients(policy, packed, stages, is_of_rows=is_of_rows)
+        assert all(torch.equal(again[name], gradient) for name, gradient in found.items())
 
 
 def test_a_streamed_peak_is_as_predicted_and_leaves_nothing() -> None:

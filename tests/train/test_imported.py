@@ -24,7 +24,7 @@ from ratoon.model.spec import FolderBase, ModelDtype, PresetBase
 from ratoon.train.spec import OptimizerStates
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import LoraTuning
-from tests.model.builders import hidden_of
+from tests.model.builders import hidden_of, logits_of
 from tests.model.packing import pack
 from tests.oracle import hf
 from tests.tiny_models import ARCHITECTURES, write_folder
@@ -539,6 +539,7 @@ def adapted(base: FolderBase, tmp_path_factory: pytest.TempPathFactory) -> tuple
         (_config(use_dora=True), "adapter_config.json: use_dora: got True"),
         (_config(bias="all"), "bias"),
         (_config(modules_to_save=["lm_head"]), "modules_to_save"),
+        (_config(ensure_weight_tying=True), "ensure_weight_tying"),
         (_config(alora_invocation_tokens=[1]), "alora_invocation_tokens"),
         (_config(peft_type="ADALORA"), "peft_type"),
         (_config(init_lora_weights="pissa"), "init_lora_weights"),
@@ -592,7 +593,7 @@ def _of_peft(base: FolderBase, folder: Path, **fields: Any) -> Path:
         config = LoraConfig(task_type="CAUSAL_LM", **fields)
         made = get_peft_model(stock, config)
         for name, parameter in made.named_parameters():
-            if ".lora_B." in name:
+            if ".lora_B." in name or ".lora_embedding_A." in name:
                 torch.nn.init.normal_(parameter, std=0.3)
     made.save_pretrained(str(folder))
     return folder
@@ -630,6 +631,41 @@ def test_an_adapter_of_peft_on_a_part_of_the_linear_maps_is_the_same_function(
     update(trainer, 1)
     changed = {name for name, p in found.items() if not torch.equal(p, before[name])}
     assert {name for name in found if ".lora_B." in name} <= changed
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_an_adapter_of_peft_on_embedding_and_head_is_the_same_function(
+    tmp_path: Path, architecture: str
+) -> None:
+    """peft saves the base's two beside it, which must be the policy's."""
+    base = FolderBase(folder=str(write_folder(tmp_path / "base", architecture)))
+    targets = ("q_proj", "embed_tokens", "lm_head")
+    folder = _of_peft(base, tmp_path / "theirs", target_modules=[*targets])
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    of_base = {name for name in tensors if name.endswith(".base_layer.weight")}
+    assert len(of_base) == 2
+    trainer = make_trainer(base, tuning=replace(LORA, target_modules=targets))
+    update(trainer, 0)
+    take(trainer, folder)
+    sequence, model = [3, 1, 4, 1, 5, 9, 2, 6], trainer.model
+    ours_TV = logits_of(model, pack([sequence]))
+    theirs = hf.with_adapter(hf.load(Path(base.folder), dtype=torch.float64), folder)
+    with hf.double_names():
+        logits_TV = theirs.double().eval()(input_ids=torch.tensor([sequence])).logits[0]
+    assert (ours_TV - logits_TV).norm() <= 1e-10 * logits_TV.norm()
+    digest = trainer.state_digest()
+    save_file({name: v for name, v in tensors.items() if name not in of_base}, path)
+    take(trainer, folder)
+    assert trainer.state_digest() == digest
+    for name in of_base:
+        for other in (tensors[name] + 1e-3, tensors[name][1:].contiguous()):
+            save_file(tensors | {name: other}, path)
+            with pytest.raises(RatoonError) as refused:
+                take(trainer, folder)
+            assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+            assert name in str(refused.value.field)
+    assert trainer.state_digest() == digest
 
 
 def test_a_delta_of_a_part_leaves_the_others(base: FolderBase, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ from tests.train.trainer_runs import (
 from tests.work_units import rows
 
 _LORA = LoraTuning(rank=2, alpha=4.0)
+_HEADS = ("q_proj", "embed_tokens", "lm_head")
 
 
 @pytest.mark.parametrize(
@@ -110,20 +111,22 @@ def test_weights_are_sharded_between_neighbours_alone(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "shard"),
+    ("architecture", "shard", "targets"),
     [
-        ("qwen3", Shard.GRADIENTS),
-        ("qwen3_moe", Shard.STATES),
-        pytest.param("qwen3_moe", Shard.GRADIENTS, marks=pytest.mark.more),
-        pytest.param("qwen3_moe", Shard.WEIGHTS, marks=pytest.mark.more),
+        ("qwen3", Shard.GRADIENTS, ()),
+        ("qwen3_moe", Shard.STATES, ()),
+        ("qwen3", Shard.GRADIENTS, _HEADS),
+        pytest.param("qwen3_moe", Shard.GRADIENTS, (), marks=pytest.mark.more),
+        pytest.param("qwen3_moe", Shard.WEIGHTS, (), marks=pytest.mark.more),
+        pytest.param("llama", Shard.WEIGHTS, _HEADS, marks=pytest.mark.more),
     ],
 )
 def test_three_updates_of_an_adapter_are_those_of_one_rank(
-    tmp_path: Path, architecture: str, shard: Shard
+    tmp_path: Path, architecture: str, shard: Shard, targets: tuple[str, ...]
 ) -> None:
     """Asked for by name, its gradients are sharded as any; left to choose, only states are."""
     base = FolderBase(folder=str(write_folder(tmp_path / "base", architecture)))
-    alone = alone_of(base, tuning=_LORA)
+    alone = alone_of(base, tuning=replace(_LORA, target_modules=targets))
     with ranked(alone.spec, 2, 100, shard) as (two, _):
         for seed in range(3):
             update_over(alone, seed)

@@ -34,6 +34,7 @@ from ratoon_proto.types import (
     SharedTokens,
     StepReport,
 )
+from tests.model.builders import randomize
 from tests.plans import make_plan
 from tests.tiny_models import write_folder
 from tests.train.equivalence_runs import EAGER
@@ -105,12 +106,17 @@ def test_gradients_have_the_bits_of_two_phases(
         assert getattr(report, name) == pytest.approx(getattr(expected_report, name)), name
 
 
+@pytest.mark.parametrize(
+    "targets", [("q_proj", "down_proj"), ("q_proj", "embed_tokens", "lm_head"), ("lm_head",)]
+)
 def test_an_adapter_has_the_bits_of_two_phases(
-    base: FolderBase, monkeypatch: pytest.MonkeyPatch
+    base: FolderBase, monkeypatch: pytest.MonkeyPatch, targets: tuple[str, ...]
 ) -> None:
-    """The head is frozen: nothing of it is differentiated."""
-    tuning = LoraTuning(rank=2, alpha=4, target_modules=("q_proj", "down_proj"))
+    """The head is frozen: nothing of its weight is differentiated."""
+    tuning = LoraTuning(rank=2, alpha=4, target_modules=targets)
     trainer = make_trainer(base, tokens=WHOLE, tuning=tuning)
+    _few_rows_a_chunk(monkeypatch, trainer)
+    randomize(trainer.model, 1)
     batch = make_batch(5)
     loss = make_loss(batch)
     found, _ = _run(trainer, batch, loss, WHOLE)

@@ -206,7 +206,14 @@ def test_tokens_that_are_not_trained_are_answered_over_the_whole_vocabulary(pair
     assert np.abs(answers.answers_2J[0] - expected)[is_asked].max() < 1e-10
 
 
-@pytest.mark.parametrize("tuning", [None, LoraTuning(rank=3, alpha=6.0)])
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        None,
+        LoraTuning(rank=3, alpha=6.0),
+        LoraTuning(rank=3, alpha=6.0, target_modules=("o_proj", "embed_tokens", "lm_head")),
+    ],
+)
 def test_three_steps_of_windows_of_several_calls(tmp_path: Path, tuning: LoraTuning | None) -> None:
     """Whose reference, of an adapter the base, is over what is kept too."""
     folder = write_folder(tmp_path / "base", "qwen3")

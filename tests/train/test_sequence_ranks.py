@@ -152,8 +152,9 @@ def test_models_of_other_heads_and_with_experts(
         _assert_same_updates(alone, many, size, KINDS[:2], kl=FROZEN)
 
 
-def test_adapters_and_groups_of_two_among_four(base: FolderBase) -> None:
-    alone = make_trainer(base, tuning=LoraTuning(rank=2, alpha=4.0))
+@pytest.mark.parametrize("targets", [(), ("q_proj", "embed_tokens", "lm_head"), ("lm_head",)])
+def test_adapters_and_groups_of_two_among_four(base: FolderBase, targets: tuple[str, ...]) -> None:
+    alone = make_trainer(base, tuning=LoraTuning(rank=2, alpha=4.0, target_modules=targets))
     with ranked(alone.spec, 4) as (four, _):
         _assert_same_updates(alone, four, 2, KINDS[:2], num_groups=2, kl=FROZEN)
 

@@ -147,16 +147,29 @@ def test_architectures_are_exact(tmp_path: Path, architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "use_rslora"),
-    [("qwen3", False), ("qwen3_moe", False), ("qwen3_5", False), ("qwen3_moe", True)],
+    ("architecture", "use_rslora", "targets"),
+    [
+        ("qwen3", False, ()),
+        ("qwen3_moe", False, ()),
+        ("qwen3_5", False, ()),
+        ("qwen3_moe", True, ()),
+        ("llama", False, ("q_proj", "embed_tokens", "lm_head")),
+        ("qwen3", False, ("lm_head",)),
+    ],
 )
-def test_lora_is_exact(tmp_path: Path, architecture: str, use_rslora: bool) -> None:
-    pair = make_pair(
-        write_folder(tmp_path / "base", architecture),
-        scratch=tmp_path / "adapter",
-        tuning=LoraTuning(rank=3, alpha=6.0, use_rslora=use_rslora),
-    )
+def test_lora_is_exact(
+    tmp_path: Path, architecture: str, use_rslora: bool, targets: tuple[str, ...]
+) -> None:
+    tuning = LoraTuning(rank=3, alpha=6.0, use_rslora=use_rslora, target_modules=targets)
+    folder = write_folder(tmp_path / "base", architecture)
+    pair = make_pair(folder, scratch=tmp_path / "adapter", tuning=tuning)
     _check(pair, random_batch_near(pair, 4), GRPO, budget=14)
+    if targets:
+        # B is zero before the first step.
+        check_step(pair, OptimStepConfig(learning_rate=1e-2), divide_by="sequences")
+        for seed, request in enumerate((GRPO, LOSSES["gspo"], LOSSES["frozen reference"])):
+            _check(pair, random_batch_near(pair, 5 + seed), request, budget=14)
+            pair.discard()
 
 
 def test_float32_is_as_exact_as_packed(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ KINDS = {
     "dense": ("qwen3", ModelDtype.FLOAT32, ()),
     "dense_bf16": ("qwen3", ModelDtype.BFLOAT16, ("q_proj", "v_proj", "down_proj")),
     "experts": ("qwen3_moe", ModelDtype.FLOAT32, ()),
+    "heads": ("qwen3", ModelDtype.FLOAT32, ("q_proj", "embed_tokens", "lm_head")),
 }
 SEEDS = (1, 2, 3)
 # What each operation leaves: its name and result, the digest of the state, that of open sums.
@@ -105,7 +106,7 @@ def alone(spec: TrainerSpec, folder: Path) -> Trace:
 
 
 @pytest.mark.parametrize(
-    "kind", ["dense", pytest.param("dense_bf16", marks=pytest.mark.more), "experts"]
+    "kind", ["dense", pytest.param("dense_bf16", marks=pytest.mark.more), "experts", "heads"]
 )
 def test_tenants_in_any_order_have_the_bits_that_they_have_alone(kind: str, tmp_path: Path) -> None:
     """One comes while others' windows are open; the first, whose model it was, goes first."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,18 @@ def test_geometry_is_read_off_the_model(base: FolderBase) -> None:
     assert lora.trained_layer_parameters == trainer.info().num_trainable_parameters
     assert lora.layer_parameters == full.layer_parameters + lora.trained_layer_parameters
     assert not lora.head_is_trained
+    targets = ("q_proj", "embed_tokens", "lm_head")
+    tuning = LoraTuning(rank=2, alpha=4.0, target_modules=targets)
+    heads = flops.geometry(make_trainer(base, tuning=tuning).model)
+    # A of the embedding is looked up; what the head's adapter has runs with its rows alone.
+    of_layers = 2 * 2 * (16 + 32) + 2 * 16
+    assert heads.trained_layer_parameters == of_layers
+    assert heads.layer_parameters == full.layer_parameters + of_layers
+    assert heads.head_adapter_parameters == 2 * (16 + 64)
+    work = flops.Work(tokens=0, rows=10, pairs=0)
+    frozen = replace(heads, head_adapter_size=0)
+    for count, per_weight in ((flops.training_flops, 6), (flops.forward_flops, 2)):
+        assert count(heads, work) - count(frozen, work) == per_weight * 2 * (16 + 64) * 10
 
 
 def test_logical_work_is_replicated_and_not_causal(base: FolderBase) -> None:

@@ -20,7 +20,11 @@ from ratoon_kernels.registry import BackendStatus, list_backends, max_tokens, se
 from ratoon_kernels.tiles import Span
 from ratoon_kernels.token_logprobs.best import best_tokens
 from ratoon_kernels.token_logprobs.op import token_logprobs, token_logprobs_forward_backward
-from ratoon_kernels.token_logprobs.operands import DifferentiatedLogprobs, SamplingMask
+from ratoon_kernels.token_logprobs.operands import (
+    DifferentiatedLogprobs,
+    LowRankTerm,
+    SamplingMask,
+)
 from ratoon_kernels.tree_attention.merging import merge_partials, sink_gradient, with_sink
 from ratoon_kernels.tree_attention.op import (
     tree_attention,
@@ -34,6 +38,7 @@ __all__ = [
     "DifferentiatedLogprobs",
     "Handover",
     "KernelArgumentError",
+    "LowRankTerm",
     "SamplingMask",
     "Span",
     "TreeLayout",

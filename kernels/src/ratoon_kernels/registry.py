@@ -120,8 +120,9 @@ class TokenLogprobsBackend(Backend, Protocol):
 
     def backward(
         self, operands: logprobs.Operands, upstream: logprobs.Upstream, /
-    ) -> tuple[Tensor, Tensor]:
-        """Returns dhidden_RD and dlm_head_VD, the latter without rows where not asked for."""
+    ) -> tuple[Tensor, Tensor, logprobs.LowRankTerm | None]:
+        """Returns dhidden_RD, dlm_head_VD, without rows where not asked for, and the gradient of
+        the term, if there is one."""
         ...
 
     def forward_backward(

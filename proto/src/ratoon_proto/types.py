@@ -602,7 +602,8 @@ class LoraTuning:
     target_modules: tuple[str, ...] = ()
     """The projections to adapt. Default, and what `all-linear` alone means: every linear projection
     of attention and MLP. An expert has factors of its own for each of gate_proj, up_proj and
-    down_proj, which are named together or not at all.
+    down_proj, which are named together or not at all. embed_tokens and lm_head are adapted only by
+    name.
     """
     use_rslora: bool = False
     """Whether what the adapters add is multiplied by alpha / sqrt(rank) instead (rsLoRA, arXiv

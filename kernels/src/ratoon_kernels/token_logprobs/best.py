@@ -9,16 +9,20 @@ from torch import Tensor
 from ratoon_kernels.errors import KernelArgumentError
 from ratoon_kernels.precision import accumulation_dtype
 from ratoon_kernels.token_logprobs import fused, reference
+from ratoon_kernels.token_logprobs.operands import LowRankTerm
 
 
 @torch.no_grad()
-def best_tokens(hidden_RD: Tensor, lm_head_VD: Tensor, num_tokens: int) -> Tensor:
+def best_tokens(
+    hidden_RD: Tensor, lm_head_VD: Tensor, num_tokens: int, *, term: LowRankTerm | None = None
+) -> Tensor:
     """Returns the likeliest tokens under softmax(hidden @ lm_head^T), without [R, V] logits.
 
     Args:
         hidden_RD: Hidden states of R predicting rows; bf16, fp16, fp32 or fp64.
         lm_head_VD: Weight of the LM head, same dtype and device.
         num_tokens: B, from 1 to V.
+        term: What is added to the logits, as `token_logprobs` takes it; None: nothing.
 
     Returns:
         int64 ids [R, B], the likeliest first.
@@ -39,5 +43,8 @@ def best_tokens(hidden_RD: Tensor, lm_head_VD: Tensor, num_tokens: int) -> Tenso
             logits_CV = torch.mm(hidden_RD[rows].to(dtype), head_DV)
         else:
             logits_CV = torch.mm(hidden_RD[rows], head_DV, out_dtype=dtype)
+        if term is not None:
+            u_CA, b_VA = (factor.to(dtype) for factor in (term.u_RA[rows], term.b_VA))
+            logits_CV.addmm_(u_CA, b_VA.T)
         best_RB[rows] = logits_CV.topk(num_tokens, dim=1).indices
     return best_RB

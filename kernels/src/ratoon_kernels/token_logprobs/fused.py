@@ -13,13 +13,14 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
 from ratoon_kernels.token_logprobs.operands import (
     DifferentiatedLogprobs,
+    LowRankTerm,
     Operands,
     SeedsOfRows,
     SortedTargets,
@@ -78,19 +79,18 @@ def forward(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
         buffer_CV = _row_buffer(hidden_RD, min(chunk_rows, num_rows), vocab_size, torch.float32)
         for rows in spans(0, num_rows, chunk_rows):
             logits_CV = buffer_CV[: rows.stop - rows.start]
-            _multiply(hidden_RD[rows], head_VD.T, logits_CV)
-            operands.mask_logits(rows, logits_CV)
+            _write_logits(operands, rows, logits_CV)
             reduction.add(rows, logits_CV)
     return reduction.logprob_M, reduction.entropy_R, reduction.lse_R
 
 
-def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
-    """Returns dhidden_RD and dlm_head_VD in the dtype of the hidden states.
+def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, LowRankTerm | None]:
+    """Returns dhidden_RD, dlm_head_VD and the gradient of the term in the hidden states' dtype.
 
-    The second has no rows where the gradient of the LM head is not asked for; where it is, it is
-    accumulated in fp32 over all rows and rounded once.
+    The second has no rows where the gradient of the LM head is not asked for. Where it is, it is
+    accumulated in fp32 over all rows and rounded once, as that of the term's tokens is.
     """
-    hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
+    hidden_RD = operands.hidden_RD
     dlogprob_M, dentropy_R = upstream.dlogprob_M, upstream.dentropy_R
     with torch.cuda.device_of(hidden_RD):
         targets = sort_targets(operands)
@@ -99,21 +99,17 @@ def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
         seeds = _sort_seeds(targets, dlogprob_M, dentropy_R)
 
         def write(rows: slice, logits_CV: Tensor, dlogits_CV: Tensor) -> None:
-            _multiply(hidden_RD[rows], head_VD.T, logits_CV)
-            operands.mask_logits(rows, logits_CV)
+            _write_logits(operands, rows, logits_CV)
             gradient.write(rows, seeds, logits_CV, dlogits_CV)
 
-        dhidden_RD, dhead_VD = _add_groups(
-            operands, write, scale, needs_lm_head=upstream.needs_lm_head
-        )
-        return dhidden_RD, _rounded(dhead_VD, operands, scale)
+        return _add_groups(operands, write, scale, needs_lm_head=upstream.needs_lm_head)
 
 
 def forward_backward(
     operands: Operands, seeds_of: SeedsOfRows, *, needs_lm_head: bool
 ) -> DifferentiatedLogprobs:
     """Returns what both give, in the same bits; the gradient is made of the forward's logits."""
-    hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
+    hidden_RD = operands.hidden_RD
     with torch.cuda.device_of(hidden_RD):
         targets = sort_targets(operands)
         reduction = _Reduction.of(operands, targets)
@@ -121,19 +117,20 @@ def forward_backward(
         gradient = _LogitGradient.of(operands, targets, scale, reduction.entropy_R, reduction.lse_R)
 
         def write(rows: slice, logits_CV: Tensor, dlogits_CV: Tensor) -> None:
-            _multiply(hidden_RD[rows], head_VD.T, logits_CV)
-            operands.mask_logits(rows, logits_CV)
+            _write_logits(operands, rows, logits_CV)
             reduction.add(rows, logits_CV)
             seeds = _sort_seeds(targets, *seeds_of(rows, reduction.logprob_M, reduction.entropy_R))
             gradient.write(rows, seeds, logits_CV, dlogits_CV)
 
-        dhidden_RD, dhead_VD = _add_groups(operands, write, scale, needs_lm_head=needs_lm_head)
-        dlm_head_VD = _rounded(dhead_VD, operands, scale)
+        dhidden_RD, dlm_head_VD, dterm = _add_groups(
+            operands, write, scale, needs_lm_head=needs_lm_head
+        )
     return DifferentiatedLogprobs(
         logprob_M=reduction.logprob_M,
         entropy_R=reduction.entropy_R,
         dhidden_RD=dhidden_RD,
         dlm_head_VD=dlm_head_VD,
+        dterm=dterm,
     )
 
 
@@ -311,11 +308,64 @@ class _LogitGradient:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FactorGradients:
+    """Gradients of the factors of one product x w^T in the logits: of K features.
+
+    Attributes:
+        x_RK: Factor of the rows.
+        w_VK: Factor of the tokens, in the same dtype.
+        dx_GK: Room for the gradient of a group's rows, in fp32.
+        dx_RK: Gradient of the rows, in their dtype.
+        dw_VK: fp32 sum over rows, still scaled; without rows where it is not asked for.
+    """
+
+    x_RK: Tensor
+    w_VK: Tensor
+    dx_GK: Tensor
+    dx_RK: Tensor
+    dw_VK: Tensor
+
+    @classmethod
+    def of(cls, x_RK: Tensor, w_VK: Tensor, group_size: int, *, needs_w: bool) -> Self:
+        """Returns them empty, or zero where there are no rows."""
+        num_features = x_RK.shape[1]
+        dw_VK = w_VK.new_empty((len(w_VK) if needs_w else 0, num_features), dtype=torch.float32)
+        return cls(
+            x_RK=x_RK,
+            w_VK=w_VK,
+            dx_GK=x_RK.new_empty((group_size, num_features), dtype=torch.float32),
+            dx_RK=x_RK.new_empty(x_RK.shape),
+            dw_VK=dw_VK if len(x_RK) else dw_VK.zero_(),
+        )
+
+    def add(self, group: slice, dlogits_GV: Tensor, scale: Tensor) -> None:
+        """Adds those of a group's rows, groups in order."""
+        # Through fp32, because products rounded to 16 bits may be made of partial sums that are.
+        dx_GK = self.dx_GK[: len(dlogits_GV)]
+        _multiply(dlogits_GV, self.w_VK, dx_GK)
+        _round(dx_GK, scale, self.dx_RK[group])
+        if len(self.dw_VK):
+            _multiply(dlogits_GV.T, self.x_RK[group], self.dw_VK, adds=group.start > 0)
+
+
 def _add_groups(
     operands: Operands, write: _WriteGradient, scale: Tensor, *, needs_lm_head: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns dhidden_RD, and that of the head in fp32 still multiplied by `scale`."""
-    hidden_RD, head_VD = operands.hidden_RD, operands.lm_head_VD
+) -> tuple[Tensor, Tensor, LowRankTerm | None]:
+    """Returns dhidden_RD, dlm_head_VD and the gradient of the term."""
+    sums = _sum_groups(operands, write, scale, needs_lm_head=needs_lm_head)
+    # The buffers of all rows are gone by now.
+    gradients = [(dx_RK, _rounded(dw_VK, dx_RK, scale)) for dx_RK, dw_VK in sums]
+    terms = [LowRankTerm(u_RA=du_RA, b_VA=db_VA) for du_RA, db_VA in gradients[1:]]
+    return *gradients[0], terms[0] if terms else None
+
+
+def _sum_groups(
+    operands: Operands, write: _WriteGradient, scale: Tensor, *, needs_lm_head: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns the gradients of each product's factors, of the head and of the term, if any: that of
+    the rows, and in fp32 that of the tokens, still multiplied by `scale`."""
+    hidden_RD, head_VD, term = operands.hidden_RD, operands.lm_head_VD, operands.term
     num_rows, vocab_size = len(hidden_RD), len(head_VD)
     chunk_rows = rows_within(LOGIT_BYTES, vocab_size, torch.float32)
     group_rows = rows_within(DLOGIT_BYTES, vocab_size, hidden_RD.dtype)
@@ -324,31 +374,24 @@ def _add_groups(
     group_size, chunk_size = min(group_rows, num_rows), min(chunk_rows, group_rows, num_rows)
     logits_CV = _row_buffer(hidden_RD, chunk_size, vocab_size, torch.float32)
     dlogits_GV = _row_buffer(hidden_RD, group_size, vocab_size, hidden_RD.dtype)
-    dhidden_GD = hidden_RD.new_empty((group_size, hidden_RD.shape[1]), dtype=torch.float32)
-    dhidden_RD = hidden_RD.new_empty(hidden_RD.shape)
-    head_rows = vocab_size if needs_lm_head else 0
-    dhead_VD = head_VD.new_empty((head_rows, head_VD.shape[1]), dtype=torch.float32)
-    if not num_rows:
-        dhead_VD.zero_()
+    factors = [_FactorGradients.of(hidden_RD, head_VD, group_size, needs_w=needs_lm_head)]
+    if term is not None:
+        factors.append(_FactorGradients.of(term.u_RA, term.b_VA, group_size, needs_w=True))
     for group in spans(0, num_rows, group_rows):
         size = group.stop - group.start
         for rows in spans(group.start, group.stop, chunk_rows):
             dlogits_CV = dlogits_GV[rows.start - group.start : rows.stop - group.start]
             write(rows, logits_CV[: rows.stop - rows.start], dlogits_CV)
-        # Through fp32, because products rounded to 16 bits may be made of partial sums that are.
-        _multiply(dlogits_GV[:size], head_VD, dhidden_GD[:size])
-        _round(dhidden_GD[:size], scale, dhidden_RD[group])
-        if needs_lm_head:
-            is_first = group.start == 0
-            _multiply(dlogits_GV[:size].T, hidden_RD[group], dhead_VD, adds=not is_first)
-    return dhidden_RD, dhead_VD
+        for each in factors:
+            each.add(group, dlogits_GV[:size], scale)
+    return [(each.dx_RK, each.dw_VK) for each in factors]
 
 
-def _rounded(dhead_VD: Tensor, operands: Operands, scale: Tensor) -> Tensor:
-    """Returns the head's gradient in its dtype; the buffers of all rows are gone by now."""
-    dlm_head_VD = dhead_VD.new_empty(dhead_VD.shape, dtype=operands.lm_head_VD.dtype)
-    _round(dhead_VD, scale, dlm_head_VD)
-    return dlm_head_VD
+def _rounded(dw_VK: Tensor, like: Tensor, scale: Tensor) -> Tensor:
+    """Returns a gradient without its scale, in the dtype of `like`."""
+    rounded_VK = dw_VK.new_empty(dw_VK.shape, dtype=like.dtype)
+    _round(dw_VK, scale, rounded_VK)
+    return rounded_VK
 
 
 def _round(gradient: Tensor, scale: Tensor, out: Tensor) -> None:
@@ -358,6 +401,17 @@ def _round(gradient: Tensor, scale: Tensor, out: Tensor) -> None:
     else:
         # The scale is 1, and a copy is several times faster than a product that changes the dtype.
         out.copy_(gradient)
+
+
+def _write_logits(operands: Operands, rows: slice, logits_CV: Tensor) -> None:
+    """Writes the logits of some rows, of the tokens that they keep."""
+    term = operands.term
+    if term is not None:
+        # First, so that the large product adds while it computes, and nothing else reads the term.
+        _multiply(term.u_RA[rows], term.b_VA.T, logits_CV)
+    hidden_CD, head_VD = operands.hidden_RD[rows], operands.lm_head_VD
+    _multiply(hidden_CD, head_VD.T, logits_CV, adds=term is not None)
+    operands.mask_logits(rows, logits_CV)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:

@@ -16,6 +16,7 @@ from ratoon_kernels.precision import accumulation_dtype
 from ratoon_kernels.registry import TOKEN_LOGPROBS, TOKEN_LOGPROBS_BACKENDS, select_backend
 from ratoon_kernels.token_logprobs.operands import (
     DifferentiatedLogprobs,
+    LowRankTerm,
     Operands,
     SamplingMask,
     SeedsOfRows,
@@ -33,12 +34,14 @@ def token_logprobs(
     temperature_R: Tensor,
     *,
     mask: SamplingMask | None = None,
+    term: LowRankTerm | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of tokens under softmax(hidden @ lm_head^T / temperature), without [R, V] logits.
 
-    Differentiable in the hidden states and the LM head, through both results. The softmax of a row
-    with a sampling mask is over the tokens that it keeps, as are its entropy and its gradients.
+    Differentiable in the hidden states, the LM head and the term, through both results. The softmax
+    of a row with a sampling mask is over the tokens that it keeps, as are its entropy and its
+    gradients.
 
     Args:
         hidden_RD: Hidden states of R predicting rows; bf16, fp16, fp32 or fp64.
@@ -47,6 +50,7 @@ def token_logprobs(
         row_of_target_M: int64; the row in [0, R) that predicts each target. A row may serve many.
         temperature_R: fp32 or fp64; the positive divisor of each row's logits.
         mask: Kept tokens of rows, among them the row's targets; None: every row keeps all.
+        term: What is added to hidden @ lm_head^T before the temperature; None: nothing.
         backend: A backend's name, or None for the best one available.
 
     Returns:
@@ -58,14 +62,15 @@ def token_logprobs(
             the CPU only; on a GPU a wrong index fails in the device's own check.
         BackendUnavailableError: The backend asked for cannot serve the call.
     """
-    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, mask)
+    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, mask, term)
     name = select_backend(
         TOKEN_LOGPROBS, backend, hidden_RD.device, hidden_RD.dtype, hidden_RD.shape[-1]
     )
     temperature_R = temperature_R.to(accumulation_dtype(hidden_RD.dtype))
-    kept = () if mask is None else (mask.token_N, mask.row_N, mask.first_R1)
+    kept = (None,) * 3 if mask is None else (mask.token_N, mask.row_N, mask.first_R1)
+    factors = (None,) * 2 if term is None else (term.u_RA, term.b_VA)
     logprob_M, entropy_R, _ = _forward(
-        hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, name, *kept
+        hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, name, *kept, *factors
     )
     return logprob_M, entropy_R
 
@@ -81,6 +86,8 @@ def _forward(
     kept_token_N: Tensor | None = None,
     kept_row_N: Tensor | None = None,
     kept_first_R1: Tensor | None = None,
+    u_RA: Tensor | None = None,
+    b_VA: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = Operands(
         hidden_RD=hidden_RD,
@@ -89,6 +96,7 @@ def _forward(
         row_of_target_M=row_of_target_M,
         temperature_R=temperature_R,
         mask=_mask(kept_token_N, kept_row_N, kept_first_R1),
+        term=_term(u_RA, b_VA),
     )
     check_values(operands)
     return TOKEN_LOGPROBS_BACKENDS[backend].forward(operands)
@@ -101,6 +109,11 @@ def _mask(
     if token_N is None or row_N is None or first_R1 is None:
         return None
     return SamplingMask(token_N=token_N, row_N=row_N, first_R1=first_R1)
+
+
+def _term(u_RA: Tensor | None, b_VA: Tensor | None) -> LowRankTerm | None:
+    """The term whose tensors a custom op takes one by one."""
+    return None if u_RA is None or b_VA is None else LowRankTerm(u_RA=u_RA, b_VA=b_VA)
 
 
 @_forward.register_fake
@@ -130,7 +143,9 @@ def _backward(
     kept_token_N: Tensor | None = None,
     kept_row_N: Tensor | None = None,
     kept_first_R1: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    u_RA: Tensor | None = None,
+    b_VA: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operands = Operands(
         hidden_RD=hidden_RD,
         lm_head_VD=lm_head_VD,
@@ -138,6 +153,7 @@ def _backward(
         row_of_target_M=row_of_target_M,
         temperature_R=temperature_R,
         mask=_mask(kept_token_N, kept_row_N, kept_first_R1),
+        term=_term(u_RA, b_VA),
     )
     upstream = Upstream(
         dlogprob_M=dlogprob_M,
@@ -146,7 +162,11 @@ def _backward(
         lse_R=lse_R,
         needs_lm_head=needs_lm_head,
     )
-    return TOKEN_LOGPROBS_BACKENDS[backend].backward(operands, upstream)
+    dhidden_RD, dlm_head_VD, dterm = TOKEN_LOGPROBS_BACKENDS[backend].backward(operands, upstream)
+    if dterm is None:
+        # A custom op returns no None.
+        return dhidden_RD, dlm_head_VD, hidden_RD.new_empty(0), hidden_RD.new_empty(0)
+    return dhidden_RD, dlm_head_VD, dterm.u_RA, dterm.b_VA
 
 
 @_backward.register_fake
@@ -156,19 +176,20 @@ def _(
     hidden_RD: Tensor,
     lm_head_VD: Tensor,
     *others: Any,
-) -> tuple[Tensor, Tensor]:
-    needs_lm_head = others[5]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    needs_lm_head, factors = others[5], (*others[10:], None, None)[:2]
     num_head_rows = lm_head_VD.shape[0] if needs_lm_head else 0
     dlm_head_VD = lm_head_VD.new_empty((num_head_rows, lm_head_VD.shape[1]))
-    return hidden_RD.new_empty(hidden_RD.shape), dlm_head_VD
+    du_RA, db_VA = (hidden_RD.new_empty(0 if x is None else x.shape) for x in factors)
+    return hidden_RD.new_empty(hidden_RD.shape), dlm_head_VD, du_RA, db_VA
 
 
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    tensors, backend, kept = inputs[:5], inputs[5], inputs[6:]
+    tensors, backend, others = inputs[:5], inputs[5], inputs[6:]
     _, entropy_R, lse_R = output
-    ctx.save_for_backward(*tensors, entropy_R, lse_R, *kept)
+    ctx.save_for_backward(*tensors, entropy_R, lse_R, *others)
     ctx.mark_non_differentiable(lse_R)
     ctx.backend = backend
     # A result that nothing reads then has the gradient None, not zeros to be computed with.
@@ -179,12 +200,17 @@ def _differentiate(
     ctx: Any, dlogprob_M: Tensor | None, dentropy_R: Tensor | None, _dlse_R: None
 ) -> tuple[Tensor | None, ...]:
     needs_lm_head = ctx.needs_input_grad[1]
-    operands, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
-    dhidden_RD, dlm_head_VD = _backward(
-        dlogprob_M, dentropy_R, *operands, needs_lm_head, ctx.backend, *kept
+    operands, others = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    dhidden_RD, dlm_head_VD, du_RA, db_VA = _backward(
+        dlogprob_M, dentropy_R, *operands, needs_lm_head, ctx.backend, *others
     )
-    nothing = (None,) * (len(ctx.needs_input_grad) - 2)
-    return dhidden_RD, dlm_head_VD if needs_lm_head else None, *nothing
+    gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    gradients[0] = dhidden_RD
+    if needs_lm_head:
+        gradients[1] = dlm_head_VD
+    if any(factor is not None for factor in others[3:]):
+        gradients[9:] = du_RA, db_VA
+    return tuple(gradients)
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -200,6 +226,7 @@ def token_logprobs_forward_backward(
     *,
     needs_lm_head: bool,
     mask: SamplingMask | None = None,
+    term: LowRankTerm | None = None,
     backend: str | None = None,
 ) -> DifferentiatedLogprobs:
     """`token_logprobs` and the gradients of a loss whose terms are each of one row.
@@ -218,13 +245,14 @@ def token_logprobs_forward_backward(
             their dtype and shape, or None where one is zero. Only those of the slice are read.
         needs_lm_head: Whether the gradient of the LM head is asked for.
         mask: As `token_logprobs` takes it.
+        term: As `token_logprobs` takes it; its gradient is returned.
         backend: A backend's name, or None for the best one available.
 
     Raises:
         KernelArgumentError: An argument is wrong; the message names it.
         BackendUnavailableError: The backend asked for cannot serve the call.
     """
-    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, mask)
+    check_shapes(hidden_RD, lm_head_VD, targets_M, row_of_target_M, temperature_R, mask, term)
     if hidden_RD.dtype is torch.float16:
         raise KernelArgumentError("hidden_RD", "dtype torch.float16, expected one without scaling")
     name = select_backend(
@@ -237,6 +265,7 @@ def token_logprobs_forward_backward(
         row_of_target_M=row_of_target_M,
         temperature_R=temperature_R.to(accumulation_dtype(hidden_RD.dtype)),
         mask=mask,
+        term=None if term is None else _term(term.u_RA.detach(), term.b_VA.detach()),
     )
     check_values(operands)
     return TOKEN_LOGPROBS_BACKENDS[name].forward_backward(

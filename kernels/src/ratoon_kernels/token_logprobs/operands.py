@@ -53,6 +53,19 @@ class SamplingMask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankTerm:
+    """What an adapter of rank A on the LM head adds to the logits, u b^T; or the gradient of both.
+
+    Attributes:
+        u_RA: Factor of each row, in the dtype of the hidden states.
+        b_VA: Factor of each token, in the same dtype.
+    """
+
+    u_RA: Tensor
+    b_VA: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
     """Hidden rows, the LM head, and which targets each row predicts.
 
@@ -63,6 +76,7 @@ class Operands:
         row_of_target_M: int64 rows in [0, R).
         temperature_R: Positive divisor of each row's logits, in the accumulation dtype.
         mask: The tokens that each row's softmax is over; None: all, of every row.
+        term: What is added to the products of hidden states and head; None: nothing.
     """
 
     hidden_RD: Tensor
@@ -71,6 +85,7 @@ class Operands:
     row_of_target_M: Tensor
     temperature_R: Tensor
     mask: SamplingMask | None = None
+    term: LowRankTerm | None = None
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -126,12 +141,14 @@ class DifferentiatedLogprobs:
         entropy_R: Entropies of the rows, in the accumulation dtype.
         dhidden_RD: Gradient of the hidden states, in their dtype.
         dlm_head_VD: Gradient of the LM head, in its dtype; no rows where not asked for.
+        dterm: Gradient of the low-rank term, in its dtype; None where there is no term.
     """
 
     logprob_M: Tensor
     entropy_R: Tensor
     dhidden_RD: Tensor
     dlm_head_VD: Tensor
+    dterm: LowRankTerm | None = None
 
 
 def check_shapes(
@@ -141,6 +158,7 @@ def check_shapes(
     row_of_target_M: Tensor,
     temperature_R: Tensor,
     mask: SamplingMask | None = None,
+    term: LowRankTerm | None = None,
 ) -> None:
     """Raises `KernelArgumentError` for a wrong shape, dtype or device."""
     num_rows = hidden_RD.shape[0] if hidden_RD.ndim else 0
@@ -180,6 +198,26 @@ def check_shapes(
         raise KernelArgumentError("temperature_R", got)
     if mask is not None:
         _check_mask(mask, num_rows, hidden_RD.device)
+    if term is not None:
+        _check_term(term, hidden_RD, lm_head_VD)
+
+
+def _check_term(term: LowRankTerm, hidden_RD: Tensor, lm_head_VD: Tensor) -> None:
+    rank = term.u_RA.shape[1] if term.u_RA.ndim == 2 else 0
+    expected_shapes = (
+        ("term.u_RA", term.u_RA, (len(hidden_RD), max(rank, 1))),
+        ("term.b_VA", term.b_VA, (len(lm_head_VD), max(rank, 1))),
+    )
+    for name, tensor, shape in expected_shapes:
+        got = tensor.dtype, tuple(tensor.shape), tensor.device
+        expected = hidden_RD.dtype, shape, hidden_RD.device
+        if got != expected:
+            raise _misfit(name, got, expected)
+
+
+def _misfit(name: str, got: tuple[object, ...], expected: tuple[object, ...]) -> Exception:
+    form = "{} of shape {} on {}"
+    return KernelArgumentError(name, f"{form.format(*got)}, expected {form.format(*expected)}")
 
 
 def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None:
@@ -192,10 +230,7 @@ def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None
     for name, tensor, expected in expected_forms:
         got = tensor.dtype, tuple(tensor.shape), tensor.device
         if got != expected:
-            form = "{} of shape {} on {}"
-            raise KernelArgumentError(
-                name, f"{form.format(*got)}, expected {form.format(*expected)}"
-            )
+            raise _misfit(name, got, expected)
 
 
 def check_values(operands: Operands) -> None:

@@ -6,7 +6,7 @@ every call.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from ratoon_kernels.precision import ACCUMULATION_DTYPES
 from ratoon_kernels.token_logprobs.operands import (
     DifferentiatedLogprobs,
+    LowRankTerm,
     Operands,
     SeedsOfRows,
     Upstream,
@@ -37,23 +38,22 @@ def unsupported_reason(
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logprob_M, entropy_R and lse_R in the accumulation dtype."""
-    results = _empty_results(operands)
-    head_VD = operands.lm_head_VD.to(operands.accumulation_dtype)
+    operands, results = _widened(operands), _empty_results(operands)
     for chunk in _chunks(operands):
-        _reduce(_scaled_logits(operands, head_VD, chunk), chunk, results)
+        _reduce(_scaled_logits(operands, chunk), chunk, results)
     return results
 
 
-def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor]:
-    """Returns dhidden_RD and dlm_head_VD in the dtype of the hidden states.
+def backward(operands: Operands, upstream: Upstream) -> tuple[Tensor, Tensor, LowRankTerm | None]:
+    """Returns dhidden_RD, dlm_head_VD and the gradient of the term in the hidden states' dtype.
 
     The second has no rows where the gradient of the LM head is not asked for.
     """
-    head_VD = operands.lm_head_VD.to(operands.accumulation_dtype)
+    operands = _widened(operands)
     sums = _GradientSums.zeros(operands, needs_lm_head=upstream.needs_lm_head)
     for chunk in _chunks(operands):
-        sums.add(operands, head_VD, chunk, _scaled_logits(operands, head_VD, chunk), upstream)
-    return sums.dhidden_RD, sums.dhead_VD.to(operands.lm_head_VD.dtype)
+        sums.add(operands, chunk, _scaled_logits(operands, chunk), upstream)
+    return sums.rounded()
 
 
 def forward_backward(
@@ -61,10 +61,10 @@ def forward_backward(
 ) -> DifferentiatedLogprobs:
     """Returns what both give, in the same bits; the gradient is made of the forward's logits."""
     logprob_M, entropy_R, lse_R = results = _empty_results(operands)
-    head_VD = operands.lm_head_VD.to(operands.accumulation_dtype)
+    operands = _widened(operands)
     sums = _GradientSums.zeros(operands, needs_lm_head=needs_lm_head)
     for chunk in _chunks(operands):
-        logits_RV = _scaled_logits(operands, head_VD, chunk)
+        logits_RV = _scaled_logits(operands, chunk)
         _reduce(logits_RV.clone(), chunk, results)
         dlogprob_M, dentropy_R = seeds_of(chunk.rows, logprob_M, entropy_R)
         upstream = Upstream(
@@ -74,13 +74,23 @@ def forward_backward(
             lse_R=lse_R,
             needs_lm_head=needs_lm_head,
         )
-        sums.add(operands, head_VD, chunk, logits_RV, upstream)
+        sums.add(operands, chunk, logits_RV, upstream)
+    dhidden_RD, dlm_head_VD, dterm = sums.rounded()
     return DifferentiatedLogprobs(
         logprob_M=logprob_M,
         entropy_R=entropy_R,
-        dhidden_RD=sums.dhidden_RD,
-        dlm_head_VD=sums.dhead_VD.to(operands.lm_head_VD.dtype),
+        dhidden_RD=dhidden_RD,
+        dlm_head_VD=dlm_head_VD,
+        dterm=dterm,
     )
+
+
+def _widened(operands: Operands) -> Operands:
+    """Returns them with the factors of tokens in the accumulation dtype."""
+    dtype, term = operands.accumulation_dtype, operands.term
+    if term is not None:
+        term = replace(term, b_VA=term.b_VA.to(dtype))
+    return replace(operands, lm_head_VD=operands.lm_head_VD.to(dtype), term=term)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +117,30 @@ class _GradientSums:
     Attributes:
         dhidden_RD: Gradient of the hidden states, in their dtype.
         dhead_VD: Gradient of the head, in the accumulation dtype; no rows if not requested.
+        dterm: Gradient of the term, of its rows in their dtype and of its tokens in the
+            accumulation dtype; None where there is no term.
     """
 
     dhidden_RD: Tensor
     dhead_VD: Tensor
+    dterm: LowRankTerm | None
 
     @classmethod
     def zeros(cls, operands: Operands, *, needs_lm_head: bool) -> "_GradientSums":
-        """Returns sums of nothing."""
+        """Returns sums of nothing, for widened operands."""
         head_VD = operands.lm_head_VD if needs_lm_head else operands.lm_head_VD[:0]
+        term, dterm = operands.term, None
+        if term is not None:
+            dterm = LowRankTerm(u_RA=torch.zeros_like(term.u_RA), b_VA=torch.zeros_like(term.b_VA))
         return cls(
             dhidden_RD=torch.zeros_like(operands.hidden_RD),
-            dhead_VD=torch.zeros_like(head_VD, dtype=operands.accumulation_dtype),
+            dhead_VD=torch.zeros_like(head_VD),
+            dterm=dterm,
         )
 
     def add(
         self,
         operands: Operands,
-        head_VD: Tensor,
         chunk: "_Chunk",
         logits_RV: Tensor,
         upstream: Upstream,
@@ -133,10 +149,22 @@ class _GradientSums:
         logp_RV = logits_RV.sub_(upstream.lse_R[chunk.rows, None])
         dlogits_RV = _logit_gradient(logp_RV, chunk, upstream)
         dlogits_RV.div_(operands.temperature_R[chunk.rows, None])
-        self.dhidden_RD[chunk.rows] = torch.mm(dlogits_RV, head_VD).to(self.dhidden_RD.dtype)
+        dhidden_RD = torch.mm(dlogits_RV, operands.lm_head_VD)
+        self.dhidden_RD[chunk.rows] = dhidden_RD.to(self.dhidden_RD.dtype)
         if upstream.needs_lm_head:
             hidden_RD = operands.hidden_RD[chunk.rows].to(self.dhead_VD.dtype)
             self.dhead_VD.addmm_(dlogits_RV.T, hidden_RD)
+        if operands.term is not None and self.dterm is not None:
+            term, du_RA = operands.term, self.dterm.u_RA
+            du_RA[chunk.rows] = torch.mm(dlogits_RV, term.b_VA).to(du_RA.dtype)
+            self.dterm.b_VA.addmm_(dlogits_RV.T, term.u_RA[chunk.rows].to(term.b_VA.dtype))
+
+    def rounded(self) -> tuple[Tensor, Tensor, LowRankTerm | None]:
+        """Returns all in the dtype of the hidden states."""
+        dtype, dterm = self.dhidden_RD.dtype, self.dterm
+        if dterm is not None:
+            dterm = replace(dterm, b_VA=dterm.b_VA.to(dtype))
+        return self.dhidden_RD, self.dhead_VD.to(dtype), dterm
 
 
 def _chunks(operands: Operands) -> Iterator[_Chunk]:
@@ -179,9 +207,13 @@ def _reduce(logits_RV: Tensor, chunk: _Chunk, results: tuple[Tensor, Tensor, Ten
     entropy_R[chunk.rows] = log_sum_R - exp_RV.mul_(logits_RV).sum(dim=-1) / sum_R
 
 
-def _scaled_logits(operands: Operands, head_VD: Tensor, chunk: _Chunk) -> Tensor:
-    hidden_RD = operands.hidden_RD[chunk.rows].to(head_VD.dtype)
-    logits_RV = torch.mm(hidden_RD, head_VD.T).div_(operands.temperature_R[chunk.rows, None])
+def _scaled_logits(operands: Operands, chunk: _Chunk) -> Tensor:
+    """Returns logits over temperature of widened operands."""
+    head_VD, term = operands.lm_head_VD, operands.term
+    logits_RV = torch.mm(operands.hidden_RD[chunk.rows].to(head_VD.dtype), head_VD.T)
+    if term is not None:
+        logits_RV.addmm_(term.u_RA[chunk.rows].to(head_VD.dtype), term.b_VA.T)
+    logits_RV.div_(operands.temperature_R[chunk.rows, None])
     operands.mask_logits(chunk.rows, logits_RV)
     return logits_RV
 

@@ -348,7 +348,7 @@ class LoraTuning(_message.Message):
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The projections to adapt. Default, and what `all-linear` alone means: every linear projection of
         attention and MLP. An expert has factors of its own for each of gate_proj, up_proj and down_proj,
-        which are named together or not at all.
+        which are named together or not at all. embed_tokens and lm_head are adapted only by name.
         """
 
     def __init__(

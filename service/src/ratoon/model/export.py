@@ -384,7 +384,8 @@ def _part_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2:
-            parted[name.replace(".default.", ".")] = tensor
+            # Factors of an embedding are parameters of the name alone.
+            parted[name.replace(".default.", ".").removesuffix(".default")] = tensor
             continue
         experts, _, factor = name.rpartition(".experts.")
         for expert, rows in enumerate(tensor.unbind()):

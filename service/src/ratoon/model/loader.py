@@ -130,9 +130,11 @@ def read_model(
     cast("Any", module.get_input_embeddings()).padding_idx = None
     adapter = None
     if isinstance(spec.tuning, LoraTuning):
-        from ratoon.model.lora import add_adapter
+        from ratoon.model.lora import add_adapter, check_merges
 
         adapter = add_adapter(module, spec.tuning, spec.seed, name)
+        if publishes_merged:
+            check_merges(module)
     num_copies = 2 if keep_reference and adapter is None else 1
     return HostModel(
         spec=spec,

@@ -7,12 +7,17 @@ dtype of the base; the optimizer keeps its masters in float32. Each routed exper
 factors for each projection: a row x of expert e has scale * B_e A_e x added to its product, by the
 grouped products of the experts themselves. The factors of all experts are one parameter: A
 [E, r, D], B [E, F, r].
+
+An adapter of the embedding, A [r, V] and B [D, r], adds scale * B a_t to that of token t; there A
+is zero at first, and B random. That of the LM head is read by `lm_head`, which never runs peft's
+layer. Where the two weights are tied, each adapter is of its own use of the weight, as peft has it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +69,8 @@ _OF_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # Name by which peft finds the experts.
 _EXPERTS = "experts"
+# Embedding and LM head, which are adapted only by name.
+_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 # Elements of a weight that an adapter is merged into at once.
 _BLOCK_ELEMENTS = 2**24
 # An adapter's term is scaled by alpha / rank, which must neither round to zero nor be unbounded.
@@ -135,9 +142,9 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
 
     Raises INVALID_ARGUMENT for an alpha out of range, and for a rank above the smallest dimension
     of the adapted matrices, beyond which an adapter adds nothing. Raises UNSUPPORTED for a target
-    module that is not a projection of attention, MLP or experts (the LM head, embeddings, a
-    router), for a subset of the projections of experts, and for missing targets if the model has
-    dense layers beside experts.
+    module that is not a projection of attention, MLP or experts, the embedding or the LM head (a
+    router, say), for a subset of the projections of experts, and for missing targets if the model
+    has dense layers beside experts.
     """
     if not MIN_ALPHA <= tuning.alpha <= MAX_ALPHA:
         expected = f"a number in [{MIN_ALPHA:g}, {MAX_ALPHA:g}]"
@@ -165,11 +172,35 @@ def attach_adapter(module: PreTrainedModel, tuning: LoraTuning, name: str) -> Pe
         divisor = math.sqrt(tuning.rank) if tuning.use_rslora else tuning.rank
         made = partial(LoraExperts, scale=tuning.alpha / divisor)
         config._register_custom_module({experts: cast("Any", made)})
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # It warns that tied weights have adapters apart, as they are to have here.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         model = get_peft_model(cast("Any", module), config, autocast_adapter_dtype=False)
     assert isinstance(model, PeftModel)
     config.base_model_name_or_path = name
     return model
+
+
+def check_merges(module: PreTrainedModel) -> None:
+    """Raises UNSUPPORTED where an adapter is no change of the weights of a folder: where embedding
+    and LM head are one weight, and either is adapted."""
+    model = cast("Any", module)
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    if module.config.tie_word_embeddings and any(isinstance(x, BaseTunerLayer) for x in layers):
+        raise unsupported(
+            "spec.publish.merged",
+            f"true, with an adapter of {_EMBEDDING} or {_HEAD}, which are one weight",
+            "false: an adapter's folder has the adapter of each",
+        )
+
+
+def base_tensors(adapter: PeftModel) -> dict[str, nn.Parameter]:
+    """Weights of the base that peft saves beside an adapter, by their names among its tensors:
+    those of the embedding and the LM head, where they are adapted."""
+    layers = (adapter.get_input_embeddings(), adapter.get_output_embeddings())
+    adapted = {id(x.weight) for x in layers if isinstance(x, BaseTunerLayer)}
+    named = adapter.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in named if id(p) in adapted and ".base_layer." in name}
 
 
 def check_adapter_config(adapter: PeftModel, folder: ModelFolder) -> tuple[str, ...]:
@@ -254,7 +285,11 @@ class MergedWeight:
         linear map."""
         adapted = cast("Any", self.adapted)
         if not isinstance(adapted, LoraExperts):
-            a, b = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight
+            if adapted.lora_embedding_A:
+                # The weight has a row for each token, which A has.
+                a, b = adapted.lora_embedding_B["default"].T, adapted.lora_embedding_A["default"].T
+            else:
+                a, b = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight
             yield a[None], b[None], adapted.scaling["default"]
             return
         fused = [adapted.gate_proj, adapted.up_proj]
@@ -303,7 +338,11 @@ def export_config(adapter: PeftModel, folder: Path, *, is_wrapped: bool = False)
     # files.
     fields |= {"inference_mode": True, "target_modules": sorted(targets)}
     if is_wrapped:
-        fields["target_modules"] = rf".*\.language_model\..*\.({'|'.join(sorted(targets))})"
+        maps = "|".join(sorted(targets - {_EMBEDDING, _HEAD}))
+        of_layers = [rf".*\.language_model\..*\.({maps})"] if maps else []
+        outside = {_EMBEDDING: rf".*\.language_model\.{_EMBEDDING}", _HEAD: _HEAD}
+        others = [each for name, each in outside.items() if name in targets]
+        fields["target_modules"] = "|".join([*of_layers, *others])
     text = json.dumps(fields, indent=2, sort_keys=True)
     (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
@@ -328,9 +367,9 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
             f"projections by name, of {shown_names}",
         )
     for index, target in enumerate(requested):
-        if target not in available:
+        if target not in {*available, _EMBEDDING, _HEAD}:
             field = f"tuning.lora.target_modules[{index}]"
-            raise unsupported(field, target, f"one of {shown_names}")
+            raise unsupported(field, target, f"one of {shown_names}, {_EMBEDDING}, {_HEAD}")
     part = of_experts.intersection(requested)
     if part and part != of_experts:
         raise unsupported(
@@ -342,11 +381,11 @@ def _resolve_targets(module: PreTrainedModel, requested: tuple[str, ...]) -> set
 
 
 def _smallest_dimension(module: PreTrainedModel, targets: set[str]) -> int:
-    """Smallest dimension of the linear maps and experts with these names."""
+    """Smallest dimension of the linear maps, embedding and experts with these names."""
     shapes = [
         each.weight.shape
         for name, each in module.named_modules()
-        if isinstance(each, nn.Linear) and name.rsplit(".", 1)[-1] in targets
+        if isinstance(each, nn.Linear | nn.Embedding) and name.rsplit(".", 1)[-1] in targets
     ]
     if _EXPERTS in targets:
         shapes += [cast("Tensor", each.down_proj).shape[1:] for each in _experts(module)]
@@ -365,12 +404,19 @@ def _experts(module: PreTrainedModel) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def initialize(adapter: Mapping[str, Tensor], seed: int) -> None:
-    """Make A uniform on +-1/sqrt(fan in), and B zero; `adapter`: parameters by name."""
+    """Make A uniform on +-1/sqrt(fan in), and B zero; of the embedding A zero, and B normal.
+
+    `adapter`: parameters by name.
+    """
     for name, parameter in adapter.items():
-        if ".lora_B." in name:
+        if ".lora_B." in name or ".lora_embedding_A." in name:
             parameter.zero_()
+            continue
+        generator = tensor_generator(seed, name)
+        if ".lora_embedding_B." in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
             continue
         assert ".lora_A." in name, name
         bound = 1 / math.sqrt(parameter.shape[-1])
-        uniform = torch.rand(parameter.shape, generator=tensor_generator(seed, name))
+        uniform = torch.rand(parameter.shape, generator=generator)
         parameter.copy_((2 * uniform - 1) * bound)

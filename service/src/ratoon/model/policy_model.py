@@ -20,6 +20,7 @@ from ratoon.model.aside import Base
 from ratoon.model.attention import PathAttention, SequenceAttention, TreeAttention
 from ratoon.model.families import family_of
 from ratoon.model.layers import DecoderLayers
+from ratoon.model.lm_head import LmHead
 from ratoon.model.router import RouteCounts, RoutedTokens
 from ratoon.model.safetensors_files import FUSED_EXPERTS
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
@@ -62,7 +63,8 @@ def _widen(value: Any) -> Any:
 def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
     """Sizes of a decoder; call it after adapters are attached and weights are frozen."""
     config = module.config
-    weight = cast("Any", module.get_output_embeddings()).weight
+    head = LmHead.of(cast("Any", module).get_output_embeddings())
+    weight = head.weight_VD
     kinds = family_of(config).layers(config)
     layers, known = list[Layer](), dict[tuple[int, int, int], Layer]()
     for kind, own in zip(kinds, cast("Any", module).get_decoder().layers, strict=True):
@@ -78,6 +80,7 @@ def decoder_sizes(module: PreTrainedModel) -> DecoderSizes:
         vocab_size=weight.shape[0],
         element_bytes=weight.element_size(),
         head_is_trained=weight.requires_grad,
+        head_adapter_size=0 if head.adapter is None else len(head.adapter.a_AD),
     )
 
 
@@ -118,6 +121,8 @@ class PolicyModel:
         self._is_reference = False
         # Where the adapter's parameters are in their modules, and those that are there.
         self._slots = {} if adapter is None else _slots(adapter, self.named_trainable())
+        decoder = cast("Any", module).get_decoder()
+        self._trains_decoder = any(p.requires_grad for p in decoder.parameters())
         self._bound: Mapping[str, Parameter] | None = None
         self._attention_backend = attention_backend
         self.sizes = decoder_sizes(module)
@@ -152,7 +157,12 @@ class PolicyModel:
     @property
     def lm_head_VD(self) -> Tensor:  # noqa: N802
         """Weight of the logits, [V, D]; the embedding itself if the model ties them."""
-        return cast("Any", self._active.get_output_embeddings()).weight
+        return self.lm_head.weight_VD
+
+    @property
+    def lm_head(self) -> LmHead:
+        """The head of the weights that answer."""
+        return LmHead.of(cast("Any", self._active).get_output_embeddings())
 
     def forward_hidden(
         self,
@@ -178,15 +188,20 @@ class PolicyModel:
         attention: PathAttention,
         routed: RoutedTokens | None = None,
     ) -> Tensor:
-        """Hidden states of any tokens, [T, D]; `attention` knows what each token attends to."""
+        """Hidden states of any tokens, [T, D]; `attention` knows what each token attends to.
+
+        They have no graph where only an adapter of the LM head is trained.
+        """
         assert tokens_T.shape == position_T.shape, "one position a token"
-        kept = self._layers.kept = self._plan_activations(attention.held)
-        self._layers.fetched_at = None if kept is None else fetched_at(self.sizes, kept)
         decoder = cast("Any", self._active).get_decoder()
         if self._is_reference and routed is not None:
             routed = replace(routed, recorded_LTC=None)
-        routing = self.routes.routing(routed, is_counted=torch.is_grad_enabled())
-        with self._precision(), routing:
+        is_trained = torch.is_grad_enabled()
+        routing = self.routes.routing(routed, is_counted=is_trained)
+        has_graph = is_trained and self._trains_decoder
+        with torch.set_grad_enabled(has_graph), self._precision(), routing:
+            kept = self._layers.kept = self._plan_activations(attention.held)
+            self._layers.fetched_at = None if kept is None else fetched_at(self.sizes, kept)
             output = decoder(
                 input_ids=tokens_T[None],
                 position_ids=position_T[None],

@@ -77,6 +77,8 @@ class DecoderSizes:
     vocab_size: int
     element_bytes: int
     head_is_trained: bool
+    # Rank of an adapter on the LM head; 0: there is none.
+    head_adapter_size: int = 0
     # Bytes of a layer's gradients that stay in the parameters' dtype until the end of the backward;
     # 0 if they are added to existing sums.
     layer_gradient_bytes: int = 0
@@ -220,8 +222,11 @@ class DecoderSizes:
             group_bytes, head_sums = DLOGIT_BYTES, 4 * self._head_elements
         logits = min(LOGIT_BYTES, rows * self.vocab_size * 4)
         group_rows = min(group_bytes // row_logits, rows)
-        hidden = (4 * group_rows + self.element_bytes * rows) * self.hidden_size
-        return logits + group_rows * row_logits + hidden + head_sums
+        features = self.hidden_size + self.head_adapter_size
+        hidden = (4 * group_rows + self.element_bytes * rows) * features
+        # What the adapter adds for each row, its gradient, and the sum of that of B.
+        adapter = (self.element_bytes * rows + 4 * self.vocab_size) * self.head_adapter_size
+        return logits + group_rows * row_logits + hidden + head_sums + adapter
 
     @property
     def head_gradient_bytes(self) -> int:

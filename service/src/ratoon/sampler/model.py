@@ -67,7 +67,7 @@ class SampledModel:
         self._load()
         config = self._module.config
         self.end_tokens = _ids(config.eos_token_id) | _ids(self._generation().get("eos_token_id"))
-        element_bytes = self._head_VD.element_size()
+        element_bytes = self._policy.sizes.element_bytes
         mixers = [layer.mixer for layer in family_of(config).layers(config)]
         # Recurrent states do not grow with the sequence.
         self.cache_bytes_per_token = element_bytes * sum(
@@ -113,15 +113,11 @@ class SampledModel:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V], in float32 at least."""
-        return (hidden_RD @ self._head_VD.T).float()
+        return self._module.get_output_embeddings()(hidden_RD).float()
 
     @property
     def device(self) -> torch.device:
         return self._device
-
-    @property
-    def _head_VD(self) -> Tensor:  # noqa: N802
-        return cast("Any", self._module.get_output_embeddings()).weight
 
     def _load(self) -> None:
         host = read_model(self._spec, models_root=self._models_root)
@@ -170,9 +166,8 @@ def _with_cache(source: PreTrainedModel, spec: ModelSpec) -> tuple[Any, Any]:
 
         adapter = attach_adapter(module, spec.tuning, "")
     module.requires_grad_(requires_grad=False)
+    # Tied weights come as one, under two names.
     module.load_state_dict(source.state_dict(), strict=True, assign=True)
-    if config.tie_word_embeddings:
-        module.tie_weights()
     buffers = dict(source.named_buffers())
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:

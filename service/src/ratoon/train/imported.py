@@ -66,14 +66,17 @@ def read_weights(
     """Read `folder` for `model`; `digest`: of the files that it must have, "": any.
 
     An adapter's folder may have factors of some of the linear maps alone. Those of the others are
-    then as at the policy's creation, which adds nothing to the base, or with `adds` zeros.
+    then as at the policy's creation, which adds nothing to the base, or with `adds` zeros. It may
+    have the base's embedding and LM head, as peft saves them beside adapters of theirs.
     Takes as much of the host's memory as all files and the largest of them. Raises what
     `weight_files` raises, and INVALID_ARGUMENT or UNSUPPORTED naming the file or tensor: names and
     shapes must be those of the model's export, where experts may be fused and the decoder's names
     short, values floats and finite, and a head beside the embeddings that it is tied to their like.
     """
     expected, aside, is_adapter = _expected(model), model.base.aside, model.adapter is not None
-    most = 8 * sum(like.numel() for like in expected.values()) + _MAX_HEADER_BYTES
+    own = _base_tensors(model)
+    known = (*expected.values(), *own.values())
+    most = 8 * sum(like.numel() for like in known) + _MAX_HEADER_BYTES
     names = weight_files(folder, has_adapter=is_adapter)
     files = _sizes(folder, names, most + (aside.num_bytes if aside else 0))
     if digest:
@@ -93,6 +96,7 @@ def read_weights(
     if digest:
         _check_digest(_digest(digests), digest)
     _check_others(folder, files, stored)
+    _take_base(stored, own)
     trained = _trained(stored, aside)
     if model.adapter is not None:
         from ratoon.model.lora import covered
@@ -114,6 +118,28 @@ def _expected(model: PolicyModel) -> dict[str, Tensor]:
     if model.adapter is None and model.config.tie_word_embeddings:
         expected[HEAD] = expected[_EMBEDDING]
     return expected
+
+
+def _base_tensors(model: PolicyModel) -> dict[str, Tensor]:
+    """Tensors of the base that peft may have saved beside an adapter, by the folder's names."""
+    if model.adapter is None:
+        return {}
+    from ratoon.model.lora import base_tensors
+
+    names = model.base.names
+    return {names.adapted(name): p.detach() for name, p in base_tensors(model.adapter).items()}
+
+
+def _take_base(stored: dict[str, Stored], own: Mapping[str, Tensor]) -> None:
+    """Take the base's tensors out of `stored`. Raises INVALID_ARGUMENT where one is of another
+    base than the policy's."""
+    given = {name: stored.pop(name) for name in sorted(stored.keys() & own.keys())}
+    check_floats(given)
+    for name, tensor in given.items():
+        found, base = tensor[...], own[name].cpu()
+        if found.shape != base.shape or not torch.equal(found.to(base.dtype), base):
+            expected = "the tensor of the policy's own base, or none: it is not trained"
+            raise invalid(tensor_field(name), "another tensor", expected)
 
 
 def _uncovered(model: PolicyModel, tensors: Collection[str], *, adds: bool) -> dict[str, Tensor]:

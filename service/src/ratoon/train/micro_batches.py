@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.lm_head import LmHead
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RoutedTokens
 from ratoon.planner.waves import fits_forest
@@ -144,7 +145,14 @@ def run_model(model: PolicyModel, batch: DeviceBatch) -> TokenOutputs:
     hidden_TD = model.forward_hidden(batch.tokens_T, batch.position_T, batch.layout, batch.routed)
     hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
     every = slice(None)
-    return run_head(model.lm_head_VD, hidden_RD, batch, HeadPart(every, every, every))
+    return run_head(model.lm_head, hidden_RD, batch, HeadPart(every, every, every))
+
+
+def backward(hidden_TD: Tensor, gradient_TD: Tensor) -> None:
+    """Run the decoder backward from hidden states of it, which have no graph if only the LM head
+    is trained."""
+    if hidden_TD.requires_grad:
+        torch.autograd.backward([hidden_TD], [gradient_TD])
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,36 +189,34 @@ class HeadPart:
         return logprob_M[:num_targets], logprob_M[num_targets:].view(shape)
 
 
-def run_head(
-    lm_head_VD: Tensor, hidden_RD: Tensor, batch: DeviceBatch, part: HeadPart
-) -> TokenOutputs:
+def run_head(head: LmHead, hidden_RD: Tensor, batch: DeviceBatch, part: HeadPart) -> TokenOutputs:
     """Outputs of a part's rows, targets and terms; gradients flow where they are enabled.
 
     Where the likeliest tokens of each row are to be found, they are the candidates.
     """
     if batch.num_best:
-        return _run_best(lm_head_VD, hidden_RD, batch, part)
+        return _run_best(head, hidden_RD, batch, part)
     token_M, row_M = part.tokens(batch)
     logprob_M, entropy_R = token_logprobs(
         hidden_RD,
-        lm_head_VD,
+        head.weight_VD,
         token_M,
         row_M,
         batch.row_temperature_R[part.rows],
         mask=batch.mask_of(part.rows),
+        term=head.term(hidden_RD),
     )
     logprob_M, candidate_LK = part.split(logprob_M, batch)
     return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R, candidate_LK=candidate_LK)
 
 
-def _run_best(
-    lm_head_VD: Tensor, hidden_RD: Tensor, batch: DeviceBatch, part: HeadPart
-) -> TokenOutputs:
-    best_RB = best_tokens(hidden_RD, lm_head_VD, batch.num_best)
+def _run_best(head: LmHead, hidden_RD: Tensor, batch: DeviceBatch, part: HeadPart) -> TokenOutputs:
+    term = head.term(hidden_RD)
+    best_RB = best_tokens(hidden_RD, head.weight_VD, batch.num_best, term=term)
     row_N = batch.term_row_L[part.terms] - (part.rows.start or 0)
     token_LB = batch.term_row_L.new_zeros((len(batch.term_row_L), batch.num_best))
     token_LB[part.terms] = best_RB[row_N]
-    found = run_head(lm_head_VD, hidden_RD, replace(batch, num_best=0, candidate_LK=token_LB), part)
+    found = run_head(head, hidden_RD, replace(batch, num_best=0, candidate_LK=token_LB), part)
     assert found.candidate_LK is not None
     # Likely tokens may tie.
     logprob_NB, order_NB = found.candidate_LK.sort(dim=1, descending=True, stable=True)

@@ -37,6 +37,7 @@ from ratoon.train.micro_batches import (
     PackedMicroBatch,
     PassHooks,
     TokenOutputs,
+    backward,
     packed_micro_batches,
     put,
     run_model,
@@ -158,8 +159,8 @@ def train_rows(
     clock.lap("forward")
     hidden_RD = hidden_TD.index_select(0, batch.row_index_R)
     part, terms = whole_batch(packed), RowTerms(packed)
-    done = run_row_loss(model.lm_head_VD, hidden_RD.detach(), batch, part, terms, loss)
-    torch.autograd.backward([hidden_RD], [done.dhidden_RD])
+    done = run_row_loss(model.lm_head, hidden_RD, batch, part, terms, loss)
+    backward(hidden_RD, done.dhidden_RD)
     clock.lap("backward")
     return done
 

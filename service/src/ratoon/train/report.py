@@ -45,11 +45,17 @@ class Geometry:
     layers: tuple[Layer, ...]
     hidden_size: int
     vocab_size: int
+    # Rank of an adapter on the LM head; 0: there is none.
+    head_adapter_size: int = 0
 
     @property
     def window(self) -> int | None:
         """The window of all layers that have one; None: no layer has."""
         return window_of_layers(self.layers)
+
+    @property
+    def head_adapter_parameters(self) -> int:
+        return self.head_adapter_size * (self.hidden_size + self.vocab_size)
 
     def mixer_flops(self, work: Work) -> tuple[float, float]:
         """FLOPs of one forward: of attention's pairs, and of recurrences."""
@@ -77,10 +83,14 @@ def geometry(model: PolicyModel) -> Geometry:
     """Read the sizes off a model; of routed experts the share that one token visits."""
     experts = model.sizes.experts
     active = experts.experts_per_token / experts.num_experts
-    outside = {id(model.module.get_input_embeddings().weight), id(model.lm_head_VD)}
+    head = model.lm_head
+    outside = {id(model.module.get_input_embeddings().weight), id(head.weight_VD)}
+    if head.adapter is not None:
+        outside |= {id(head.adapter.a_AD), id(head.adapter.b_VA)}
     all_layers = trained_layers = 0.0
     for name, parameter in model.module.named_parameters():
-        if id(parameter) in outside:
+        # A of an embedding's adapter is looked up; B multiplies each token's column.
+        if id(parameter) in outside or ".lora_embedding_A." in name:
             continue
         share = active if ".experts." in name else 1.0
         all_layers += share * parameter.numel()
@@ -88,10 +98,11 @@ def geometry(model: PolicyModel) -> Geometry:
     return Geometry(
         layer_parameters=all_layers,
         trained_layer_parameters=trained_layers,
-        head_is_trained=model.lm_head_VD.requires_grad,
+        head_is_trained=head.weight_VD.requires_grad,
         layers=model.sizes.layers,
         hidden_size=model.sizes.hidden_size,
-        vocab_size=int(model.lm_head_VD.shape[0]),
+        vocab_size=int(head.weight_VD.shape[0]),
+        head_adapter_size=model.sizes.head_adapter_size,
     )
 
 
@@ -132,6 +143,7 @@ def training_flops(sizes: Geometry, work: Work) -> float:
     layers = work.tokens * (4 * sizes.layer_parameters + 2 * sizes.trained_layer_parameters)
     per_head_weight = 6 if sizes.head_is_trained else 4
     head = per_head_weight * sizes.vocab_size * sizes.hidden_size * work.rows
+    head += 6 * sizes.head_adapter_parameters * work.rows
     of_pairs, recurrent = sizes.mixer_flops(work)
     return float(layers + head + 14 / 4 * of_pairs + 3 * recurrent)
 
@@ -139,7 +151,8 @@ def training_flops(sizes: Geometry, work: Work) -> float:
 def forward_flops(sizes: Geometry, work: Work) -> float:
     """FLOPs of one forward alone."""
     layers = 2 * work.tokens * sizes.layer_parameters
-    head = 2 * sizes.vocab_size * sizes.hidden_size * work.rows
+    weights = sizes.vocab_size * sizes.hidden_size + sizes.head_adapter_parameters
+    head = 2 * weights * work.rows
     return float(layers + head + sum(sizes.mixer_flops(work)))
 
 

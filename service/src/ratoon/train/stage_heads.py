@@ -23,12 +23,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratoon.model.attention import PathAttention
+from ratoon.model.lm_head import LmHead
 from ratoon.model.router import RoutedTokens
 from ratoon.rollout.packed import PackedBatch, Stage
 from ratoon.shards.sequence_group import SequenceGroup
 from ratoon.train.clock import DeviceClock
 from ratoon.train.loss.batch_loss import LossOfTerms, RowPart, RowTerms, run_row_loss
-from ratoon.train.micro_batches import DeviceBatch, HeadPart, TokenOutputs, put, run_head
+from ratoon.train.micro_batches import (
+    DeviceBatch,
+    HeadPart,
+    TokenOutputs,
+    backward,
+    put,
+    run_head,
+)
 from ratoon_kernels import Span
 
 
@@ -123,7 +131,7 @@ class StageHead(Protocol):
 class Whole:
     """What every head knows of the batch that is run in stages, and of the ranks that run it."""
 
-    lm_head_VD: Tensor
+    lm_head: LmHead
     packed: PackedBatch
     batch: DeviceBatch
     parts: Sequence[StagePart]
@@ -131,7 +139,7 @@ class Whole:
 
     def zeros(self) -> TokenOutputs:
         """Zeros for all targets, rows and terms."""
-        like, batch = self.lm_head_VD, self.batch
+        like, batch = self.lm_head.weight_VD, self.batch
         dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
         sizes = (len(batch.target_token_M), len(batch.row_index_R))
         logprob_M, entropy_R = (torch.zeros(n, dtype=dtype, device=like.device) for n in sizes)
@@ -179,7 +187,7 @@ class RowHead:
             return
         hidden_RD = _rows_of(run, whole.batch, part)
         done = run_row_loss(
-            whole.lm_head_VD, hidden_RD.detach(), whole.batch, part.own, self._terms, self._loss
+            whole.lm_head, hidden_RD, whole.batch, part.own, self._terms, self._loss
         )
         self.sums += done.sums
         self._rows[run.index] = hidden_RD, done.dhidden_RD
@@ -187,7 +195,7 @@ class RowHead:
     def close(self, run: StageRun) -> None:
         found = self._rows.pop(run.index, None)
         if found is not None:
-            torch.autograd.backward([found[0]], [found[1]])
+            backward(*found)
         elif run.has_gradient:
             _backward_zeros(run)
         self._clock.lap("backward")
@@ -249,7 +257,7 @@ class TwoPhaseHead:
     def _add_loss(self, part: StagePart) -> None:
         """Add the loss of whole sequences, all of whose log-probs are there."""
         results, seeds = self._results, self._seeds
-        batch, index_L = self._whole.batch, put(part.terms, self._whole.lm_head_VD.device)
+        batch, index_L = self._whole.batch, put(part.terms, self._results.logprob_M.device)
         target_L, row_L = batch.term_target_L[index_L], batch.term_row_L[index_L]
         candidate_LK = results.candidate_LK
         if candidate_LK is not None:
@@ -281,7 +289,7 @@ def add_up(outputs: TokenOutputs, group: SequenceGroup) -> TokenOutputs:
 def _run_head(whole: Whole, run: StageRun) -> TokenOutputs:
     """Outputs of what a stage's rows predict."""
     batch, part = whole.batch, whole.parts[run.index]
-    return run_head(whole.lm_head_VD, _rows_of(run, batch, part), batch, part.head)
+    return run_head(whole.lm_head, _rows_of(run, batch, part), batch, part.head)
 
 
 def _rows_of(run: StageRun, batch: DeviceBatch, part: StagePart) -> Tensor:
@@ -300,4 +308,4 @@ def _store(outputs: TokenOutputs, part: StagePart, results: TokenOutputs) -> Non
 def _backward_zeros(run: StageRun) -> None:
     """Nothing of the stage is predicted from, but its keys or routes have gradients: they enter
     inside of each layer, which autograd must come by."""
-    torch.autograd.backward([run.hidden_TD], [torch.zeros_like(run.hidden_TD)])
+    backward(run.hidden_TD, torch.zeros_like(run.hidden_TD))

@@ -69,7 +69,7 @@ class StagedBatch:
         self._parents = {stage.parent for stage in stages}
         self._tokens = stream_tokens(stages, packed.forest)
         self._whole = Whole(
-            lm_head_VD=model.lm_head_VD,
+            lm_head=model.lm_head,
             packed=packed,
             batch=batch,
             parts=cut_outputs(

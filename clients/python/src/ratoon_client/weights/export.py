@@ -3,14 +3,15 @@
 In: a version, and for an adapter its base. Out: a new folder with weights, config, tokenizer and
 README.md, which gets its name once it is whole. An adapter names its base, or is merged into it:
 each adapted weight is W + alpha / r B A (rsLoRA: alpha / sqrt(r)), computed in float32 and rounded
-once to W's dtype. The base and the pulled files are never written to.
+once to W's dtype; an embedding, which has a row for each token, W + alpha / r (B A)^T. The base and
+the pulled files are never written to.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 from pathlib import Path
@@ -27,7 +28,11 @@ from ratoon_client.weights.pull import PulledWeights, pull_weights
 from ratoon_proto.types import WeightKind
 
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+_CONFIG = "config.json"
+_PREFIX, _HEAD = "base_model.model.", "lm_head.weight"
+# Ends of the names of an adapter's two factors: of a linear map, and of an embedding.
+_LINEAR = (".lora_A.weight", ".lora_B.weight")
+_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
 _README = "README.md"
 # Files of a base that make tokens of text.
 _TOKENIZER = (
@@ -158,7 +163,8 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
     """Add an adapter to the weights of a model folder, in place.
 
     Raises InvalidArgumentError naming a weight that the folder lacks, or has in another shape or
-    dtype; the folder's weights are then of no use.
+    dtype, and for an adapter of the embedding or the LM head where they are one weight; the
+    folder's weights are then of no use.
     """
     config = _json(adapter / _ADAPTER_CONFIG)
     rank = config["r"]
@@ -169,22 +175,37 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         weights |= _tensors(path)
     for name, down in factors.items():
-        if not name.endswith(_DOWN):
+        is_embedding = name.endswith(_EMBEDDING)
+        first, second = _EMBEDDING if is_embedding else _LINEAR
+        if not name.endswith(first):
             continue
-        stem = name.removesuffix(_DOWN)
+        stem = name.removesuffix(first)
         own = stem.removeprefix(_PREFIX) + ".weight"
-        up, weight = factors[stem + _UP], weights.get(own)
+        up, weight = factors[stem + second], weights.get(own)
+        if (is_embedding or own == _HEAD) and _is_tied(folder, weights):
+            expected = "a base whose embedding and LM head are two weights"
+            raise InvalidArgumentError("base", f"one that ties {own} to another weight", expected)
         if weight is None:
             expected = "a folder that has every adapted weight under its own name"
             raise InvalidArgumentError("base", f"one without {own}", expected)
-        wanted = (up.shape[0], down.shape[1])
+        wanted = (up.shape[0], down.shape[1])[:: -1 if is_embedding else 1]
         if weight.shape != wanted:
             raise _misfit(weight, f"{own} of shape {weight.shape}", f"{wanted}, as the adapter")
         values = weight.open("r+")
         merged = _float32(up.open("r")) @ _float32(down.open("r"))
+        merged = np.ascontiguousarray(merged.T) if is_embedding else merged
         merged *= scale
         merged += _float32(values)
         values[...] = _rounded(merged, values.dtype)
+
+
+def _is_tied(folder: Path, weights: Collection[str]) -> bool:
+    """Whether the folder's model has one weight for embedding and LM head."""
+    config = _json(folder / _CONFIG)
+    said = config.get(
+        "tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings")
+    )
+    return bool(said) or not any(name.endswith(_HEAD) for name in weights)
 
 
 def _float32(values: Bits) -> NDArray[np.float32]:

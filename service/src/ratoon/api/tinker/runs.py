@@ -104,7 +104,7 @@ class Runs:
             "base_model": base_of(spec),
             "is_lora": spec.HasField("lora"),
             "lora_rank": spec.lora.rank or None,
-            "train_unembed": False,
+            "train_unembed": "lm_head" in names,
             "train_mlp": not names.isdisjoint(MLP),
             "train_attn": not names.isdisjoint(ATTENTION),
         }

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ratoon.model.lm_head import LmHead
 from ratoon.rollout.packed import PackedBatch
 from ratoon.train.loss.compute import LossGradients, LossOutput, TermColumns, compute_loss
 from ratoon.train.micro_batches import DeviceBatch, HeadPart, TokenOutputs, put, put_index
@@ -216,7 +217,7 @@ def whole_batch(packed: PackedBatch) -> RowPart:
 
 
 def run_row_loss(
-    lm_head_VD: Tensor,
+    lm_head: LmHead,
     hidden_RD: Tensor,
     batch: DeviceBatch,
     part: RowPart,
@@ -225,7 +226,8 @@ def run_row_loss(
 ) -> RowLoss:
     """Loss and gradients of a part of `batch`, whose hidden states, [R, D] of its rows, enter.
 
-    The gradient of the LM head, where it is trained, is added to its parameter's.
+    Gradients of the LM head's weight, where it is trained, and of an adapter on it are added to
+    those of the parameters. The graph of the hidden states stays as it is.
     """
     own = terms.of(part.rows.start, part.rows.stop)
     device = hidden_RD.device
@@ -233,24 +235,34 @@ def run_row_loss(
     head = HeadPart(part.rows, put(part.targets, device), own_terms)
     token_M, row_M = head.tokens(batch)
     seeds = _Seeds(part, own, head, batch, terms, loss)
+    hidden_RD = hidden_RD.detach().requires_grad_()
+    term = lm_head.term(hidden_RD)
+    weight_VD = lm_head.weight_VD
     found = token_logprobs_forward_backward(
         hidden_RD,
-        lm_head_VD,
+        weight_VD,
         token_M,
         row_M,
         batch.row_temperature_R[part.rows],
         seeds.of_rows,
-        needs_lm_head=lm_head_VD.requires_grad,
+        needs_lm_head=weight_VD.requires_grad,
         mask=batch.mask_of(part.rows),
+        term=term,
     )
-    if lm_head_VD.requires_grad:
+    if weight_VD.requires_grad:
         # Through a view: a gradient that comes straight from here would be copied.
-        torch.autograd.backward([lm_head_VD.view_as(lm_head_VD)], [found.dlm_head_VD])
+        torch.autograd.backward([weight_VD.view_as(weight_VD)], [found.dlm_head_VD])
+    dhidden_RD = found.dhidden_RD
+    if term is not None and found.dterm is not None:
+        factors = [term.u_RA, term.b_VA.view_as(term.b_VA)]
+        torch.autograd.backward(factors, [found.dterm.u_RA, found.dterm.b_VA])
+        assert hidden_RD.grad is not None
+        dhidden_RD = dhidden_RD + hidden_RD.grad
     logprob_M, candidate_LK = head.split(found.logprob_M, batch)
     outputs = TokenOutputs(
         logprob_M=logprob_M, entropy_R=found.entropy_R, candidate_LK=candidate_LK
     )
-    return RowLoss(outputs=outputs, dhidden_RD=found.dhidden_RD, sums=seeds.sums(outputs))
+    return RowLoss(outputs=outputs, dhidden_RD=dhidden_RD, sums=seeds.sums(outputs))
 
 
 class _Seeds:
