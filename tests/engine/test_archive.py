@@ -135,10 +135,10 @@ async def test_what_is_needed_no_more_leaves_the_archive(tmp_path: Path, store: 
     await archive.stop()
     store.is_away = False
     again = ArchivedBodyFiles(paths, archive)
-    await again.reconcile({}, ())
+    await again.reconcile((), ())
     await archive.stop()
     assert store.names("policies/p/bodies") == (digest_of(2.0),)
-    await again.reconcile({}, await again.names())
+    await again.reconcile((), await again.names())
     await until(lambda: store.names("policies/p/bodies") == ())
 
 

@@ -34,6 +34,7 @@ from ratoon.engine.journal.records import (
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.queue import LiveOperation, check_reuse
 from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.teachers import Teachers
 from ratoon.engine.refusals import (
     check_room,
     checkpoint_not_found,
@@ -72,8 +73,9 @@ def new_operation_id(policy_id: str) -> str:
 class Admission:
     """Callers of `find` and `accept` hold the controller's lock."""
 
-    def __init__(self, run: PolicyRun) -> None:
+    def __init__(self, run: PolicyRun, teachers: Teachers) -> None:
         self._run = run
+        self._teachers = teachers
 
     def check(self, submission: Submission) -> None:
         """Check what needs no queue. Raises INVALID_ARGUMENT, and as `policy_replaced`."""
@@ -102,8 +104,9 @@ class Admission:
     async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
         """Make the body durable, for the operation that the submission may become.
 
-        Returns the refusal where the disk has no room, or the model folder cannot be read, for the
-        caller to raise unless the submission turns out to be a retry, which needs neither.
+        Returns the refusal where the disk has no room, a teacher cannot be asked or the model
+        folder cannot be read, for the caller to raise unless the submission turns out to be a
+        retry, which needs none of them.
         """
         if isinstance(submission.command, ImportWeightsCommand):
             folder, root = submission.command.folder, self._run.paths.models_root
@@ -111,10 +114,11 @@ class Admission:
                 await asyncio.to_thread(model_folder, "model_folder", folder, root)
             except RatoonError as refusal:
                 return refusal
-        if not self._is_awaited(submission.key):
+        refusal = await self._teachers.refusal(submission)
+        if refusal is None and not self._is_awaited(submission.key):
             refusal = await self.disk_refusal(len(submission.body))
-            if refusal is not None:
-                return refusal
+        if refusal is not None:
+            return refusal
         digest = submission.command.body_digest
         if digest:
             try:
