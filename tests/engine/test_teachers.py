@@ -43,7 +43,6 @@ SAID = [6.0 * (version + 1) for version in range(4)]
 @pytest.fixture
 async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
     """Policies a and b, which replay what is lost."""
-    monkeypatch.setattr(teachers, "_RETRY_S", 0.001)
     monkeypatch.setattr(teachers, "_MAX_RETRY_S", 0.01)
     monkeypatch.setattr(teachers, "_WAIT_S", 0.05)
     house = House(tmp_path)
