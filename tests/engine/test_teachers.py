@@ -36,7 +36,7 @@ from tests.until import until
 
 TEACHER = Teacher("a")
 FIELD = "loss.distillation.teachers[0]"
-# Of a batch of two response tokens and three of its teacher's tokens, by the teacher's version.
+# What three of its teacher's tokens add to a batch of two response tokens, by teacher's version.
 SAID = [6.0 * (version + 1) for version in range(4)]
 
 
@@ -327,7 +327,7 @@ async def test_a_teacher_of_both_terms_is_asked_once(house: House) -> None:
     await house.end(await send(house, "b", 1, replace(taught(TEACHER), kl=kl)))
     await house.end(await send(house, "b", 2, LossConfig(kind=LossKind.GRPO, kl=kl)))
     assert house.weights("b") == [([1 + SAID[1] + 2], RATE), ([2 + 2.0], RATE)]
-    # Of the first both columns, of the second the log-probs alone.
+    # The first has both columns, the second the log-probs alone.
     assert bodies(house, "b") == 4
 
 

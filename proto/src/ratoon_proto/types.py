@@ -1041,7 +1041,7 @@ class KlConfig:
     gradient of both.
     """
     teachers: tuple[Teacher, ...] = ()
-    """Of reference teacher alone, which needs them."""
+    """Reference teacher alone has them, at least one."""
 
     if TYPE_CHECKING:
 

@@ -552,7 +552,7 @@ class KlConfig(_message.Message):
     """
     @_builtins.property
     def teachers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Teacher]:
-        """Of reference teacher alone, which needs them."""
+        """Reference teacher alone has them, at least one."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Asks teachers what an operation needs of them, before its turn.
 
-    accepted -> its turn is near -> each teacher runs a Forward -> the answers are durable -> its turn
+    accepted -> its turn is near -> a Forward on each teacher -> the answers are durable -> its turn
 
 A teacher runs the Forward between its own turns, and no turn waits while it is asked: policies that
 teach each other, or themselves, never wait in a circle. An answer is a file beside the operation's
