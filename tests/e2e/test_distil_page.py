@@ -16,7 +16,9 @@ NOVICE = """
 client.create_policy("novice", preset="tiny", seed=3).result()
 taught = Distillation("forward_kl", teachers=[Teacher("novice")], num_teacher_tokens=16)
 """
-TAUGHT = 'taught = Distillation("forward_kl", teachers=[Teacher("teacher")], num_teacher_tokens=16)\n'
+TAUGHT = (
+    'taught = Distillation("forward_kl", teachers=[Teacher("teacher")], num_teacher_tokens=16)\n'
+)
 
 
 def _run(
