@@ -131,7 +131,7 @@ class Teachers:
                 refusal = await self._refusal(question, batch, record.created_at)
                 if refusal is not None:
                     return refusal
-                forward = await self._run.ports.policies.submit(_forward(question, body))
+                forward = await self._run.ports.policies.submit(asking(question, body))
                 result = (await self._ended(forward, question, batch, record.created_at)).result
                 if isinstance(result, ForwardResult):
                     return await self._kept(record, question, result)
@@ -231,7 +231,8 @@ def _loss_of(command: object) -> LossConfig:
     return loss
 
 
-def _forward(question: Question, body: bytes) -> Submission:
+def asking(question: Question, body: bytes) -> Submission:
+    """The Forward that answers a question; `body`: the serialized batch of its groups."""
     command = ForwardCommand(
         with_entropy=False,
         use_reference=False,
