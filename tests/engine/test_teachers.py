@@ -10,11 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from ratoon.config import CheckpointConfig
 from ratoon.engine.commands import Command, SeqKey, Submission
 from ratoon.engine.policy import teachers
 from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.spec import FolderBase
 from ratoon_proto.types import (
     KlConfig,
     KlKind,
@@ -29,7 +33,15 @@ from ratoon_proto.types import (
 )
 from tests.engine.conftest import MakeMachine, without_pauses
 from tests.engine.fake_trainer import ASKED, INFO, FakeTrainer, number_body
-from tests.engine.harness import RATE, code_of, forward_backward, optim_step, policy_spec, taught
+from tests.engine.harness import (
+    RATE,
+    code_of,
+    digest_of,
+    forward_backward,
+    optim_step,
+    policy_spec,
+    taught,
+)
 from tests.engine.harness import update as update_of
 from tests.engine.test_engine import House
 from tests.until import until
@@ -193,6 +205,24 @@ async def test_a_teacher_of_another_model_is_refused(
     await house.done("b", 1)
 
 
+async def test_a_teacher_of_another_tokenizer_is_refused(house: House) -> None:
+    """Its vocabulary is of the same size, as are those of Llama 2 and Mistral."""
+    root = house.settings.paths("b").models_root
+    for name, vocab in (
+        ("plain", {"x": 0, "y": 1}),
+        ("more", {"x": 0, "y": 1, "z": 2}),
+        ("swapped", {"y": 0, "x": 1}),
+    ):
+        (root / name).mkdir(parents=True)
+        Tokenizer(WordLevel(vocab, unk_token="x")).save(str(root / name / "tokenizer.json"))
+        model = replace(policy_spec().model, base=FolderBase(folder=str(root / name)))
+        await house.end(await house.engine.create_policy(policy_spec(name, model=model)))
+    with refused(ErrorCode.INVALID_ARGUMENT, f"{FIELD}.policy_id"):
+        await send(house, "plain", 1, taught(Teacher("swapped")))
+    ended = await house.end(await send(house, "plain", 1, taught(Teacher("more"))))
+    assert ended.state is OperationState.DONE
+
+
 async def test_a_teacher_that_failed_or_is_being_deleted_is_refused(house: House) -> None:
     held = threading.Event()
     house.cluster.workers["a"]._faults.holds[1.0] = held
@@ -349,3 +379,24 @@ async def test_a_student_that_waits_gives_up_its_worker(make_machine: MakeMachin
     ended = await machine.end(operation)
     assert ended.state is OperationState.DONE
     assert machine.weights == [([1 + SAID[0]], RATE)]
+
+
+@pytest.mark.parametrize("recovery", [Recovery.FAIL, Recovery.REPLAY])
+async def test_answers_go_with_their_batches(make_machine: MakeMachine, recovery: Recovery) -> None:
+    """Without a replay once the window is closed; with one once a checkpoint covers them."""
+    often = CheckpointConfig(every_operations=2, every_s=0, every_bytes=0, keep=1)
+    machine = await make_machine(recovery=recovery, checkpoints=often).start()
+    for seq in (1, 2):
+        command = forward_backward(seq, loss=taught(Teacher("p")))
+        await machine.end(await machine.submit(seq, command, seq))
+    assert len(machine.bodies) == 3
+    failed = await machine.end(await machine.update(3, 3, loss=taught(Teacher("p"))))
+    assert code_of(failed) == "WINDOW_OPEN"
+    await machine.end(await machine.step(4))
+    batches = {digest_of(number) for number in range(1, 9)}
+    if recovery is Recovery.REPLAY:
+        assert len(machine.bodies - batches) == 1
+        await machine.updates(5, 6, 7, 8)
+        await until(lambda: not machine.bodies - batches)
+    else:
+        assert machine.bodies == set()

@@ -26,6 +26,7 @@ from ratoon.engine.types import FailedResult, ForwardResult, Operation
 from ratoon.engine.worker.tasks import TeacherAnswer
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
+from ratoon.model.tokenizer import token_conflict
 from ratoon.rollout.batch import RolloutBatch, group_of_sequence, sent_field, sequence_lengths
 from ratoon.rollout.questions import Question, asked_batch, questions
 from ratoon.rollout.raw import first_true
@@ -207,10 +208,17 @@ class Teachers:
                 expected=str(policy.version),
             )
         info, own = policy.info, (await self._run.ports.policies.policy(self._run.policy_id)).info
+        bases = self._run.spec.model.base, policy.spec.model.base
         if own is not None and own.vocab_size != info.vocab_size:
             got = f"{policy_id}, whose vocabulary has {info.vocab_size} tokens"
             expected = f"a policy with a vocabulary of {own.vocab_size}"
             return invalid(f"{question.field}.policy_id", got, expected)
+        if bases[0] != bases[1]:
+            root = self._run.paths.models_root
+            token = await asyncio.to_thread(token_conflict, *bases, root)
+            if token is not None:
+                got = f"{policy_id}, whose token {token} is another one"
+                return invalid(f"{question.field}.policy_id", got, "a policy of the same tokenizer")
         length_S = sequence_lengths(batch)
         length_S[~question.asked_G[group_of_sequence(batch)]] = 0
         long = first_true(length_S > info.max_sequence_tokens)
