@@ -330,6 +330,15 @@ async def test_a_question_that_loses_every_worker_is_given_up(house: House) -> N
     await house.done("a", 1)
 
 
+async def test_a_question_has_room_where_a_queue_has_none(house: House) -> None:
+    """The queue would wait for its own end."""
+    house.engine._claims._max_total_bytes = 0
+    with refused(ErrorCode.RESOURCE_EXHAUSTED, ""):
+        await send(house, "b", 2, taught(TEACHER))
+    ended = await house.end(await send(house, "b", 1, taught(TEACHER)))
+    assert ended.state is OperationState.DONE
+
+
 async def test_a_new_engine_asks_again(house: House) -> None:
     held = hold(house, "a")
     operation = await send(house, "b", 1, taught(TEACHER))

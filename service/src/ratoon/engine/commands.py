@@ -364,7 +364,8 @@ class Submission:
 
     `body` is b"" for commands without a batch. The payload hash covers command and body, not the
     key. `num_tokens` counts prompt and response of each rollout alone, and again for each teacher
-    that is asked about it. `policy_created_at`: of the
+    that is asked about it. `is_awaited`: an operation that was accepted waits for it, so that it
+    bypasses the bounds of queues. `policy_created_at`: of the
     policy that validated it, in seconds since the epoch; None: whichever has the id now.
     """
 
@@ -374,4 +375,5 @@ class Submission:
     body: bytes
     num_tokens: int = 0
     holder: Holder = NOBODY
+    is_awaited: bool = False
     policy_created_at: float | None = None

@@ -115,7 +115,7 @@ class Admission:
             except RatoonError as refusal:
                 return refusal
         refusal = await self._teachers.refusal(submission)
-        if refusal is None and not self._is_awaited(submission.key):
+        if refusal is None and not self._is_awaited(submission):
             refusal = await self.disk_refusal(len(submission.body))
         if refusal is not None:
             return refusal
@@ -220,7 +220,7 @@ class Admission:
                 num_tokens=num_tokens,
                 body_bytes=len(submission.body),
                 now=now,
-                is_awaited=self._is_awaited(submission.key),
+                is_awaited=self._is_awaited(submission),
             )
         try:
             yield
@@ -228,13 +228,14 @@ class Admission:
             await run.claims.undo(operation_id, holder, num_tokens, now)
             raise
 
-    def _is_awaited(self, key: OperationKey) -> bool:
-        """Whether its seq is next. It bypasses the queue limit, or the queue would deadlock."""
-        return self._seq(key) == self._run.sequencer.turn
+    def _is_awaited(self, submission: Submission) -> bool:
+        """Whether its seq is next, or a student waits for it. It bypasses the queue limit, or the
+        queue would deadlock."""
+        return submission.is_awaited or self._seq(submission.key) == self._run.sequencer.turn
 
     def _check_room(self, submission: Submission) -> None:
         run, limits = self._run, self._run.limits
-        if self._is_awaited(submission.key):
+        if self._is_awaited(submission):
             return
         num_open, used = run.ledger.num_open, run.claims.open_bytes(run.policy_id)
         name = f"policy {run.policy_id}: open operations"

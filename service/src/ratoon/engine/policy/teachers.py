@@ -16,7 +16,14 @@ import contextlib
 import hashlib
 from collections.abc import Callable
 
-from ratoon.engine.commands import ForwardCommand, NoKey, Submission
+from ratoon.engine.commands import (
+    Command,
+    ForwardBackwardCommand,
+    ForwardCommand,
+    NoKey,
+    Submission,
+    UpdateCommand,
+)
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.journal.records import JournalAwayError, OperationRecord
 from ratoon.engine.policy.queue import LiveOperation
@@ -79,11 +86,18 @@ class Teachers:
             task = asyncio.get_running_loop().create_task(self._ask(near[operation_id]))
             self._asking[operation_id] = task
 
-    def stop(self) -> None:
+    def abandon(self) -> None:
         """Ask for nothing any more; what was asked for is cancelled."""
         for task in self._asking.values():
             task.cancel()
+
+    async def stop(self) -> None:
+        """As `abandon`, and wait until nothing is written any more."""
+        self.abandon()
+        asking = set(self._asking.values())
         self._asking.clear()
+        if asking:
+            await asyncio.wait(asking, timeout=_WAIT_S)
 
     async def _ask(self, live: LiveOperation) -> None:
         """Have an operation answered, or say why it cannot be."""
@@ -132,8 +146,8 @@ class Teachers:
                 refusal = await self._refusal(question, batch, record.created_at)
                 if refusal is not None:
                     return refusal
-                forward = await self._run.ports.policies.submit(asking(question, body))
-                result = (await self._ended(forward, question, batch, record.created_at)).result
+                forward = await self._forwarded(question, body, batch, record.created_at)
+                result = forward.result
                 if isinstance(result, ForwardResult):
                     return await self._kept(record, question, result)
                 if result is None:
@@ -153,12 +167,15 @@ class Teachers:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
 
-    async def _ended(
-        self, asked: Operation, question: Question, batch: RolloutBatch, before: float
+    async def _forwarded(
+        self, question: Question, body: bytes, batch: RolloutBatch, before: float
     ) -> Operation:
-        """A Forward once it has ended, or cannot end any more."""
+        """A Forward of the teacher once it has ended, or cannot end any more."""
         policies = self._run.ports.policies
+        # Submitted half, it would be held by the teacher for ever.
+        submitting = asyncio.get_running_loop().create_task(policies.submit(asking(question, body)))
         try:
+            asked = await asyncio.shield(submitting)
             while not asked.state.is_final:
                 asked = await policies.get_operation(asked.operation_id, _WAIT_S)
                 if not asked.state.is_final and await self._refusal(question, batch, before):
@@ -166,7 +183,7 @@ class Teachers:
                     return await policies.get_operation(asked.operation_id, 0.0)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):  # It is of no use, and does no harm.
-                await policies.cancel_operation(asked.operation_id)
+                await policies.cancel_operation((await submitting).operation_id)
             raise
         return asked
 
@@ -233,10 +250,9 @@ class Teachers:
 _ASK_AGAIN = (ErrorCode.OPERATION_NOT_FOUND, ErrorCode.CANCELLED)
 
 
-def _loss_of(command: object) -> LossConfig:
-    loss = getattr(command, "loss", None)
-    assert isinstance(loss, LossConfig), "it has teachers"
-    return loss
+def _loss_of(command: Command | None) -> LossConfig:
+    assert isinstance(command, UpdateCommand | ForwardBackwardCommand), "it has teachers"
+    return command.loss
 
 
 def asking(question: Question, body: bytes) -> Submission:
@@ -248,7 +264,13 @@ def asking(question: Question, body: bytes) -> Submission:
         body_digest=batch_digest(body),
         num_teacher_tokens=question.num_tokens,
     )
-    return Submission(policy_id=question.teacher.policy_id, key=NoKey(), command=command, body=body)
+    return Submission(
+        policy_id=question.teacher.policy_id,
+        key=NoKey(),
+        command=command,
+        body=body,
+        is_awaited=True,
+    )
 
 
 def _named(error: RatoonError, question: Question) -> RatoonError:

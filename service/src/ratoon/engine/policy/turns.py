@@ -112,7 +112,7 @@ class TurnLoop:
             if asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(0.02)
-        self.teachers.stop()
+        await self.teachers.stop()
         await self._publisher.landed(max(0.0, deadline - asyncio.get_running_loop().time()))
         if self._task is not None:
             self._task.cancel()
@@ -127,7 +127,7 @@ class TurnLoop:
         """Stop at once; the running operation is left where it is."""
         if self._task is not None:
             self._task.cancel()
-        self.teachers.stop()
+        self.teachers.abandon()
         self._checkpointer.abandon()
         self._publisher.abandon()
         self._run.archive.abandon()
@@ -381,7 +381,7 @@ class TurnLoop:
         """
         run = self._run
         _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
-        self.teachers.stop()
+        await self.teachers.stop()
         await self._checkpointer.stop()
         await self._publisher.stop()
         # Another controller may need the files that are not deleted by now.
