@@ -232,6 +232,8 @@ def _only_enum(field: FieldDescriptor) -> EnumDescriptor | None:
 
 
 def _literal(field: FieldDescriptor, text: str) -> str:
+    if field.is_repeated:
+        return "()"
     if field.message_type is not None:
         return f"{field.message_type.name}()"
     if field.enum_type is not None:

@@ -33,13 +33,14 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.families import family_of
 from ratoon.model.loader import placed_bytes
 from ratoon.model.lora import attach_adapter
-from ratoon.model.policy_model import decoder_sizes, names_by_layer
+from ratoon.model.policy_model import decoder_sizes, muon_matrices, names_by_layer
 from ratoon.planner.activation_plan import DecoderSizes
 from ratoon.planner.device_costs import token_limits
+from ratoon.shards.parts import NO_MATRICES, Matrices
 from ratoon.train.numerics import plannable_bytes
 from ratoon.train.ranks.layout import Layout, choose_layout, needed_bytes
 from ratoon.train.spec import OptimizerStates
-from ratoon_proto.types import LoraTuning, Shard
+from ratoon_proto.types import AdamWConfig, LoraTuning, MuonConfig, Shard
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-fits.md"
 BEGIN = "<!-- what fits: written by scripts/what_fits.py -->"
@@ -170,12 +171,15 @@ def _rows(config: PreTrainedConfig) -> Iterator[tuple[str, list[str]]]:
     module = _without_weights(config)
     trained, weight_bytes = _trained(module), placed_bytes(module)
     sizes = decoder_sizes(module)
-    chosen = {gpu: _chosen(trained, weight_bytes, gpu) for gpu in GPUS}
-    for kind in STATES:
-        allocated = weight_bytes + needed_bytes(trained, kind)
-        cells = {gpu: _cell(sizes, allocated, gpu) for gpu in GPUS}
-        bold = {gpu for gpu, cell in cells.items() if chosen[gpu] is kind and cell != NOTHING}
-        yield f"`{kind}`", [f"**{c}**" if gpu in bold else c for gpu, c in cells.items()]
+    by_muon = muon_matrices(AdamWConfig(muon=MuonConfig()), module, trained)
+    # Muon keeps one moment of a matrix, which saves most where moments are float32.
+    for matrices, by, kinds in ((NO_MATRICES, "", STATES), (by_muon, ", Muon", STATES[:1])):
+        chosen = {gpu: _chosen(trained, weight_bytes, gpu, matrices) for gpu in GPUS}
+        for kind in kinds:
+            allocated = weight_bytes + needed_bytes(trained, kind, matrices=matrices)
+            cells = {gpu: _cell(sizes, allocated, gpu) for gpu in GPUS}
+            bold = {gpu for gpu, cell in cells.items() if chosen[gpu] is kind and cell != NOTHING}
+            yield f"`{kind}`{by}", [f"**{c}**" if gpu in bold else c for gpu, c in cells.items()]
     of_attention: list[str] = []
     if sizes.experts.is_routed:
         of_attention = _lora_cells(config, tuple(family_of(config).adapted))
@@ -200,10 +204,13 @@ def _lora_cells(config: PreTrainedConfig, targets: tuple[str, ...]) -> list[str]
     return [_cell(decoder_sizes(module), allocated, gpu) for gpu in GPUS]
 
 
-def _chosen(trained: dict[str, Parameter], weight_bytes: int, gpu: str) -> OptimizerStates | None:
+def _chosen(
+    trained: dict[str, Parameter], weight_bytes: int, gpu: str, matrices: Matrices
+) -> OptimizerStates | None:
     """What `auto` takes; None: nothing."""
+    held = {Shard.STATES: weight_bytes}
     try:
-        return choose_layout(trained, [], {Shard.STATES: weight_bytes}, _total(gpu))[0]
+        return choose_layout(trained, [], held, _total(gpu), matrices=matrices)[0]
     except RatoonError:
         return None
 

@@ -9,7 +9,7 @@ import pytest
 
 from ratoon.engine.commands import ForwardCommand, UpdateCommand
 from ratoon_proto.codec import encode_array
-from ratoon_proto.types import DistillationConfig, Divergence
+from ratoon_proto.types import DistillationConfig, Divergence, Teacher
 from ratoon_proto.v1 import rollout_pb2, service_pb2, training_pb2
 from tests.api import requests
 from tests.api.conftest import Api
@@ -162,3 +162,71 @@ async def test_a_forward_is_asked_for_tokens_within_bounds(api: Api, wire_name: 
     command = submission.command
     assert isinstance(command, ForwardCommand)
     assert command.num_teacher_tokens == 128
+
+
+def _asking(*teachers: training_pb2.Teacher, number: int = 4) -> Any:
+    request = _update(requests.groups())
+    request.loss.distillation.teachers.extend(teachers)
+    request.loss.distillation.num_teacher_tokens = number
+    return request
+
+
+async def test_both_wires_ask_the_same_of_the_same_teachers(api: Api) -> None:
+    await api.create_policy()
+    request = _asking(
+        training_pb2.Teacher(policy_id="t"),
+        training_pb2.Teacher(policy_id="u", version=0, group_ids=["group-1"]),
+    )
+    first = await api.wire("grpc").call("Update", request)
+    again = await api.wire("http").call("Update", request)
+    assert again.operation_id == first.operation_id
+    (submission,) = api.engine.log
+    command = submission.command
+    assert isinstance(command, UpdateCommand)
+    assert command.teachers == (Teacher("t"), Teacher("u", version=0, group_ids=["group-1"]))
+    # Every rollout is run twice, once by its teacher.
+    plain = await api.wire("grpc").call("Update", requests.update(seq=2))
+    assert plain.seq == 2
+    assert submission.num_tokens == 2 * api.engine.log[1].num_tokens
+
+
+@pytest.mark.parametrize(
+    ("field", "teachers", "number"),
+    [
+        ("loss.distillation.teachers[0].policy_id", [training_pb2.Teacher()], 4),
+        (
+            "loss.distillation.teachers[1].policy_id",
+            [training_pb2.Teacher(policy_id="t"), training_pb2.Teacher(policy_id="No Id")],
+            4,
+        ),
+        (
+            "loss.distillation.teachers[0].version",
+            [training_pb2.Teacher(policy_id="t", version=-1)],
+            4,
+        ),
+        (
+            "loss.distillation.teachers[0].group_ids[0]",
+            [training_pb2.Teacher(policy_id="t", group_ids=["group-9"])],
+            4,
+        ),
+        ("groups[0]", [training_pb2.Teacher(policy_id="t", group_ids=["group-1"])], 4),
+        ("loss.distillation.num_teacher_tokens", [training_pb2.Teacher(policy_id="t")], 129),
+        ("loss.distillation", [], 4),
+    ],
+)
+async def test_teachers_that_cannot_be_asked_are_refused_by_field(
+    api: Api, wire_name: str, field: str, teachers: list[training_pb2.Teacher], number: int
+) -> None:
+    await api.create_policy()
+    refused = await refused_by(api.wire(wire_name), "Update", _asking(*teachers, number=number))
+    assert (refused.detail.code, refused.detail.field) == ("INVALID_ARGUMENT", field)
+    assert api.engine.log == []
+
+
+async def test_what_rollouts_carry_is_not_asked(api: Api, wire_name: str) -> None:
+    await api.create_policy()
+    request = _asking(training_pb2.Teacher(policy_id="t"))
+    request.batch.CopyFrom(_update().batch)
+    refused = await refused_by(api.wire(wire_name), "Update", request)
+    assert refused.detail.field == "loss.distillation.teachers"
+    assert api.engine.log == []

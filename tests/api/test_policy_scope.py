@@ -184,3 +184,16 @@ async def test_a_spec_that_is_cut_is_judged_by_its_name(guarded: Guarded, key: s
     for name, code in ((OTHER, DENIED[0]), (MINE, "MALFORMED_BODY")):
         data = _named("CreatePolicy", name).SerializeToString()[:-1]
         assert (await _refused(guarded, key, "CreatePolicy", data))[0] == code
+
+
+async def test_a_teacher_is_a_policy_that_the_key_is_for(guarded: Guarded, key: str) -> None:
+    for term in ("distillation", "kl"):
+        for name in (OTHER, NOWHERE):
+            request = requests.update()
+            getattr(request.loss, term).teachers.add(policy_id=name)
+            assert await _refused(guarded, key, "Update", request.SerializeToString()) == DENIED
+            asked = service_pb2.ForwardBackwardRequest(
+                policy_id=MINE, key=request.key, batch=request.batch, loss=request.loss
+            )
+            data = asked.SerializeToString()
+            assert await _refused(guarded, key, "ForwardBackward", data) == DENIED

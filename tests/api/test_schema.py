@@ -114,6 +114,7 @@ REQUIRED = {
     "Segment": {"tokens"},
     "SentModel": {"files"},
     "StalenessConfig": {"max_versions", "action"},
+    "Teacher": {"policy_id"},
     "Tensor": {"dtype"},
     "UpdateRequest": {"loss", "optim"},
     "UploadPartRequest": {"groups"},

@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from ratoon.config import CheckpointConfig, LimitsConfig
-from ratoon.engine.policy import turns
+from ratoon.engine.policy import teachers, turns
 from ratoon.engine.worker import worker
 from ratoon.log import configure_logging
 from tests.engine.harness import NO_CHECKPOINTS, Machine, policy_spec
@@ -35,6 +35,7 @@ def without_pauses() -> Iterator[None]:
     """Failures are retried at once, and nothing is synced: no power is cut in these tests."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(turns, "_BACKOFF_S", 0.001)
+        patched.setattr(teachers, "_RETRY_S", 0.001)
         patched.setattr(os, "fsync", lambda _descriptor: None)
         yield
 

@@ -13,7 +13,7 @@ from ratoon.engine.commands import Command
 from ratoon.engine.crash_points import CrashPoint
 from ratoon.engine.types import CheckpointInfo, NamedVersion, Operation, OperationResult
 from ratoon.errors import ErrorCode, RatoonError
-from ratoon_proto.types import OperationState, PhaseSeconds, PolicyState, StepResult
+from ratoon_proto.types import OperationState, PhaseSeconds, PolicyState, StepResult, Teacher
 from tests.engine.harness import (
     DISCARD,
     SAVE,
@@ -26,6 +26,7 @@ from tests.engine.harness import (
     optim_step,
     publish,
     save,
+    taught,
     update,
 )
 from tests.engine.stores import assert_steps_are_reports
@@ -65,6 +66,10 @@ HISTORY: tuple[tuple[Command, float], ...] = (
     (import_weights(5), 5),
     (update(4), 4),
     (publish("twin", overwrite=True), 0),
+    # Teachers are asked from the turn before on, which does not change the version that answers.
+    (update(9, loss=taught(Teacher("p"))), 9),
+    (DISCARD, 0),
+    (forward_backward(95, loss=taught(Teacher("p"))), 95),
 )
 # Seqs after which no window is open.
 _REST = (11, 21)

@@ -59,6 +59,8 @@ INFO = ModelInfo(
     shard="gradients",
 )
 _TORN = -1.0
+# The number of what a teacher is asked, of which it sees no rewards.
+ASKED = 0.5
 # The rate of a step that stands for moments that began anew.
 RESET = -2.0
 # A folder to import has its number there.
@@ -105,6 +107,7 @@ class FakePrepared:
     gradient: float = 0.0
     warnings: tuple[StepWarning, ...] = ()
     logprobs_of: LogprobsOf | None = None
+    num_best: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class FakeForward:
     logprobs: NDArray[np.floating]
     entropy: NDArray[np.floating] | None
     report: StepReport
-    teacher: None = None
+    teacher: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
 
 
 @dataclass(frozen=True)
@@ -241,13 +244,21 @@ class FakeTrainer:
             raise RatoonError(ErrorCode.STALE_ROLLOUTS, "too old")
         if old_logprobs_J is not None:
             number = float(old_logprobs_J.sum())
+        for said in (batch.teacher_logprobs, batch.reference_logprobs):
+            number -= 0.0 if said is None else float(said.sum())
         plan = plan or self._plan()
         return FakePrepared(batch, plan, loss, number, logprobs_of=logprobs_of)
 
     def prepare_forward(
-        self, batch: RolloutBatch, plan: UpdatePlan | None = None, **_options: object
+        self,
+        batch: RolloutBatch,
+        plan: UpdatePlan | None = None,
+        *,
+        num_best: int = 0,
+        with_teacher: bool = False,
     ) -> FakePrepared:
-        return FakePrepared(batch, plan or self._plan())
+        assert not with_teacher
+        return FakePrepared(batch, plan or self._plan(), num_best=num_best)
 
     def _plan(self) -> UpdatePlan:
         return UpdatePlan(
@@ -376,10 +387,22 @@ class FakeTrainer:
         on_progress: Callable[[int, int, int], None],
         is_cancelled: Callable[[], bool],
     ) -> FakeForward:
-        """Every token's log-prob is the version, negated."""
-        self._use_device(number_of(prepared.batch))
+        """Every token's log-prob is the version, negated; a likeliest one's is one less."""
+        number = number_of(prepared.batch)
+        self._use_device(number)
+        on_progress(1, 2, 3)
+        while number in self.faults.holds and not self.faults.holds[number].is_set():
+            if is_cancelled():
+                raise RatoonError(ErrorCode.CANCELLED, "cancelled")
+            time.sleep(0.002)
         logprobs = np.full(len(prepared.batch.loss_mask), -float(self.version), np.float32)
-        return FakeForward(logprobs, None, StepReport(num_micro_batches=1))
+        teacher = None
+        if prepared.num_best:
+            tokens_K = np.arange(prepared.num_best, dtype=np.int32)
+            shape = len(logprobs), prepared.num_best
+            teacher = np.tile(tokens_K, (len(logprobs), 1)), np.repeat(logprobs - 1, shape[1])
+            teacher = teacher[0], teacher[1].reshape(shape)
+        return FakeForward(logprobs, None, StepReport(num_micro_batches=1), teacher)
 
     def copy_weights(self) -> FakeCopy:
         self.check_device()
@@ -430,8 +453,7 @@ def _happens(times: dict[float, int], number: float) -> bool:
 
 
 def number_of(batch: RolloutBatch) -> float:
-    assert batch.rewards is not None
-    return float(batch.rewards[0])
+    return ASKED if batch.rewards is None else float(batch.rewards[0])
 
 
 @dataclass(frozen=True)

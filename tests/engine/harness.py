@@ -39,13 +39,16 @@ from ratoon.engine.journal.records import OperationRecord
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.run import PolicyRun, Ports
-from ratoon.engine.types import FailedResult, Operation, PolicySpec
+from ratoon.engine.refusals import policy_not_found
+from ratoon.engine.types import FailedResult, Operation, Policy, PolicySpec
 from ratoon.engine.worker.tasks import Outcome
 from ratoon.metrics import Change
 from ratoon.model.spec import ModelDtype, ModelSpec, PresetBase
 from ratoon.train.spec import ONE_DEVICE, TrainerSpec
 from ratoon_proto.types import (
     AdamWConfig,
+    DistillationConfig,
+    Divergence,
     FullTuning,
     ImportMode,
     LossConfig,
@@ -61,6 +64,7 @@ from ratoon_proto.types import (
     Recovery,
     ReferencePolicy,
     Sequencing,
+    Teacher,
 )
 from tests.engine.fake_trainer import IMPORTED_NAME, Faults, number_body
 from tests.engine.local_ports import IN_MEMORY, POLICY, Crash, Crashes, LocalJournal, LocalWorker
@@ -156,7 +160,11 @@ class Machine:
             spec=self.spec,
             trainer=trainer_spec(self.spec),
             ports=Ports(
-                journal=self.journal, worker=self.worker, metrics=self.metrics, now=time.time
+                journal=self.journal,
+                worker=self.worker,
+                metrics=self.metrics,
+                policies=OnePolicy(self),
+                now=time.time,
             ),
             limits=self.limits,
             checkpoints=self.checkpoints,
@@ -245,6 +253,32 @@ class Machine:
         return {path.name for path in self.paths.bodies.iterdir()}
 
 
+class OnePolicy:
+    """`Policies` where there is one, which may teach itself."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    async def policy(self, policy_id: str) -> Policy:
+        row = self._machine.journal.store.policy(policy_id)
+        if row is None:
+            raise policy_not_found(policy_id)
+        return row.to_policy()
+
+    async def submit(self, submission: Submission) -> Operation:
+        return await self._machine.controller.submit(submission)
+
+    async def get_operation(self, operation_id: str, wait_s: float) -> Operation:
+        return await self._machine.controller.get_operation(operation_id, wait_s)
+
+    async def cancel_operation(self, operation_id: str) -> Operation:
+        return await self._machine.controller.cancel_operation(operation_id)
+
+    async def read_output(self, policy_id: str, digest: str) -> bytes:
+        assert policy_id == self._machine.spec.policy_id
+        return (self._machine.paths.results / digest).read_bytes()
+
+
 RATE = 0.5
 
 
@@ -268,6 +302,14 @@ def forward_backward(number: float, **changes: object) -> ForwardBackwardCommand
         loss=LossConfig(kind=LossKind.GRPO), expected_version=None, body_digest=digest_of(number)
     )
     return replace(command, **changes)
+
+
+def taught(*teachers: Teacher, num_tokens: int = 3) -> LossConfig:
+    """A loss that distils what these say of its batch."""
+    distillation = DistillationConfig(
+        Divergence.FORWARD_KL, teachers=teachers, num_teacher_tokens=num_tokens
+    )
+    return LossConfig(kind=LossKind.GRPO, distillation=distillation)
 
 
 def from_forward(operation: Operation) -> LossConfig:

@@ -18,10 +18,20 @@ from ratoon.engine.policy import turns
 from ratoon.errors import ErrorCode
 from ratoon.stream.files import temporary_name
 from ratoon.stream.object_store import FOLDER_MANIFEST
-from ratoon_proto.types import OperationState
+from ratoon_proto.types import OperationState, Teacher
 from tests.engine.archived_machine import ArchivedMachine, Store
 from tests.engine.fake_trainer import number_body as body_of
-from tests.engine.harness import DISCARD, RATE, code_of, digest_of, load, save
+from tests.engine.harness import (
+    DISCARD,
+    RATE,
+    code_of,
+    digest_of,
+    forward_backward,
+    load,
+    optim_step,
+    save,
+    taught,
+)
 from tests.engine.refusals import raises
 from tests.stream.s3 import running_s3
 from tests.until import until
@@ -60,6 +70,30 @@ async def test_a_lost_disk_is_filled_from_the_archive(machine: ArchivedMachine, 
     assert list(machine.weights) == before
     ended = await machine.end(await machine.update(6, 6.0))
     assert ended.state is OperationState.DONE
+
+
+async def test_what_a_teacher_said_is_filled_from_the_archive(
+    machine: ArchivedMachine, store: Store
+):
+    """A window of two answers, and no checkpoint that covers it.
+
+    The policy says the same of both batches, so they share a file.
+    """
+    for seq in (1, 2):
+        command = forward_backward(seq, loss=taught(Teacher("p")))
+        await machine.end(await machine.submit(seq, command, seq))
+    assert len(store.names("policies/p/bodies")) == len(machine.bodies) == 3
+    await machine.lose_disk()
+    ended = await machine.end(await machine.submit(3, optim_step(), 0))
+    assert ended.state is OperationState.DONE, ended
+    # Both are asked at version 0: six log-probs of -1 each.
+    assert machine.weights == [([1.0 + 6, 2.0 + 6], RATE)]
+    for seq in range(4, 4 + 2 * 3 * machine.checkpoints.keep):
+        await machine.end(await machine.update(seq, float(seq)))
+        await settled(machine)
+    await until(lambda: len(store.names("policies/p/bodies")) == len(machine.bodies))
+    needed = {digest for _, digest in machine.journal.store.bodies_in_use("p")}
+    await until(lambda: machine.bodies == needed)
 
 
 async def test_a_callers_checkpoint_is_loaded_from_the_archive(machine: ArchivedMachine):
@@ -136,10 +170,10 @@ async def test_what_is_needed_no_more_leaves_the_archive(tmp_path: Path, store: 
     await archive.stop()
     store.is_away = False
     again = ArchivedBodyFiles(paths, archive)
-    await again.reconcile({}, ())
+    await again.reconcile((), ())
     await archive.stop()
     assert store.names("policies/p/bodies") == (digest_of(2.0),)
-    await again.reconcile({}, await again.names())
+    await again.reconcile((), await again.names())
     await until(lambda: store.names("policies/p/bodies") == ())
 
 

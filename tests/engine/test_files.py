@@ -77,7 +77,7 @@ async def test_reconciling_keeps_what_is_needed_and_what_is_in_flight(paths: Pol
     paths.body("orphan").write_bytes(b"x")
     listed = await bodies.names()
     paths.body("anothers").write_bytes(b"y")
-    await bodies.reconcile({"queued": "d1"}, listed)
+    await bodies.reconcile({("queued", "d1")}, listed)
     paths.body("anothers").unlink()
     assert {path.name for path in paths.bodies.iterdir()} == {"d1", "d3"}
     await bodies.release("retry", "d1")
@@ -98,7 +98,7 @@ async def test_a_controller_that_was_replaced_deletes_no_body_of_its_successor(
     for holder, digest, body in (("second", "d1", b"one"), ("third", "d2", b"two")):
         await new.hold(holder, digest, body)
     await old.release("first", "d1")
-    await old.reconcile({}, listed)
+    await old.reconcile((), listed)
     assert {path.name for path in paths.bodies.iterdir()} == {"d1", "d2"}
     await new.release("second", "d1")
     await new.release("third", "d2")
@@ -112,7 +112,7 @@ async def test_a_body_that_came_back_after_the_listing_goes_with_its_holder(
     bodies = BodyFiles(paths)
     listed = await bodies.names()
     paths.body("d1").write_bytes(b"one")
-    await bodies.reconcile({"queued": "d1"}, listed)
+    await bodies.reconcile({("queued", "d1")}, listed)
     await bodies.release("queued", "d1")
     assert list(paths.bodies.iterdir()) == []
 

@@ -34,7 +34,7 @@ async def until_nothing_is_superfluous(machine: Machine) -> None:
 
     await until(lambda: {path.name for path in machine.paths.checkpoints.iterdir()} == names())
     await until(lambda: {*list_versions(machine.paths.weights)} == {*machine.run.listed})
-    await until(lambda: machine.bodies == set(store.bodies_in_use("p").values()))
+    await until(lambda: machine.bodies == {digest for _, digest in store.bodies_in_use("p")})
 
 
 @pytest.fixture(scope="module", autouse=True)

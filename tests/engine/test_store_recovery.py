@@ -69,7 +69,7 @@ def test_a_cover_frees_what_no_recovery_begins_before(stores: Stores) -> None:
     assert kept.choices is not None
     history = stores.store.history("p")
     assert (history.kept_from_seq, history.checkpoints) == (3, (checkpoint(4, replay_from_seq=3),))
-    assert stores.store.bodies_in_use("p") == {"p.3": "body3", "p.4": "body4"}
+    assert stores.store.bodies_in_use("p") == {("p.3", "body3"), ("p.4", "body4")}
     assert stores.store.results_in_use("p") == {"file3", "file4"}
 
 

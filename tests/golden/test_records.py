@@ -26,7 +26,7 @@ from ratoon.engine.journal.tables import (
     to_columns,
 )
 from ratoon.engine.types import CheckpointInfo, FailedResult, ForwardResult
-from ratoon.engine.worker.tasks import Choices
+from ratoon.engine.worker.tasks import Choices, TeacherAnswer
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.serial import batch_to_bytes
@@ -35,6 +35,8 @@ from ratoon_proto.types import (
     CorrectionLevel,
     CorrectionMask,
     CorrectionMode,
+    DistillationConfig,
+    Divergence,
     EmptyResult,
     ImportMode,
     ImportResult,
@@ -56,6 +58,7 @@ from ratoon_proto.types import (
     StalenessAction,
     StalenessConfig,
     StepResult,
+    Teacher,
 )
 from tests import builders
 from tests.api.open_gate import OPEN_GATE
@@ -79,6 +82,15 @@ LOSSES = {
         overlong=OverlongPenalty(max_tokens=10, buffer_tokens=2, scale=1.0),
         staleness=StalenessConfig(max_versions=2, action=StalenessAction.DROP),
         entropy_coefficient=0.01,
+    ),
+    "taught": LossConfig(
+        kind=LossKind.GRPO,
+        distillation=DistillationConfig(
+            Divergence.REVERSE_KL,
+            teachers=[Teacher("t"), Teacher("u", version=3, group_ids=["g"])],
+            num_teacher_tokens=4,
+        ),
+        kl=KlConfig(KlKind.K3, 0.1, ReferenceKind.TEACHER, teachers=[Teacher("t")]),
     ),
     "overlong_filter": LossConfig(kind=LossKind.GRPO, overlong=OverlongFilter()),
 }
@@ -131,6 +143,7 @@ CHECKPOINT = CheckpointInfo(
 ERROR = RatoonError(ErrorCode.SEQ_GAP, "m", details={"type": "x"})
 RESULTS = {
     "step": StepResult(version=3, report=REPORT),
+    "step.taught": StepResult(version=3, report=REPORT, teachers=(Teacher("t", version=2),)),
     "forward": ForwardResult(version=4, digest="00", size_bytes=3, report=REPORT),
     "checkpoint": CHECKPOINT,
     "import": ImportResult(version=5, num_tensors=2, size_bytes=9, dtypes=("BF16",), digest="00"),
@@ -156,8 +169,11 @@ def test_choices_of_the_journal(golden: Golden) -> None:
         checkpoint=CHECKPOINT,
         folder_digest="00",
     )
-    assert from_text(to_text(choices)) == choices
-    golden.check("choices", to_text(choices))
+    answer = TeacherAnswer(policy_id="t", version=2, digest="00")
+    taught = replace(Choices(next_version=3), teachers=(answer,))
+    for each in (choices, taught):
+        assert from_text(to_text(each)) == each
+    golden.check("choices", [to_text(choices), to_text(taught)])
 
 
 def _operation(**changes: Any) -> OperationRecord:

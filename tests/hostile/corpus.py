@@ -202,7 +202,23 @@ def small_losses() -> list[training_pb2.LossConfig]:
             divergence=training_pb2.DIVERGENCE_JENSEN_SHANNON, coefficient=0.5, beta=0.3
         ),
     )
-    return [*plain, rich, rich, rich, sapo, frozen, distilled]
+    teachers = [
+        training_pb2.Teacher(policy_id="fuzz-teacher"),
+        training_pb2.Teacher(policy_id="fuzz-other", version=3, group_ids=["small"]),
+    ]
+    asked = training_pb2.LossConfig(
+        kind=training_pb2.LOSS_KIND_REINFORCE,
+        distillation=training_pb2.DistillationConfig(
+            divergence=training_pb2.DIVERGENCE_REVERSE_KL, teachers=teachers, num_teacher_tokens=4
+        ),
+        kl=training_pb2.KlConfig(
+            kind=training_pb2.KL_KIND_K2,
+            coefficient=0.1,
+            reference=training_pb2.REFERENCE_KIND_TEACHER,
+            teachers=teachers[:1],
+        ),
+    )
+    return [*plain, rich, rich, rich, sapo, frozen, distilled, asked]
 
 
 def small_updates() -> list[service_pb2.UpdateRequest]:
@@ -214,9 +230,13 @@ def small_updates() -> list[service_pb2.UpdateRequest]:
             outcome = "token_weights"
         elif loss.kind == training_pb2.LOSS_KIND_IMPORTANCE_SAMPLING:
             outcome = "advantages"
-        elif loss.HasField("distillation"):
+        elif loss.kind == training_pb2.LOSS_KIND_DISTILLATION:
             outcome = "teacher"
-        request = requests.update(batch=small_groups(outcome))
+        groups = small_groups(outcome)
+        if loss.kl.teachers:
+            for rollout in groups[0].rollouts:
+                rollout.ClearField("reference_logprobs")
+        request = requests.update(batch=groups)
         request.loss.CopyFrom(loss)
         if loss.kind == training_pb2.LOSS_KIND_DR_GRPO:
             request.optim.CopyFrom(_SCALED)

@@ -7,6 +7,7 @@ is done with finite figures, or its step is skipped; weights are finite in any c
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -22,13 +23,16 @@ from ratoon.config import LimitsConfig
 from ratoon.engine.commands import Submission
 from ratoon.engine.files.paths import make_policy_folders, policy_paths
 from ratoon.engine.policy.executor import forward_file_name
+from ratoon.engine.policy.teachers import asking
 from ratoon.engine.types import ForwardResult, OperationResult, Policy, PolicySpec
 from ratoon.engine.worker.runner import TaskRunner
-from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task
+from ratoon.engine.worker.tasks import NO_FORWARD, Choices, Task, TeacherAnswer
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.rollout.questions import asked_batch, questions
+from ratoon.rollout.serial import batch_from_bytes, batch_to_bytes
 from ratoon.train.spec import TrainerSpec
 from ratoon.train.trainer import Trainer
-from ratoon_proto.types import PolicyState, ReferencePolicy, StepResult
+from ratoon_proto.types import LossConfig, PolicyState, ReferencePolicy, StepResult
 from ratoon_proto.v1 import policy_pb2, rollout_pb2, service_pb2
 from tests.api import requests
 from tests.hostile import corpus
@@ -106,7 +110,9 @@ class SmallPolicy:
         old = getattr(loss, "old_logprobs", None)
         names_forward = old is not None and old.forward_operation_id == corpus.FORWARD
         choices = Choices(
-            next_version=1, old_logprobs=self._forward if names_forward else NO_FORWARD
+            next_version=1,
+            old_logprobs=self._forward if names_forward else NO_FORWARD,
+            teachers=() if loss is None else self._answers(submission, loss, runner),
         )
         if old is not None and old.forward_operation_id and not names_forward:
             raise RatoonError(ErrorCode.OPERATION_NOT_FOUND, "the engine knows no such Forward")
@@ -122,6 +128,23 @@ class SmallPolicy:
             return runner.run(runner.plan(task), lambda *_: None, lambda: False)
         finally:
             body.unlink()
+
+    def _answers(
+        self, submission: Submission, loss: LossConfig, runner: TaskRunner
+    ) -> tuple[TeacherAnswer, ...]:
+        """What the policy itself says, whichever teachers are named."""
+        batch = batch_from_bytes(submission.body)
+        answers: list[TeacherAnswer] = []
+        for question in questions(loss, batch):
+            asked = batch_to_bytes(asked_batch(batch, question.asked_G))
+            result = self.run(asking(question, asked), runner)
+            assert isinstance(result, ForwardResult)
+            data = (self.paths.results / result.digest).read_bytes()
+            digest = hashlib.sha256(data).hexdigest()
+            (self.paths.bodies / digest).write_bytes(data)
+            policy_id = question.teacher.policy_id
+            answers.append(TeacherAnswer(policy_id=policy_id, version=0, digest=digest))
+        return tuple(answers)
 
     def judge(self, result: OperationResult, trainer: Trainer) -> None:
         """Raise `FaultError` where weights are not finite, or figures that were not skipped for."""

@@ -10,6 +10,7 @@ from ratoon.errors import ErrorCode, RatoonError
 from ratoon.planner.activation_plan import (
     DLOGIT_BYTES,
     LOGIT_BYTES,
+    HeadLoad,
     Kept,
     fetched_at,
     max_tokens,
@@ -92,6 +93,24 @@ def test_peak_of_one_layer_by_hand() -> None:
     assert peak_bytes(sizes, (Kept.PRODUCTS,), 10, 4) == resident + head
     frozen = dataclasses.replace(sizes, head_is_trained=False, vocab_size=10)
     assert peak_bytes(frozen, (Kept.PRODUCTS,), 10, 4) == resident + working
+
+
+def test_targets_and_rows_beside_are_in_the_peak() -> None:
+    """A teacher's 64 tokens of each of 36,000: what they were measured to take, within a tenth."""
+    sizes, kept = QWEN3_8B, (Kept.PRODUCTS,) * 36
+    plain, tokens = peak_bytes(sizes, kept, 36_000, 36_000), 36_000
+    taught = dataclasses.replace(sizes, load=HeadLoad(targets=64.0))
+    assert peak_bytes(taught, kept, tokens, tokens) == plain + 36_000 * 64 * 60
+    split = dataclasses.replace(sizes, load=HeadLoad(rows=1.5))
+    more_rows = peak_bytes(sizes, kept, tokens, 54_000) - plain
+    assert peak_bytes(split, kept, tokens, tokens) == plain + more_rows
+    for loaded in (taught, split):
+        assert max_tokens(loaded, 60 * GIB) < max_tokens(sizes, 60 * GIB)
+        assert loaded.stay_bytes > sizes.stay_bytes
+    most = max_tokens(taught, 60 * GIB)
+    assert plan_activations(taught, most, most, 60 * GIB)
+    with pytest.raises(RatoonError):
+        plan_activations(taught, most + 1, most + 1, 60 * GIB)
 
 
 def test_the_heads_buffers_are_those_of_the_kernels() -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from ratoon.errors import ErrorCode, RatoonError
+from ratoon.model.policy_model import PolicyModel
 from ratoon.model.spec import FolderBase
-from ratoon.planner.activation_plan import Kept, most_tokens
+from ratoon.planner.activation_plan import NO_LOAD, HeadLoad, Kept, most_tokens
 from ratoon.planner.costs import CostModel, SequenceSizes, measure
 from ratoon.planner.device_costs import H100_RATES, H200_RATES
 from ratoon.planner.plan import Devices, draft_plan, share_as_planned
@@ -20,13 +21,23 @@ from ratoon.planner.planning import (
     cpu_planner,
     device_planner,
     group_sizes,
+    head_load,
 )
+from ratoon.planner.stage_plan import HeldTokens
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes, sort_sequences
 from ratoon.rollout.validate import validate_groups
 from ratoon.train import prepare
-from ratoon_proto.types import LossKind, ParallelLayout, SharedTokens
+from ratoon.train.loss.resolve import resolve_loss
+from ratoon_proto.types import (
+    DistillationConfig,
+    Divergence,
+    LossConfig,
+    LossKind,
+    ParallelLayout,
+    SharedTokens,
+)
 from tests.builders import group, limits, rollout
 from tests.model.test_activation_plan import QWEN3_8B
 from tests.plans import journaled
@@ -317,3 +328,81 @@ def test_short_prompts_of_long_responses_are_run_alone_on_a_device() -> None:
     assert plan.packed_tokens == plan.unshared_tokens
     usual = _groups(2, 64, 4, 2048)
     assert not _device(None, 100).plan(usual, sort_sequences(usual), kept_S).unshared
+
+
+def _load_of(*responses: list[int], num_targets: int = 0) -> HeadLoad:
+    """The load of a group of each of these responses, twice."""
+    groups = [
+        group([7], [rollout(response) for _ in range(2)], f"g{g}")
+        for g, response in enumerate(responses)
+    ]
+    batch = validate_groups(groups, limits(vocab_size=1000))
+    return head_load(batch, sort_sequences(batch), num_targets=num_targets)
+
+
+def test_the_load_is_that_of_the_group_that_shares_most() -> None:
+    assert _load_of([1, 2]) == NO_LOAD
+    assert _load_of([1, 2], [3], num_targets=5) == HeadLoad(targets=10.0)
+    apart = validate_groups(
+        [
+            group([7], [rollout([1, 2, 3]), rollout([1, 2, 4])], "a"),
+            group([7], [rollout([9])], "b"),
+        ],
+        limits(vocab_size=1000),
+    )
+    # Six paths' tokens in four rows.
+    load = head_load(apart, sort_sequences(apart), num_targets=4)
+    assert load == HeadLoad(targets=6.0)
+
+
+def test_rows_of_masks_are_counted_as_if_none_were_alike() -> None:
+    batch = validate_groups(
+        [group([7], [rollout([1, 2]), rollout([1, 2])], "a")], limits(vocab_size=1000)
+    )
+    masks = replace(
+        batch,
+        sampling_mask=np.array([1, 2, 1, 5, 2], np.int32),
+        mask_offsets=np.array([0, 1, 2, 4, 5]),
+    )
+    assert head_load(masks, sort_sequences(masks)) == HeadLoad(rows=2.0)
+
+
+def test_a_planner_leaves_room_for_what_a_batch_carries() -> None:
+    def of(load: HeadLoad) -> Planner:
+        sizes = replace(QWEN3_8B, load=load)
+        return device_planner(None, sizes, 60 * GIB, 0, rates=H200_RATES, layers_are_trained=True)
+
+    planner = replace(of(NO_LOAD), of_load=of)
+    assert planner.carrying(NO_LOAD) is planner
+    taught = planner.carrying(HeadLoad(targets=64.0))
+    most, fewer = (max(_of_one(each).candidates) for each in (planner, taught))
+    # 3.8 KB a token beside the 590 KB and more that it takes.
+    assert 0.98 * most < fewer < most
+    assert planner.with_only(planner).carrying(HeadLoad(targets=64.0)).only == ()
+    assert cpu_planner(None).carrying(HeadLoad(targets=64.0)) == cpu_planner(None)
+
+
+def test_a_pass_keeps_what_leaves_room_for_its_load(
+    base: FolderBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(base)
+    batch = make_batch(3, num_groups=2, num_teacher_tokens=3)
+    distillation = DistillationConfig(Divergence.REVERSE_KL)
+    loss = resolve_loss(
+        LossConfig(kind=LossKind.DISTILLATION, distillation=distillation),
+        replace(batch, rewards=None, advantages=None),
+        has_frozen_reference=False,
+    )
+    loads: list[HeadLoad] = []
+    plan = PolicyModel._plan_activations
+
+    def planned(self: PolicyModel, held: HeldTokens) -> tuple[Kept, ...] | None:
+        loads.append(self.sizes.load)
+        return plan(self, held)
+
+    monkeypatch.setattr(PolicyModel, "_plan_activations", planned)
+    prepared = trainer.prepare(batch, loss)
+    trainer.forward_backward(prepared)
+    assert prepared.load.targets >= 3.0
+    assert {*loads} == {prepared.load}
+    assert trainer.model.sizes.load == NO_LOAD

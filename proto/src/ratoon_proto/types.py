@@ -284,9 +284,11 @@ class ReferenceKind(bases.WireEnum):
     FROZEN = "frozen"
     """The policy's frozen reference (its base weights; for LoRA the adapter off), computed packed.
     """
+    TEACHER = "teacher"
+    """Another policy of the service, or one for each group: `teachers`."""
 
 
-ReferenceKindName = Literal["given", "frozen"]
+ReferenceKindName = Literal["given", "frozen", "teacher"]
 
 
 class CorrectionMode(bases.WireEnum):
@@ -999,6 +1001,36 @@ class OldLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Teacher:
+    """A policy of the service that answers, before the update runs, what it would have said at each
+    response token. Its vocabulary is that of the policy that it teaches, and its answer is kept
+    with the batch: a recovery asks nobody again.
+    """
+
+    policy_id: str
+    _: KW_ONLY
+    version: int | None = None
+    """The version that it must have when it answers. Absent: whichever it has, which
+    `StepResult.teachers` names.
+    """
+    group_ids: tuple[str, ...] = ()
+    """Groups that it is asked about; empty: all that no other teacher of the list names."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            policy_id: str,
+            *,
+            version: int | None = None,
+            group_ids: Sequence[str] = (),
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        bases.as_declared(self, group_ids=tuple)
+
+
+@dataclass(frozen=True, slots=True)
 class KlConfig:
     """A KL term of the loss."""
 
@@ -1011,6 +1043,8 @@ class KlConfig:
     """k1 and k3 alone, of a loss with old log-probs: the estimate times exp(logp - old), with the
     gradient of both.
     """
+    teachers: tuple[Teacher, ...] = ()
+    """Reference teacher alone has them, at least one."""
 
     if TYPE_CHECKING:
 
@@ -1021,10 +1055,11 @@ class KlConfig:
             reference: ReferenceKind | ReferenceKindName,
             *,
             importance_weighted: bool = False,
+            teachers: Sequence[Teacher] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        bases.as_declared(self, kind=KlKind, reference=ReferenceKind)
+        bases.as_declared(self, kind=KlKind, reference=ReferenceKind, teachers=tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1114,8 +1149,8 @@ class StalenessConfig:
 
 @dataclass(frozen=True, slots=True)
 class DistillationConfig:
-    """A divergence from the teacher of the rollouts' teacher_tokens and teacher_logprobs, added to
-    each counted term.
+    """A divergence from a teacher's likeliest tokens, added to each counted term. Either rollouts
+    carry them (teacher_tokens, teacher_logprobs), or `teachers` are asked.
     """
 
     divergence: Divergence
@@ -1123,6 +1158,12 @@ class DistillationConfig:
     coefficient: float = 1.0
     beta: float | None = None
     """jensen_shannon alone; from 1e-6 to 1 - 1e-6. Default: 0.5."""
+    teachers: tuple[Teacher, ...] = ()
+    """Empty: rollouts carry the tokens."""
+    num_teacher_tokens: int = 0
+    """How many tokens `teachers` answer at each position, from 1 to 128 and at most their
+    vocabulary.
+    """
 
     if TYPE_CHECKING:
 
@@ -1132,10 +1173,12 @@ class DistillationConfig:
             *,
             coefficient: float = 1.0,
             beta: float | None = None,
+            teachers: Sequence[Teacher] = (),
+            num_teacher_tokens: int = 0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        bases.as_declared(self, divergence=Divergence)
+        bases.as_declared(self, divergence=Divergence, teachers=tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1717,6 +1760,8 @@ class StepResult(bases.StepResultMethods):
     report: StepReport = StepReport()
     file: ResultFile | None = None
     """A serialized ForwardOutput."""
+    teachers: tuple[Teacher, ...] = ()
+    """Teachers that the loss asked, in its order, each with the version that answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from ratoon.rollout.validate import BatchLimits, validate_groups
 LEARNING_RATE = 1e-3
 # A version that no run reaches: the call fails at its turn.
 NO_VERSION = 1_000_000
+POLICY = "p"
 # Every PublishVersion moves this name to the version of its place.
 NAME = "named"
 # File with all weights of a model as small as this one.
@@ -50,7 +51,8 @@ class Call:
     none. `includes`: numbers of the ForwardBackwards that an OptimStep lists. `is_refused`: its
     expected version is not the policy's. `is_infinite`: its loss is not finite.
     `is_without_store`: the object store takes nothing while it runs. `replaces`: an import that is
-    not added. `resets`: it clears the optimizer.
+    not added. `resets`: it clears the optimizer. `is_taught`: the policy answers for its KL term,
+    whose coefficient is 0: it is reported, and moves nothing.
     """
 
     number: int
@@ -65,6 +67,7 @@ class Call:
     is_without_store: bool = False
     replaces: bool = False
     resets: bool = False
+    is_taught: bool = False
 
     @property
     def has_batch(self) -> bool:

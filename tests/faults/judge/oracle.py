@@ -25,6 +25,7 @@ from ratoon.engine.worker.runner import NEEDLESS_FORWARD
 from ratoon.model.export import export_weights
 from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.questions import Answer, answered_batch, asked_batch, questions
 from ratoon.stream.files import digest_file
 from ratoon.stream.versions import list_versions, read_manifest
 from ratoon.train.checkpoint import states_name
@@ -36,18 +37,23 @@ from ratoon.train.saved_state import MANIFEST_NAME
 from ratoon.train.trainer import Trainer
 from ratoon_proto.types import (
     ImportResult,
+    KlConfig,
+    KlKind,
     LossConfig,
     LossKind,
     OldLogprobs,
     OldLogprobsKind,
     OptimStepConfig,
+    ReferenceKind,
     StepReport,
     StepResult,
     StepWarning,
+    Teacher,
 )
 from tests.faults.judge.calls import (
     LEARNING_RATE,
     NAME,
+    POLICY,
     WEIGHTS_FILE,
     Call,
     Kind,
@@ -114,7 +120,9 @@ class Oracle:
             case Kind.FORWARD_BACKWARD:
                 report = self._forward_backward(call)
                 self._window.append(_Part(seq=seq, call=call, has_failed=False))
-                return self._done(StepResult(version=self.trainer.version, report=report))
+                version = self.trainer.version
+                teachers = (Teacher(POLICY, version=version),) if call.is_taught else ()
+                return self._done(StepResult(version=version, report=report, teachers=teachers))
             case Kind.OPTIM_STEP:
                 return self._optim_step(call)
             case Kind.DISCARD_GRADIENTS:
@@ -153,9 +161,19 @@ class Oracle:
         return replace(prepared, warnings=(*prepared.warnings, *warnings))
 
     def _forward_backward(self, call: Call) -> StepReport:
-        batch = batch_of(call, self._seed)
+        batch = self._answered(call, batch_of(call, self._seed))
         loss = _loss(call, self._operations, batch)
         return self.trainer.forward_backward(self._prepared(call, batch, loss))
+
+    def _answered(self, call: Call, batch: RolloutBatch) -> RolloutBatch:
+        """The batch with what the policy itself says of it, where it is asked."""
+        asked = questions(loss_request(call, self._operations), batch)
+        answers: list[Answer] = []
+        for question in asked:
+            prepared = self.trainer.prepare_forward(asked_batch(batch, question.asked_G))
+            arrays = self.trainer.forward(prepared, with_entropy=False, use_reference=False)
+            answers.append(Answer(logprobs=arrays.logprobs, tokens=None, token_logprobs=None))
+        return answered_batch(batch, asked, answers)
 
     def _optim_step(self, call: Call) -> Expected:
         applied = [part for part in self._window if not part.has_failed]
@@ -410,8 +428,11 @@ def loss_request(call: Call, operations: dict[int, str]) -> LossConfig:
             kind=OldLogprobsKind.FROM_FORWARD,
             forward_operation_id=operations[call.from_forward],
         )
+    kl = None
+    if call.is_taught:
+        kl = KlConfig(KlKind.K3, 0.0, ReferenceKind.TEACHER, teachers=[Teacher(POLICY)])
     return LossConfig(
-        kind=LossKind.GRPO, old_logprobs=old, entropy_coefficient=call.entropy_coefficient
+        kind=LossKind.GRPO, old_logprobs=old, kl=kl, entropy_coefficient=call.entropy_coefficient
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ratoon.engine.crash_points import CrashPoint
@@ -25,6 +25,7 @@ _WINDOW_NUMBERS = 1_000_000
 _STORE_NUMBERS = 2_000_000
 _IMPORT_NUMBERS = 3_000_000
 _NAME_NUMBERS = 4_000_000
+_TAUGHT_NUMBERS = 5_000_000
 # Points that the two processes reach; the real service reaches the others (`live`).
 POINTS = tuple(point for point in CrashPoint if not point.startswith(("ingress-", "rank-")))
 # Points of a policy that is put away.
@@ -40,6 +41,7 @@ IMPORT_POINTS = tuple(
     if point
     not in (
         *AWAY_POINTS,
+        CrashPoint.ENGINE_AFTER_ANSWER,
         CrashPoint.ENGINE_AFTER_BODY,
         CrashPoint.ENGINE_IN_REPLAY,
         CrashPoint.WORKER_IN_APPLY,
@@ -76,16 +78,30 @@ class Kills:
 
 def crash_at(run: LightRun, kills: Kills, point: CrashPoint) -> None:
     """Play on until a process has been killed at the point, and until all has ended after it."""
+    numbers = itertools.count(_TAUGHT_NUMBERS)
 
     def play() -> None:
         if point is CrashPoint.ENGINE_IN_REPLAY:
             run.pair.kill("worker")
         if point in AWAY_POINTS:
             run.pair.put_away()
-        run.play_segment()
+        if point is CrashPoint.ENGINE_AFTER_ANSWER:
+            play_taught(run, numbers)
+        else:
+            run.play_segment()
 
     run.pair.arm(point, run.rng.randint(1, 3))
     _play_until_killed(run, kills, point, play)
+
+
+def play_taught(run: LightRun, numbers: Iterator[int]) -> None:
+    """A window whose second part the policy answers for, at the version that the first one left."""
+    for kind, is_taught in (
+        (Kind.FORWARD_BACKWARD, False),
+        (Kind.FORWARD_BACKWARD, True),
+        (Kind.OPTIM_STEP, False),
+    ):
+        run.play([Call(number=next(numbers), kind=kind, is_taught=is_taught)])
 
 
 def crash_at_imports(run: LightRun, kills: Kills) -> None:

@@ -62,6 +62,7 @@ from tests.faults.judge.calls import (
     LEARNING_RATE,
     NAME,
     NO_VERSION,
+    POLICY,
     Call,
     Kind,
     batch_of,
@@ -76,7 +77,6 @@ from tests.faults.venues.pair import Pair
 from tests.faults.venues.processes import Settings
 from tests.faults.venues.rpc import PeerLostError
 
-POLICY = "p"
 NUM_CLIENTS = 6
 
 

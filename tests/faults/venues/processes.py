@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ratoon.api.convert.policy import SpecDefaults
 from ratoon.api.gate import build_gate
@@ -30,7 +30,7 @@ from ratoon.engine.journal.journal import Journal
 from ratoon.engine.journal.tables import open_database
 from ratoon.engine.policy.controller import Controller
 from ratoon.engine.policy.limits import Claims
-from ratoon.engine.policy.run import PolicyRun, Ports
+from ratoon.engine.policy.run import Policies, PolicyRun, Ports
 from ratoon.engine.settings import EngineSettings
 from ratoon.engine.types import Acknowledgement, Policy, PolicySpec
 from ratoon.engine.worker.tasks import WorkerLostError
@@ -137,6 +137,9 @@ def run_engine(settings: Settings) -> None:
             row = await run.ports.journal.policy(run.policy_id)
             assert row is not None
             return row.to_policy()
+        if name == "read_output":
+            _, digest = args
+            return (run.paths.results / digest).read_bytes()
         return await getattr(controller, name)(*args)
 
     def answer(name: str, args: tuple[Any, ...]) -> object:
@@ -195,6 +198,7 @@ async def _make_run(settings: Settings) -> PolicyRun:
         journal=Journal(open_database(f"sqlite:///{settings.database}")),
         worker=RpcWorker(settings),
         metrics=NoMetrics(),
+        policies=cast("Policies", RpcEngine(settings)),
         now=time.time,
     )
     archive = BlobArchive(_Store(settings), paths) if settings.has_store else Archive()

@@ -341,6 +341,7 @@ class StepResult(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
+    TEACHERS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """The policy's version after the operation."""
     @_builtins.property
@@ -351,6 +352,10 @@ class StepResult(_message.Message):
     def file(self) -> Global___ResultFile:
         """A serialized ForwardOutput."""
 
+    @_builtins.property
+    def teachers(self) -> _containers.RepeatedCompositeFieldContainer[_training_pb2.Teacher]:
+        """Teachers that the loss asked, in its order, each with the version that answered."""
+
     def __init__(
         self,
         *,
@@ -358,10 +363,11 @@ class StepResult(_message.Message):
         report: _training_pb2.StepReport | None = ...,
         inline: _training_pb2.ForwardOutput | None = ...,
         file: Global___ResultFile | None = ...,
+        teachers: _abc.Iterable[_training_pb2.Teacher] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "inline", b"inline", "output", b"output", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "inline", b"inline", "output", b"output", "report", b"report", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "inline", b"inline", "output", b"output", "report", b"report", "teachers", b"teachers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_output: _TypeAlias = _typing.Literal["inline", "file"]  # noqa: Y015
     _WhichOneofArgType_output: _TypeAlias = _typing.Literal["output", b"output"]  # noqa: Y015

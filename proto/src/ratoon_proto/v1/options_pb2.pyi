@@ -22,8 +22,8 @@ required: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions
 list_dtype: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.str]
 """JSON takes a plain list of one dimension for this tensor too, as an array of this dtype."""
 default_value: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.str]
-"""What absence means, in value classes: a number, true or false, the short name of an enum value, or
-{} for the message with all its defaults. Without presence, zero is absence.
+"""What absence means, in value classes: a number, true or false, the short name of an enum value, {}
+for the message with all its defaults, or [] for none of a repeated field. Without presence, zero is absence.
 """
 flat: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MessageOptions, _builtins.bool]
 """In JSON its fields stand where the message itself would."""

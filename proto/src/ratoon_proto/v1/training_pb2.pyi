@@ -183,6 +183,8 @@ class _ReferenceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Referen
     """reference_logprobs sent with the rollouts."""
     REFERENCE_KIND_FROZEN: _ReferenceKind.ValueType  # 2
     """The policy's frozen reference (its base weights; for LoRA the adapter off), computed packed."""
+    REFERENCE_KIND_TEACHER: _ReferenceKind.ValueType  # 3
+    """Another policy of the service, or one for each group: `teachers`."""
 
 class ReferenceKind(_ReferenceKind, metaclass=_ReferenceKindEnumTypeWrapper):
     """The reference of a KL term."""
@@ -192,6 +194,8 @@ REFERENCE_KIND_GIVEN: ReferenceKind.ValueType  # 1
 """reference_logprobs sent with the rollouts."""
 REFERENCE_KIND_FROZEN: ReferenceKind.ValueType  # 2
 """The policy's frozen reference (its base weights; for LoRA the adapter off), computed packed."""
+REFERENCE_KIND_TEACHER: ReferenceKind.ValueType  # 3
+"""Another policy of the service, or one for each group: `teachers`."""
 Global___ReferenceKind: _TypeAlias = ReferenceKind  # noqa: Y015
 
 class _CorrectionMode:
@@ -492,6 +496,44 @@ class OldLogprobs(_message.Message):
 Global___OldLogprobs: _TypeAlias = OldLogprobs  # noqa: Y015
 
 @_typing.final
+class Teacher(_message.Message):
+    """A policy of the service that answers, before the update runs, what it would have said at each response
+    token. Its vocabulary is that of the policy that it teaches, and its answer is kept with the batch: a
+    recovery asks nobody again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    version: _builtins.int
+    """The version that it must have when it answers. Absent: whichever it has, which `StepResult.teachers`
+    names.
+    """
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups that it is asked about; empty: all that no other teacher of the list names."""
+
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        version: _builtins.int | None = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "group_ids", b"group_ids", "policy_id", b"policy_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___Teacher: _TypeAlias = Teacher  # noqa: Y015
+
+@_typing.final
 class KlConfig(_message.Message):
     """A KL term of the loss."""
 
@@ -501,6 +543,7 @@ class KlConfig(_message.Message):
     COEFFICIENT_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
     IMPORTANCE_WEIGHTED_FIELD_NUMBER: _builtins.int
+    TEACHERS_FIELD_NUMBER: _builtins.int
     kind: Global___KlKind.ValueType
     coefficient: _builtins.float
     """Required."""
@@ -509,6 +552,10 @@ class KlConfig(_message.Message):
     """k1 and k3 alone, of a loss with old log-probs: the estimate times exp(logp - old), with the gradient of
     both.
     """
+    @_builtins.property
+    def teachers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Teacher]:
+        """Reference teacher alone has them, at least one."""
+
     def __init__(
         self,
         *,
@@ -516,10 +563,11 @@ class KlConfig(_message.Message):
         coefficient: _builtins.float | None = ...,
         reference: Global___ReferenceKind.ValueType = ...,
         importance_weighted: _builtins.bool = ...,
+        teachers: _abc.Iterable[Global___Teacher] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient", "importance_weighted", b"importance_weighted", "kind", b"kind", "reference", b"reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient", "coefficient", b"coefficient", "importance_weighted", b"importance_weighted", "kind", b"kind", "reference", b"reference", "teachers", b"teachers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__coefficient: _TypeAlias = _typing.Literal["coefficient"]  # noqa: Y015
     _WhichOneofArgType__coefficient: _TypeAlias = _typing.Literal["_coefficient", b"_coefficient"]  # noqa: Y015
@@ -670,8 +718,8 @@ Global___StalenessConfig: _TypeAlias = StalenessConfig  # noqa: Y015
 
 @_typing.final
 class DistillationConfig(_message.Message):
-    """A divergence from the teacher of the rollouts' teacher_tokens and teacher_logprobs, added to each
-    counted term.
+    """A divergence from a teacher's likeliest tokens, added to each counted term. Either rollouts carry them
+    (teacher_tokens, teacher_logprobs), or `teachers` are asked.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -679,20 +727,30 @@ class DistillationConfig(_message.Message):
     DIVERGENCE_FIELD_NUMBER: _builtins.int
     COEFFICIENT_FIELD_NUMBER: _builtins.int
     BETA_FIELD_NUMBER: _builtins.int
+    TEACHERS_FIELD_NUMBER: _builtins.int
+    NUM_TEACHER_TOKENS_FIELD_NUMBER: _builtins.int
     divergence: Global___Divergence.ValueType
     coefficient: _builtins.float
     beta: _builtins.float
     """jensen_shannon alone; from 1e-6 to 1 - 1e-6. Default: 0.5."""
+    num_teacher_tokens: _builtins.int
+    """How many tokens `teachers` answer at each position, from 1 to 128 and at most their vocabulary."""
+    @_builtins.property
+    def teachers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Teacher]:
+        """Empty: rollouts carry the tokens."""
+
     def __init__(
         self,
         *,
         divergence: Global___Divergence.ValueType = ...,
         coefficient: _builtins.float | None = ...,
         beta: _builtins.float | None = ...,
+        teachers: _abc.Iterable[Global___Teacher] | None = ...,
+        num_teacher_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_coefficient", b"_coefficient", "beta", b"beta", "coefficient", b"coefficient"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_coefficient", b"_coefficient", "beta", b"beta", "coefficient", b"coefficient", "divergence", b"divergence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_coefficient", b"_coefficient", "beta", b"beta", "coefficient", b"coefficient", "divergence", b"divergence", "num_teacher_tokens", b"num_teacher_tokens", "teachers", b"teachers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta: _TypeAlias = _typing.Literal["beta"]  # noqa: Y015
     _WhichOneofArgType__beta: _TypeAlias = _typing.Literal["_beta", b"_beta"]  # noqa: Y015

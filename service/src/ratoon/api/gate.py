@@ -116,13 +116,12 @@ class Gate:
         return caller, None if caller.may_call(call) else denied()
 
     def check(self, authorized: AuthorizedCall, request: Message) -> None:
-        """Check that the key is for the policy of a request, and for one that it copies.
+        """Check that the key is for the policy of a request, and for all others that it reads.
 
         Raises PERMISSION_DENIED.
         """
         self.check_policy(authorized, policy_of(request), seq_of(request))
-        source = source_of(request)
-        if source and not authorized.caller.may_see(source):
+        if not all(map(authorized.caller.may_see, sources_of(request))):
             self._refuse(authorized, policy_of(request), 0, denied())
 
     def check_policy(self, authorized: AuthorizedCall, policy_id: str, seq: int = 0) -> None:
@@ -287,11 +286,18 @@ def policy_of(request: Message) -> str:
     return ""
 
 
-def source_of(request: Message) -> str:
-    """Return the policy whose checkpoint a request makes another one of; "" if there is none."""
-    if not isinstance(request, service_pb2.CreatePolicyRequest):
-        return ""
-    return request.spec.from_checkpoint.policy_id
+def sources_of(request: Message) -> tuple[str, ...]:
+    """Return the policies that a request reads beside its own: a checkpoint's, and teachers."""
+    match request:
+        case service_pb2.CreatePolicyRequest():
+            source = request.spec.from_checkpoint.policy_id
+            return (source,) if source else ()
+        case service_pb2.UpdateRequest() | service_pb2.ForwardBackwardRequest():
+            loss = request.loss
+            teachers = (*loss.distillation.teachers, *loss.kl.teachers)
+            return tuple(teacher.policy_id for teacher in teachers)
+        case _:
+            return ()
 
 
 def seq_of(message: Message | FileChunk) -> int:

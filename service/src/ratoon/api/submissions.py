@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from ratoon.api.convert.checks import (
     CHECKPOINT_ID,
+    POLICY_ID,
     VERSION_NAME,
     at_least,
     matched,
@@ -47,6 +48,7 @@ from ratoon.engine.files.paths import plain_path
 from ratoon.engine.types import Policy
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.questions import asked_tokens, check_teachers
 from ratoon.rollout.routes import RouteSizes
 from ratoon.rollout.serial import batch_digest, batch_to_bytes
 from ratoon.rollout.teacher import MAX_TEACHER_TOKENS
@@ -104,12 +106,12 @@ def with_batch(
         action = read_enum(request, "on_bad_rollout", BadRolloutAction, "on_bad_rollout")
     batch = _batch(groups, policy, limits, action)
     body = batch_to_bytes(batch)
+    command = _batch_command(request, policy, batch, batch_digest(body), action)
+    num_tokens = unshared_tokens(batch)
+    if isinstance(command, UpdateCommand | ForwardBackwardCommand):
+        num_tokens += asked_tokens(command.loss, batch)
     return Submission(
-        policy_id=request.policy_id,
-        key=key,
-        command=_batch_command(request, policy, batch, batch_digest(body), action),
-        body=body,
-        num_tokens=unshared_tokens(batch),
+        policy_id=request.policy_id, key=key, command=command, body=body, num_tokens=num_tokens
     )
 
 
@@ -136,6 +138,8 @@ def _batch_command(
         )
     loss = _loss(request)
     resolved = resolve_loss(loss, batch, has_frozen_reference=has_reference)
+    assert policy.info is not None
+    check_teachers(loss, batch, policy.info.vocab_size)
     if isinstance(request, service_pb2.ForwardBackwardRequest):
         logprobs_of = read_enum(request, "with_logprobs", LogprobsOf, "with_logprobs")
         if request.with_entropy and not request.with_logprobs:
@@ -338,6 +342,12 @@ def loss_request(message: training_pb2.LossConfig) -> LossConfig:
     Raises INVALID_ARGUMENT naming the field below `loss`.
     """
     loss = read(message, LossConfig, "loss")
+    for name, term in (("distillation", loss.distillation), ("kl", loss.kl)):
+        for index, teacher in enumerate(() if term is None else term.teachers):
+            field = f"loss.{name}.teachers[{index}]"
+            matched(f"{field}.policy_id", teacher.policy_id, POLICY_ID)
+            if teacher.version is not None:
+                at_least(f"{field}.version", teacher.version, 0)
     if loss.staleness is not None:
         at_least("loss.staleness.max_versions", loss.staleness.max_versions, 0)
     return loss

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ratoon.errors import ErrorCode, RatoonError, invalid, shown
+from ratoon.rollout.questions import teachers_of
 from ratoon_proto.types import (
     BadRolloutAction,
     ImportMode,
@@ -21,6 +22,7 @@ from ratoon_proto.types import (
     OperationKind,
     OptimStepConfig,
     Sequencing,
+    Teacher,
 )
 
 if TYPE_CHECKING:
@@ -132,6 +134,11 @@ class BaseCommand:
         return ""
 
     @property
+    def teachers(self) -> tuple[Teacher, ...]:
+        """Policies that answer before the command runs."""
+        return ()
+
+    @property
     def own_checkpoint_id(self) -> str | None:
         """Id of the caller's own checkpoint that the command names; None: it names none."""
         return None
@@ -166,6 +173,10 @@ class UpdateCommand(BaseCommand):
     def forward_id(self) -> str:
         return _forward_id(self.loss)
 
+    @property
+    def teachers(self) -> tuple[Teacher, ...]:
+        return teachers_of(self.loss)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardCommand(BaseCommand):
@@ -183,6 +194,10 @@ class ForwardBackwardCommand(BaseCommand):
     @property
     def forward_id(self) -> str:
         return _forward_id(self.loss)
+
+    @property
+    def teachers(self) -> tuple[Teacher, ...]:
+        return teachers_of(self.loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,8 +375,9 @@ class Submission:
 
     `body` is b"" for commands without a batch, and where it was sent ahead (`sent`). The payload
     hash covers command and body, not the key. `num_tokens` counts prompt and response of each
-    rollout alone. `policy_created_at`: of the policy that validated it, in seconds since the epoch;
-    None: whichever has the id now.
+    rollout alone, and again for each teacher that is asked about it. `is_awaited`: an operation
+    that was accepted waits for it, so that it bypasses the bounds of queues. `policy_created_at`:
+    of the policy that validated it, in seconds since the epoch; None: whichever has the id now.
     """
 
     policy_id: str
@@ -370,6 +386,7 @@ class Submission:
     body: bytes | memoryview
     num_tokens: int = 0
     holder: Holder = NOBODY
+    is_awaited: bool = False
     policy_created_at: float | None = None
     sent: SentBody | None = None
 

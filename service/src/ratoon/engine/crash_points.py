@@ -29,6 +29,7 @@ class CrashPoint(StrEnum):
     ENGINE_AFTER_BODY = "engine-after-body"
     ENGINE_BEFORE_ACCEPT = "engine-before-accept"
     ENGINE_AFTER_ACCEPT = "engine-after-accept"
+    ENGINE_AFTER_ANSWER = "engine-after-answer"
     ENGINE_BEFORE_END = "engine-before-end"
     ENGINE_AFTER_END = "engine-after-end"
     ENGINE_BEFORE_PUBLISH = "engine-before-publish"

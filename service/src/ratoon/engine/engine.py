@@ -305,6 +305,14 @@ class Engine:
         """Write gradient sums as a result file. Raises what `Controller.read_gradients` raises."""
         return await (await self._controller(policy_id)).read_gradients(names)
 
+    async def read_output(self, policy_id: str, digest: str) -> bytes:
+        """The output of a policy's Forward. Raises OPERATION_NOT_FOUND where it is kept no more."""
+        path = self._settings.paths(policy_id).results / digest
+        try:
+            return await asyncio.to_thread(path.read_bytes)
+        except FileNotFoundError as err:
+            raise operation_not_found(digest) from err
+
     async def check_well(self) -> None:
         """Raises UNAVAILABLE where the engine drains, or its database does not answer."""
         self._lifecycle.check_well()
@@ -406,6 +414,7 @@ class Engine:
                 journal=self._journal,
                 worker=worker,
                 metrics=self._metrics,
+                policies=self,
                 now=time.time,
             ),
             limits=settings.limits,

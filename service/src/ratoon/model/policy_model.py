@@ -26,7 +26,7 @@ from ratoon.model.safetensors_files import FUSED_EXPERTS
 from ratoon.model.spec import ModelDtype, ModelInfo, ModelSpec
 from ratoon.model.streamed_attention import AttentionStream
 from ratoon.model.support import foreign_window, longest_sequence
-from ratoon.planner.activation_plan import DecoderSizes, Kept, fetched_at, max_tokens
+from ratoon.planner.activation_plan import DecoderSizes, HeadLoad, Kept, fetched_at, max_tokens
 from ratoon.planner.layer_kinds import Layer, window_of_layers
 from ratoon.planner.stage_plan import HeldTokens, StreamTokens, plan_forward
 from ratoon.shards.layer_shards import LayerShards
@@ -223,6 +223,16 @@ class PolicyModel:
         """
         self._device_bytes, self._host_bytes = device_bytes, host_bytes
         self.sizes = replace(self.sizes, layer_gradient_bytes=layer_gradient_bytes)
+
+    @contextmanager
+    def carrying(self, load: HeadLoad) -> Iterator[None]:
+        """Within the context, what is kept leaves room for this load of the LM head."""
+        sizes = self.sizes
+        self.sizes = replace(sizes, load=load)
+        try:
+            yield
+        finally:
+            self.sizes = sizes
 
     @property
     def activation_bytes(self) -> int | None:

@@ -86,6 +86,22 @@ def _loaded(base: PresetBase | FolderBase, models_root: Path) -> Tokenizer:
     return Tokenizer.from_buffer(data)
 
 
+@lru_cache(maxsize=64)
+def token_conflict(
+    one: PresetBase | FolderBase, other: PresetBase | FolderBase, models_root: Path
+) -> int | None:
+    """The lowest id that is another token in each of two bases.
+
+    None: there is none among the ids that both have, or one of the two has no tokenizer.
+    """
+    first, second = tokenizer_of(one, models_root), tokenizer_of(other, models_root)
+    if first is None or second is None:
+        return None
+    tokens = {token: text for text, token in first.get_vocab().items()}
+    pairs = second.get_vocab().items()
+    return min((token for text, token in pairs if tokens.get(token, text) != text), default=None)
+
+
 class TextStream:
     """The text of tokens, special ones too, one token after the other."""
 

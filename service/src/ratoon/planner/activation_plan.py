@@ -26,6 +26,9 @@ from ratoon.planner.layer_kinds import Layer, Mlp
 # `ratoon_kernels.token_logprobs.fused`, which imports torch.
 LOGIT_BYTES = 640 * 2**20
 DLOGIT_BYTES = 1280 * 2**20
+# Bytes of a target of the LM head beside a row's own: id, row, order, sort keys in int64, log-prob
+# and gradient in float32, and what sorting takes.
+_TARGET_BYTES = 60
 # Offloaded layers whose activations are resident on the device while one runs backward.
 _LAYERS_UNDER_WAY = 2
 # FLOP/s of the layers' products on a Hopper GPU, and bytes a second copied to the host meanwhile:
@@ -65,6 +68,26 @@ _STEPS = (Kept.HOST, Kept.ATTENTION, Kept.NARROW, Kept.PRODUCTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadLoad:
+    """What a batch takes of the LM head beside a row, and a target of it, for each packed token.
+
+    `targets`: further targets of a packed token, such as a teacher's tokens of each path.
+    `rows`: its rows, at least 1: paths with other sampling masks have rows of their own.
+    """
+
+    targets: float = 0.0
+    rows: float = 1.0
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the further targets of one packed token."""
+        return math.ceil(_TARGET_BYTES * self.targets)
+
+
+NO_LOAD = HeadLoad()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
     """Sizes that decide the bytes.
 
@@ -84,6 +107,7 @@ class DecoderSizes:
     layer_gradient_bytes: int = 0
     num_ranks: int = 1
     num_on_host: int = 1
+    load: HeadLoad = NO_LOAD
 
     def over(self, num_ranks: int) -> DecoderSizes:
         """Sizes for `num_ranks` ranks that run a micro-batch together; they divide the query
@@ -191,9 +215,10 @@ class DecoderSizes:
     def stay_bytes(self) -> int:
         """Bytes of one predicting token until its backward, without what layers keep.
 
-        They are the last layer's output, its norm, their gradient, and the row.
+        They are the last layer's output, its norm, their gradient, its rows and their targets.
         """
-        return 4 * self.hidden_size * self.element_bytes
+        states = math.ceil((3 + self.load.rows) * self.hidden_size) * self.element_bytes
+        return states + self.load.target_bytes
 
     @property
     def stack_elements(self) -> int:
@@ -240,14 +265,18 @@ class DecoderSizes:
 
 
 def peak_bytes(sizes: DecoderSizes, kept: tuple[Kept, ...], tokens: int, rows: int) -> int:
-    """Peak bytes of a forward and backward, beyond weights and other permanent memory."""
+    """Peak bytes of a forward and backward, beyond weights and other permanent memory.
+
+    `rows`: tokens that predict.
+    """
     assert len(kept) == sizes.num_layers
+    rows = math.ceil(rows * sizes.load.rows)
     layer_bytes = sizes.kept_by_layer(kept)
     on_device = [0 if k.is_on_host else tokens * n for k, n in zip(kept, layer_bytes, strict=True)]
     working_bytes = sizes.working_by_layer(kept)
     # The last layer's output, its norm, their gradient; the rows that predict.
     resident = (3 * tokens + rows) * sizes.hidden_size * sizes.element_bytes
-    resident += sum(on_device)
+    resident += sum(on_device) + tokens * sizes.load.target_bytes
     peak = resident + sizes.head_bytes(rows)
     resident += sizes.head_gradient_bytes
     # Offloaded layers are fetched before the first of them runs backward.

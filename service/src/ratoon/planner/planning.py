@@ -5,7 +5,8 @@ No batch is refused for its size where another way to cut it fits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import invalid
-from ratoon.planner.activation_plan import DecoderSizes
-from ratoon.planner.costs import DEFAULT_COSTS, DEFAULT_EXCHANGE
+from ratoon.planner.activation_plan import NO_LOAD, DecoderSizes, HeadLoad
+from ratoon.planner.costs import DEFAULT_COSTS, DEFAULT_EXCHANGE, measure
 from ratoon.planner.device_costs import (
     DeviceRates,
     candidate_tokens,
@@ -24,7 +25,7 @@ from ratoon.planner.device_costs import (
     with_recompute,
 )
 from ratoon.planner.plan import Devices, DraftedPlan, draft_plan
-from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.batch import RolloutBatch, group_of_sequence
 from ratoon.rollout.packed import UpdatePlan
 from ratoon.rollout.prefixes import SortedPrefixes
 from ratoon_proto.types import ParallelLayout
@@ -48,11 +49,20 @@ class Planner:
             fewest first. Later ones are tried where a plan does not fit or leaves ranks idle.
         only: The same for a window's single backward, when no gradient sums occupy memory; empty:
             as `devices`.
+        of_load: Makes the planner for batches of a load; None: memory is not limited.
     """
 
     devices: tuple[Devices, ...]
     num_ranks: int = 1
     only: tuple[Devices, ...] = ()
+    of_load: Callable[[HeadLoad], Planner] | None = None
+
+    def carrying(self, load: HeadLoad) -> Planner:
+        """This planner, for batches of this load."""
+        if self.of_load is None or load == NO_LOAD:
+            return self
+        planner = self.of_load(load)
+        return planner if self.only else planner.beside_sums()
 
     def with_only(self, only: Planner) -> Planner:
         """This planner, with the devices of `only` for a window's single backward."""
@@ -88,6 +98,26 @@ def _better(draft: DraftedPlan, only: DraftedPlan | None) -> DraftedPlan:
         return draft
     is_good = not draft.fits or only.cost <= (1 + _WHOLE) * draft.cost
     return only if is_good else draft
+
+
+def head_load(batch: RolloutBatch, prefixes: SortedPrefixes, *, num_targets: int = 0) -> HeadLoad:
+    """The load of a batch whose trained tokens have `num_targets` targets beside their own.
+
+    Each path has its own targets and masks at a token that paths share. It is counted as if all of
+    the batch were like the group that shares most, rounded up to quarters of a path: an upper
+    bound, as paths of equal masks share their rows.
+    """
+    if not (num_targets or batch.sampling_mask is not None) or not batch.num_sequences:
+        return NO_LOAD
+    sizes, places = measure(batch, prefixes), np.arange(batch.num_sequences)
+    terms = sizes.rows_within(places, sizes.lengths)
+    rows = terms - sizes.rows_within(places, sizes.lcp)
+    group = group_of_sequence(batch)[prefixes.order]
+    terms_G, rows_G = (np.bincount(group, each, batch.num_groups) for each in (terms, rows))
+    shared = float((terms_G / np.maximum(rows_G, 1)).max())
+    paths = max(1.0, math.ceil(4 * shared) / 4)
+    has_masks = batch.sampling_mask is not None
+    return HeadLoad(targets=num_targets * paths, rows=paths if has_masks else 1.0)
 
 
 def group_sizes(parallel: ParallelLayout, num_heads: int) -> tuple[int, ...]:

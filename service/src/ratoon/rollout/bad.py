@@ -21,6 +21,8 @@ from ratoon_proto.types import BadRollout, BadRolloutReason, Offender
 
 # The order is that of codes in bodies on disk.
 _REASONS = tuple(BadRolloutReason)
+# Columns of what was sent, where something was dropped.
+_SENT = frozenset({"sent_group", "sent_rollout", "bad_rollouts"})
 
 
 def without(batch: RolloutBatch, faults: Mapping[int, Fault]) -> RolloutBatch:
@@ -32,10 +34,32 @@ def without(batch: RolloutBatch, faults: Mapping[int, Fault]) -> RolloutBatch:
         return batch
     kept_S = np.ones(batch.num_sequences, np.bool_)
     kept_S[[*faults]] = False
+    length_S, (sent_group_S, sent_rollout_S) = np.diff(batch.response_offsets), sent_places(batch)
+    rows = [
+        (sent_group_S[s], sent_rollout_S[s], _REASONS.index(reason), token, length_S[s])
+        for s, (reason, token) in faults.items()
+    ]
+    bad = np.array(rows, np.int64)
+    if batch.bad_rollouts is not None:
+        bad = np.concatenate([batch.bad_rollouts, bad])
+    kept_G = np.bincount(group_of_sequence(batch)[kept_S], minlength=batch.num_groups) > 0
+    return replace(
+        selected(batch, kept_S),
+        sent_ids=batch.group_ids if batch.sent_ids is None else batch.sent_ids,
+        sent_group=sent_group_S[batch.group_offsets[:-1]][kept_G],
+        sent_rollout=sent_rollout_S[kept_S],
+        bad_rollouts=bad[np.lexsort((bad[:, 1], bad[:, 0]))],
+    )
+
+
+def selected(batch: RolloutBatch, kept_S: NDArray[np.bool_]) -> RolloutBatch:
+    """The sequences of `batch` in `kept_S`, bool [S], without groups that lose all of theirs.
+
+    It is as if nothing else had been sent.
+    """
     length_S, group_S = np.diff(batch.response_offsets), group_of_sequence(batch)
     size_G = np.bincount(group_S[kept_S], minlength=batch.num_groups)
     kept_G = size_G > 0
-    sent_group_S, sent_rollout_S = sent_places(batch)
     kept = {
         "G": kept_G,
         "S": kept_S,
@@ -46,10 +70,10 @@ def without(batch: RolloutBatch, faults: Mapping[int, Fault]) -> RolloutBatch:
         kept["N"] = np.repeat(kept_S, np.diff(batch.route_offsets))
     if batch.mask_offsets is not None:
         kept["K"] = np.repeat(kept["J"], np.diff(batch.mask_offsets))
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = dict.fromkeys(("sent_ids", *_SENT))
     for name, (_, axis) in ARRAYS.items():
         value: NDArray[Any] | None = getattr(batch, name)
-        if value is None or axis == "B":
+        if value is None or name in _SENT:
             continue
         if axis.endswith("+1"):
             lengths = size_G if name == "group_offsets" else np.diff(value)
@@ -62,21 +86,8 @@ def without(batch: RolloutBatch, faults: Mapping[int, Fault]) -> RolloutBatch:
         fields |= {"sampling_mask": None, "mask_offsets": None}
     if batch.outside_mask is not None and not fields["outside_mask"].any():
         fields["outside_mask"] = None
-    rows = [
-        (sent_group_S[s], sent_rollout_S[s], _REASONS.index(reason), token, length_S[s])
-        for s, (reason, token) in faults.items()
-    ]
-    bad = np.array(rows, np.int64)
-    if batch.bad_rollouts is not None:
-        bad = np.concatenate([batch.bad_rollouts, bad])
     ids = zip(batch.group_ids, kept_G.tolist(), strict=True)
-    fields |= {
-        "group_ids": tuple(group_id for group_id, is_kept in ids if is_kept),
-        "sent_ids": batch.group_ids if batch.sent_ids is None else batch.sent_ids,
-        "sent_group": sent_group_S[batch.group_offsets[:-1]][kept_G],
-        "sent_rollout": sent_rollout_S[kept_S],
-        "bad_rollouts": bad[np.lexsort((bad[:, 1], bad[:, 0]))],
-    }
+    fields["group_ids"] = tuple(group_id for group_id, is_kept in ids if is_kept)
     return replace(batch, **fields)
 
 

@@ -101,9 +101,10 @@ def forward_backward_pass(
     found = TokenParts()
     rows, clock = 0, DeviceClock(model.device)
     model.routes.clear()
-    for item in packed_micro_batches(model.device, prepared, prepared.term_mask_J, hooks):
-        sums += _train(model, prepared, item, clock, group, found)
-        rows += _counted_rows(item, group)
+    with model.carrying(prepared.load):
+        for item in packed_micro_batches(model.device, prepared, prepared.term_mask_J, hooks):
+            sums += _train(model, prepared, item, clock, group, found)
+            rows += _counted_rows(item, group)
     seconds = clock.seconds()
     balance, total = model.routes.balance_loss(), LossSums.total(sums)
     loss = total.loss + prepared.loss.router_aux_loss_coefficient * balance

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratoon.errors import invalid
+from ratoon.planner.activation_plan import HeadLoad
 from ratoon.planner.plan import share_as_planned
-from ratoon.planner.planning import Planner
+from ratoon.planner.planning import Planner, head_load
 from ratoon.rollout import advantages as group_advantages
 from ratoon.rollout.bad import bad_offenders, bad_rollouts, without
 from ratoon.rollout.batch import RolloutBatch
@@ -122,6 +123,7 @@ class Prepared:
         not_run_S: bool [S], sequences that count but are in no micro-batch, having no gradient.
         route_conflicts: Tokens that sequences of the plan do not share only because their recorded
             routes differ.
+        load: What the loss and sampling masks take of the LM head beside.
         seconds: Time that sorting, selecting, counting and planning took.
     """
 
@@ -140,6 +142,7 @@ class Prepared:
     warnings: tuple[StepWarning, ...]
     route_conflicts: int
     seconds: float
+    load: HeadLoad
 
     @property
     def term_mask_J(self) -> NDArray[np.bool_]:  # noqa: N802
@@ -192,8 +195,10 @@ def prepare(
     elif logprobs_of is LogprobsOf.ALL:
         asked_J = predicted_mask(batch)
         is_run_S = has_gradient_S | (trained_lengths(batch, asked_J) > 0)
+    teacher_JK = None if loss.distillation is None else batch.teacher_tokens
+    load = head_load(batch, shared, num_targets=0 if teacher_JK is None else teacher_JK.shape[1])
     if isinstance(plan, Planner):
-        plan = plan.plan(batch, shared, is_run_S)
+        plan = plan.carrying(load).plan(batch, shared, is_run_S)
     counted = counters(columns.counted_J, batch, selection.kept_S)
     if loss.count_untrained:
         sampled_S = select(batch, replace(loss, overlong=None), version).kept_S
@@ -219,6 +224,7 @@ def prepare(
         warnings=(*warnings, *_warnings(batch, counted, has_gradient_S, warnings)),
         route_conflicts=route_conflicts(shared, run),
         seconds=time.perf_counter() - started,
+        load=load,
     )
 
 

@@ -11,7 +11,7 @@ the background, or else by the next start. Forward results and published weights
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -279,9 +279,9 @@ class ArchivedBodyFiles(BodyFiles):
             _left_behind(error.message)
             return here
 
-    async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
-        await self._archive.restore_bodies(digests.values())
-        await super().reconcile(digests, listed)
+    async def reconcile(self, needed: Collection[tuple[str, str]], listed: Collection[str]) -> None:
+        await self._archive.restore_bodies({digest for _, digest in needed})
+        await super().reconcile(needed, listed)
         held = self.held()
         self._archived &= held
         for digest in frozenset(listed) - held:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -262,15 +262,15 @@ class BodyFiles:
             paths = [self._paths.bodies / name for name in doomed if not name.startswith(".")]
             await asyncio.to_thread(move_to, folder, paths)
 
-    async def reconcile(self, digests: Mapping[str, str], listed: Collection[str]) -> None:
-        """Hold only bodies that journaled operations need (digest by holder) and those in flight.
+    async def reconcile(self, needed: Collection[tuple[str, str]], listed: Collection[str]) -> None:
+        """Hold only bodies that operations need (holder, digest) and those in flight.
 
         Delete others that were `listed` before the journal was read: newer files may belong to a
         controller that is taking over.
         """
         async with self._lock:
             kept = {digest: holders & self._in_flight for digest, holders in self._holders.items()}
-            for holder, digest in digests.items():
+            for holder, digest in needed:
                 kept.setdefault(digest, set()).add(holder)
             self._holders = {digest: holders for digest, holders in kept.items() if holders}
             # Files restored from an archive since then belong to this process too.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.rollout.bad import as_sent
 from ratoon.rollout.batch import RolloutBatch, sent_field
+from ratoon.rollout.questions import Answer
 from ratoon.stream.files import (
     DamagedFileError,
     digest_bytes,
@@ -89,6 +90,21 @@ def _output(
     if entropy_J is not None:
         output.entropy.CopyFrom(encode_array(as_sent(batch, entropy_J)[1]))
     return output
+
+
+def read_answer(data: bytes) -> Answer:
+    """What a teacher's Forward has answered, from a serialized `ForwardOutput`."""
+    output = ForwardOutput.FromString(data)
+
+    def column(tensor: Tensor) -> NDArray[Any]:
+        return decode_tensor(tensor, max_bytes=len(data))
+
+    has_tokens = output.HasField("teacher_tokens")
+    return Answer(
+        logprobs=column(output.logprobs),
+        tokens=column(output.teacher_tokens) if has_tokens else None,
+        token_logprobs=column(output.teacher_logprobs) if has_tokens else None,
+    )
 
 
 def keep_result(folder: Path, write: Callable[[Path], None]) -> tuple[str, int]:

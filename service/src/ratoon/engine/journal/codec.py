@@ -26,7 +26,7 @@ from ratoon.engine.types import (
     PolicyResult,
     PolicySpec,
 )
-from ratoon.engine.worker.tasks import Choices
+from ratoon.engine.worker.tasks import Choices, TeacherAnswer
 from ratoon.model.spec import FolderBase, ModelInfo, ModelSpec, PresetBase
 from ratoon.rollout.packed import MicroBatch, Stage, UpdatePlan
 from ratoon_proto import types as proto
@@ -55,6 +55,7 @@ TAGS: dict[str, type] = {
     **{f"command.{command.kind}": command for command in COMMANDS},
     "command.refused": RefusedCommand,
     "choices": Choices,
+    "teacher_answer": TeacherAnswer,
     "plan": UpdatePlan,
     "micro_batch": MicroBatch,
     "stage": Stage,
@@ -68,6 +69,7 @@ TAGS: dict[str, type] = {
     "overlong.penalty": proto.OverlongPenalty,
     "staleness": proto.StalenessConfig,
     "distillation": proto.DistillationConfig,
+    "teacher": proto.Teacher,
     "result.policy": PolicyResult,
     "result.step": proto.StepResult,
     "result_file": proto.ResultFile,
@@ -92,7 +94,11 @@ _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 # them has the text that it had.
 _ADDED: dict[type, frozenset[str]] = {
     ForwardCommand: frozenset({"num_teacher_tokens", "with_teacher_logprobs"}),
+    Choices: frozenset({"teachers"}),
     proto.LossConfig: frozenset({"distillation"}),
+    proto.KlConfig: frozenset({"teachers"}),
+    proto.DistillationConfig: frozenset({"teachers", "num_teacher_tokens"}),
+    proto.StepResult: frozenset({"teachers"}),
     proto.StepReport: frozenset({"teacher_kl", "teacher_mass", "policy_mass"}),
     proto.LoraTuning: frozenset({"use_rslora"}),
     proto.PublishConfig: frozenset({"merged"}),

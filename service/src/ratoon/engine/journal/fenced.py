@@ -296,7 +296,7 @@ class FencedStore:
                 if checkpoint.is_automatic and checkpoint not in kept
             )
             freed = _free(connection, policy_id, first_uncovered_seq(known, keep))
-            bodies = tuple((r.operation_id, r.body_digest) for r in freed if r.body_digest)
+            bodies = tuple((r.operation_id, digest) for r in freed for digest in r.bodies)
             return _dropped(connection, policy, doomed, bodies)
 
     def release(self, token: int, policy_id: str, name: str) -> tuple[CheckpointInfo | None, int]:

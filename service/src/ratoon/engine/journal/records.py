@@ -117,6 +117,13 @@ class OperationRecord:
     finished_at: float | None = None
 
     @property
+    def bodies(self) -> tuple[str, ...]:
+        """Digests of the files that it is run from: its batch, and what teachers said of it."""
+        answers = () if self.choices is None else self.choices.teachers
+        own = (self.body_digest,) if self.body_digest else ()
+        return own + tuple(answer.digest for answer in answers)
+
+    @property
     def effect(self) -> Effect:
         """The effect that the operation has once it is applied."""
         return effect_of(self.kind)

@@ -202,14 +202,14 @@ class SqlStore:
         with self._engine.begin() as connection:
             return select_operations(connection, policy_id, OPERATIONS.c.seq >= seq)
 
-    def bodies_in_use(self, policy_id: str) -> Mapping[str, str]:
-        """Body digests by operation, of all that may run or be replayed."""
+    def bodies_in_use(self, policy_id: str) -> frozenset[tuple[str, str]]:
+        """Operation and digest of each body that may be run or replayed."""
         may_run = and_(
             OPERATIONS.c.command.is_not(None), OPERATIONS.c.state != JournalState.CANCELLED
         )
         with self._engine.begin() as connection:
             kept = select_operations(connection, policy_id, may_run)
-            return {r.operation_id: r.body_digest for r in kept if r.body_digest}
+            return frozenset((r.operation_id, digest) for r in kept for digest in r.bodies)
 
     def results_in_use(self, policy_id: str) -> frozenset[str]:
         """Digests of Forward results that stored choices refer to; they go with the command."""

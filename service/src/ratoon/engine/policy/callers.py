@@ -34,6 +34,7 @@ from ratoon.engine.journal.records import (
 from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.queue import LiveOperation, check_reuse
 from ratoon.engine.policy.run import PolicyRun
+from ratoon.engine.policy.teachers import Teachers
 from ratoon.engine.refusals import (
     check_room,
     checkpoint_not_found,
@@ -72,8 +73,9 @@ def new_operation_id(policy_id: str) -> str:
 class Admission:
     """Callers of `find` and `accept` hold the controller's lock."""
 
-    def __init__(self, run: PolicyRun) -> None:
+    def __init__(self, run: PolicyRun, teachers: Teachers) -> None:
         self._run = run
+        self._teachers = teachers
 
     def check(self, submission: Submission) -> None:
         """Check what needs no queue. Raises INVALID_ARGUMENT, and as `policy_replaced`."""
@@ -102,8 +104,9 @@ class Admission:
     async def hold(self, operation_id: str, submission: Submission) -> RatoonError | None:
         """Make the body durable, for the operation that the submission may become.
 
-        Returns the refusal where the disk has no room, or the model folder cannot be read, for the
-        caller to raise unless the submission turns out to be a retry, which needs neither.
+        Returns the refusal where the disk has no room, a teacher cannot be asked or the model
+        folder cannot be read, for the caller to raise unless the submission turns out to be a
+        retry, which needs none of them.
         """
         if isinstance(submission.command, ImportWeightsCommand):
             folder, root = submission.command.folder, self._run.paths.models_root
@@ -111,11 +114,12 @@ class Admission:
                 await asyncio.to_thread(model_folder, "model_folder", folder, root)
             except RatoonError as refusal:
                 return refusal
-        if not self._is_awaited(submission.key):
+        refusal = await self._teachers.refusal(submission)
+        if refusal is None and not self._is_awaited(submission):
             # What was sent ahead is on the disk already.
             refusal = await self.disk_refusal(len(submission.body))
-            if refusal is not None:
-                return refusal
+        if refusal is not None:
+            return refusal
         digest = submission.command.body_digest
         if digest:
             try:
@@ -218,7 +222,7 @@ class Admission:
                 num_tokens=num_tokens,
                 body_bytes=submission.body_bytes,
                 now=now,
-                is_awaited=self._is_awaited(submission.key),
+                is_awaited=self._is_awaited(submission),
             )
         try:
             yield
@@ -226,13 +230,14 @@ class Admission:
             await run.claims.undo(operation_id, holder, num_tokens, now)
             raise
 
-    def _is_awaited(self, key: OperationKey) -> bool:
-        """Whether its seq is next. It bypasses the queue limit, or the queue would deadlock."""
-        return self._seq(key) == self._run.sequencer.turn
+    def _is_awaited(self, submission: Submission) -> bool:
+        """Whether its seq is next, or a student waits for it. It bypasses the queue limit, or the
+        queue would deadlock."""
+        return submission.is_awaited or self._seq(submission.key) == self._run.sequencer.turn
 
     def _check_room(self, submission: Submission) -> None:
         run, limits = self._run, self._run.limits
-        if self._is_awaited(submission.key):
+        if self._is_awaited(submission):
             return
         num_open, used = run.ledger.num_open, run.claims.open_bytes(run.policy_id)
         name = f"policy {run.policy_id}: open operations"

@@ -108,9 +108,9 @@ class Checkpointer:
         if record.state is JournalState.APPLIED and record.effect.is_replayed:
             since.num_operations += 1
             since.has_import |= record.kind is OperationKind.IMPORT_WEIGHTS
-        if record.body_digest:
+        for digest in record.bodies:
             with contextlib.suppress(FileNotFoundError):
-                since.size_bytes += run.paths.body(record.body_digest).stat().st_size
+                since.size_bytes += run.paths.body(digest).stat().st_size
         if since.first_at is None and (since.num_operations or since.size_bytes):
             since.first_at = _clock()
 

@@ -77,7 +77,6 @@ class Controller:
         self._run = run
         self._views = OperationViews(run)
         self._publisher = Publisher(run, on_stopped=self._restart)
-        self._admission = Admission(run)
         # Guards the queue: held for submissions, cancellations and restarts.
         self._lock = asyncio.Lock()
         checkpointer = Checkpointer(run)
@@ -86,6 +85,7 @@ class Controller:
         self._turns = TurnLoop(
             run, executor, self._publisher, checkpointer, self._gradients, self._lock, on_ended
         )
+        self._admission = Admission(run, self._turns.teachers)
         self._uploads = UploadFiles(
             run.paths,
             ttl_s=run.limits.upload_ttl_s,
@@ -457,6 +457,7 @@ class Controller:
         if 0 < record.seq < self._run.sequencer.highest:
             for live in self._run.ledger.open_operations():
                 live.wake()  # Their `blocked_by_seq` may have changed.
+        self._turns.teachers.follow()  # The turn before it may take long.
         self._turns.wake()
         return record
 

@@ -136,6 +136,9 @@ class Executor:
         """Make the operation's choices. Raises `RatoonError` where it may not run."""
         self._lost_workers.check(live.operation_id)
         choices = await self._builder.choose(live.record)
+        if live.unanswered is not None:
+            raise live.unanswered
+        choices = replace(choices, teachers=live.answers or ())
         live.set_record(replace(live.record, choices=choices))
         return live.record.to_task(self._run.paths)
 
@@ -246,23 +249,28 @@ class Executor:
     async def _follow_window(self, live: LiveOperation, state: JournalState) -> None:
         """Update the window, and release bodies, unless replay needs them until a checkpoint.
 
-        A cancelled operation is never replayed.
+        A cancelled operation is never replayed, and the answers of one that failed are not either.
         """
         run, record = self._run, live.record
+        if state is not JournalState.APPLIED:
+            for digest in live.bodies:
+                if digest != record.body_digest:
+                    await run.bodies.release(record.operation_id, digest)
         if record.effect.adds_to_window:
             if state is JournalState.APPLIED:
                 run.window = run.window.with_applied(record)
                 return
             if state is JournalState.FAILED:
                 run.window = run.window.with_failed(record.seq)
-        doomed = [record] if record.body_digest else []
+        doomed = [record]
         if _closes_window(record, state):
             doomed += run.window.records.values()
             run.window = Window()
         if run.replays and state is not JournalState.CANCELLED:
             return
         for ended in doomed:
-            await run.bodies.release(ended.operation_id, ended.body_digest)
+            for digest in ended.bodies:
+                await run.bodies.release(ended.operation_id, digest)
 
     async def _drop_unsaved(self, choices: Choices | None) -> None:
         """Delete what a failed save left, if it ran.

@@ -115,7 +115,7 @@ class Idle:
     def _is_over(self) -> bool:
         """Whether nobody has called for as long as the policy says."""
         ttl_s = self._run.spec.idle_ttl_s
-        if ttl_s is None or self._since is None:
+        if ttl_s is None or self._since is None or self._run.awaits_teachers:
             return False
         return time.monotonic() >= max(self._since, self._run.called_at) + ttl_s
 
@@ -125,7 +125,7 @@ class Idle:
         if since is None:
             return None
         due: list[float] = []
-        if spec.idle_ttl_s is not None:
+        if spec.idle_ttl_s is not None and not run.awaits_teachers:
             due.append(max(since, run.called_at) + spec.idle_ttl_s)
         if run.state is PolicyState.READY and not run.window.is_open:
             due += [since] if self._asked else []

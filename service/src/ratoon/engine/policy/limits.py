@@ -174,9 +174,9 @@ class Claims:
     ) -> None:
         """Count an operation as open and its tokens as used, or neither.
 
-        `num_tokens`: unshared, each rollout counted alone. `is_awaited`: its seq is next, so it
-        bypasses the limits on open operations. Raises RESOURCE_EXHAUSTED, and BODY_TOO_LARGE for
-        more tokens than a whole quota.
+        `num_tokens`: unshared, each rollout counted alone. `is_awaited`: its seq is next, or a
+        student waits for it, so it bypasses the limits on open operations. Raises
+        RESOURCE_EXHAUSTED, and BODY_TOO_LARGE for more tokens than a whole quota.
         """
         async with self._lock:
             if not is_awaited:

@@ -301,7 +301,7 @@ async def _replayed(
     if not run.replays or (status.is_loaded and agrees(history, status)):
         return kept
     needed = await run.ports.journal.bodies_in_use(run.policy_id)
-    await run.archive.restore_bodies(needed.values())
+    await run.archive.restore_bodies({digest for _, digest in needed})
     checkpoints = (*history.checkpoints, *kept)
     in_order = tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.info.seq))
     try:
@@ -357,7 +357,7 @@ async def _set_aside(
 
     Returns versions that it does not list and whose states it will have: they stay.
     """
-    needed = {*(await run.ports.journal.bodies_in_use(run.policy_id)).values()}
+    needed = {digest for _, digest in await run.ports.journal.bodies_in_use(run.policy_id)}
     await run.archive.restore_bodies(await run.archive.body_names() - needed)
     await run.check_newest()
     await run.bodies.set_aside(needed, run.paths.set_aside / name / "bodies")

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from ratoon.engine.commands import RequestKey, SeqKey
 from ratoon.engine.journal.records import NO_PROGRESS, JournalState, OperationRecord
 from ratoon.engine.types import FailedResult, OperationResult
+from ratoon.engine.worker.tasks import TeacherAnswer
 from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon_proto.types import Progress
 
@@ -150,6 +151,10 @@ class LiveOperation(Awaited):
     # Its turn has come, so it can only be asked to stop.
     is_started: bool = False
     cancel_requested: bool = False
+    # What its teachers said; None: they have not all answered, or it has none.
+    answers: tuple[TeacherAnswer, ...] | None = None
+    # Why a teacher does not answer, for which it fails.
+    unanswered: RatoonError | None = None
     # The missing seq that blocks it, and the loop time since which a caller has waited behind it.
     _gap: tuple[int, float] = (0, 0.0)
 
@@ -160,6 +165,20 @@ class LiveOperation(Awaited):
     @property
     def is_final(self) -> bool:
         return self.record.state.is_final
+
+    @property
+    def bodies(self) -> tuple[str, ...]:
+        """Digests of the files that it is run from, those that only memory knows included."""
+        answers = (answer.digest for answer in self.answers or ())
+        return tuple(dict.fromkeys((*self.record.bodies, *answers)))
+
+    @property
+    def awaits_teachers(self) -> bool:
+        """Whether it cannot run yet for what its teachers have not said."""
+        command = self.record.command
+        has_teachers = command is not None and bool(command.teachers)
+        is_over = self.is_final or self.is_started
+        return has_teachers and not is_over and self.answers is None and self.unanswered is None
 
     def waits_since(self, missing_seq: int, now: float) -> float:
         """Loop time since which callers have waited behind this seq; `now` for the first one."""

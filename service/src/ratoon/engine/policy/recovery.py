@@ -375,8 +375,9 @@ class Replayer:
     async def _restore(self, seqs: tuple[int, ...]) -> None:
         run = self._run
         for seq in seqs:
-            digest = self._window[seq].body_digest
-            if not run.paths.body(digest).exists():
+            for digest in self._window[seq].bodies:
+                if run.paths.body(digest).exists():
+                    continue
                 # The worker would be lost to it, again and again.
                 raise RecoveryStoppedError(
                     f"forward_backward {seq} cannot be run again: its body {digest} is gone"

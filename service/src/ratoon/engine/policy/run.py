@@ -17,10 +17,11 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ratoon import metrics
 from ratoon.config import CheckpointConfig, LimitsConfig
+from ratoon.engine.commands import Submission
 from ratoon.engine.crash_points import Reach
 from ratoon.engine.files.archive import Archive
 from ratoon.engine.files.losses import Position, write_position
@@ -36,7 +37,7 @@ from ratoon.engine.policy import telemetry
 from ratoon.engine.policy.limits import Claims
 from ratoon.engine.policy.queue import Ledger, LiveOperation, Sequencer, Window
 from ratoon.engine.refusals import cancelled, policy_not_ready, version_not_found
-from ratoon.engine.types import FailedResult, NamedVersion, PolicySpec
+from ratoon.engine.types import FailedResult, NamedVersion, Operation, Policy, PolicySpec
 from ratoon.engine.worker.tasks import (
     NeighbourLostError,
     Numerics,
@@ -57,6 +58,20 @@ T = TypeVar("T")
 MAX_LOSSES = 4
 
 
+class Policies(Protocol):
+    """All policies of the engine, for one that asks another; see `Engine`."""
+
+    async def policy(self, policy_id: str) -> Policy: ...
+
+    async def submit(self, submission: Submission) -> Operation: ...
+
+    async def get_operation(self, operation_id: str, wait_s: float) -> Operation: ...
+
+    async def cancel_operation(self, operation_id: str) -> Operation: ...
+
+    async def read_output(self, policy_id: str, digest: str) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
     """The world outside the controller. `now` gives seconds since the epoch."""
@@ -64,6 +79,7 @@ class Ports:
     journal: Journal
     worker: RemoteWorker
     metrics: MetricsSink
+    policies: Policies
     now: Callable[[], float]
 
 
@@ -131,6 +147,18 @@ class PolicyRun:
         """Versions that can be fetched: those that only their names keep, and the published."""
         kept = {named.version for named in self.named}.difference(self.published)
         return (*sorted(kept), *self.published)
+
+    @property
+    def turn(self) -> LiveOperation | None:
+        """The operation whose turn it is; None: it has not arrived, or has ended already."""
+        turn = self.sequencer.peek()
+        return None if turn is None or turn.is_consumed else self.ledger.find(turn.operation_id)
+
+    @property
+    def awaits_teachers(self) -> bool:
+        """Whether the operation whose turn it is waits for its teachers."""
+        live = self.turn
+        return live is not None and live.awaits_teachers
 
     def version_of(self, name: str) -> int:
         """The version of this name. Raises WEIGHTS_NOT_FOUND."""
@@ -214,8 +242,8 @@ async def cancel_queued(run: PolicyRun, live: LiveOperation) -> None:
         run.sequencer.consume(record.seq)
     live.end(JournalState.CANCELLED, result, now)
     run.settle(live)
-    if record.body_digest:
-        await run.bodies.release(record.operation_id, record.body_digest)
+    for digest in live.bodies:
+        await run.bodies.release(record.operation_id, digest)
 
 
 def log_end(record: OperationRecord) -> None:

@@ -77,7 +77,7 @@ async def start_policy(
     was_away = history.policy.state is PolicyState.RELEASED
     status = worker or _no_worker(history)
     if run.replays:
-        await run.archive.restore_bodies((await _needed_bodies(run)).values())
+        await run.archive.restore_bodies({digest for _, digest in await _needed_bodies(run)})
     recovered: Recovered | None = None
     if worker is not None and not (status.is_loaded and agrees(history, status)):
         recovered = await _recover(run, history)
@@ -306,15 +306,11 @@ async def _roll_back(run: PolicyRun, history: PolicyHistory) -> Recovered:
     return Recovered(loaded=loaded, last_seq=last_seq, rebased={})
 
 
-async def _needed_bodies(run: PolicyRun) -> dict[str, str]:
-    """Body digests by operation, of what recovery, the open window or the queue needs."""
-    records = [live.record for live in run.ledger.open_operations()]
-    needed: dict[str, str] = {}
+async def _needed_bodies(run: PolicyRun) -> frozenset[tuple[str, str]]:
+    """Operation and digest of each body that recovery, the open window or the queue needs."""
+    lives, journaled = tuple(run.ledger.open_operations()), frozenset[tuple[str, str]]()
     if run.replays:
-        needed |= await run.ports.journal.bodies_in_use(run.policy_id)
-        records = [record for record in records if not record.seq]
-    else:
-        records += run.window.records.values()
-    return needed | {
-        record.operation_id: record.body_digest for record in records if record.body_digest
-    }
+        journaled = await run.ports.journal.bodies_in_use(run.policy_id)
+    held = [(live.operation_id, live.bodies) for live in lives]
+    held += [(record.operation_id, record.bodies) for record in run.window.records.values()]
+    return journaled | {(holder, digest) for holder, digests in held for digest in digests}

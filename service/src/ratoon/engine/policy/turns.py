@@ -31,6 +31,7 @@ from ratoon.engine.policy.queue import LiveOperation
 from ratoon.engine.policy.recovery import RecoveryStoppedError
 from ratoon.engine.policy.run import MAX_LOSSES, NumbersFailedError, PolicyRun, note_end
 from ratoon.engine.policy.startup import fence_worker, start_policy
+from ratoon.engine.policy.teachers import Teachers
 from ratoon.engine.refusals import is_waited_for, not_up, operation_not_found, policy_not_ready
 from ratoon.engine.worker.tasks import (
     FencedError,
@@ -68,6 +69,7 @@ class TurnLoop:
     ) -> None:
         """`on_ended`: see `Idle`."""
         self._run = run
+        self.teachers = Teachers(run, self.wake)
         self._executor = executor
         self._publisher = publisher
         self._checkpointer = checkpointer
@@ -110,6 +112,7 @@ class TurnLoop:
             if asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(0.02)
+        await self.teachers.stop()
         await self._publisher.landed(max(0.0, deadline - asyncio.get_running_loop().time()))
         if self._task is not None:
             self._task.cancel()
@@ -124,6 +127,7 @@ class TurnLoop:
         """Stop at once; the running operation is left where it is."""
         if self._task is not None:
             self._task.cancel()
+        self.teachers.abandon()
         self._checkpointer.abandon()
         self._publisher.abandon()
         self._run.archive.abandon()
@@ -261,6 +265,8 @@ class TurnLoop:
         """Run one thing, or wait for a wake-up; returns whether anything ran."""
         self._wake.clear()
         async with self._lock:
+            if not self._is_paused:
+                self.teachers.follow()
             is_needed = self._is_worker_needed()
             if is_needed and not self._is_paused and self._run.state is PolicyState.RELEASED:
                 self._must_restart = True
@@ -296,7 +302,7 @@ class TurnLoop:
         return (
             bool(self._publications)
             or self._gradients.is_waiting
-            or self._run.sequencer.peek() is not None
+            or (self._run.sequencer.peek() is not None and not self._run.awaits_teachers)
             or any(live.record.seq == 0 for live in self._run.ledger.open_operations())
         )
 
@@ -307,8 +313,10 @@ class TurnLoop:
             return None
         if turn.is_consumed:
             return None, partial(self._pass_over, turn.operation_id)
-        live = run.ledger.find(turn.operation_id)
+        live = run.turn
         assert live is not None, "a queued operation is in memory"
+        if live.awaits_teachers:
+            return None
         return live, partial(self._run_sequenced, live)
 
     def _pick_between(self) -> tuple[LiveOperation | None, Step] | None:
@@ -373,6 +381,7 @@ class TurnLoop:
         """
         run = self._run
         _LOG.error("policy stopped", policy_id=run.policy_id, reason=failure)
+        await self.teachers.stop()
         await self._checkpointer.stop()
         await self._publisher.stop()
         # Another controller may need the files that are not deleted by now.

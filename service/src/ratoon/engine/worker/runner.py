@@ -32,6 +32,7 @@ from ratoon.engine.files.paths import model_folder
 from ratoon.engine.files.results import (
     keep_result,
     num_rollouts,
+    read_answer,
     read_entropy,
     read_old_logprobs,
     write_forward_output,
@@ -45,6 +46,7 @@ from ratoon.errors import ErrorCode, RatoonError, invalid
 from ratoon.log import get_logger
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.packed import UpdatePlan
+from ratoon.rollout.questions import answered_batch, questions
 from ratoon.rollout.serial import batch_from_bytes
 from ratoon.stream.files import remove_folder
 from ratoon.train.loss.resolve import resolve_loss
@@ -61,10 +63,12 @@ from ratoon_proto.types import (
     KeepRollouts,
     LogprobsOf,
     LoraTuning,
+    LossConfig,
     OptimStepConfig,
     ResultFile,
     StepReport,
     StepResult,
+    Teacher,
     WeightKind,
 )
 
@@ -160,7 +164,7 @@ class TaskRunner:
                     prepared, step, on_progress=on_progress, is_cancelled=is_cancelled
                 )
                 self._keep_rollouts(task, report)
-                return self._stepped(report, task.choices.next_version)
+                return self._stepped(report, task)
             case ForwardBackwardCommand() as command:
                 assert planned.prepared is not None
                 report = trainer.forward_backward(
@@ -168,7 +172,9 @@ class TaskRunner:
                 )
                 self._keep_rollouts(task, report)
                 file = None if planned.is_again else self._write_logprobs(task, command)
-                return StepResult(version=self.version, report=report, file=file)
+                return StepResult(
+                    version=self.version, report=report, file=file, teachers=_answered(task)
+                )
             case ForwardCommand() as command:
                 return self._forward(planned, command, on_progress, is_cancelled)
             case OptimStepCommand(optim=optim) as command:
@@ -177,7 +183,7 @@ class TaskRunner:
                 else:
                     step = self._step(optim, trainer.normalisation)
                 step = replace(step, allow_empty=command.allow_empty)
-                return self._stepped(trainer.optim_step(step), task.choices.next_version)
+                return self._stepped(trainer.optim_step(step), task)
             case DiscardGradientsCommand():
                 trainer.discard_gradients()
                 return EmptyResult()
@@ -235,7 +241,7 @@ class TaskRunner:
         command: UpdateCommand | ForwardBackwardCommand,
         logprobs_of: LogprobsOf | None = None,
     ) -> PlannedTask:
-        batch, request = _read_batch(task), command.loss
+        request, batch = command.loss, _with_answers(task, _read_batch(task), command.loss)
         loss = resolve_loss(request, batch, has_frozen_reference=self._spec.keep_reference)
         if command.on_bad_rollout is BadRolloutAction.DROP:
             batch = self.trainer.without_bad(batch, loss)
@@ -330,11 +336,11 @@ class TaskRunner:
             digest=weights.digest,
         )
 
-    def _stepped(self, report: StepReport, next_version: int) -> StepResult:
-        """The step's result. `next_version` reuses no number of a rolled-back version."""
+    def _stepped(self, report: StepReport, task: Task) -> StepResult:
+        """The step's result. The next version reuses no number of a rolled-back one."""
         if not report.skipped:
-            self.trainer.version = next_version
-        return StepResult(version=self.version, report=report)
+            self.trainer.version = task.choices.next_version
+        return StepResult(version=self.version, report=report, teachers=_answered(task))
 
     def _step(self, request: OptimStepConfig, normalisation: Normalisation) -> OptimStep:
         return resolve_optim(request, normalisation, self._spec.optimizer, self.trainer.num_steps)
@@ -380,6 +386,12 @@ def write_gradients(trainer: Trainer, request: GradientRequest) -> GradientFile:
     return GradientFile(digest=digest, size_bytes=size_bytes, counters=counters)
 
 
+def _answered(task: Task) -> tuple[Teacher, ...]:
+    return tuple(
+        Teacher(answer.policy_id, version=answer.version) for answer in task.choices.teachers
+    )
+
+
 def _with_plan(task: Task, plan: UpdatePlan) -> Task:
     return replace(task, choices=replace(task.choices, plan=plan))
 
@@ -387,6 +399,14 @@ def _with_plan(task: Task, plan: UpdatePlan) -> Task:
 def _read_batch(task: Task) -> RolloutBatch:
     assert isinstance(task.command, UpdateCommand | ForwardBackwardCommand | ForwardCommand)
     return batch_from_bytes(_read_body(task.paths.body(task.command.body_digest)))
+
+
+def _with_answers(task: Task, batch: RolloutBatch, loss: LossConfig) -> RolloutBatch:
+    """The batch with what its teachers said of it. Raises INTERNAL where an answer is damaged."""
+    if not task.choices.teachers:
+        return batch
+    files = (_read_body(task.paths.body(answer.digest)) for answer in task.choices.teachers)
+    return answered_batch(batch, questions(loss, batch), [read_answer(data) for data in files])
 
 
 def _read_forward(

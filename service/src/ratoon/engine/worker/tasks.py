@@ -49,6 +49,18 @@ class UnusableCheckpointError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherAnswer:
+    """What a teacher said of a batch: a serialized `ForwardOutput` beside the batch's body.
+
+    `version`: of the weights that answered. `digest`: SHA-256 of the file, which is its name.
+    """
+
+    policy_id: str
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """The decisions that, with its command, make an operation's replay exact.
 
@@ -70,6 +82,8 @@ class Choices:
     named: NamedVersion | None = None
     # Digest of the imported folder's files; "": nothing is imported, or they are not read yet.
     folder_digest: str = ""
+    # Answers to the loss's questions, in their order (`rollout.questions`).
+    teachers: tuple[TeacherAnswer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

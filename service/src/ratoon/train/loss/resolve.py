@@ -7,6 +7,8 @@ that the trainer's are over, unless the caller says that it knows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ratoon.errors import invalid
 from ratoon.rollout.batch import RolloutBatch, sent_field
 from ratoon.rollout.raw import first_true
@@ -235,6 +237,9 @@ def resolve_kl(
         raise invalid(field, kl.kind, "kl.kind k1 or k3: no other estimate becomes unbiased by it")
     if kl.importance_weighted and not _has_old_logprobs(request):
         raise invalid(field, request.kind, "a loss with old log-probs, whose ratio is the weight")
+    if kl.reference is ReferenceKind.TEACHER:
+        # Its log-probs are in the batch once it has answered.
+        return replace(kl, reference=ReferenceKind.GIVEN, teachers=())
     return kl
 
 
@@ -252,8 +257,8 @@ def _resolve_distillation(request: LossConfig, batch: RolloutBatch) -> Distillat
         raise invalid(f"{field}.beta", asked.beta, expected)
     beta = 0.5 if asked.beta is None else asked.beta
     require(f"{field}.beta", beta, 1e-6 <= beta <= 1 - 1e-6, "a number from 1e-6 to 1 - 1e-6")
-    if batch.teacher_logprobs is None:
-        expected = "rollouts that carry teacher_tokens and teacher_logprobs"
+    if batch.teacher_logprobs is None and not asked.teachers:
+        expected = "teachers, or rollouts that carry teacher_tokens and teacher_logprobs"
         raise invalid(field, "no teacher", expected)
     if batch.sampling_mask is not None:
         # The teacher's tokens may be outside of it, where the policy has no log-prob.

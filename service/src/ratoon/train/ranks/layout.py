@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ratoon.model.policy_model import (
     names_by_layer,
     trained_parameters,
 )
+from ratoon.planner.activation_plan import NO_LOAD, HeadLoad
 from ratoon.planner.device_costs import DeviceRates
 from ratoon.planner.planning import Planner, cpu_planner, device_planner
 from ratoon.shards.copies import Copies
@@ -242,18 +243,24 @@ def lend_activations(
         group_sizes=group_sizes,
         max_tokens=max_tokens(model.info().attention_backend),
     )
-    found = planner(sizes, device_bytes, host_bytes)
     # The sums of adapters are small, and those of shared gradients are always allocated.
     only = None
     if model.adapter is None and spec.shard is Shard.STATES:
         only_bytes = _least(ranks.all(Rank.activation_bytes, is_only=True))
         assert only_bytes is not None
         only = OnlyBackward(device_bytes=only_bytes, layer_gradient_bytes=_largest_layer(model))
-        sizes = replace(sizes, layer_gradient_bytes=only.layer_gradient_bytes)
-        alone = planner(sizes, only_bytes, host_bytes, is_only=True)
-        found = found.with_only(alone)
     ranks.all(Rank.limit_activations, device_bytes, host_bytes, only)
-    return found
+
+    @cache
+    def of(load: HeadLoad) -> Planner:
+        carried = replace(sizes, load=load)
+        found = planner(carried, device_bytes, host_bytes)
+        if only is None:
+            return found
+        carried = replace(carried, layer_gradient_bytes=only.layer_gradient_bytes)
+        return found.with_only(planner(carried, only.device_bytes, host_bytes, is_only=True))
+
+    return replace(of(NO_LOAD), of_load=of)
 
 
 def _set_aside(spec: TrainerSpec, model: PolicyModel) -> int:
