@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from ratoon.config import CheckpointConfig
-from ratoon.engine.commands import Command, SeqKey, Submission
+from ratoon.engine.commands import Command, SentBody, SeqKey, Submission
 from ratoon.engine.policy import teachers
 from ratoon.engine.types import Operation
 from ratoon.errors import ErrorCode, RatoonError
@@ -121,6 +121,19 @@ async def test_a_student_learns_from_what_its_teacher_says(house: House) -> None
     assert house.weights("b") == [([1 + SAID[0]], RATE), ([2 + SAID[1]], RATE)]
     assert bodies(house, "b") == 4  # Two batches, and what was said of each.
     assert bodies(house, "a") == 1  # No question.
+
+
+async def test_a_teacher_is_asked_of_a_body_that_went_ahead(house: House) -> None:
+    command, body = update_of(1, loss=taught(TEACHER)), number_body(1)
+    ahead = SentBody(name=".ahead", num_bytes=len(body))
+    sent = Submission(policy_id="b", key=SeqKey(seq=1), command=command, body=b"", sent=ahead)
+    with pytest.raises(RatoonError) as caught:
+        await house.engine.submit(sent)
+    assert caught.value.code is ErrorCode.UNAVAILABLE  # Its file was removed as a leftover.
+    (house.settings.paths("b").bodies / ahead.name).write_bytes(body)
+    ended = await house.end(await house.engine.submit(sent))
+    assert isinstance(ended.result, StepResult)
+    assert ended.result.teachers == (Teacher("a", version=0),)
 
 
 async def test_a_window_is_of_several_answers(house: House) -> None:
