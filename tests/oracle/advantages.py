@@ -100,7 +100,7 @@ def _group_advantages(rewards: list[float], kind: str) -> list[float]:
 def _advantages(paths: list[Path], loss: OracleLoss) -> list[NDArray[np.float64]]:
     """The advantage of every response token of each path."""
     out = [np.zeros(len(path.response)) for path in paths]
-    if loss.kind in ("cross_entropy", "distillation"):
+    if loss.kind in ("cross_entropy", "distillation", "value"):
         return out
     if loss.advantage == "given":
         return [_present(path.advantages) for path in paths]

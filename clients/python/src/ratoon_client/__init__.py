@@ -44,6 +44,7 @@ from ratoon_client.values import (
     Publish,
     Schedule,
     Staleness,
+    ValueLoss,
 )
 from ratoon_client.weights.pull import PulledWeights
 from ratoon_client.weights.receiver import (
@@ -169,6 +170,7 @@ __all__ = [
     "TlsError",
     "TransportError",
     "UnusableClientError",
+    "ValueLoss",
     "VersionSpan",
     "VllmAdapter",
     "VllmNcclAdapter",

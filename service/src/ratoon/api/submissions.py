@@ -135,7 +135,12 @@ def _batch_command(
             with_teacher_logprobs=request.with_teacher_logprobs,
         )
     loss = _loss(request)
-    resolved = resolve_loss(loss, batch, has_frozen_reference=has_reference)
+    resolved = resolve_loss(
+        loss,
+        batch,
+        has_frozen_reference=has_reference,
+        has_value_head=policy.spec.model.value_head,
+    )
     if isinstance(request, service_pb2.ForwardBackwardRequest):
         logprobs_of = read_enum(request, "with_logprobs", LogprobsOf, "with_logprobs")
         if request.with_entropy and not request.with_logprobs:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ratoon.errors import ErrorCode, RatoonError
 from ratoon.model.policy_model import PolicyModel
 from ratoon.model.router import RoutedTokens
+from ratoon.model.value_head import ValueHead
 from ratoon.planner.waves import fits_forest
 from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.packed import Forest, KeptTokens, MicroBatch, PackedBatch, Stage
@@ -52,6 +53,8 @@ class DeviceBatch:
     candidate_LK: Tensor | None = None
     # How many of each row's likeliest tokens are to be found: the candidates then. 0: none.
     num_best: int = 0
+    # What gives each row a value; None: values are not asked for.
+    value_head: ValueHead | None = None
 
     @property
     def has_candidates(self) -> bool:
@@ -70,17 +73,23 @@ class TokenOutputs:
     """Log-prob of each target [M] and entropy of each predicting row [R].
 
     Log-probs [L, K] of each term's candidates, if there are any, and their ids [L, K], if they
-    were to be found.
+    were to be found; value of each row [R], if the batch has a value head.
     """
 
     logprob_M: Tensor
     entropy_R: Tensor
     candidate_LK: Tensor | None = None
     best_LK: Tensor | None = None
+    value_R: Tensor | None = None
 
 
 def to_device(
-    packed: PackedBatch, device: torch.device, windows: Collection[int] = (), *, num_best: int = 0
+    packed: PackedBatch,
+    device: torch.device,
+    windows: Collection[int] = (),
+    *,
+    num_best: int = 0,
+    value_head: ValueHead | None = None,
 ) -> DeviceBatch:
     """Copy the index arrays over and build the layout once for all layers, with their `windows`."""
     forest, candidates = packed.forest, packed.term_candidates
@@ -108,6 +117,7 @@ def to_device(
         mask=None if packed.kept is None else _mask_on(packed.kept, device),
         candidate_LK=None if candidates is None else put(candidates, device).long(),
         num_best=num_best,
+        value_head=value_head,
     )
 
 
@@ -200,7 +210,12 @@ def run_head(
         mask=batch.mask_of(part.rows),
     )
     logprob_M, candidate_LK = part.split(logprob_M, batch)
-    return TokenOutputs(logprob_M=logprob_M, entropy_R=entropy_R, candidate_LK=candidate_LK)
+    return TokenOutputs(
+        logprob_M=logprob_M,
+        entropy_R=entropy_R,
+        candidate_LK=candidate_LK,
+        value_R=None if batch.value_head is None else batch.value_head(hidden_RD),
+    )
 
 
 def _run_best(

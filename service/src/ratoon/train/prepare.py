@@ -314,12 +314,13 @@ def has_trained_tokens(batch: RolloutBatch) -> NDArray[np.bool_]:
 def _has_gradient(batch: RolloutBatch, loss: Loss, columns: Columns) -> NDArray[np.bool_]:
     """Sequences that an update runs, bool [S]: the others' terms are zero whatever the model says.
 
-    A term of the policy gradient is a multiple of its advantage; KL, distillation, entropy and
-    balance are not, and a KL is measured also where its coefficient is 0.
+    A term of the policy gradient is a multiple of its advantage; KL, distillation, value, entropy
+    and balance are not, and a KL is measured also where its coefficient is 0.
     """
     has_gradient_J = columns.counted_J
     coefficients = (loss.entropy_coefficient, loss.router_aux_loss_coefficient)
-    if loss.kl is None and loss.distillation is None and not any(coefficients):
+    terms = loss.kl, loss.distillation, loss.value
+    if terms == (None, None, None) and not any(coefficients):
         has_gradient_J = has_gradient_J & (columns.advantage_J != 0)
     return trained_lengths(batch, has_gradient_J) > 0
 

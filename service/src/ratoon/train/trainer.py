@@ -87,6 +87,8 @@ class ForwardArrays:
     # [J, K]: the likeliest tokens, int32, the first one first, or the teacher's tokens of the
     # rollouts; and their log-probs.
     teacher: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
+    # None: there is no value head, or the reference has answered.
+    values: NDArray[np.floating] | None = None
 
 
 class Trainer:
@@ -378,6 +380,7 @@ class Trainer:
             entropy=columns.entropy_J if with_entropy else None,
             report=forward_report(prepared, columns, self._meter),
             teacher=teacher,
+            values=columns.value_J,
         )
 
     @property

@@ -68,6 +68,7 @@ TAGS: dict[str, type] = {
     "overlong.penalty": proto.OverlongPenalty,
     "staleness": proto.StalenessConfig,
     "distillation": proto.DistillationConfig,
+    "value": proto.ValueLossConfig,
     "result.policy": PolicyResult,
     "result.step": proto.StepResult,
     "result_file": proto.ResultFile,
@@ -92,8 +93,15 @@ _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 # them has the text that it had.
 _ADDED: dict[type, frozenset[str]] = {
     ForwardCommand: frozenset({"num_teacher_tokens", "with_teacher_logprobs"}),
-    proto.LossConfig: frozenset({"distillation"}),
-    proto.StepReport: frozenset({"teacher_kl", "teacher_mass", "policy_mass"}),
+    ModelSpec: frozenset({"value_head"}),
+    proto.LossConfig: frozenset({"distillation", "value"}),
+    proto.StepReport: frozenset(
+        {
+            *("teacher_kl", "teacher_mass", "policy_mass"),
+            *("value_loss", "value_mean", "return_mean"),
+            *("explained_variance", "value_clip_fraction"),
+        }
+    ),
     proto.LoraTuning: frozenset({"use_rslora"}),
     proto.PublishConfig: frozenset({"merged"}),
 }
