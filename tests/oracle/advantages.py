@@ -184,7 +184,8 @@ def _of_most_entropy(remaining: list[Counted], loss: OracleLoss) -> list[Counted
 
 def has_gradient(counted: Counted, loss: OracleLoss) -> bool:
     """Whether some term of the path is more than zero times something."""
-    if loss.kl is not None or loss.divergence is not None or loss.entropy_coefficient != 0:
+    terms = loss.kl, loss.divergence, loss.value_coefficient
+    if terms != (None, None, None) or loss.entropy_coefficient != 0:
         return True
     factors = counted.advantages
     if loss.kind == "cross_entropy":

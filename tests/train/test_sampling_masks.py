@@ -74,7 +74,7 @@ CUTS = {
 
 def _requests() -> Iterator[tuple[str, LossConfig]]:
     for kind in LossKind:
-        if kind not in (LossKind.CROSS_ENTROPY, LossKind.DISTILLATION):
+        if kind not in (LossKind.CROSS_ENTROPY, LossKind.DISTILLATION, LossKind.VALUE):
             yield f"{kind}", make_request(kind, **FULL)
     once = SharedTokens.ONCE
     yield "grpo once", make_request(LossKind.GRPO, shared_tokens=once, **FULL)

@@ -55,6 +55,8 @@ class DeviceBatch:
     num_best: int = 0
     # What gives each row a value; None: values are not asked for.
     value_head: ValueHead | None = None
+    # Whether log-probs have a gradient; else values alone do.
+    moves_logprobs: bool = True
 
     @property
     def has_candidates(self) -> bool:
@@ -90,6 +92,7 @@ def to_device(
     *,
     num_best: int = 0,
     value_head: ValueHead | None = None,
+    moves_logprobs: bool = True,
 ) -> DeviceBatch:
     """Copy the index arrays over and build the layout once for all layers, with their `windows`."""
     forest, candidates = packed.forest, packed.term_candidates
@@ -118,6 +121,7 @@ def to_device(
         candidate_LK=None if candidates is None else put(candidates, device).long(),
         num_best=num_best,
         value_head=value_head,
+        moves_logprobs=moves_logprobs,
     )
 
 

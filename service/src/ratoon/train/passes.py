@@ -126,8 +126,13 @@ def _train(
 ) -> list[Tensor]:
     """Add the gradient of the loss sum of one micro-batch; the sums of each of its losses."""
     packed, device = item.packed, model.device
-    value_head = None if prepared.loss.value is None else model.value_head
-    batch = to_device(packed, device, model.windows, value_head=value_head)
+    batch = to_device(
+        packed,
+        device,
+        model.windows,
+        value_head=None if prepared.loss.value is None else model.value_head,
+        moves_logprobs=prepared.loss.moves_logprobs,
+    )
     balance = load_balance(model, prepared, packed, group)
     reference_L = _reference(model, prepared, item, batch, group)
 

@@ -44,6 +44,7 @@ from ratoon_proto.types import (
     AdvantageKind,
     BadRolloutReason,
     LogprobsOf,
+    LossKind,
     OldLogprobsKind,
     OverlongFilter,
     OverlongPenalty,
@@ -182,6 +183,9 @@ def prepare(
         RatoonError: STALE_ROLLOUTS if the loss refuses stale rollouts.
     """
     started = time.perf_counter()
+    if loss.kind is LossKind.VALUE:
+        # A critic's log-probs are no sampler's policy's: their difference means nothing.
+        batch = replace(batch, sampler_logprobs=None)
     shared = sort_sequences(batch)
     selection = select(batch, loss, version)
     columns = _columns(batch, loss, shared, selection)

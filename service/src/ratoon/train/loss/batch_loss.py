@@ -7,7 +7,7 @@ run one after the other, as the gradient of a log-prob depends on that log-prob 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,14 @@ from torch import Tensor
 
 from ratoon.rollout.packed import PackedBatch
 from ratoon.train.loss.compute import LossGradients, LossOutput, TermColumns, compute_loss
-from ratoon.train.micro_batches import DeviceBatch, HeadPart, TokenOutputs, put, put_index
+from ratoon.train.micro_batches import (
+    DeviceBatch,
+    HeadPart,
+    TokenOutputs,
+    put,
+    put_index,
+    run_head,
+)
 from ratoon.train.prepare import Prepared
 from ratoon.train.rollout_figures import TokenParts
 from ratoon_kernels import token_logprobs_forward_backward
@@ -254,6 +261,8 @@ def run_row_loss(
     token_M, row_M = head.tokens(batch)
     value_R = None if batch.value_head is None else batch.value_head(hidden_RD)
     seeds = _Seeds(part, own, head, batch, terms, loss, value_R)
+    if value_R is not None and not batch.moves_logprobs:
+        return _run_critic(lm_head_VD, hidden_RD, value_R, batch, seeds)
     found = token_logprobs_forward_backward(
         hidden_RD.detach(),
         lm_head_VD,
@@ -281,6 +290,20 @@ def run_row_loss(
     return RowLoss(outputs=outputs, roots=roots, seeds=grads, sums=seeds.sums(outputs))
 
 
+def _run_critic(
+    lm_head_VD: Tensor, hidden_RD: Tensor, value_R: Tensor, batch: DeviceBatch, seeds: _Seeds
+) -> RowLoss:
+    """The loss of values alone: the LM head is run for the report, and is not run backward."""
+    with torch.no_grad():
+        outputs = run_head(lm_head_VD, hidden_RD, replace(batch, value_head=None), seeds.head)
+    outputs = replace(outputs, value_R=value_R.detach())
+    seeds.of_rows(slice(0, len(hidden_RD)), outputs.logprob_M, outputs.entropy_R)
+    assert seeds.dvalue_R is not None, "every row has a term"
+    return RowLoss(
+        outputs=outputs, roots=[value_R], seeds=[seeds.dvalue_R], sums=seeds.sums(outputs)
+    )
+
+
 class _Seeds:
     """Gradients of a part's log-probs, entropies and values, filled in as rows are run."""
 
@@ -296,7 +319,7 @@ class _Seeds:
     ) -> None:
         """`own`: the part's terms, ascending."""
         self._part, self._own = part, own
-        self._head, self._batch = head, batch
+        self.head, self._batch = head, batch
         self._terms = terms
         self._loss = loss
         # As `HeadPart.tokens` has them.
@@ -316,8 +339,8 @@ class _Seeds:
             target_L, row_L = self._places(terms, device)
             if self._dlogprob_M is None:
                 self._dlogprob_M = torch.zeros_like(logprob_M)
-            target_M, all_NK = self._head.split(logprob_M, self._batch)
-            dtarget_M, dall_NK = self._head.split(self._dlogprob_M, self._batch)
+            target_M, all_NK = self.head.split(logprob_M, self._batch)
+            dtarget_M, dall_NK = self.head.split(self._dlogprob_M, self._batch)
             own_L = slice(0)
             if all_NK is not None:
                 own_L = put_index(np.searchsorted(self._own, terms), device)

@@ -93,6 +93,12 @@ class Loss:
     value: ValueLoss | None = None
 
     @property
+    def moves_logprobs(self) -> bool:
+        """Whether log-probs or entropies have a gradient. A critic's alone moves only values."""
+        terms = self.kl, self.distillation, self.entropy_coefficient or None
+        return self.kind is not LossKind.VALUE or terms != (None, None, None)
+
+    @property
     def normalisation(self) -> Normalisation:
         return Normalisation(
             token_weight=self.token_weight, default_divide_by=self.default_divide_by
