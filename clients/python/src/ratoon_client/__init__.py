@@ -22,6 +22,7 @@ from ratoon_client.errors import (
     TransportError,
     UnusableClientError,
 )
+from ratoon_client.gae import gae
 from ratoon_client.operation import AsyncOperationHandle
 from ratoon_client.rollouts import Group, Rollout, SamplingMask, Segment, group, rollout
 from ratoon_client.session import AsyncPolicySession
@@ -179,6 +180,7 @@ __all__ = [
     "WeightManifest",
     "WeightReceiver",
     "by_autograd",
+    "gae",
     "group",
     "rollout",
 ]
