@@ -105,9 +105,7 @@ async def test_a_bad_value_loss_is_refused(
     assert api.engine.log == []
 
 
-async def test_a_critic_needs_a_head_and_returns_and_nothing_else(
-    api: Api, wire_name: str
-) -> None:
+async def test_a_critic_needs_a_head_and_returns_and_nothing_else(api: Api, wire_name: str) -> None:
     wire = api.wire(wire_name)
     await api.create_policy()
     refused = await refused_by(wire, "Update", _update())

@@ -14,7 +14,7 @@ from ratoon_client import InvalidArgumentError, gae
 def _loop(
     reward: Sequence[float], value: Sequence[float], mask: Sequence[bool], gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
-    """Backwards over all tokens; those that are not trained hand their reward on to earlier ones."""
+    """Backwards over all tokens; untrained ones hand their reward on to earlier ones."""
     advantages, returns = [0.0] * len(value), [0.0] * len(value)
     next_value = later = waiting = 0.0
     for t in reversed(range(len(value))):

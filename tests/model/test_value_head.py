@@ -58,7 +58,7 @@ def _head_of(model: PolicyModel) -> ValueHead:
 def test_a_head_is_read_by_every_name_that_it_has(
     tmp_path: Path, prefix: str, is_apart: bool
 ) -> None:
-    """Those of the service's own files, of transformers' classifiers, and of TRL."""
+    """The service's own names, those of transformers' classifiers, and those of TRL."""
     numbers = _numbers()
     named = {prefix + name.rpartition(".")[2]: each for name, each in numbers.items()}
     folder = _folder(tmp_path / "base", named, is_apart=is_apart)
@@ -188,7 +188,7 @@ def test_an_import_brings_the_head(tmp_path: Path, tuning: FullTuning | LoraTuni
 
 
 def test_an_import_without_a_head(tmp_path: Path) -> None:
-    """Of a whole model it is refused; an adapter's leaves the head as it was at first."""
+    """A whole model is refused; an adapter alone leaves the head as it was at first."""
     base = _folder(tmp_path / "base", _numbers(), is_apart=True)
     for tuning in (FULL, LORA):
         model = load(base, tuning=tuning, value_head=True)

@@ -129,7 +129,9 @@ def add_value_head(model: nn.Module, file: FilePath) -> None:
 
 def head_of(model: nn.Module) -> nn.Module:
     """The value head of a model, with an adapter or without."""
-    return cast(Any, model.get_base_model() if hasattr(model, "get_base_model") else model).value_head
+    return cast(
+        Any, model.get_base_model() if hasattr(model, "get_base_model") else model
+    ).value_head
 
 
 def of_distributions(rows: Tensor, path: Path) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ class OracleLoss:
     divergence: str | None = None
     divergence_coefficient: float = 1.0
     beta: float = 0.5
-    # Of a critic's loss; None: there is none, no clip.
+    # The factor of a critic's loss, and its clip; None: there is none.
     value_coefficient: float | None = None
     value_clip: float | None = None
 

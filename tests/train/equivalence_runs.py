@@ -116,9 +116,7 @@ def make_pair(
     base = FolderBase(folder=str(folder))
     trainer = Trainer.create(
         TrainerSpec(
-            model=ModelSpec(
-                base=base, tuning=tuning, dtype=dtype, seed=3, value_head=value_head
-            ),
+            model=ModelSpec(base=base, tuning=tuning, dtype=dtype, seed=3, value_head=value_head),
             optimizer=optimizer,
             deterministic=True,
             micro_batch_tokens=micro_batch_tokens,

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from ratoon.errors import RatoonError
-from ratoon.model.spec import FolderBase
 from ratoon.rollout.batch import RolloutBatch
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import passes, prepare
@@ -303,7 +302,9 @@ def _forward(trainer: Trainer, batch: RolloutBatch, budget: int, **asked: Any) -
     kept_S = prepare.has_trained_tokens(batch)
     plan = make_plan(batch, sort_sequences(batch), kept_S, budget, EAGER)
     return trainer.forward(
-        trainer.prepare_forward(batch, plan), with_entropy=True, **({"use_reference": False} | asked)
+        trainer.prepare_forward(batch, plan),
+        with_entropy=True,
+        **({"use_reference": False} | asked),
     )
 
 

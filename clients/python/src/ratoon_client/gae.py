@@ -38,7 +38,7 @@ def gae(
         loss_masks: Which tokens are trained [R]; default: all.
 
     Raises:
-        InvalidArgumentError: Rollouts or tokens do not match, or a number is not finite or in range.
+        InvalidArgumentError: Rollouts or tokens do not match, or a number is out of range.
     """
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number(name, factor) <= 1:

@@ -27,6 +27,7 @@ from ratoon.model.presets import preset_config
 from ratoon.model.spec import FolderBase, ModelSpec, PresetBase
 from ratoon.model.support import longest_sequence, media_tokens, read_config
 from ratoon.model.tokenizer import tokenizer_of
+from ratoon.model.value_head import is_of_head
 from ratoon.planner.layer_kinds import Attention
 from ratoon.sampler.port import BaseFacts, Weights
 from ratoon.train.imported import read_weights
@@ -170,7 +171,9 @@ def _with_cache(source: PreTrainedModel, spec: ModelSpec) -> tuple[Any, Any]:
 
         adapter = attach_adapter(module, spec.tuning, "")
     module.requires_grad_(requires_grad=False)
-    module.load_state_dict(source.state_dict(), strict=True, assign=True)
+    stored = source.state_dict()
+    stored = {name: value for name, value in stored.items() if not is_of_head(name)}
+    module.load_state_dict(stored, strict=True, assign=True)
     if config.tie_word_embeddings:
         module.tie_weights()
     buffers = dict(source.named_buffers())

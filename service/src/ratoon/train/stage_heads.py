@@ -173,7 +173,7 @@ class RowHead:
         self._terms = RowTerms(whole.packed)
         self._loss = loss
         self._clock = clock
-        # Of open stages.
+        # The losses of open stages.
         self._rows: dict[int, RowLoss] = {}
 
     def add(self, run: StageRun) -> None:

@@ -12,7 +12,7 @@ from ratoon.train.loss.spec import ValueLoss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTerms:
-    """[L] each; `loss_L`, without its coefficient, carries the gradient, the others are detached."""
+    """[L] each; `loss_L`, without its coefficient, carries the gradient; others are detached."""
 
     loss_L: Tensor
     value_L: Tensor
