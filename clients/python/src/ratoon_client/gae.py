@@ -84,7 +84,7 @@ def _rewards(
     if isinstance(given, Real):
         reward_N[-1:] = _finite(field, [cast("float", given)])
         return reward_N
-    reward_R = _finite(field, given)
+    reward_R = _finite(field, cast("FloatsLike", given))
     _check_length(field, len(reward_R), num_tokens)
     owner_R = np.searchsorted(trained, np.arange(num_tokens), side="right") - 1
     np.add.at(reward_N, owner_R[owner_R >= 0], reward_R[owner_R >= 0])
