@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -23,7 +24,8 @@ from ratoon.model.value_head import BIAS, FILE, WEIGHT, ValueHead
 from ratoon.stream.files import digest_file
 from ratoon.train.imported import read_weights
 from ratoon_proto.types import FullTuning, LoraTuning
-from tests.model.builders import FULL, LORA, TINY, load, randomize
+from tests.model.builders import FULL, LORA, TINY, hidden_of, load, randomize
+from tests.model.packing import pack
 from tests.tiny_models import write_folder
 
 HIDDEN = 16
@@ -77,6 +79,35 @@ def test_a_head_begins_with_zeros_and_a_bias_that_is_not_there_is_zero(tmp_path:
     head = _head_of(load(folder, value_head=True))
     assert head.weight.all()
     assert not head.bias.any()
+
+
+@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_classifier_is_a_critic(tmp_path: Path, family: str, kind: str) -> None:
+    """Its values are its scores, and its versions models with the embedding as LM head."""
+    write_folder(tmp_path / "base", family)
+    auto: Any = getattr(transformers, f"AutoModelFor{kind}")
+    torch.manual_seed(0)
+    classifier = auto.from_pretrained(tmp_path / "base", num_labels=1, dtype=torch.float32)
+    classifier.config.classifier_dropout = 0.0
+    classifier.save_pretrained(tmp_path / "classifier")
+    with pytest.raises(RatoonError) as refused:
+        load(tmp_path / "classifier")
+    assert refused.value.field == "config.architectures"
+    model = load(tmp_path / "classifier", value_head=True, dtype=ModelDtype.FLOAT32)
+    ids = [5, 9, 2, 7, 1]
+    with torch.no_grad():
+        values_T = _head_of(model)(hidden_of(model, pack([ids])))
+        # A classifier of sequences has the scores of all tokens in another function.
+        theirs = classifier.eval().model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        torch.testing.assert_close(values_T, classifier.score(theirs)[:, 0], rtol=1e-4, atol=1e-5)
+    _export(model, tmp_path / "out")
+    again = cast("Any", AutoModelForCausalLM).from_pretrained(tmp_path / "out")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(
+        _head_of(load(tmp_path / "out", value_head=True, dtype=ModelDtype.FLOAT32)).weight,
+        _head_of(model).weight,
+    )
 
 
 def test_a_policy_without_a_head_reads_none(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def load_folder(
     `read_config` and `open_tensors` raise, and INVALID_ARGUMENT naming a tensor that is missing,
     not the model's, of another shape, or not finite.
     """
-    config, said = read_config(folder)
+    config, said = read_config(folder, has_value_head=has_value_head)
     stored = unpack(open_tensors(folder))
     head = take_head(stored, folder) if has_value_head else {}
     if any(isinstance(each, Unpacked) for each in stored.values()):

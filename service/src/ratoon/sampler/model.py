@@ -45,7 +45,8 @@ def base_facts(spec: ModelSpec, models_root: Path) -> BaseFacts:
     if isinstance(spec.base, PresetBase):
         config, media = preset_config(spec.base.name), dict[str, int]()
     else:
-        config, said = read_config(ModelFolder.of(Path(spec.base.folder), models_root))
+        folder = ModelFolder.of(Path(spec.base.folder), models_root)
+        config, said = read_config(folder, has_value_head=spec.value_head)
         media = media_tokens(said)
     return BaseFacts(
         vocab_size=int(cast("int", config.vocab_size)),
