@@ -127,8 +127,9 @@ def training_flops(sizes: Geometry, work: Work, *, moves_logprobs: bool = True) 
     """FLOPs of one forward and backward; recomputation is not counted.
 
     A weight costs 2 a token forward, 2 for the gradient of its input and 2 for its own where it is
-    trained, but the LM head's are run forward alone where no log-prob has a gradient; a (query, key) pair 14 a head dimension: two products forward, five backward. A
-    recurrence costs its forward three times.
+    trained; the LM head's only the forward, unless log-probs have a gradient. A (query, key) pair
+    costs 14 a head dimension: two products forward, five backward. A recurrence costs its forward
+    three times.
     """
     layers = work.tokens * (4 * sizes.layer_parameters + 2 * sizes.trained_layer_parameters)
     per_head_weight = 2 + moves_logprobs * (4 if sizes.head_is_trained else 2)
