@@ -18,7 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from ratoon.errors import RatoonError
+from ratoon.planner.planning import cpu_planner
 from ratoon.rollout.batch import RolloutBatch
+from ratoon.rollout.forest import build_forest, pack
 from ratoon.rollout.prefixes import sort_sequences
 from ratoon.train import passes, prepare
 from ratoon.train.loss.resolve import resolve_loss
@@ -61,6 +63,7 @@ from tests.train.equivalence_runs import (
     random_batch_near,
 )
 from tests.train.rank_runs import ranked, together, weights_of
+from tests.train.recorded_masks import masked, split_tokens
 from tests.train.trainer_runs import assert_close as assert_weights_close
 from tests.train.trainer_runs import gradients_of, make_step
 
@@ -147,6 +150,19 @@ def test_loss_counters_and_gradients_are_the_oracles(critic: Pair, name: str) ->
     request, micro_batch_tokens = ROWS[name]
     batch = _batch(critic, 50, request)
     check_gradients(critic, batch, request, micro_batch_tokens=micro_batch_tokens)
+
+
+@pytest.mark.parametrize("name", ["alone, clipped", "beside ppo"])
+def test_rows_of_several_masks_have_one_value(critic: Pair, name: str) -> None:
+    """Where truncation left paths other tokens, the position that predicts them is several rows."""
+    request = ROWS[name][0]
+    batch = masked(_batch(critic, 40, request))
+    prepared = prepare.prepare(
+        batch, _loss(request, batch), version=0, plan=cpu_planner(WHOLE), logprobs_of=None
+    )
+    forest = build_forest(batch, prepared.prefixes, np.arange(batch.num_sequences))
+    assert split_tokens(pack(batch, forest, prepared.term_mask_J))
+    check_gradients(critic, batch, request)
 
 
 def test_paths_that_meet_have_other_returns(critic: Pair) -> None:
