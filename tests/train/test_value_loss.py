@@ -211,7 +211,9 @@ def test_three_steps_of_two_calls_are_exact(
         check_step(pair, step, divide_by="tokens")
 
 
-@pytest.mark.parametrize("name", ["alone, clipped", "beside gspo", "beside ppo"])
+@pytest.mark.parametrize(
+    "name", ["alone, clipped", "beside gspo", pytest.param("beside ppo", marks=pytest.mark.more)]
+)
 def test_ranks_that_run_a_micro_batch_together_give_the_same(folder: Path, name: str) -> None:
     request = ROWS[name][0]
     pair = make_pair(folder, scratch=folder / "unused", value_head=True)
